@@ -1,0 +1,36 @@
+"""Errors a user can cause, each with the exit code the program ends with.
+
+0 finished, 85 stopped and resumable, 93 fatal (do not requeue), 64 bad configuration or input, 70 internal error.
+"""
+
+from __future__ import annotations
+
+EXIT_FINISHED = 0
+EXIT_CONFIGURATION = 64
+EXIT_INTERNAL = 70
+EXIT_RESUMABLE = 85
+EXIT_FATAL = 93
+
+
+class MegaliteError(Exception):
+    """An error whose message is for the person who started the run: what was wrong, where, what to do."""
+
+    exit_code = EXIT_FATAL
+
+
+class ConfigurationError(MegaliteError):
+    """A flag, a YAML key or a combination of them is wrong."""
+
+    exit_code = EXIT_CONFIGURATION
+
+
+class DataError(MegaliteError):
+    """A data file or tokenizer is missing, damaged or does not fit the run."""
+
+    exit_code = EXIT_CONFIGURATION
+
+
+class CheckpointError(MegaliteError):
+    """A checkpoint cannot be written, or cannot be loaded into this run."""
+
+    exit_code = EXIT_FATAL
