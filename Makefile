@@ -1,0 +1,42 @@
+# make train    from nothing to a trained model and a sample of its text; STEPS=20 is the short form
+# make test     everything the tests prove
+# make lint     style, types and the direction of imports
+# make setup    only the environment, in .venv
+#
+# PYTHON=python3.12        the interpreter to start from (3.11 or later)
+# TORCH_INDEX=URL          where torch, and only torch, is installed from, e.g. a build for CPUs
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+STEPS ?= 300
+
+.DELETE_ON_ERROR:
+.PHONY: setup train test lint
+
+PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
+TORCH = $(shell grep -o 'torch>=[^"]*' pyproject.toml)
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml setup.py
+	@echo "Installing megalite into .venv (the first time, torch takes a few minutes to download)"
+	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@$(if $(TORCH_INDEX),$(PIP) --index-url '$(TORCH_INDEX)' '$(TORCH)')
+	@$(PIP) --editable .
+	@touch $@
+
+.venv/installed-test: .venv/installed
+	@$(PIP) --editable '.[test]'
+	@touch $@
+
+train: .venv/installed
+	@STEPS=$(STEPS) PATH="$(CURDIR)/.venv/bin:$$PATH" examples/train_small_llama.sh
+
+test: .venv/installed-test
+	.venv/bin/python -m pytest --durations=20 $(PYTEST_ARGUMENTS)
+
+lint: .venv/installed-test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports

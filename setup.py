@@ -1,0 +1,10 @@
+"""Names the packages; everything else about the project stands in pyproject.toml."""
+
+from __future__ import annotations
+
+from setuptools import find_packages, setup
+
+setup(
+    packages=find_packages(".", include=["megalite", "megalite.*"]) + find_packages("kernels"),
+    package_dir={"megalite_kernels": "kernels/megalite_kernels"},
+)
