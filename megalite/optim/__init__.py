@@ -1,0 +1,3 @@
+"""Optimization: flat parameter and gradient buffers, the distributed optimizer, clipping, the learning rate."""
+
+from __future__ import annotations
