@@ -1,0 +1,1 @@
+"""Where a rank stands and how ranks talk: mesh, collectives, sharding, parallel layers, keyed randomness."""

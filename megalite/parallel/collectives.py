@@ -1,0 +1,110 @@
+"""Collectives over a `Group`: out of place, shapes along dimension 0, no-ops in a group of one.
+
+The asynchronous forms return a `Pending` whose `wait()` gives the result. On gloo, reduce-scatter is an all-to-all
+followed by a sum in rank order: a third of the cost of gloo's own, and the order of the sum depends on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.parallel.mesh import Group
+
+# torch 2.13 renamed these two and warns at the old names.
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Pending:
+    """A collective under way."""
+
+    work: Any
+    finish: Callable[[], Tensor]
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.finish()
+
+
+def done(result: Tensor) -> Pending:
+    return Pending(None, lambda: result)
+
+
+def _is_gloo(group: Group) -> bool:
+    return dist.get_backend(group.process_group) == "gloo"
+
+
+def all_reduce_(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """Reduce `tensor` in place ("sum" or "max"); for buffers that no autograd graph has saved."""
+    return all_reduce_async_(tensor, group, op).wait()
+
+
+def all_reduce_async_(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
+    if group.size == 1:
+        return done(tensor)
+    reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+    work = dist.all_reduce(tensor, reduce_op, group=group.process_group, async_op=True)
+    return Pending(work, lambda: tensor)
+
+
+def all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:
+    """[n, ...] on each rank to [size * n, ...] on all; `out`, if given, receives it."""
+    if group.size == 1:
+        return done(tensor if out is None else out.copy_(tensor))
+    tensor = tensor.contiguous()
+    gathered = tensor.new_empty((group.size * tensor.shape[0], *tensor.shape[1:])) if out is None else out
+    work = _all_gather_single(gathered, tensor, group=group.process_group, async_op=True)
+    return Pending(work, lambda: gathered)
+
+
+def all_gather(tensor: Tensor, group: Group) -> Tensor:
+    return all_gather_async(tensor, group).wait()
+
+
+def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:
+    """[size * n, ...] on each rank to the sum's slice [n, ...] that this rank owns; `out`, if given, receives it.
+
+    `out` may be this rank's slice of `tensor` itself.
+    """
+    if group.size == 1:
+        return done(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))
+    tensor = tensor.contiguous()
+    result = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:])) if out is None else out
+    if not _is_gloo(group):
+        work = _reduce_scatter_single(result, tensor, group=group.process_group, async_op=True)
+        return Pending(work, lambda: result)
+    received = torch.empty_like(tensor)
+    work = dist.all_to_all_single(received, tensor, group=group.process_group, async_op=True)
+
+    def sum_in_rank_order() -> Tensor:
+        slices = received.view(group.size, *result.shape)
+        torch.add(slices[0], slices[1], out=result)
+        for other in slices[2:]:
+            result.add_(other)
+        return result
+
+    return Pending(work, sum_in_rank_order)
+
+
+def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
+    return reduce_scatter_async(tensor, group).wait()
+
+
+def all_reduce_by_shards_async_(tensor: Tensor, group: Group) -> Pending:
+    """All-reduce a flat buffer in place with exactly the sums that `reduce_scatter_async` makes.
+
+    So that ZeRO 0 and ZeRO 1 give the same bits. Length a multiple of the group's size.
+    """
+    if group.size == 1:
+        return done(tensor)
+    shard = tensor.view(group.size, -1)[group.rank]
+    scattered = reduce_scatter_async(tensor, group, out=shard)
+    return Pending(None, lambda: all_gather_async(scattered.wait().clone(), group, out=tensor).wait())

@@ -1,0 +1,49 @@
+"""The one place that knows which kind of device a run is on."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+
+
+def local_device(local_rank: int) -> torch.device:
+    """The device of the process with this local rank: its CUDA (or ROCm) device, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def activate(device: torch.device) -> None:
+    """Make `device` the current one of this process; a no-op on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def default_backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that torch's own random operations on `device` draw from."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak bytes allocated on the device; on the CPU, the peak resident set of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

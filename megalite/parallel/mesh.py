@@ -1,0 +1,113 @@
+"""Where a rank stands: one grid of ranks seen through a dense and an expert view that share the pipeline axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+DENSE_AXES = ("pp", "dp", "cp", "tp")
+EXPERT_AXES = ("pp", "edp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that talk to one another, as seen by one of them. A group of one has no process group."""
+
+    ranks: tuple[int, ...]
+    rank: int
+    """Position of this process in `ranks`."""
+    process_group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class ParallelMesh:
+    """The ranks of a run as a grid, tensor-parallel ranks closest together (Megatron's order tp-cp-ep-dp-pp).
+
+    The dense view is (pp, dp, cp, tp); the expert view (pp, edp, ep, etp) lays the same ranks of a pipeline stage out
+    again for expert weights. Groups are made for this rank only, once per set of ranks, whatever the world's size.
+    One process needs no `torch.distributed` at all.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        tensor_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        expert_tensor_parallel_size: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Raises ValueError where the sizes do not factor the world."""
+        tp, cp, pp = tensor_parallel_size, context_parallel_size, pipeline_parallel_size
+        ep, etp = expert_parallel_size, tensor_parallel_size
+        if expert_tensor_parallel_size is not None:
+            etp = expert_tensor_parallel_size
+        for name, size in (("tp*cp*pp", tp * cp * pp), ("etp*ep*pp", etp * ep * pp)):
+            if size < 1 or world_size % size:
+                raise ValueError(f"a world of {world_size} ranks does not factor by {name} = {size}")
+        self.rank, self.world_size = rank, world_size
+        self.device = device if device is not None else torch.device("cpu")
+        sizes = {"pp": pp, "dp": world_size // (tp * cp * pp), "cp": cp, "tp": tp}
+        expert_sizes = {"pp": pp, "edp": world_size // (etp * ep * pp), "ep": ep, "etp": etp}
+        self._views = {
+            axes: torch.arange(world_size).view([view[axis] for axis in axes])
+            for axes, view in ((DENSE_AXES, sizes), (EXPERT_AXES, expert_sizes))
+        }
+        self._sizes = sizes | expert_sizes
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._coordinates: dict[str, int] = {}
+        for axes, grid in self._views.items():
+            place = torch.unravel_index(torch.tensor(rank), grid.shape)
+            self._coordinates.update({axis: int(index) for axis, index in zip(axes, place, strict=True)})
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks along `axes` together."""
+        return math.prod(self._sizes[axis] for axis in axes)
+
+    def coordinate(self, axis: str) -> int:
+        """Position of this rank along `axis`."""
+        return self._coordinates[axis]
+
+    def ranks(self, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from this one along `axes` only, in rank order."""
+        view = next(view for view in self._views if set(axes) <= set(view))
+        index = tuple(slice(None) if axis in axes else self._coordinates[axis] for axis in view)
+        return tuple(self._views[view][index].flatten().tolist())
+
+    def group(self, *axes: str) -> Group:
+        """The group along `axes`. Every member must ask for its groups in the same order."""
+        return self.group_of(self.ranks(*axes))
+
+    def world(self) -> Group:
+        return self.group_of(range(self.world_size))
+
+    def group_of(self, ranks: Sequence[int]) -> Group:
+        """The group of an explicit set of ranks that contains this one."""
+        key = tuple(sorted(ranks))
+        if key not in self._groups:
+            self._groups[key] = Group(key, key.index(self.rank), self._make_process_group(key))
+        return self._groups[key]
+
+    def _make_process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        if len(ranks) == 1:
+            return None
+        if len(ranks) == self.world_size:
+            return dist.group.WORLD
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+
+    def close(self) -> None:
+        """Destroy the process groups that this mesh made; the default group stays."""
+        for group in self._groups.values():
+            if group.process_group is not None and group.process_group is not dist.group.WORLD:
+                dist.destroy_process_group(group.process_group)
+        self._groups.clear()

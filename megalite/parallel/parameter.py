@@ -1,0 +1,110 @@
+"""Parameters that know their place in the global model, and the kinds of gradient that reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megalite.parallel.sharding import Piece, Sharding
+
+
+class Gradient(Protocol):
+    """A contribution to a parameter's gradient that knows how to add itself to where gradients are gathered."""
+
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        """Add to `target`, or set it where `overwrite`."""
+
+
+@dataclass(frozen=True)
+class DenseGradient:
+    values: Tensor
+
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        if overwrite:
+            target.copy_(self.values)
+        else:
+            target.add_(self.values)
+
+
+@dataclass(frozen=True)
+class ProductGradient:
+    """The weight gradient of a linear layer: output_gradient.T @ input, never stored where the dtypes agree."""
+
+    output_gradient: Tensor
+    """[tokens, out]"""
+    input: Tensor
+    """[tokens, in]"""
+
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        if target.dtype == self.input.dtype:
+            torch.addmm(
+                target, self.output_gradient.t(), self.input, beta=0.0 if overwrite else 1.0, out=target
+            )  # beta 0 ignores what target held, NaN included
+        else:
+            DenseGradient(self.output_gradient.t() @ self.input).add_to(target, overwrite=overwrite)
+
+
+@dataclass(frozen=True)
+class RowsGradient:
+    """The gradient of a table of which some rows were looked up."""
+
+    rows: Tensor
+    """[tokens], integer"""
+    values: Tensor
+    """[tokens, width]"""
+
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        if overwrite:
+            target.zero_()
+        target.index_add_(0, self.rows, self.values.to(target.dtype))
+
+
+class GradientBuffer(Protocol):
+    """Where gradients are gathered: the one door through which they enter."""
+
+    def accumulate(self, parameter: Parameter, gradient: Gradient) -> None: ...
+
+
+class Parameter(nn.Parameter):
+    """A parameter with its `Sharding`, and the buffer that gathers its gradient once a run has made one."""
+
+    sharding: Sharding
+    gradient_buffer: GradientBuffer | None
+
+    def __new__(cls, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> Parameter:
+        data = torch.empty(sharding.local_shape, dtype=dtype, device=device)
+        self = torch.Tensor._make_subclass(cls, data, True)
+        self.sharding, self.gradient_buffer = sharding, None
+        return self
+
+    def __init__(self, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> None:
+        pass
+
+
+def hand_over(parameter: Parameter, gradient: Gradient) -> Tensor | None:
+    """Give a gradient to the parameter's buffer, from inside a backward function.
+
+    Returns what the function must return to autograd for it: None, or the plain gradient where there is no buffer.
+    """
+    if parameter.gradient_buffer is not None:
+        parameter.gradient_buffer.accumulate(parameter, gradient)
+        return None
+    plain = torch.empty_like(parameter, requires_grad=False)
+    gradient.add_to(plain, overwrite=True)
+    return plain
+
+
+def named_pieces(module: nn.Module) -> Iterator[tuple[Parameter, Piece]]:
+    """Each piece of each parameter of `module` once, in registration order.
+
+    Raises TypeError for a parameter without a sharding: there is no default.
+    """
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, Parameter):
+            raise TypeError(f"parameter {name} was created without a Sharding")
+        for piece in parameter.sharding.pieces:
+            yield parameter, piece

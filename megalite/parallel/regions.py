@@ -1,0 +1,83 @@
+"""Where activations change hands between the replicated and the split regions of a layer, with their gradients.
+
+Each function pairs a map with its transpose (Megatron-LM, arXiv:1909.08053, and sequence parallelism, arXiv:2205.05198):
+copy and reduce, gather and scatter along the last dimension, all-gather and reduce-scatter along the sequence
+(dimension 0). All out of place: neither inputs nor incoming gradients are ever written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.parallel import collectives
+from megalite.parallel.mesh import Group
+
+Map = Callable[[Tensor, Group], Tensor]
+
+
+class _Region(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: Group, forward: Map, transpose: Map) -> Tensor:
+        ctx.group, ctx.transpose = group, transpose
+        return forward(input, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.transpose(gradients[0], ctx.group), None, None, None
+
+
+def _identity(tensor: Tensor, group: Group) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _sum(tensor: Tensor, group: Group) -> Tensor:
+    return collectives.all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group)
+
+
+def _slice_last(tensor: Tensor, group: Group) -> Tensor:
+    return tensor.chunk(group.size, dim=-1)[group.rank].contiguous()
+
+
+def _concatenate_last(tensor: Tensor, group: Group) -> Tensor:
+    gathered = collectives.all_gather(tensor, group)
+    return torch.cat(gathered.chunk(group.size, dim=0), dim=-1)
+
+
+def _apply(input: Tensor, group: Group, forward: Map, transpose: Map) -> Tensor:
+    if group.size == 1:
+        return input
+    return _Region.apply(input, group, forward, transpose)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def copy_to_region(input: Tensor, group: Group) -> Tensor:
+    """Identity forward; the gradients of the split region are summed."""
+    return _apply(input, group, _identity, _sum)
+
+
+def reduce_from_region(input: Tensor, group: Group) -> Tensor:
+    """Sum the partial results of the split region; identity backward."""
+    return _apply(input, group, _sum, _identity)
+
+
+def gather_from_region(input: Tensor, group: Group) -> Tensor:
+    """[..., n] on each rank to [..., size * n]; backward takes this rank's slice."""
+    return _apply(input, group, _concatenate_last, _slice_last)
+
+
+def scatter_to_region(input: Tensor, group: Group) -> Tensor:
+    """This rank's slice of the last dimension; backward gathers."""
+    return _apply(input, group, _slice_last, _concatenate_last)
+
+
+def all_gather_sequence(input: Tensor, group: Group) -> Tensor:
+    """[sequence / size, ...] to [sequence, ...]; backward reduce-scatters."""
+    return _apply(input, group, collectives.all_gather, collectives.reduce_scatter)
+
+
+def reduce_scatter_sequence(input: Tensor, group: Group) -> Tensor:
+    """Partial sums [sequence, ...] to this rank's [sequence / size, ...]; backward all-gathers."""
+    return _apply(input, group, collectives.reduce_scatter, collectives.all_gather)

@@ -1,0 +1,163 @@
+"""The record that every parameter carries: its place in the global model.
+
+Initialisation, gradient synchronisation, the gradient norm, ZeRO, checkpoints, resharding and conversion all derive from
+this one record; nothing matches on module types or on substrings of names.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from einops import rearrange
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Initial values drawn from a normal distribution of mean zero."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Initial values all alike."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class LogicalTensor:
+    """A tensor that the mathematics names, whole, unpadded and independent of any layout."""
+
+    name: str
+    shape: tuple[int, ...]
+    initial: Normal | Constant
+    weight_decay: bool
+    matrices: str | None = None
+    """An einops pattern to [matrices, rows, columns], what a matrix-wise optimizer sees; None for vectors and tables."""
+
+    def as_matrices(self, values: Tensor) -> Tensor:
+        """View a tensor of this shape as [matrices, rows, columns].
+
+        Raises ValueError for a tensor that has no matrix view.
+        """
+        if self.matrices is None:
+            raise ValueError(f"{self.name} has no matrix view")
+        return rearrange(values, self.matrices)
+
+
+@dataclass(frozen=True)
+class Box:
+    """An axis-aligned region of a logical tensor."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + length) for start, length in zip(self.offset, self.size, strict=True))
+
+    def intersection(self, other: Box) -> Box | None:
+        """The region in both, or None where they do not meet."""
+        bounds = [
+            (max(a, b), min(a + n, b + m))
+            for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)
+        ]
+        if any(stop <= start for start, stop in bounds):
+            return None
+        return Box(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
+
+    def relative_to(self, outer: Box) -> Box:
+        """The same region, counted from the corner of `outer`."""
+        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.size)
+
+    def flat_range(self, start: int, stop: int) -> list[tuple[Box, int]]:
+        """Cut the elements [start, stop) of this box, counted in row-major order, into boxes.
+
+        Returns each box with its first element's position in that order; at most 2 * dimensions - 1 of them.
+        """
+        return [
+            (Box(tuple(o + c for o, c in zip(self.offset, corner, strict=True)), size), position)
+            for corner, size, position in _flat_range(self.size, start, stop)
+        ]
+
+
+def _flat_range(size: tuple[int, ...], start: int, stop: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    if stop <= start:
+        return []
+    if len(size) == 1:
+        return [((start,), (stop - start,), start)]
+    inner = math.prod(size[1:])
+    first_whole, last_whole = -(-start // inner), stop // inner
+
+    def part_of_row(row: int, low: int, high: int) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        return [((row, *c), (1, *s), row * inner + p) for c, s, p in _flat_range(size[1:], low, high)]
+
+    if first_whole > last_whole:
+        return part_of_row(last_whole, start - last_whole * inner, stop - last_whole * inner)
+    zeros = (0,) * (len(size) - 1)
+    boxes = part_of_row(first_whole - 1, inner - (first_whole * inner - start), inner) if start % inner else []
+    if first_whole < last_whole:
+        boxes.append(((first_whole, *zeros), (last_whole - first_whole, *size[1:]), first_whole * inner))
+    return boxes + part_of_row(last_whole, 0, stop - last_whole * inner)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of a local parameter's rows, and the box of the logical tensor that stands there in row-major order."""
+
+    tensor: LogicalTensor
+    box: Box
+    row: int
+    """First row of the local parameter."""
+    rows: int
+    splits: tuple[tuple[int, str], ...] = ()
+    """The splits that made the box: (dimension of the logical tensor, mesh axis)."""
+
+    def view(self, local: Tensor) -> Tensor:
+        """The piece of a tensor laid out like the local parameter, in the box's shape."""
+        return local[self.row : self.row + self.rows].view(self.box.size)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a rank holds of one or more logical tensors in one local parameter.
+
+    Rows that no piece covers are padding: they start at zero and their gradient is zero.
+    """
+
+    local_shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    copies: tuple[int, ...]
+    """The ranks of this data-parallel replica that hold the same values, this one among them."""
+    summed: bool
+    """Whether each copy sees only its part of the gradient, so that it must still be summed over `copies`."""
+    expert: bool = False
+    """Whether its data-parallel peers are those of the expert view."""
+    uses: int = 1
+    """How many times a forward pass uses it: 2 for a weight tied to another use on the same rank."""
+
+    @property
+    def replica_group(self) -> tuple[int, ...]:
+        """The ranks over which the gradient must still be summed; empty where it is already whole."""
+        return self.copies if self.summed and len(self.copies) > 1 else ()
+
+    @property
+    def weight_decay(self) -> bool:
+        return self.pieces[0].tensor.weight_decay
+
+    @property
+    def name(self) -> str:
+        return "+".join(piece.tensor.name for piece in self.pieces)
+
+
+def share(total: int, parts: int, index: int) -> tuple[int, int]:
+    """The (start, length) of part `index` where `total` is dealt in runs of ceil(total / parts); the last run short."""
+    run = -(-total // parts)
+    start = min(index * run, total)
+    return start, min(run, total - start)
