@@ -1,0 +1,38 @@
+"""What the run reads: token files or mock data, their order and masks, the tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+TokenizerType = Literal["SentencePieceTokenizer", "Llama2Tokenizer", "ByteTokenizer", "NullTokenizer"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The samples: tokens on disk cut to one length, and how documents inside a sample see each other."""
+
+    seq_length: int
+    """Tokens of a training sample."""
+    data_path: tuple[str, ...] = ()
+    """Prefix of the .bin and .idx files (a weight may stand before it)."""
+    mock_data: bool = False
+    """Train on generated tokens instead of files."""
+    split: str = "969, 30, 1"
+    """Shares of the data for training, validation and test."""
+    data_cache_path: str | None = None
+    """Folder for the sample indices; unset: beside the data."""
+    num_workers: int = 2
+    """Processes that prepare batches ahead; 0: none."""
+    mmap_bin_files: bool = True
+    """Map the .bin files into memory instead of reading them piece by piece."""
+    reset_position_ids: bool = False
+    """Positions start again at 0 after each end of document."""
+    reset_attention_mask: bool = False
+    """Tokens attend only to their own document."""
+    eod_mask_loss: bool = False
+    """No loss where the input is the end-of-document token."""
+    tokenizer_type: TokenizerType | None = None
+    """Kind of tokenizer; Llama2Tokenizer is a SentencePiece model, NullTokenizer stands for data already in tokens."""
+    tokenizer_model: str | None = None
+    """File of the tokenizer."""

@@ -1,0 +1,17 @@
+"""What the run tells: screen, metrics file, TensorBoard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Where and how often numbers are reported."""
+
+    log_interval: int = 100
+    """Steps between lines on the screen."""
+    metrics_path: str | None = None
+    """File that gets one JSON object a step; unset: metrics.jsonl in the run directory."""
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard events."""

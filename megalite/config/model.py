@@ -1,0 +1,91 @@
+"""What the network is: sizes, positions, activations, norms, initialisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megalite.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The network. Names and defaults are Megatron-LM's; flags that are negative there are positive here."""
+
+    num_layers: int
+    """Transformer layers."""
+    hidden_size: int
+    """Width of the residual stream."""
+    num_attention_heads: int
+    """Attention (query) heads."""
+    ffn_hidden_size: int | None = None
+    """Width of the feed-forward layer; unset: 4 x hidden-size, with swiglu 8/3 of it down to a multiple of 64."""
+    kv_channels: int | None = None
+    """Width of one attention head; unset: hidden-size / num-attention-heads."""
+    group_query_attention: bool = False
+    """Share keys and values between groups of query heads; their number is num-query-groups."""
+    num_query_groups: int = 1
+    """Groups of query heads that share keys and values (1: multi-query); needs group-query-attention."""
+    max_position_embeddings: int | None = None
+    """Rows of the learned position table; needed by learned_absolute, at least seq-length."""
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """How a token knows its position: a learned table, rotary embeddings, or not at all."""
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies (theta)."""
+    rotary_percent: float = 1.0
+    """Share of each head's channels that is rotated, above 0 up to 1."""
+    use_rope_scaling: bool = False
+    """Scale the rotary frequencies as Llama 3.1 does for long contexts."""
+    rope_scaling_factor: float = 8.0
+    """Factor of the Llama 3.1 scaling; acts with use-rope-scaling."""
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Kind of norm before attention, before the feed-forward layer and at the end."""
+    norm_epsilon: float = 1e-5
+    """Added to the variance under the root of each norm."""
+    qk_layernorm: bool = False
+    """Normalise each head's queries and keys."""
+    swiglu: bool = False
+    """Feed-forward with a SiLU gate instead of GELU."""
+    squared_relu: bool = False
+    """Feed-forward with the square of ReLU instead of GELU."""
+    add_bias_linear: bool = True
+    """Biases in the linear layers (Megatron's --disable-bias-linear turns them off)."""
+    add_qkv_bias: bool = False
+    """A bias on queries, keys and values alone, where add-bias-linear is off."""
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer a weight of its own instead of the embedding's."""
+    vocab_size: int | None = None
+    """Tokens of the vocabulary before padding; unset: the tokenizer's."""
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
+    init_method_std: float = 0.02
+    """Standard deviation of the initial weights; output layers of a block get it / sqrt(2 x num-layers)."""
+    hidden_dropout: float = 0.1
+    """Dropout on the residual branches and after the embedding."""
+    attention_dropout: float = 0.1
+    """Dropout on the attention probabilities."""
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the feed-forward layer (of each half, gate and up, with swiglu)."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        # Two thirds, since the gate makes three matrices of two. Megatron's formula gives 0 below hidden size 24.
+        return max(8 * self.hidden_size // 3 // 64 * 64, 64) if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def kv_groups(self) -> int:
+        """Heads of keys and values."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    def padded_vocab_size(self, tensor_parallel_size: int) -> int:
+        """Rows of the embedding over all ranks. Raises ConfigurationError while the vocabulary is unknown."""
+        if self.vocab_size is None:
+            raise ConfigurationError("the vocabulary is unknown: give --vocab-size or a tokenizer that has one")
+        multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
+        return -(-self.vocab_size // multiple) * multiple

@@ -1,0 +1,50 @@
+"""How weights change: the optimizer, the learning-rate schedule, clipping, weight decay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The update rule. Iterations of the schedule count as that many global batches of samples."""
+
+    lr: float
+    """Highest learning rate."""
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """adam (with decoupled weight decay) or sgd."""
+    min_lr: float = 0.0
+    """Learning rate at and after the end of the decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    """Shape of the decay after the warm-up; WSD: warm-up, stable, decay."""
+    lr_decay_iters: int | None = None
+    """Iterations until min-lr is reached; unset: the whole run."""
+    lr_decay_samples: int | None = None
+    """The same in samples, for runs with train-samples."""
+    lr_warmup_iters: int = 0
+    """Iterations of linear warm-up."""
+    lr_warmup_samples: int = 0
+    """The same in samples, for runs with train-samples."""
+    lr_warmup_fraction: float | None = None
+    """Warm-up as a share of the decay's length."""
+    lr_warmup_init: float = 0.0
+    """Learning rate at the start of the warm-up."""
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """Shape of the last phase of WSD."""
+    lr_wsd_decay_iters: int | None = None
+    """Iterations of the last phase of WSD."""
+    lr_wsd_decay_samples: int | None = None
+    """The same in samples, for runs with train-samples."""
+    weight_decay: float = 0.01
+    """Weight decay of matrices (biases and norms have none)."""
+    clip_grad: float = 1.0
+    """Largest global norm of the gradient; 0: no clipping."""
+    adam_beta1: float = 0.9
+    """Adam's decay of the first moment."""
+    adam_beta2: float = 0.999
+    """Adam's decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Added to the root of Adam's second moment."""
+    sgd_momentum: float = 0.9
+    """Momentum of sgd."""

@@ -1,0 +1,58 @@
+"""The loop: batches, length, evaluation, exits, precision, recompute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The course of the run: how much, in what precision, when to evaluate and when to stop."""
+
+    micro_batch_size: int
+    """Samples one forward of one rank takes."""
+    global_batch_size: int | None = None
+    """Samples of one step over all ranks; unset: micro-batch-size x data-parallel size."""
+    train_iters: int | None = None
+    """Steps to train; either this or train-samples."""
+    train_samples: int | None = None
+    """Samples to train on; either this or train-iters."""
+    eval_iters: int = 100
+    """Global batches of one evaluation; 0: never evaluate."""
+    eval_interval: int = 1000
+    """Steps between evaluations."""
+    exit_interval: int | None = None
+    """Save and exit when the step number is a multiple of this."""
+    exit_duration_in_mins: float | None = None
+    """Save and exit after this many minutes."""
+    seed: int = 1234
+    """Seed of initial weights, data order and dropout."""
+    bf16: bool = False
+    """Compute in bfloat16, with fp32 master weights."""
+    fp64: bool = False
+    """Compute in float64, to compare layouts to the last digits."""
+    deterministic_mode: bool = False
+    """On GPUs use deterministic algorithms alone (on CPUs they are, at a fixed number of threads)."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Recompute in backward instead of keeping: whole layers, or the attention core alone (selective)."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With full: recompute every chunk of recompute-num-layers layers, or the first recompute-num-layers layers."""
+    recompute_num_layers: int | None = None
+    """Layers in a chunk (uniform), or layers recomputed (block)."""
+    manual_gc: bool = False
+    """Collect Python's garbage at fixed steps, on all ranks at once, instead of whenever it falls due."""
+    manual_gc_interval: int = 0
+    """Steps between such collections; 0: none but those around evaluation."""
+    manual_gc_eval: bool = True
+    """With manual-gc: also collect before and after evaluation."""
+
+    @property
+    def dtype(self) -> str:
+        """Name of torch's dtype for weights and activations."""
+        return "bfloat16" if self.bf16 else "float64" if self.fp64 else "float32"
+
+    def num_micro_batches(self, data_parallel_size: int) -> int:
+        """Forwards of each rank in a step."""
+        per_forward = self.micro_batch_size * data_parallel_size
+        return 1 if self.global_batch_size is None else self.global_batch_size // per_forward
