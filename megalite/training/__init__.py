@@ -1,0 +1,3 @@
+"""Training: the loop and what stands around it: metrics, the screen, signals, failures."""
+
+from __future__ import annotations

@@ -1,0 +1,149 @@
+"""The screen: what the run is, how it goes, how it ended.
+
+On a terminal a live bar with the loss's curve, and a line every `log_interval` steps above it; anywhere else (a log
+file, a pipe) the same lines without the bar. Only the rank that is `enabled` shows anything.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megalite.training.metrics import StepMetrics, ValidationMetrics
+
+_WIDTH = 40  # of the bar, and of the curve below it
+_RECENT_STEPS = 20  # the remaining time is reckoned from the mean of so many
+
+
+class Display:
+    """Shows a run of `train_iterations` steps in all. A context manager: the bar is taken down however the run ends.
+
+    `start_iteration` steps were done before, in a run that resumed.
+    """
+
+    def __init__(
+        self,
+        train_iterations: int,
+        log_interval: int,
+        *,
+        start_iteration: int = 0,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._total, self._log_interval, self._enabled = train_iterations, log_interval, enabled
+        self._iteration, self._first = start_iteration, start_iteration + 1
+        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._live: Live | None = None
+        self._losses = [math.nan] * _WIDTH
+        self._times: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._take_down()
+
+    def summary(self, title: str, lines: Mapping[str, object]) -> None:
+        """A titled block of names and values: at the start what runs, at the end what came of it."""
+        self._take_down()
+        if self._enabled:
+            width = max(map(len, lines), default=0)
+            block = [f"  [dim]{escape(name):{width}}[/]  {escape(str(value))}" for name, value in lines.items()]
+            self._console.print("\n".join([f"[bold]{escape(title)}[/]", *block]))
+
+    def message(self, text: str) -> None:
+        """One line of its own, above the bar."""
+        if self._enabled:
+            self._console.print(escape(text))
+
+    def step(self, metrics: StepMetrics) -> None:
+        if not self._enabled:
+            return
+        self._iteration = metrics.iteration
+        self._times.append(metrics.iteration_time_s)
+        at_interval = metrics.iteration % self._log_interval == 0
+        if at_interval or metrics.skipped or metrics.iteration in (self._first, self._total):
+            self._console.print(escape(self._line(metrics)))
+        if self._console.is_interactive:
+            self._show(metrics)
+
+    def validation(self, metrics: ValidationMetrics) -> None:
+        if self._enabled:
+            perplexity = math.exp(min(metrics.valid_loss, 700.0))  # beyond it a float overflows
+            self._console.print(
+                f"[bold]validation at step {metrics.iteration}[/] | loss {metrics.valid_loss:.4f}"
+                f" | perplexity {perplexity:.4g}"
+            )
+
+    def _line(self, metrics: StepMetrics) -> str:
+        digits = len(str(self._total))
+        parts = [
+            f"step {metrics.iteration:{digits}}/{self._total}",
+            f"loss {metrics.lm_loss:.4f}",
+            f"learning rate {metrics.learning_rate:.3e}",
+            f"grad norm {metrics.grad_norm:.3f}",
+            f"{metrics.tokens_per_second:,.0f} tokens/s",
+            f"{1000 * metrics.iteration_time_s:,.0f} ms",
+        ]
+        if metrics.mfu is not None:
+            parts.append(f"MFU {metrics.mfu:.1%}")
+        return " | ".join([*parts, "skipped: not finite" if metrics.skipped else f"ETA {self._remaining()}"])
+
+    def _remaining(self) -> timedelta:
+        mean = sum(self._times) / len(self._times)
+        return timedelta(seconds=round(mean * (self._total - self._iteration)))
+
+    def _show(self, metrics: StepMetrics) -> None:
+        column = min((self._iteration - 1) * _WIDTH // self._total, _WIDTH - 1)
+        end = max(column + 1, self._iteration * _WIDTH // self._total)
+        self._losses[column:end] = [metrics.lm_loss] * (end - column)
+        figures = Table.grid(padding=(0, 2))
+        figures.add_row(
+            ProgressBar(total=self._total, completed=self._iteration, width=_WIDTH),
+            f"[bold]{self._iteration / self._total:4.0%}[/]",
+            f"{self._iteration}/{self._total}",
+            f"ETA [cyan]{self._remaining()}[/]",
+        )
+        figures.add_row(
+            Text("" if self._console.options.ascii_only else curve(self._losses), style="green"),
+            "loss",
+            f"[bold green]{metrics.lm_loss:.4f}[/]",
+            f"[cyan]{metrics.tokens_per_second:,.0f}[/] tokens/s",
+        )
+        if self._live is None:
+            # Refreshed by the steps themselves: a thread for it would compete with them.
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+        self._live.update(Group(Text(), figures), refresh=True)
+
+    def _take_down(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def curve(values: Sequence[float]) -> str:
+    """The values as a row of bars from their least to their greatest; one that is not finite leaves a gap."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return " " * len(values)
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
+    bars = "▁▂▃▄▅▆▇█"
+    return "".join(
+        bars[min(int((value - low) / span * len(bars)), len(bars) - 1)] if math.isfinite(value) else " "
+        for value in values
+    )

@@ -1,0 +1,56 @@
+"""Model FLOPs by formula, and the peak of a device, for throughput and utilization.
+
+What is counted: matrix products of the forward pass, times 3 for forward and backward (recomputation is not counted:
+these are model FLOPs, not hardware FLOPs). Norms, activations, softmax and the embedding's look-up are left out. The
+figure a run reports counts causal attention, half of the score matrix, which is Megatron-LM's convention
+(megatron/training/training.py); PaLM's (arXiv:2204.02311, appendix B) and nanoGPT's count the full matrix.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megalite.config import ModelConfig
+
+_FORWARD_AND_BACKWARD = 3
+_MULTIPLY_AND_ADD = 2
+
+# Dense bf16 peaks, in FLOP/s. A device matches where its name holds all the words; the longest match counts.
+_PEAK_FLOPS = {
+    "A100": 312e12,  # NVIDIA A100 datasheet
+    "H100": 989.4e12,  # NVIDIA H100 datasheet, SXM5
+    "H100 PCIe": 756e12,  # the same, PCIe
+    "H100 NVL": 835e12,  # the same, NVL, one of the pair
+    "H200": 989.4e12,  # NVIDIA H200 datasheet, SXM
+    "GH200": 989.4e12,  # NVIDIA GH200 datasheet
+    "B200": 2250e12,  # NVIDIA DGX B200 datasheet, an eighth
+    "GB200": 2500e12,  # NVIDIA GB200 NVL72 datasheet, a seventy-second
+    "L40S": 362e12,  # NVIDIA L40S datasheet
+    "MI250X": 383e12,  # AMD Instinct MI250X datasheet, both dies
+    "MI300X": 1307.4e12,  # AMD Instinct MI300X datasheet
+}
+
+
+def flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length: int, *, causal: bool = True) -> float:
+    """Model FLOPs of one token's share of a training step, over all ranks together.
+
+    causal: count the half of the attention scores that a causal mask leaves, or all of them.
+    """
+    attended = sequence_length / 2 if causal else sequence_length
+    query_size = model.num_attention_heads * model.kv_channels
+    key_value_size = 2 * model.num_query_groups * model.kv_channels
+    projections = model.hidden_size * (query_size + key_value_size) + query_size * model.hidden_size
+    scores_and_context = 2 * query_size * attended
+    feed_forward = (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
+    logits = model.hidden_size * padded_vocab_size
+    products = model.num_layers * (projections + scores_and_context + feed_forward) + logits
+    return float(_FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * products)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak dense bf16 FLOP/s of a device by its name (`torch.cuda.get_device_name()`); None if it is not known."""
+    words = set(re.split(r"[^A-Za-z0-9]+", device_name))
+    matches = [name for name in _PEAK_FLOPS if words.issuperset(name.split())]
+    return _PEAK_FLOPS[max(matches, key=len)] if matches else None

@@ -1,0 +1,144 @@
+"""What a run writes down: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard.
+
+Floats are written at full precision. JSON has no word for a float that is not finite: such a value is the string
+"NaN", "Infinity" or "-Infinity", as in protobuf's JSON mapping, which `float()` reads back. `null` says that a figure
+does not exist, as the model FLOPs utilization on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalite.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+Value = float | int | bool | str | None
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One training step. Samples and tokens are counted over all ranks since the start of the run."""
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    lm_loss: float
+    grad_norm: float
+    learning_rate: float
+    loss_scale: float
+    skipped: bool
+    iteration_time_s: float
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    model_tflops_per_device: float
+    mfu: float | None
+    peak_memory_bytes: int
+    extra: Mapping[str, float] = field(default_factory=dict)  # further figures, written under their own names
+
+
+@dataclass(frozen=True)
+class ValidationMetrics:
+    """One evaluation, after the step `iteration`."""
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    valid_loss: float
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+class MetricsWriter:
+    """Appends records to `path` (each line flushed) and to TensorBoard; a destination that is None is left out.
+
+    A run that resumes after iteration `resume_iteration` first cuts off what an earlier attempt wrote beyond it, so
+    that the file tells one trajectory. One rank writes; the others have none of these, or one without destinations.
+    Raises CheckpointError where the run directory cannot be written.
+    """
+
+    def __init__(
+        self, path: Path | None = None, tensorboard_directory: Path | None = None, resume_iteration: int = 0
+    ) -> None:
+        self._file, self._tensorboard = None, None
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                truncate_after(path, resume_iteration)
+                self._file = path.open("a", encoding="utf-8")
+            except OSError as error:
+                raise CheckpointError(
+                    f"cannot write {path}: {error}. Choose another --save or --metrics-path"
+                ) from error
+        if tensorboard_directory is not None:
+            self._tensorboard = _tensorboard_writer(tensorboard_directory, resume_iteration)
+
+    def write(self, metrics: StepMetrics | ValidationMetrics) -> None:
+        record = asdict(metrics)
+        record |= record.pop("extra")
+        if self._file is not None:
+            self._file.write(json.dumps({name: _encode(value) for name, value in record.items()}) + "\n")
+            self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in record.items():
+                if name != "iteration" and value is not None:
+                    self._tensorboard.add_scalar(name, value, record["iteration"])
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Value]]:
+    """All records of a metrics file, floats that are not finite as floats again; a torn last line is left out."""
+    with path.open(encoding="utf-8") as lines:
+        return [record for _, record in _records(lines)]
+
+
+def truncate_after(path: Path, iteration: int) -> None:
+    """Drop the records of later iterations, and a line that a crash tore, if there are any. A crash in here leaves
+    the file either as it was or as it should be."""
+    if not path.exists():
+        return
+    aside = path.with_name(path.name + ".tmp")
+    with path.open(encoding="utf-8") as lines, aside.open("w", encoding="utf-8") as kept:
+        for line, record in _records(lines):
+            if record["iteration"] <= iteration:  # type: ignore[operator]
+                kept.write(line)
+        kept.flush()
+        os.fsync(kept.fileno())
+    os.replace(aside, path)
+
+
+def _records(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, Value]]]:
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        yield line, {name: _decode(value) for name, value in record.items()}
+
+
+def _encode(value: Value) -> Value:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _decode(value: Value) -> Value:
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
+
+
+def _tensorboard_writer(directory: Path, resume_iteration: int) -> SummaryWriter:
+    from torch.utils.tensorboard import SummaryWriter  # slow to import, and most ranks never need it
+
+    # Events beyond the loaded iteration come from an attempt that is being run again.
+    return SummaryWriter(str(directory), purge_step=resume_iteration + 1 if resume_iteration else None)

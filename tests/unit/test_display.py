@@ -1,0 +1,99 @@
+"""The screen: plain lines where nobody watches, a bar on a terminal, nothing on the other ranks."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+
+import pytest
+
+from megalite.training.display import Display, curve
+from megalite.training.metrics import StepMetrics, ValidationMetrics
+
+
+def step(iteration: int, *, loss: float = 2.0, skipped: bool = False, mfu: float | None = None) -> StepMetrics:
+    return StepMetrics(
+        iteration=iteration,
+        consumed_samples=iteration,
+        consumed_tokens=iteration,
+        lm_loss=loss,
+        grad_norm=1.0,
+        learning_rate=3e-4,
+        loss_scale=1.0,
+        skipped=skipped,
+        iteration_time_s=2.0,
+        tokens_per_second=12345.6,
+        tokens_per_second_per_device=1.0,
+        model_tflops_per_device=1.0,
+        mfu=mfu,
+        peak_memory_bytes=0,
+    )
+
+
+def test_plain_lines_come_at_the_first_step_every_interval_and_the_last() -> None:
+    stream = io.StringIO()
+    with Display(25, 10, stream=stream) as display:
+        for iteration in range(1, 26):
+            display.step(step(iteration))
+    lines = stream.getvalue().splitlines()
+    assert [line.split("|")[0].split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
+    assert "loss 2.0000 | learning rate 3.000e-04 | grad norm 1.000 | 12,346 tokens/s | 2,000 ms" in lines[1]
+    assert lines[1].endswith("ETA 0:00:30")
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_skipped_step_is_always_said() -> None:
+    stream = io.StringIO()
+    with Display(100, 50, stream=stream, start_iteration=5) as display:
+        display.step(step(6))
+        display.step(step(7, loss=math.inf, skipped=True))
+    assert "step   7/100 | loss inf" in stream.getvalue()
+    assert "skipped" in stream.getvalue().splitlines()[1]
+
+
+def test_summaries_messages_and_validation_are_shown_as_they_are() -> None:
+    stream = io.StringIO()
+    with Display(10, 5, stream=stream) as display:
+        display.summary("megalite", {"layout": "TP 2 [dense]", "parameters": 3})
+        display.message("saved run/[a]/iter_10")
+        display.validation(ValidationMetrics(10, 1, 1, valid_loss=math.log(50)))
+    assert stream.getvalue().splitlines() == [
+        "megalite",
+        "  layout      TP 2 [dense]",
+        "  parameters  3",
+        "saved run/[a]/iter_10",
+        "validation at step 10 | loss 3.9120 | perplexity 50",
+    ]
+
+
+def test_a_rank_that_is_not_enabled_shows_nothing() -> None:
+    stream = io.StringIO()
+    with Display(10, 1, enabled=False, stream=stream) as display:
+        display.summary("megalite", {"a": 1})
+        display.message("text")
+        display.step(step(1))
+        display.validation(ValidationMetrics(1, 1, 1, 1.0))
+    assert stream.getvalue() == ""
+
+
+def test_on_a_terminal_the_bar_is_drawn_and_taken_down_even_by_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    primary, secondary = os.openpty()
+    with os.fdopen(secondary, "w", encoding="utf-8") as terminal:
+        with pytest.raises(KeyboardInterrupt), Display(4, 100, stream=terminal) as display:
+            display.step(step(1, loss=8.0))
+            display.step(step(2, loss=4.0))
+            raise KeyboardInterrupt
+        terminal.flush()
+        shown = os.read(primary, 1 << 16).decode()
+    os.close(primary)
+    assert "2/4" in shown
+    assert "█" * 10 + "▁" * 10 in shown
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_the_curve_runs_from_its_least_to_its_greatest_and_leaves_gaps() -> None:
+    assert curve([0.0, 7.0, math.nan, 3.6, math.inf]) == "▁█ ▅ "
+    assert curve([5.0, 5.0]) == "▁▁"
+    assert curve([math.nan]) == " "

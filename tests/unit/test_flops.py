@@ -1,0 +1,77 @@
+"""Model FLOPs against counts made by hand and by torch itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megalite.training.flops import flops_per_token, peak_flops
+
+
+def model(**changes: Any) -> Any:
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 8,
+        "ffn_hidden_size": 24,
+        "swiglu": True,
+    }
+    return SimpleNamespace(**(sizes | changes))
+
+
+def test_full_attention_is_what_torch_counts_for_the_same_products() -> None:
+    batch, sequence, vocabulary, sizes = 3, 10, 40, model()
+    hidden = torch.randn(batch * sequence, 16, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        for _ in range(sizes.num_layers):
+            mixed = hidden @ torch.randn(16, 32 + 2 * 16, requires_grad=True)
+            query, key = (mixed[:, :32].reshape(batch * 4, sequence, 8) for _ in range(2))
+            context = (query @ key.transpose(1, 2)) @ key
+            attended = context.reshape(-1, 32) @ torch.randn(32, 16, requires_grad=True)
+            gate, up = (attended @ torch.randn(16, 24, requires_grad=True) for _ in range(2))
+            hidden = (gate * up) @ torch.randn(24, 16, requires_grad=True)
+        (hidden @ torch.randn(16, vocabulary, requires_grad=True)).sum().backward()
+    assert flops_per_token(sizes, vocabulary, sequence, causal=False) * batch * sequence == counter.get_total_flops()
+
+
+def test_causal_attention_saves_half_of_the_scores_and_nothing_else() -> None:
+    full, causal = (flops_per_token(model(), 40, 10, causal=causal) for causal in (False, True))
+    assert full - causal == 3 * 2 * 2 * (2 * 32 * 10) / 2
+
+
+def test_gpt_3_needs_what_its_paper_says() -> None:
+    """arXiv:2005.14165, table D.1: 3.14e23 FLOPs for 300 billion tokens, attention left out."""
+    gpt_3 = model(
+        num_layers=96,
+        hidden_size=12288,
+        num_attention_heads=96,
+        num_query_groups=96,
+        kv_channels=128,
+        ffn_hidden_size=49152,
+        swiglu=False,
+    )
+    assert flops_per_token(gpt_3, 50257, 0) * 300e9 == pytest.approx(3.14e23, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GeForce GTX 1080", None),
+        ("cpu", None),
+    ],
+)
+def test_peaks_are_known_by_name_or_not_at_all(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak

@@ -1,0 +1,110 @@
+"""metrics.jsonl and the TensorBoard events hold the same full-precision numbers, and one trajectory after a resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.errors import CheckpointError
+from megalite.training.metrics import MetricsWriter, StepMetrics, ValidationMetrics, read_metrics, truncate_after
+
+
+def step(iteration: int, **changes: object) -> StepMetrics:
+    metrics = StepMetrics(
+        iteration=iteration,
+        consumed_samples=8 * iteration,
+        consumed_tokens=512 * iteration,
+        lm_loss=1 / 3,
+        grad_norm=0.1,
+        learning_rate=1e-4,
+        loss_scale=1.0,
+        skipped=False,
+        iteration_time_s=0.5,
+        tokens_per_second=1024.0,
+        tokens_per_second_per_device=512.0,
+        model_tflops_per_device=0.01,
+        mfu=None,
+        peak_memory_bytes=1 << 20,
+    )
+    return dataclasses.replace(metrics, **changes)  # type: ignore[arg-type]
+
+
+def test_a_line_has_exactly_the_documented_fields(tmp_path: Path) -> None:
+    MetricsWriter(tmp_path / "metrics.jsonl").write(step(1, extra={"params_norm": 2.5}))
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    documented = """iteration consumed_samples consumed_tokens lm_loss grad_norm learning_rate loss_scale skipped
+        iteration_time_s tokens_per_second tokens_per_second_per_device model_tflops_per_device mfu peak_memory_bytes"""
+    assert list(record) == [*documented.split(), "params_norm"]
+    assert record["mfu"] is None
+    assert record["skipped"] is False
+
+
+@given(value=st.floats())
+def test_every_float_comes_back_exactly(value: float, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
+    MetricsWriter(path).write(step(1, lm_loss=value))
+    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    read = read_metrics(path)[0]["lm_loss"]
+    assert isinstance(read, float)
+    assert read == value or (math.isnan(read) and math.isnan(value))
+
+
+def test_each_record_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    for iteration in (1, 2):
+        writer.write(step(iteration))
+        assert len(read_metrics(tmp_path / "metrics.jsonl")) == iteration
+
+
+def test_a_resumed_run_leaves_one_trajectory(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(path)
+    for iteration in range(1, 6):
+        writer.write(step(iteration, lm_loss=1.0))
+        writer.write(ValidationMetrics(iteration, 8 * iteration, 512 * iteration, valid_loss=3.0))
+    writer.close()
+    path.write_text(path.read_text() + '{"iteration": 6, "lm_lo')  # killed in the middle of a line
+
+    resumed = MetricsWriter(path, resume_iteration=3)
+    resumed.write(step(4, lm_loss=2.0))
+    records = read_metrics(path)
+    assert [record["iteration"] for record in records] == [1, 1, 2, 2, 3, 3, 4]
+    assert [record["lm_loss"] for record in records if "lm_loss" in record] == [1.0, 1.0, 1.0, 2.0]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_run_from_the_start_replaces_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsWriter(path).write(step(7))
+    MetricsWriter(path).write(step(1))
+    assert [record["iteration"] for record in read_metrics(path)] == [1]
+
+
+def test_truncating_a_missing_file_makes_none(tmp_path: Path) -> None:
+    truncate_after(tmp_path / "metrics.jsonl", 3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file/metrics\.jsonl.*--metrics-path"):
+        MetricsWriter(tmp_path / "file" / "metrics.jsonl")
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    writer = MetricsWriter(tensorboard_directory=tmp_path)
+    writer.write(step(1, lm_loss=4.5))
+    writer.write(step(2, lm_loss=3.5))
+    writer.write(ValidationMetrics(2, 16, 1024, valid_loss=3.75))
+    writer.close()
+    events = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("lm_loss")] == [(1, 4.5), (2, 3.5)]
+    assert [(event.step, event.value) for event in events.Scalars("valid_loss")] == [(2, 3.75)]
+    assert "mfu" not in events.Tags()["scalars"]

@@ -1,0 +1,66 @@
+"""Stop signals set a flag, however often they come, and leave everything as it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from megalite.training.signals import STOP_SIGNALS, StopRequest, deadline_passed, interval_reached
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_stop_signal_is_seen_and_survived_several_times(number: signal.Signals) -> None:
+    with StopRequest() as stop:
+        assert stop.local_request() == 0
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+        assert stop.local_request() == number
+
+
+def test_the_first_signal_is_the_one_reported() -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.local_request() == signal.SIGUSR1
+
+
+def test_the_handlers_from_before_come_back() -> None:
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    with pytest.raises(ZeroDivisionError), StopRequest():
+        raise ZeroDivisionError
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+def test_a_process_that_is_waiting_finishes_its_step_before_it_stops() -> None:
+    program = """
+import sys, time
+from megalite.training.signals import StopRequest
+with StopRequest() as stop:
+    print("ready", flush=True)
+    while not stop.local_request():
+        time.sleep(0.01)
+    print("step done", flush=True)
+sys.exit(85)
+"""
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    for _ in range(3):
+        child.send_signal(signal.SIGTERM)
+    output, _ = child.communicate(timeout=60)
+    assert (output, child.returncode) == ("step done\n", 85)
+
+
+def test_the_deadline_is_in_minutes() -> None:
+    assert not deadline_passed(1e9, None)
+    assert not deadline_passed(89.9, 1.5)
+    assert deadline_passed(90.0, 1.5)
+
+
+def test_the_exit_interval_counts_iterations_of_the_whole_run() -> None:
+    assert [iteration for iteration in range(1, 10) if interval_reached(iteration, 4)] == [4, 8]
+    assert not interval_reached(4, None)
