@@ -66,16 +66,18 @@ class LearningRateSchedule:
         return shape((consumed_samples - start) / (self.decay_samples - start))
 
 
-def learning_rate_schedule(optimizer: OptimizerConfig, training: TrainingConfig) -> LearningRateSchedule:
+def learning_rate_schedule(
+    optimizer: OptimizerConfig, training: TrainingConfig, global_batch_size: int
+) -> LearningRateSchedule:
     """The schedule of a run. Lengths given in iterations count `global_batch_size` samples each; where no length of
     the decay is given it is the whole run's, and a warm-up fraction is a fraction of the decay."""
-    batch = training.global_batch_size
-    run = _samples(training.train_iters, training.train_samples, batch)
-    decay = _samples(optimizer.lr_decay_iters, optimizer.lr_decay_samples, batch) or run
+    run = _samples(training.train_iters, training.train_samples, global_batch_size)
+    decay = _samples(optimizer.lr_decay_iters, optimizer.lr_decay_samples, global_batch_size) or run
     if optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay
     else:
-        warmup = _samples(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, batch)
+        warmup = _samples(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, global_batch_size)
+    wsd_decay = _samples(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, global_batch_size)
     return LearningRateSchedule(
         maximum=optimizer.lr,
         minimum=optimizer.min_lr,
@@ -84,7 +86,7 @@ def learning_rate_schedule(optimizer: OptimizerConfig, training: TrainingConfig)
         decay_samples=decay,
         style=optimizer.lr_decay_style,
         wsd_style=optimizer.lr_wsd_decay_style,
-        wsd_decay_samples=_samples(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, batch),
+        wsd_decay_samples=wsd_decay,
     )
 
 

@@ -39,11 +39,11 @@ def flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length:
     causal: count the half of the attention scores that a causal mask leaves, or all of them.
     """
     attended = sequence_length / 2 if causal else sequence_length
-    query_size = model.num_attention_heads * model.kv_channels
-    key_value_size = 2 * model.num_query_groups * model.kv_channels
+    query_size = model.num_attention_heads * model.head_dim
+    key_value_size = 2 * model.kv_groups * model.head_dim
     projections = model.hidden_size * (query_size + key_value_size) + query_size * model.hidden_size
     scores_and_context = 2 * query_size * attended
-    feed_forward = (3 if model.swiglu else 2) * model.hidden_size * model.ffn_hidden_size
+    feed_forward = (3 if model.swiglu else 2) * model.hidden_size * model.ffn_size
     logits = model.hidden_size * padded_vocab_size
     products = model.num_layers * (projections + scores_and_context + feed_forward) + logits
     return float(_FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * products)

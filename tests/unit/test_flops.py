@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megalite.config import ModelConfig
 from megalite.training.flops import flops_per_token, peak_flops
 
 
-def model(**changes: Any) -> Any:
-    sizes = {
+def model(**changes: Any) -> ModelConfig:
+    sizes: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 16,
         "num_attention_heads": 4,
+        "group_query_attention": True,
         "num_query_groups": 2,
         "kv_channels": 8,
         "ffn_hidden_size": 24,
         "swiglu": True,
     }
-    return SimpleNamespace(**(sizes | changes))
+    return ModelConfig(**(sizes | changes))
 
 
 def test_full_attention_is_what_torch_counts_for_the_same_products() -> None:

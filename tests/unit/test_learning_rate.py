@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.config import OptimizerConfig, TrainingConfig
 from megalite.optim.learning_rate import LearningRateSchedule, learning_rate_schedule
 
 # Megatron-LM's scheduler stepped by hand: maximum 1, minimum 0.1, warm-up 10, decay 100, WSD 20, at 0, 10, ..., 110.
@@ -70,29 +70,24 @@ def test_a_rate_stays_in_its_range_and_never_rises_after_the_warmup(
         assert subject.at(early) >= subject.at(late) >= 0.1 - 1e-12
 
 
-def configs(optimizer: dict[str, Any], training: dict[str, Any]) -> tuple[Any, Any]:
-    nothing = dict.fromkeys(
-        ["lr_decay_iters", "lr_decay_samples", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_samples"]
-    )
-    rates = {"lr": 1.0, "min_lr": 0.1, "lr_warmup_init": 0.0, "lr_decay_style": "WSD", "lr_wsd_decay_style": "linear"}
-    lengths = {"lr_warmup_iters": 0, "lr_warmup_samples": 0}
-    length = {"train_iters": None, "train_samples": None, "global_batch_size": 8}
-    return SimpleNamespace(**(rates | lengths | nothing | optimizer)), SimpleNamespace(**(length | training))
+def of_run(optimizer: dict[str, Any], training: dict[str, Any]) -> LearningRateSchedule:
+    rates = OptimizerConfig(lr=1.0, min_lr=0.1, lr_decay_style="WSD", lr_wsd_decay_style="linear", **optimizer)
+    return learning_rate_schedule(rates, TrainingConfig(micro_batch_size=2, **training), global_batch_size=8)
 
 
 def test_iterations_count_a_global_batch_each() -> None:
-    in_iterations = configs(
+    in_iterations = of_run(
         {"lr_decay_iters": 100, "lr_warmup_iters": 10, "lr_wsd_decay_iters": 20}, {"train_iters": 200}
     )
-    in_samples = configs(
+    in_samples = of_run(
         {"lr_decay_samples": 800, "lr_warmup_samples": 80, "lr_wsd_decay_samples": 160}, {"train_samples": 1600}
     )
-    assert learning_rate_schedule(*in_iterations) == learning_rate_schedule(*in_samples)
-    assert learning_rate_schedule(*in_samples).decay_samples == 800
+    assert in_iterations == in_samples
+    assert in_iterations == LearningRateSchedule(1.0, 0.1, 0.0, 80, 800, "WSD", "linear", 160)
 
 
 def test_the_decay_defaults_to_the_run_and_a_fraction_is_of_the_decay() -> None:
-    whole = learning_rate_schedule(*configs({"lr_warmup_fraction": 0.25}, {"train_iters": 100}))
+    whole = of_run({"lr_warmup_fraction": 0.25}, {"train_iters": 100})
     assert (whole.decay_samples, whole.warmup_samples) == (800, 200)
-    shorter = learning_rate_schedule(*configs({"lr_warmup_fraction": 0.5, "lr_decay_iters": 10}, {"train_iters": 100}))
+    shorter = of_run({"lr_warmup_fraction": 0.5, "lr_decay_iters": 10}, {"train_iters": 100})
     assert (shorter.decay_samples, shorter.warmup_samples) == (80, 40)
