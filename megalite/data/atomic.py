@@ -1,0 +1,87 @@
+"""Files that appear under their final name complete, or not at all."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from megalite.errors import DataError
+
+
+class TemporaryFile:
+    """A binary file written beside its final path, which `rename` gives it. A context manager: discarded on the way out
+    unless renamed.
+
+    Args:
+        path: the final path. Missing folders are made.
+
+    Raises:
+        DataError: the folder cannot be written to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # The same folder, so that the rename is atomic; the process id, so that two writers do not share a file.
+        self._temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._temporary.open("wb")
+        except OSError as error:
+            raise DataError(f"{path} cannot be written ({error.strerror}): choose another output path") from error
+
+    def write(self, data: bytes) -> None:
+        """Append."""
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def sync(self) -> None:
+        """Close the file with everything on disk: after this, a crash of the machine cannot empty it."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def rename(self) -> None:
+        """Give the synced file its final name, replacing what had it."""
+        os.replace(self._temporary, self.path)
+
+    def discard(self) -> None:
+        """Close and remove the file if it was not renamed."""
+        with suppress(OSError):  # what could not be flushed (a full disk) is removed anyway
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def _failure(self, error: OSError) -> DataError:
+        return DataError(f"writing {self.path} failed ({error.strerror}): free space or choose another output path")
+
+    def __enter__(self) -> TemporaryFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.discard()
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a whole file so that a reader finds the old one or the new one, whatever happens meanwhile."""
+    with TemporaryFile(path) as file:
+        file.write(data)
+        file.sync()
+        file.rename()
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Put the names in a folder on disk, as `fsync` does for the contents of a file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,61 @@
+"""What a model is given for a sample besides its tokens: labels, loss mask, positions, and the documents' borders."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import numpy as np
+
+
+class SampleFields(TypedDict):
+    """A sample, or a stack of samples with a leading dimension.
+
+    Attributes:
+        tokens: int64 [sequence_length], the input.
+        labels: int64 [sequence_length], the token after each.
+        loss_mask: float32 [sequence_length], 0 where the loss does not count.
+        positions: int64 [sequence_length].
+        document_ids: int64 [sequence_length], which document of the sample a token belongs to; tokens attend within
+            their document only. None where they attend to all before them.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    loss_mask: np.ndarray
+    positions: np.ndarray
+    document_ids: np.ndarray | None
+
+
+def sample_fields(
+    tokens_plus_one: np.ndarray,
+    eod: int,
+    reset_position_ids: bool = False,
+    reset_attention_mask: bool = False,
+    eod_mask_loss: bool = False,
+) -> SampleFields:
+    """The fields of a sample, as Megatron-LM's `_get_ltor_masks_and_position_ids` defines them.
+
+    Args:
+        tokens_plus_one: [sequence_length + 1].
+        eod: the token that ends a document; it belongs to the document it ends.
+        reset_position_ids: positions start at 0 in every document.
+        reset_attention_mask: give `document_ids`.
+        eod_mask_loss: no loss where the input is `eod`: what begins the next document cannot be known.
+    """
+    tokens, labels = tokens_plus_one[:-1], tokens_plus_one[1:]
+    ends = tokens == eod
+    loss_mask = np.ones(len(tokens), np.float32)
+    if eod_mask_loss:
+        loss_mask[ends] = 0.0
+    positions = np.arange(len(tokens), dtype=np.int64)
+    documents = np.cumsum(ends, dtype=np.int64) - ends
+    if reset_position_ids:
+        starts = np.concatenate(([0], np.flatnonzero(ends) + 1))
+        positions = positions - starts[documents]
+    return SampleFields(
+        tokens=tokens,
+        labels=labels,
+        loss_mask=loss_mask,
+        positions=positions,
+        document_ids=documents if reset_attention_mask else None,
+    )

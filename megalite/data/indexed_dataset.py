@@ -1,0 +1,279 @@
+"""Token files in Megatron-LM's format: `{prefix}.bin` holds the tokens, `{prefix}.idx` where each sequence lies in it.
+
+All integers are little endian. The .idx holds, without alignment:
+
+    bytes        field
+    9            magic "MMIDIDX\\0\\0"
+    8            u64 version, 1
+    1            u8 code of the token type (`DTYPES`)
+    8            u64 number of sequences n
+    8            u64 number of document boundaries, the number of documents plus one
+    4 n          int32 tokens in each sequence
+    8 n          int64 byte offset of each sequence in the .bin
+    8 (d + 1)    int64 index of the first sequence of each document, and n at the end
+
+A document without tokens is a boundary without a sequence.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from megalite.data.atomic import TemporaryFile, sync_directory
+from megalite.data.side_file import side_file_path, write_side_file
+from megalite.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """The file of tokens."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """The file that says where each sequence lies."""
+    return Path(f"{prefix}.idx")
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The type Megatron-LM stores tokens of such a vocabulary in."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+class IndexedDataset:
+    """Sequences of tokens on disk, read without copies.
+
+    Args:
+        prefix: the path of the .bin and .idx without the suffix.
+        mmap: map the .bin into memory; otherwise each `get` is one positioned read, for file systems that map badly.
+
+    Raises:
+        DataError: a file is missing, damaged, or does not fit the other.
+    """
+
+    def __init__(self, prefix: str | Path, mmap: bool = True) -> None:
+        self.prefix = str(prefix)
+        index = _map_file(idx_path(prefix))
+        self.dtype, sequences, boundaries = _read_header(idx_path(prefix), index)
+        offset = HEADER.size
+        self.sequence_lengths = np.frombuffer(index, np.int32, sequences, offset)
+        offset += self.sequence_lengths.nbytes
+        self.sequence_pointers = np.frombuffer(index, np.int64, sequences, offset)
+        offset += self.sequence_pointers.nbytes
+        self.document_indices = np.frombuffer(index, np.int64, boundaries, offset)
+        self.tokens = int(self.sequence_lengths.sum(dtype=np.int64))
+        self._check_index()
+        self._read = self._open_tokens(mmap)
+
+    def __len__(self) -> int:
+        """The number of sequences."""
+        return len(self.sequence_lengths)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens `[offset, offset + length)` of one sequence (to its end without a length), as stored, read-only.
+
+        Raises:
+            IndexError: there is no such sequence, or it has no such tokens.
+        """
+        available = int(self.sequence_lengths[index]) - offset
+        length = available if length is None else int(length)
+        if not (offset >= 0 and 0 <= length <= available):
+            raise IndexError(
+                f"tokens [{offset}, {offset + length}) of sequence {index} of {self.prefix}, which has "
+                f"{self.sequence_lengths[index]} tokens"
+            )
+        return self._read(int(self.sequence_pointers[index]) + offset * self.dtype.itemsize, length)
+
+    def _check_index(self) -> None:
+        path, sequences = idx_path(self.prefix), len(self)
+        first, last = int(self.document_indices[0]), int(self.document_indices[-1])
+        if (first, last) != (0, sequences):
+            _damaged(path, f"document boundaries from 0 to {sequences}, the number of sequences", f"{first} to {last}")
+        if sequences and self.sequence_lengths.min() < 0:
+            _damaged(path, "sequence lengths of 0 or more", str(self.sequence_lengths.min()))
+        end = int(self.sequence_pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize if sequences else 0
+        if end != self.tokens * self.dtype.itemsize:
+            expected = f"a last sequence that ends at byte {self.tokens * self.dtype.itemsize}, the sum of the lengths"
+            _damaged(path, expected, f"byte {end}")
+
+    def _open_tokens(self, mmap: bool) -> Callable[[int, int], np.ndarray]:
+        path, dtype, expected = bin_path(self.prefix), self.dtype, self.tokens * self.dtype.itemsize
+        size = _file_size(path)
+        if size != expected:
+            found = f"{size} bytes"
+            _damaged(path, f"{expected} bytes ({self.tokens} tokens of {dtype.itemsize} bytes, from the .idx)", found)
+        if mmap:
+            data = _map_file(path)
+            return lambda position, count: np.frombuffer(data, dtype, count, position)
+        file = path.open("rb", buffering=0)
+        return lambda position, count: np.frombuffer(os.pread(file.fileno(), count * dtype.itemsize, position), dtype)
+
+
+def _read_header(path: Path, index: np.ndarray) -> tuple[np.dtype[Any], int, int]:
+    if len(index) < HEADER.size:
+        _damaged(path, f"a header of {HEADER.size} bytes", f"{len(index)} bytes")
+    magic, version, code, sequences, boundaries = HEADER.unpack_from(index.data)
+    if magic != MAGIC:
+        _damaged(path, f"the magic bytes {MAGIC!r}", f"{magic!r}")
+    if version != VERSION:
+        _damaged(path, f"version {VERSION}", f"version {version}")
+    if code not in DTYPES:
+        _damaged(path, f"a token type code from 1 to {len(DTYPES)}", f"{code}")
+    if DTYPES[code].kind == "f":
+        _damaged(path, "integer tokens", f"type code {code}, {DTYPES[code].name}")
+    if boundaries < 1:
+        _damaged(path, "at least one document boundary", f"{boundaries}")
+    size = HEADER.size + 12 * sequences + 8 * boundaries
+    if len(index) == size + sequences and sequences:
+        _damaged(path, "a text dataset", "a multimodal one (a mode byte a sequence), which megalite does not read")
+    if len(index) != size:
+        expected = f"{size} bytes for {sequences} sequences and {boundaries} document boundaries"
+        _damaged(path, expected, f"{len(index)} bytes")
+    return DTYPES[code], sequences, boundaries
+
+
+def _damaged(path: Path, expected: str, found: str) -> NoReturn:
+    raise DataError(
+        f"{path} is damaged or was not written as a Megatron token file: expected {expected}, found {found}. "
+        "Copy the .bin and .idx again from where they came, or run tools/preprocess_data.py again."
+    )
+
+
+def _file_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        _unreadable(path, error)
+
+
+def _unreadable(path: Path, error: OSError) -> NoReturn:
+    what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+    raise DataError(
+        f"{path} {what}. A data path is the common prefix of a .bin and a .idx file, without the suffix, "
+        "as tools/preprocess_data.py prints it."
+    ) from error
+
+
+def _map_file(path: Path) -> np.ndarray:
+    """The bytes of a file, uint8 [size], mapped read-only."""
+    if _file_size(path) == 0:
+        return np.empty(0, np.uint8)
+    try:
+        # A plain array over the map: np.memmap's own slicing costs several times as much a read.
+        return np.asarray(np.memmap(path, np.uint8, mode="r")).view(np.ndarray)
+    except OSError as error:
+        _unreadable(path, error)
+
+
+class IndexedDatasetWriter:
+    """Writes a token file; the final names appear, complete and synced to disk, at `finish` and not before.
+
+    A context manager: leaving it by an exception, or without `finish`, removes what was written and leaves files that
+    had the final names before as they were.
+
+    Args:
+        prefix: the path of the .bin and .idx to write, without the suffix. Missing folders are made.
+        dtype: the type of the stored tokens, one of `DTYPES`.
+        tokenizer: what identifies the tokenizer (`Tokenizer.identity()`), recorded in the side file.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: Any, tokenizer: dict[str, Any] | None = None) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.tokenizer = tokenizer
+        if self.dtype not in DTYPE_CODES:
+            known = ", ".join(map(str, DTYPE_CODES))
+            raise DataError(f"tokens cannot be stored as {np.dtype(dtype)}: use one of {known}")
+        self._bin = TemporaryFile(bin_path(prefix))
+        # Machine integers, not Python ones: a corpus has up to billions of documents.
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+        self.tokens = 0
+
+    @property
+    def documents(self) -> int:
+        """The number of documents added."""
+        return len(self._documents) - 1
+
+    def add_document(self, tokens: np.ndarray | list[int], lengths: list[int] | None = None) -> None:
+        """Add a document of one sequence, or of the sequences whose `lengths` sum to its number of tokens.
+
+        Raises:
+            DataError: a token does not fit the stored type, or the lengths do not sum to the number of tokens.
+        """
+        tokens = np.asarray(tokens)
+        sequences = np.array([len(tokens)] if lengths is None and len(tokens) else lengths or [], dtype=np.int64)
+        self._write(tokens, sequences)
+        self._documents.append(len(self._lengths))
+
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Add many documents of one sequence each: `tokens` of all, one after another, and `lengths` [documents]."""
+        first = len(self._lengths)
+        self._write(np.asarray(tokens), lengths[lengths > 0])
+        self._documents.frombytes((first + np.cumsum(lengths > 0, dtype=np.int64)).tobytes())
+
+    def _write(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        if lengths.sum() != len(tokens):
+            raise DataError(f"the lengths of the sequences sum to {lengths.sum()}, their tokens are {len(tokens)}")
+        stored = tokens.astype(self.dtype)
+        if not np.array_equal(stored, tokens):
+            raise DataError(
+                f"tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}, the type {self.prefix} is "
+                "written in: the tokenizer gives tokens beyond its own vocabulary size"
+            )
+        self._bin.write(stored.tobytes())
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self.tokens += len(tokens)
+
+    def finish(self) -> None:
+        """Write the index and the side file, sync them, and give all three their final names."""
+        with TemporaryFile(idx_path(self.prefix)) as index, TemporaryFile(side_file_path(self.prefix)) as side:
+            self._write_index(index)
+            write_side_file(side, self.tokenizer, self.tokens, self.documents)
+            for file in (self._bin, index, side):
+                file.sync()
+            # A reader needs the .idx, so it goes first and comes last: no moment shows the index of other tokens.
+            idx_path(self.prefix).unlink(missing_ok=True)
+            self._bin.rename()
+            side.rename()
+            index.rename()
+        sync_directory(idx_path(self.prefix).parent)
+
+    def _write_index(self, file: TemporaryFile) -> None:
+        lengths = np.frombuffer(self._lengths, np.int32)
+        pointers = np.zeros(len(lengths), np.int64)
+        np.cumsum(lengths[:-1], out=pointers[1:])
+        pointers *= self.dtype.itemsize
+        file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(self._documents)))
+        for part in (lengths, pointers, np.frombuffer(self._documents, np.int64)):
+            file.write(part.tobytes())
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bin.discard()

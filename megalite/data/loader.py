@@ -1,0 +1,126 @@
+"""Micro-batches for one data-parallel rank, read ahead by threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import numpy as np
+
+from megalite.data.blend import Dataset
+from megalite.data.fields import SampleFields, sample_fields
+from megalite.data.sampler import micro_batch_samples
+from megalite.errors import DataError
+
+
+class MicroBatchArrays(SampleFields):
+    """The fields of the samples of a micro-batch, each [micro_batch_size, sequence_length].
+
+    Attributes:
+        sample_id: the global number of the first sample.
+    """
+
+    sample_id: int
+
+
+class MicroBatchLoader:
+    """Loads the micro-batches of one rank; which ones is a pure function of the samples consumed.
+
+    A context manager; threads start at the first use and end with it.
+
+    Args:
+        dataset: samples by global number.
+        micro_batch_size: samples in a micro-batch.
+        data_parallel_rank: this rank's place among those that share a step's samples.
+        data_parallel_size: the number of those ranks.
+        vocab_size: larger tokens are refused: data without a record of its tokenizer may hold them.
+        eod, reset_position_ids, reset_attention_mask, eod_mask_loss: see `sample_fields`.
+        num_workers: threads that read the next step's micro-batches during this one; 0 reads when asked.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        vocab_size: int,
+        eod: int,
+        reset_position_ids: bool = False,
+        reset_attention_mask: bool = False,
+        eod_mask_loss: bool = False,
+        num_workers: int = 0,
+    ) -> None:
+        self.dataset = dataset
+        self.micro_batch_size = micro_batch_size
+        self.data_parallel_rank = data_parallel_rank
+        self.data_parallel_size = data_parallel_size
+        self.vocab_size = vocab_size
+        self.eod = eod
+        self.masks = (reset_position_ids, reset_attention_mask, eod_mask_loss)
+        self.num_workers = num_workers
+        self._executor: ThreadPoolExecutor | None = None
+        self._ahead: dict[range, Future[MicroBatchArrays]] = {}
+
+    def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> list[MicroBatchArrays]:
+        """This rank's micro-batches of the step that starts at global sample `consumed_samples`.
+
+        Raises:
+            DataError: the dataset ends before, or a token is beyond the vocabulary.
+        """
+        wanted = self._samples(consumed_samples, num_micro_batches)
+        if self.num_workers == 0:
+            return [self._load(samples) for samples in wanted]
+        step = num_micro_batches * self.micro_batch_size * self.data_parallel_size
+        ready = self._submit(wanted)
+        # Read ahead before waiting. What was read ahead in vain, as after a resume elsewhere, is dropped.
+        self._ahead = self._submit(self._samples(consumed_samples + step, num_micro_batches))
+        return [ready[samples].result() for samples in wanted]
+
+    def _samples(self, consumed_samples: int, num_micro_batches: int) -> list[range]:
+        place = (self.micro_batch_size, self.data_parallel_rank, self.data_parallel_size)
+        return [micro_batch_samples(consumed_samples, m, *place) for m in range(num_micro_batches)]
+
+    def _submit(self, wanted: list[range]) -> dict[range, Future[MicroBatchArrays]]:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(self.num_workers, thread_name_prefix="loader")
+        return {samples: self._ahead.get(samples) or self._executor.submit(self._load, samples) for samples in wanted}
+
+    def _load(self, samples: range) -> MicroBatchArrays:
+        if samples.stop > len(self.dataset):
+            raise DataError(
+                f"the run reads samples {samples.start} to {samples.stop - 1}, but the dataset, made for a shorter run, "
+                f"has {len(self.dataset)}: give --train-iters or --train-samples as at its start"
+            )
+        tokens = np.stack([self.dataset[sample] for sample in samples])
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            raise DataError(
+                f"samples {samples.start} to {samples.stop - 1} hold tokens from {tokens.min()} to {tokens.max()}, but "
+                f"the tokenizer's vocabulary is {self.vocab_size}: the data was made with another tokenizer"
+            )
+        rows = [sample_fields(row, self.eod, *self.masks) for row in tokens]
+        documents = [row["document_ids"] for row in rows if row["document_ids"] is not None]
+        return MicroBatchArrays(
+            tokens=tokens[:, :-1],
+            labels=tokens[:, 1:],
+            loss_mask=np.stack([row["loss_mask"] for row in rows]),
+            positions=np.stack([row["positions"] for row in rows]),
+            document_ids=np.stack(documents) if documents else None,
+            sample_id=samples.start,
+        )
+
+    def close(self) -> None:
+        """End the threads; what was being read ahead is dropped."""
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+            self._executor = None
+            self._ahead = {}
+
+    def __enter__(self) -> MicroBatchLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,52 @@
+"""`{prefix}.json` beside a token file: which tokenizer wrote it, and how much it wrote.
+
+Megatron-LM's files have none and are accepted as they are; tokens beyond the vocabulary are then found where a
+micro-batch is loaded (`megalite/data/loader.py`), as nothing else can tell without reading all of the data.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megalite.data.atomic import TemporaryFile
+from megalite.errors import DataError
+
+
+def side_file_path(prefix: str | Path) -> Path:
+    """The file that records the tokenizer."""
+    return Path(f"{prefix}.json")
+
+
+def write_side_file(file: TemporaryFile, tokenizer: dict[str, Any] | None, tokens: int, documents: int) -> None:
+    """Write what `check_tokenizer` reads."""
+    record = {"tokenizer": tokenizer, "tokens": tokens, "documents": documents}
+    file.write((json.dumps(record, indent=2) + "\n").encode())
+
+
+def check_tokenizer(prefix: str | Path, tokenizer: dict[str, Any]) -> None:
+    """Refuse a tokenizer (`Tokenizer.identity()`) that is not the one the data was made with, where that is recorded.
+
+    Raises:
+        DataError: the tokenizers differ, or the side file cannot be read.
+    """
+    path = side_file_path(prefix)
+    try:
+        recorded = json.loads(path.read_text())["tokenizer"]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} cannot be read as the record of a tokenizer ({error!r}): run tools/preprocess_data.py again, or "
+            "remove it to skip the check"
+        ) from error
+    if recorded is not None and recorded != tokenizer:
+        raise DataError(
+            f"{prefix} was made with the tokenizer {_describe(recorded)} (recorded in {path}), but this run uses "
+            f"{_describe(tokenizer)}: give --tokenizer-type and --tokenizer-model as then, or preprocess the text again"
+        )
+
+
+def _describe(identity: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in identity.items())

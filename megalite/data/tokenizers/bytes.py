@@ -1,0 +1,26 @@
+"""A tokenizer that needs no file and loses nothing: the bytes of UTF-8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class ByteTokenizer:
+    """Tokens 0 to 255 are the bytes of the text in UTF-8, 256 ends a document."""
+
+    vocab_size = 257
+    eod = 256
+    pad: int | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of a text."""
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of bytes. Bytes that are no UTF-8, as a model may sample, become the replacement character."""
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def identity(self) -> dict[str, Any]:
+        """There is only one."""
+        return {"type": "ByteTokenizer", "vocab_size": self.vocab_size}

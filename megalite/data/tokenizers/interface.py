@@ -1,0 +1,35 @@
+"""What the rest of the program needs to know of a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are in [0, vocab_size), before any padding for parallel ranks."""
+
+    @property
+    def eod(self) -> int:
+        """The token that ends a document."""
+
+    @property
+    def pad(self) -> int | None:
+        """The token that fills up, where the vocabulary has one."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, without any that marks a beginning or an end.
+
+        Raises:
+            ValueError: the text cannot be encoded.
+        """
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens; those that stand for no text give none."""
+
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for two tokenizers to mean the same by a token, as JSON values."""
