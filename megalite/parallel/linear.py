@@ -92,7 +92,7 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(
         self,
-        weights: Sequence[Sharding],
+        weights: Sequence[Sharding | Parameter],
         biases: Sequence[Sharding],
         group: Group,
         *,
@@ -100,8 +100,11 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        """A weight that is tied to another layer's is given as that `Parameter`."""
         super().__init__()
-        self.weights = nn.ParameterList([Parameter(sharding, dtype, device) for sharding in weights])
+        self.weights = nn.ParameterList(
+            [weight if isinstance(weight, Parameter) else Parameter(weight, dtype, device) for weight in weights]
+        )
         self.biases = nn.ParameterList([Parameter(sharding, dtype, device) for sharding in biases])
         self.group = group
         self.sequence_parallel = sequence_parallel and group.size > 1

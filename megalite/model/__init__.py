@@ -1,0 +1,1 @@
+"""The transformer, from parallel layers."""

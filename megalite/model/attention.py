@@ -1,0 +1,176 @@
+"""Self-attention with its heads split over the tensor-parallel ranks, for any ratio of key-value groups to ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megalite.config.model import ModelConfig
+from megalite.model.batch import LayerContext
+from megalite.model.norm import Norm
+from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.placement import replicated, split, stacked
+from megalite.parallel.randomness import Site
+from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal, Piece, Sharding
+from megalite_kernels.rotary import rotary_embedding
+
+
+def key_value_runs(heads: int, groups: int, ranks: int, rank: int) -> list[tuple[int, int, tuple[int, ...]]]:
+    """The key-value groups that `rank` needs for its query heads, as runs (first group, count, ranks that share them).
+
+    Ranks hold equal, consecutive shares of the heads; a group whose heads cross a border is held by both sides.
+    """
+    local_heads, heads_per_group = heads // ranks, heads // groups
+    runs: list[tuple[int, int, tuple[int, ...]]] = []
+    for group in range(rank * local_heads // heads_per_group, ((rank + 1) * local_heads - 1) // heads_per_group + 1):
+        first_head = group * heads_per_group
+        sharers = tuple(range(first_head // local_heads, (first_head + heads_per_group - 1) // local_heads + 1))
+        if runs and runs[-1][2] == sharers:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1, sharers)
+        else:
+            runs.append((group, 1, sharers))
+    return runs
+
+
+def _key_value(mesh: ParallelMesh, tensor: LogicalTensor, run: tuple[int, int, tuple[int, ...]]) -> Sharding:
+    first, count, sharers = run
+    box = Box((first, *(0,) * (len(tensor.shape) - 1)), (count, *tensor.shape[1:]))
+    rows = math.prod(box.size[:3])
+    copies = tuple(mesh.ranks("tp")[rank] for rank in sharers)
+    piece = Piece(tensor, box, 0, rows, ((0, "tp"),))
+    return Sharding((rows, *tensor.shape[3:]), (piece,), copies, summed=len(copies) > 1)
+
+
+def _query_key_value(
+    config: ModelConfig, mesh: ParallelMesh, query: LogicalTensor, key_value: LogicalTensor
+) -> list[Sharding]:
+    """Queries and this rank's own groups fused into one parameter; then one for each set of ranks that share groups."""
+    runs = key_value_runs(config.num_attention_heads, config.kv_groups, mesh.size("tp"), mesh.coordinate("tp"))
+    own = split(mesh, query, 0, columns=len(query.shape) - 2)
+    fused = stacked([own, *(_key_value(mesh, key_value, run) for run in runs if len(run[2]) == 1)])
+    return [fused, *(_key_value(mesh, key_value, run) for run in runs if len(run[2]) > 1)]
+
+
+class Attention(nn.Module):
+    """Multi-head, grouped-query or multi-query attention, causal."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: ParallelMesh,
+        layer: int,
+        *,
+        sequence_parallel: bool,
+        recompute: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        """`recompute`: run the core (scores, softmax, weighted values) again in backward instead of keeping it."""
+        super().__init__()
+        heads, groups, width, hidden = (
+            config.num_attention_heads, config.kv_groups, config.head_dim, config.hidden_size,
+        )  # fmt: skip
+        self.head_dim, self.heads = width, heads // mesh.size("tp")
+        self.dropout, self.recompute = config.attention_dropout, recompute
+        self.site = Site(layer, "attention", mesh.coordinate("tp"))
+        name = f"layers.{layer}.attention"
+        draw = Normal(config.init_method_std)
+        query = LogicalTensor(
+            f"{name}.query", (heads, width, hidden), draw, True, "heads width hidden -> 1 (heads width) hidden"
+        )
+        key_value = LogicalTensor(
+            f"{name}.key_value",
+            (groups, 2, width, hidden),
+            draw,
+            True,
+            "groups two width hidden -> two (groups width) hidden",
+        )
+        biases: list[Sharding] = []
+        if config.add_bias_linear or config.add_qkv_bias:
+            query_bias = LogicalTensor(f"{name}.query_bias", (heads, width), Constant(0.0), False)
+            key_value_bias = LogicalTensor(f"{name}.key_value_bias", (groups, 2, width), Constant(0.0), False)
+            biases = _query_key_value(config, mesh, query_bias, key_value_bias)
+        self.query_key_value = ColumnParallelLinear(
+            _query_key_value(config, mesh, query, key_value),
+            biases,
+            mesh.group("tp"),
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=mesh.device,
+        )
+        output = LogicalTensor(
+            f"{name}.output",
+            (hidden, heads, width),
+            Normal(config.init_method_std / math.sqrt(2 * config.num_layers)),
+            True,
+            "hidden heads width -> 1 hidden (heads width)",
+        )
+        output_bias = LogicalTensor(f"{name}.output_bias", (hidden,), Constant(0.0), False)
+        self.output = RowParallelLinear(
+            split(mesh, output, 1, columns=2),
+            replicated(mesh, output_bias, summed=sequence_parallel) if config.add_bias_linear else None,
+            mesh.group("tp"),
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=mesh.device,
+        )
+        self.query_norm = self.key_norm = None
+        if config.qk_layernorm:
+            # Each rank normalises its own heads: the weights' gradients are partial whatever the sequence does.
+            self.query_norm = Norm(config, mesh, f"{name}.query_norm", width, summed=True, dtype=dtype)
+            self.key_norm = Norm(config, mesh, f"{name}.key_norm", width, summed=True, dtype=dtype)
+        self.key_value_of_head = self._key_value_of_head(config, mesh)
+
+    def _key_value_of_head(self, config: ModelConfig, mesh: ParallelMesh) -> list[int]:
+        """The local key-value group of each local query head."""
+        tp, rank = mesh.size("tp"), mesh.coordinate("tp")
+        runs = key_value_runs(config.num_attention_heads, config.kv_groups, tp, rank)
+        runs.sort(key=lambda run: len(run[2]) > 1)  # the order of the fused parameter: own groups first
+        local = {group: i for i, group in enumerate(g for first, count, _ in runs for g in range(first, first + count))}
+        heads_per_group = config.num_attention_heads // config.kv_groups
+        return [local[(rank * self.heads + head) // heads_per_group] for head in range(self.heads)]
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """[sequence (/ size under sequence parallelism), batch, hidden] to the same."""
+        query, key, value = self._project(hidden, context)
+        dropout = self.dropout if self.training else 0.0
+        core = functools.partial(self._core, context=context, dropout=dropout)
+        if self.recompute and torch.is_grad_enabled():
+            mixed = checkpoint(core, query, key, value, use_reentrant=False, preserve_rng_state=False)
+        else:
+            mixed = core(query, key, value)
+        return self.output(mixed)  # type: ignore[no-any-return]
+
+    def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [sequence, batch, heads, head_dim], keys and values [sequence, batch, groups, head_dim]."""
+        projected = self.query_key_value(hidden)
+        columns = self.heads * self.head_dim
+        query = projected[..., :columns].unflatten(-1, (self.heads, self.head_dim))
+        key, value = projected[..., columns:].unflatten(-1, (-1, 2, self.head_dim)).unbind(dim=-2)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if context.rotary is not None:
+            query, key = rotary_embedding(query, *context.rotary), rotary_embedding(key, *context.rotary)
+        return query, key, value
+
+    def _core(self, query: Tensor, key: Tensor, value: Tensor, *, context: LayerContext, dropout: float) -> Tensor:
+        """[sequence, batch, heads, head_dim] to [sequence, batch, heads * head_dim]."""
+        groups = key.shape[2]
+        even = self.key_value_of_head == [head * groups // self.heads for head in range(self.heads)]
+        if not even or self.heads % groups:
+            key, value = key[:, :, self.key_value_of_head], value[:, :, self.key_value_of_head]
+        if dropout > 0.0:
+            context.key.seed_site(self.site, query.device)
+        mixed = F.scaled_dot_product_attention(
+            *(part.permute(1, 2, 0, 3) for part in (query, key, value)),
+            attn_mask=context.mask,
+            is_causal=context.mask is None,
+            dropout_p=dropout,
+            enable_gqa=key.shape[2] != self.heads,
+        )
+        return mixed.permute(2, 0, 1, 3).flatten(2)

@@ -1,0 +1,44 @@
+"""What a stage computes on, and what its layers need to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.randomness import RandomKey
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The samples of one forward pass. Every position is explicit: no module derives one from a local index."""
+
+    tokens: Tensor
+    """[batch, sequence] int64"""
+    positions: Tensor
+    """[batch, sequence] int64, counted from the start of the sample, or of the document"""
+    document_ids: Tensor | None
+    """[batch, sequence] int64; tokens attend inside their document only. None: across the whole sample"""
+    labels: Tensor | None
+    """[batch, sequence] int64; None where logits are wanted rather than a loss"""
+    loss_mask: Tensor | None
+    """[batch, sequence], the weight of each token's loss"""
+    key: RandomKey
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """What every layer of a stage shares for one micro-batch."""
+
+    rotary: tuple[Tensor, Tensor] | None
+    """cosine and sine [sequence, batch, 1, rotated / 2]"""
+    mask: Tensor | None
+    """[batch, 1, sequence, sequence] bool, true where a query may look; None: causal over the whole sample"""
+    key: RandomKey
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """[batch, sequence] to the causal mask inside documents [batch, 1, sequence, sequence]."""
+    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
+    return torch.tril(same).unsqueeze(1)

@@ -1,0 +1,51 @@
+"""One transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config.model import ModelConfig
+from megalite.model.attention import Attention
+from megalite.model.batch import LayerContext
+from megalite.model.mlp import MLP
+from megalite.model.norm import Norm
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.randomness import Site, dropout
+
+
+class Block(nn.Module):
+    def __init__(
+        self,
+        config: ModelConfig,
+        mesh: ParallelMesh,
+        layer: int,
+        *,
+        sequence_parallel: bool,
+        recompute_attention: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+
+        def norm(name: str) -> Norm:
+            name = f"layers.{layer}.{name}"
+            return Norm(config, mesh, name, config.hidden_size, summed=sequence_parallel, dtype=dtype)
+
+        self.input_norm = norm("input_norm")
+        self.attention = Attention(
+            config, mesh, layer, sequence_parallel=sequence_parallel, recompute=recompute_attention, dtype=dtype
+        )
+        self.mlp_norm = norm("mlp_norm")
+        self.mlp = MLP(config, mesh, layer, sequence_parallel=sequence_parallel, dtype=dtype)
+        self.dropout = config.hidden_dropout
+        shard = mesh.coordinate("tp") if sequence_parallel else 0
+        self.attention_site = Site(layer, "attention output", shard)
+        self.mlp_site = Site(layer, "mlp output", shard)
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
+        """[sequence (/ size under sequence parallelism), batch, hidden] to the same."""
+        probability = self.dropout if self.training else 0.0
+        attended = self.attention(self.input_norm(hidden), context)
+        hidden = hidden + dropout(attended, probability, context.key, self.attention_site)
+        transformed = self.mlp(self.mlp_norm(hidden))
+        return hidden + dropout(transformed, probability, context.key, self.mlp_site)

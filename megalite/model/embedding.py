@@ -1,0 +1,48 @@
+"""Word and learned position embeddings."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.config.model import ModelConfig
+from megalite.parallel.embedding import VocabParallelEmbedding
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import Parameter
+from megalite.parallel.placement import replicated, split
+from megalite.parallel.randomness import RandomKey, Site, dropout
+from megalite.parallel.sharding import LogicalTensor, Normal
+
+
+class Embedding(nn.Module):
+    def __init__(self, config: ModelConfig, mesh: ParallelMesh, *, sequence_parallel: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.vocab_size is not None
+        draw = Normal(config.init_method_std)
+        word = LogicalTensor("embedding.word", (config.vocab_size, config.hidden_size), draw, True)
+        self.word = VocabParallelEmbedding(
+            split(mesh, word, 0, padded=config.padded_vocab_size(mesh.size("tp"))),
+            mesh.group("tp"),
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=mesh.device,
+        )
+        self.position = None
+        if config.position_embedding_type == "learned_absolute":
+            shape = (config.max_position_embeddings, config.hidden_size)
+            position = LogicalTensor("embedding.position", shape, draw, True)
+            self.position = Parameter(replicated(mesh, position, summed=sequence_parallel), dtype, mesh.device)
+        self.group, self.sequence_parallel = mesh.group("tp"), sequence_parallel
+        self.dropout = config.hidden_dropout
+        self.site = Site(-1, "embedding", mesh.coordinate("tp") if sequence_parallel else 0)
+
+    def forward(self, tokens: Tensor, positions: Tensor, key: RandomKey) -> Tensor:
+        """tokens and positions [batch, sequence] to [sequence (/ size under sequence parallelism), batch, hidden]."""
+        hidden: Tensor = self.word(tokens.t())
+        if self.position is not None:
+            local = positions.t()
+            if self.sequence_parallel:
+                local = local.chunk(self.group.size)[self.group.rank]
+            hidden = hidden + F.embedding(local, self.position)
+        return dropout(hidden, self.dropout if self.training else 0.0, key, self.site)

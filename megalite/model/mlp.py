@@ -1,0 +1,62 @@
+"""The feed-forward layer, its inner width split over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config.model import ModelConfig
+from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.placement import replicated, split
+from megalite.parallel.sharding import Constant, LogicalTensor, Normal
+from megalite_kernels.activation import gelu, squared_relu, swiglu
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))), or down(silu(gate(x)) * up(x)) with gate and up fused."""
+
+    def __init__(
+        self, config: ModelConfig, mesh: ParallelMesh, layer: int, *, sequence_parallel: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        name, hidden, ffn = f"layers.{layer}.mlp", config.hidden_size, config.ffn_size
+        self.activation = swiglu if config.swiglu else squared_relu if config.squared_relu else gelu
+        draw = Normal(config.init_method_std)
+        if config.swiglu:
+            inner = LogicalTensor(f"{name}.gate_up", (2, ffn, hidden), draw, True, "two ffn hidden -> two ffn hidden")
+            inner_bias = LogicalTensor(f"{name}.gate_up_bias", (2, ffn), Constant(0.0), False)
+        else:
+            inner = LogicalTensor(f"{name}.up", (ffn, hidden), draw, True, "ffn hidden -> 1 ffn hidden")
+            inner_bias = LogicalTensor(f"{name}.up_bias", (ffn,), Constant(0.0), False)
+        dimension = len(inner.shape) - 2
+        self.up = ColumnParallelLinear(
+            [split(mesh, inner, dimension)],
+            [split(mesh, inner_bias, dimension, columns=0)] if config.add_bias_linear else [],
+            mesh.group("tp"),
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=mesh.device,
+        )
+        down = LogicalTensor(
+            f"{name}.down",
+            (hidden, ffn),
+            Normal(config.init_method_std / math.sqrt(2 * config.num_layers)),
+            True,
+            "hidden ffn -> 1 hidden ffn",
+        )
+        down_bias = LogicalTensor(f"{name}.down_bias", (hidden,), Constant(0.0), False)
+        self.down = RowParallelLinear(
+            split(mesh, down, 1),
+            replicated(mesh, down_bias, summed=sequence_parallel) if config.add_bias_linear else None,
+            mesh.group("tp"),
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=mesh.device,
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[sequence (/ size under sequence parallelism), batch, hidden] to the same."""
+        return self.down(self.activation(self.up(hidden)))  # type: ignore[no-any-return]

@@ -1,0 +1,39 @@
+"""The norms of a block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config.model import ModelConfig
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import Parameter
+from megalite.parallel.placement import replicated
+from megalite.parallel.sharding import Constant, LogicalTensor
+from megalite_kernels.norm import layer_norm, rms_norm
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last dimension, its weights whole on every tensor-parallel rank.
+
+    `summed` where each rank normalises only a part of the activations (see `replicated`).
+    """
+
+    def __init__(
+        self, config: ModelConfig, mesh: ParallelMesh, name: str, width: int, *, summed: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.epsilon = config.norm_epsilon
+
+        def vector(part: str, value: float) -> Parameter:
+            tensor = LogicalTensor(f"{name}.{part}", (width,), Constant(value), weight_decay=False)
+            return Parameter(replicated(mesh, tensor, summed=summed), dtype, mesh.device)
+
+        self.weight = vector("weight", 1.0)
+        self.bias = vector("bias", 0.0) if config.normalization == "LayerNorm" else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., width] to [..., width]."""
+        if self.bias is None:
+            return rms_norm(input, self.weight, self.epsilon)
+        return layer_norm(input, self.weight, self.bias, self.epsilon)

@@ -1,0 +1,196 @@
+"""The step of the optimizer on the slices that this rank owns: norm, clip, update in fp32, and back to the parameters.
+
+ZeRO 0 and 1 run the same sums over the same slices. ZeRO 1 (arXiv:1910.02054) updates its slice and gathers parameters;
+ZeRO 0 gathers the gradients and updates everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.config.optimizer import OptimizerConfig
+from megalite.optim.buckets import Bucket
+from megalite.parallel import collectives
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import Parameter
+
+NORM_CHUNK_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True)
+class StepResult:
+    gradient_norm: float
+    """Global norm before clipping, each element of the model once."""
+    skipped: bool
+    """Whether a non-finite gradient, anywhere, made every rank skip the update."""
+
+
+@dataclass(frozen=True)
+class StateSlice:
+    """A run of a parameter's elements and the optimizer state that stands for it on this rank."""
+
+    parameter: Parameter
+    start: int
+    stop: int
+    """Elements [start, stop) of the local parameter, flattened."""
+    tensors: dict[str, Tensor]
+    """By name, flat views of the state: the optimizer's own, and `master` where the parameter is of lower precision."""
+
+
+class Shard:
+    """What this rank updates of one bucket."""
+
+    def __init__(self, bucket: Bucket, *, sharded: bool, state_names: Sequence[str]) -> None:
+        self.bucket = bucket
+        self.parameters = bucket.owned(bucket.parameters) if sharded else bucket.parameters
+        self.gradients = bucket.owned(bucket.gradients) if sharded else bucket.gradients
+        self.start = bucket.shard_group.rank * self.parameters.numel() if sharded else 0
+        wide = torch.promote_types(self.parameters.dtype, torch.float32)
+        self.master = self.parameters.to(wide)  # the parameters themselves where they are wide already
+        self.state = {name: torch.zeros_like(self.master) for name in state_names}
+
+    @property
+    def has_master(self) -> bool:
+        return self.master.dtype != self.parameters.dtype
+
+    def runs(self) -> Iterator[tuple[slice, bool]]:
+        """Runs of elements that share their weight-decay choice, in this shard's coordinates."""
+        start, decay = 0, self.bucket.slots[0].parameter.sharding.weight_decay
+        for slot in self.bucket.slots:
+            if slot.parameter.sharding.weight_decay != decay:
+                yield from self._run(start, slot.start, decay)
+                start, decay = slot.start, not decay
+        yield from self._run(start, self.bucket.parameters.numel(), decay)
+
+    def _run(self, start: int, stop: int, decay: bool) -> Iterator[tuple[slice, bool]]:
+        low, high = max(start - self.start, 0), min(stop - self.start, self.master.numel())
+        if low < high:
+            yield slice(low, high), decay
+
+    def slices(self) -> Iterator[StateSlice]:
+        """This shard by parameter."""
+        tensors = dict(self.state) | ({"master": self.master} if self.has_master else {})
+        for slot in self.bucket.slots:
+            low, high = max(slot.start, self.start), min(slot.stop, self.start + self.master.numel())
+            if low < high:
+                own = slice(low - self.start, high - self.start)
+                views = {name: tensor[own] for name, tensor in tensors.items()}
+                yield StateSlice(slot.parameter, low - slot.start, high - slot.start, views)
+
+
+def state_names(config: OptimizerConfig) -> tuple[str, ...]:
+    """The tensors that the optimizer keeps beside each parameter."""
+    if config.optimizer == "adam":
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if config.sgd_momentum > 0.0 else ()
+
+
+class Optimizer:
+    """AdamW or SGD over flat shards, with clipping by the global norm and a common decision to skip."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], mesh: ParallelMesh, config: OptimizerConfig, *, sharded: bool, overlap: bool
+    ) -> None:
+        """`sharded`: ZeRO 1. `overlap`: leave the gather of the parameters running into the next forward."""
+        self.buckets, self.mesh, self.config = buckets, mesh, config
+        self.sharded, self.overlap = sharded, overlap
+        self.steps = 0
+        """Updates made; a skipped step is none."""
+        names = state_names(config)
+        self.shards = [Shard(bucket, sharded=sharded, state_names=names) for bucket in buckets]
+        self._runs = [(shard, run, decay) for shard in self.shards for run, decay in shard.runs()]
+        self._masters = [shard.master[run].requires_grad_() for shard, run, _ in self._runs]
+        self._torch = self._build(names)
+
+    def _build(self, names: Sequence[str]) -> torch.optim.Optimizer:
+        decays = {True: self.config.weight_decay, False: 0.0}
+        groups = [
+            {"params": [m for m, (_, _, d) in zip(self._masters, self._runs, strict=True) if d is kind],
+             "weight_decay": decay}
+            for kind, decay in decays.items()
+        ]  # fmt: skip
+        groups = [group for group in groups if group["params"]]
+        made: torch.optim.Optimizer
+        if self.config.optimizer == "adam":
+            betas = (self.config.adam_beta1, self.config.adam_beta2)
+            made = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=self.config.adam_eps, fused=True)
+        else:
+            made = torch.optim.SGD(groups, lr=0.0, momentum=self.config.sgd_momentum, fused=True)
+        for master, (shard, run, _) in zip(self._masters, self._runs, strict=True):
+            made.state[master] = {name: shard.state[name][run] for name in names}
+            if self.config.optimizer == "adam":
+                made.state[master]["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+        return made
+
+    def load_steps(self, steps: int) -> None:
+        """Continue after `steps` updates; the state's values are written through `slices`."""
+        self.steps = steps
+        for state in self._torch.state.values():
+            if "step" in state:
+                state["step"].fill_(steps)
+
+    def slices(self) -> Iterator[StateSlice]:
+        for shard in self.shards:
+            yield from shard.slices()
+
+    def begin_step(self, micro_batches: int) -> None:
+        for bucket in self.buckets:
+            bucket.begin_step(micro_batches)
+
+    def step(self, learning_rate: float) -> StepResult:
+        """Finish the gradients' reduction, clip and update. The same decision and the same bits on every rank."""
+        for bucket in self.buckets:
+            bucket.finish_reduction()
+        norm = self._gradient_norm()
+        if not math.isfinite(norm):
+            return StepResult(norm, skipped=True)
+        if not self.sharded:
+            for pending in [bucket.gather(bucket.gradients) for bucket in self.buckets]:
+                pending.wait()
+        self._clip(norm)
+        self._update(learning_rate)
+        return StepResult(norm, skipped=False)
+
+    def _gradient_norm(self) -> float:
+        """The norm over the whole model, each unique element once: squares are added in float64."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
+        for bucket in self.buckets:
+            if bucket.counted_here:
+                for chunk in bucket.owned(bucket.gradients).split(NORM_CHUNK_ELEMENTS):
+                    wide = chunk.double()
+                    total += torch.dot(wide, wide)
+        return math.sqrt(collectives.all_reduce_(total, self.mesh.world()).item())
+
+    def _clip(self, norm: float) -> None:
+        factor = self.config.clip_grad / (norm + 1e-6)
+        if self.config.clip_grad > 0.0 and factor < 1.0:
+            for shard in self.shards:
+                shard.gradients.mul_(factor)
+
+    def _update(self, learning_rate: float) -> None:
+        for group in self._torch.param_groups:
+            group["lr"] = learning_rate
+        for master, (shard, run, _) in zip(self._masters, self._runs, strict=True):
+            master.grad = shard.gradients[run].to(master.dtype)
+        self._torch.step()
+        self.steps += 1
+        for master in self._masters:
+            master.grad = None
+        for shard in self.shards:
+            if shard.has_master:
+                shard.parameters.copy_(shard.master)
+        if self.sharded:
+            for bucket in reversed(self.buckets):
+                bucket.begin_parameter_gather()
+            if not self.overlap:
+                self.finish_parameter_gather()
+
+    def finish_parameter_gather(self) -> None:
+        """Wait until every parameter is whole; whoever reads weights outside a forward pass calls this first."""
+        for bucket in self.buckets:
+            bucket.finish_parameter_gather()

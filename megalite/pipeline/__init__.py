@@ -1,0 +1,1 @@
+"""Schedules as data and the engine that executes them."""
