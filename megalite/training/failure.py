@@ -1,0 +1,118 @@
+"""From an error on any number of ranks to one message and one exit code.
+
+Every rank that fails comes here. With a process group, the group's own store decides who speaks: the lowest rank that
+failed, once; ranks that fail afterwards, because a peer has left, stay silent and end with the same code. Without a
+group (yet), the launcher decides: rank 0 speaks at once, and the others wait for the launcher to end them, which it
+does when rank 0 has ended; if nothing ends them, the error was theirs alone, and they speak.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from megalite.errors import EXIT_INTERNAL, EXIT_RESUMABLE, MegaliteError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_LOWEST = "megalite/failure/lowest_rank"
+_REPORT = "megalite/failure/report"
+_GATHERING_SECONDS = 0.5  # ranks that fail of the same cause arrive within this time
+_LAUNCHER_SECONDS = 2.0  # a launcher ends its other ranks within this time
+_STAGGER_SECONDS = 0.5
+
+
+def run_main(main: Callable[[], int]) -> NoReturn:
+    """Run the program and exit with the code it returns, or with the code of its error (megalite/errors.py).
+
+    A MegaliteError is for the person at the screen: its message alone. Anything else is a defect: a traceback.
+    """
+    try:
+        code = main()
+    except SystemExit:
+        raise  # has said what there is to say, like --help
+    except BaseException as error:
+        _fail(*_describe(error))
+    sys.exit(code)
+
+
+def _describe(error: BaseException) -> tuple[str, int]:
+    """What to say, to be preceded by where, and the exit code."""
+    if isinstance(error, MegaliteError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", EXIT_RESUMABLE
+    trace = "".join(traceback.format_exception(error))
+    return f"a defect in megalite or below it, please report it:\n{trace.rstrip()}", EXIT_INTERNAL
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    # From here on a launcher may end this process at once.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    store = _default_store()
+    if store is not None and world_size > 1:
+        try:
+            code = _agree(store, message, code, rank)
+        except RuntimeError:  # the store has gone with the process that held it
+            _speak_unless_ended(message, rank)
+    else:
+        _speak_unless_ended(message, rank)
+    if store is None:
+        sys.exit(code)
+    # A group whose peers have gone may hang in its destructors.
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _agree(store: Store, message: str, code: int, rank: int) -> int:
+    """Report, unless a lower rank does or another rank has done so. Returns the exit code of the one reported."""
+    lowest = int(store.compare_set(_LOWEST, "", str(rank)))
+    while lowest > rank:
+        lowest = int(store.compare_set(_LOWEST, str(lowest), str(rank)))
+    _wait_for_report(store, _GATHERING_SECONDS)
+    if int(store.get(_LOWEST)) < rank:
+        _wait_for_report(store, _LAUNCHER_SECONDS)
+    mine = f"{rank} {code}"
+    report = store.compare_set(_REPORT, "", mine).decode()
+    if report == mine:
+        _speak(message, rank)
+    if rank == 0:  # which may hold the store: others are still asking
+        time.sleep(_GATHERING_SECONDS)
+    return int(report.split()[1])
+
+
+def _wait_for_report(store: Store, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not store.check([_REPORT]):
+        time.sleep(0.05)  # the store's own wait prints warnings of torch's when its time is up
+
+
+def _speak_unless_ended(message: str, rank: int) -> None:
+    if rank > 0:
+        # One rank of each node at a time, so that its launcher ends the others before they speak.
+        time.sleep(_LAUNCHER_SECONDS + _STAGGER_SECONDS * int(os.environ.get("LOCAL_RANK", "0")))
+    _speak(message, rank)
+
+
+def _speak(message: str, rank: int) -> None:
+    where = f" on rank {rank}" if rank else ""
+    sys.stdout.flush()
+    sys.stderr.write(f"error{where}: {message}\n")
+    sys.stderr.flush()
+
+
+def _default_store() -> Store | None:
+    """The store of the process group, if there is a group; torch is not imported for the question."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    store: Store = distributed.distributed_c10d._get_default_store()
+    return store
