@@ -1,0 +1,40 @@
+"""Fixtures that every test may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.harness.job import Job
+from tests.harness.rank_pool import RankPools
+
+
+@pytest.fixture(scope="session")
+def rank_pools() -> Iterator[RankPools]:
+    """Pools of ranks that live for the whole run: `rank_pools(4).run(function, *args)`."""
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def spawn(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Runs an entry script on several ranks: `spawn(["pretrain_gpt.py", ...], world_size=2)`; see Job.
+
+    The jobs' outputs go to `job0`, `job1`, ... under the test's temporary directory, unless `directory` is given.
+    """
+    with ExitStack() as jobs:
+        count = 0
+
+        def spawn_job(
+            argv: list[str | Path], world_size: int, directory: Path | None = None, **environment: str
+        ) -> Job:
+            nonlocal count
+            count += 1
+            job = Job(argv, world_size, directory or tmp_path / f"job{count - 1}", environment)
+            return jobs.enter_context(job)
+
+        yield spawn_job

@@ -1,0 +1,160 @@
+"""A run of an entry script on several ranks, as torchrun starts it, but forked: for tests that kill and restart."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from tests.harness.fork_server import Rank, RankFailure, RankTimeout, loopback_interface, wait_for_exit
+
+
+class Job:
+    """`argv` (script and arguments) run as `__main__` by `world_size` processes. Use it as a context manager.
+
+    Each process finds the environment torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, ...) and
+    `environment` on top; the rendezvous store is hosted here, as torchrun's agent hosts it, so no port is raced for.
+    Variables read when torch is imported (OMP_NUM_THREADS, which is 1) come too late. Each process leads its own
+    process group, so that its own children end with it when the job is closed.
+
+    Args:
+        directory: where `rank0.stdout`, `rank0.stderr`, ... are written.
+    """
+
+    def __init__(
+        self, argv: Sequence[str | Path], world_size: int, directory: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.world_size = world_size
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = _shared_environment(world_size, self._store.port) | dict(environment or {})
+        arguments = [str(argument) for argument in argv]
+        self.ranks = [
+            Rank(
+                number,
+                directory / f"rank{number}.stacks",
+                _enter,
+                (arguments, shared | {"RANK": str(number), "LOCAL_RANK": str(number)}, directory / f"rank{number}"),
+                daemon=False,
+            )
+            for number in range(world_size)
+        ]
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def stdout(self, rank: int) -> str:
+        """What the rank has written to standard output so far."""
+        return _read(self.directory / f"rank{rank}.stdout")
+
+    def stderr(self, rank: int) -> str:
+        """What the rank has written to standard error so far."""
+        return _read(self.directory / f"rank{rank}.stderr")
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to one rank (not to its children)."""
+        self.ranks[rank].send_signal(number)
+
+    def kill_all(self, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to every rank, as a terminal's Ctrl-C or a cluster's time limit does."""
+        for rank in self.ranks:
+            rank.send_signal(number)
+
+    def wait(self, timeout: float = 60.0) -> list[int]:
+        """Waits for every rank to end; returns exit codes in rank order, minus the signal's number where one ended it.
+
+        Raises:
+            RankTimeout: ranks were still running after `timeout` seconds; the message has their stacks and stderr.
+        """
+        if running := wait_for_exit(self.ranks, timeout):
+            stacks = {rank.number: rank.stacks() for rank in running}
+            self.close()
+            raise RankTimeout(self._report(f"still ran after {timeout:g} s", stacks), stacks)
+        return [rank.exit_code for rank in self.ranks if rank.exit_code is not None]
+
+    def wait_for_output(self, rank: int, text: str, timeout: float = 60.0) -> None:
+        """Returns when `text` stands in the rank's standard output.
+
+        Raises:
+            RankFailure: the rank ended without it.
+            RankTimeout: it was not there after `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            ended = self.ranks[rank].exit_code is not None  # asked first: what it wrote last is then in the file
+            if text in self.stdout(rank):
+                return
+            if ended:
+                failures = {rank: self.ranks[rank].describe_exit()}
+                raise RankFailure(self._report(f"ended without printing {text!r}", failures), failures)
+            if time.monotonic() > deadline:
+                stacks = {rank: self.ranks[rank].stacks()}
+                self.close()
+                raise RankTimeout(self._report(f"did not print {text!r} within {timeout:g} s", stacks), stacks)
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Kills the ranks that still run, and their children."""
+        for rank in self.ranks:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                assert rank.process.pid is not None
+                os.killpg(rank.process.pid, signal.SIGKILL)
+            rank.kill()
+
+    def _report(self, what: str, details: dict[int, str]) -> str:
+        return "\n\n".join(
+            f"rank {number} of {self.world_size} {what}\n{detail}\nstandard error ended:\n{self.stderr(number)[-2000:]}"
+            for number, detail in sorted(details.items())
+        )
+
+
+def _shared_environment(world_size: int, port: int) -> dict[str, str]:
+    interface = loopback_interface()
+    return {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
+    }
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _enter(argv: list[str], environment: dict[str, str], output: Path) -> None:
+    """Becomes the process that `python argv...` would be."""
+    os.setpgid(0, 0)
+    for stream, suffix in ((sys.stdout, ".stdout"), (sys.stderr, ".stderr")):
+        with output.with_suffix(suffix).open("wb") as file:
+            os.dup2(file.fileno(), 1 if stream is sys.stdout else 2)
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.update(environment)
+    sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit:
+        raise  # its code becomes the process's
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        raise SystemExit(1) from None
+    finally:
+        atexit._run_exitfuncs()  # a forked process ends without

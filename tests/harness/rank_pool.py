@@ -1,0 +1,230 @@
+"""Pools of ranks, joined by gloo, that are forked once and kept for the whole test run."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import os
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tests.harness.fork_server import Rank, RankFailure, RankTimeout, fork_context, loopback_interface
+
+GRACE_SECONDS = 1.0  # after a failure: long enough for the ranks that fail for the same reason
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)  # the pool's own timeout comes first, and shows the stacks
+
+
+class RankPool:
+    """`world_size` processes, each with the default gloo process group and one torch thread.
+
+    The processes start at the first call. Each call finds torch's generator at seed 0 and the default dtype at
+    float32, and the process groups it creates are destroyed after it; other state of the process (modules,
+    environment variables) stays. After a failure the processes are killed, and the next call starts new ones.
+    """
+
+    def __init__(self, world_size: int, timeout: float = 60.0) -> None:
+        self.world_size = world_size
+        self.timeout = timeout  # seconds
+        self._directory = tempfile.TemporaryDirectory(prefix="rank_pool_")
+        self._ranks: list[Rank] = []
+        self._connections: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls `function(*args, **kwargs)` on every rank; returns what each returned, in rank order.
+
+        `function` is a module's function (or anything else that pickles): ranks import it by name. Arguments and
+        results travel by pickle, tensors included, copied. A call may take `self.timeout` seconds.
+
+        Raises:
+            RankFailure: a rank raised (the message has the lowest such rank's traceback) or died.
+            RankTimeout: a rank did not answer; the message has its stacks.
+        """
+        return self.run_within(self.timeout, function, *args, **kwargs)
+
+    def run_within(self, seconds: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """As `run`, with a time limit of its own."""
+        request = _encode((function, args, kwargs))
+        if not self._ranks:
+            self._start()
+        try:
+            self._send(request)
+            results = self._collect(seconds)
+            # Only now that all have answered: a group closed by one rank may still be in use by another.
+            self._send(b"")
+        except BaseException:
+            self.close()
+            raise
+        return results
+
+    def close(self) -> None:
+        """Kills the processes; a later call starts new ones."""
+        for end in self._connections:
+            end.close()
+        for rank in self._ranks:
+            rank.kill()
+        self._ranks, self._connections = [], []
+
+    def _start(self) -> None:
+        context = fork_context()
+        with socket.create_server(("127.0.0.1", 0), backlog=self.world_size) as listener:
+            for number in range(self.world_size):
+                ours, theirs = context.Pipe()
+                place = _Place(
+                    number, self.world_size, listener.getsockname()[1], listener if number == 0 else None, theirs
+                )
+                stacks = Path(self._directory.name) / f"rank{number}.stacks"
+                self._ranks.append(Rank(number, stacks, _serve, (place,), daemon=True))
+                self._connections.append(ours)
+                theirs.close()
+
+    def _send(self, message: bytes) -> None:
+        for end in self._connections:
+            try:
+                end.send_bytes(message)
+            except BrokenPipeError:
+                continue  # it died; collecting the answers tells how
+
+    def _collect(self, seconds: float) -> list[Any]:
+        """Receives every rank's result, or raises with what is known of each failure."""
+        results: dict[int, Any] = {}
+        raised: dict[int, str] = {}
+        died: dict[int, str] = {}
+        deadline = time.monotonic() + seconds
+        silent = dict(enumerate(self._connections))
+        while silent:
+            ready = connection.wait(list(silent.values()), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for number in [number for number, end in silent.items() if end in ready]:
+                end = silent.pop(number)
+                try:
+                    answer: _Answer = _decode(end.recv_bytes())
+                except (EOFError, ConnectionError):
+                    died[number] = self._ranks[number].describe_exit()
+                else:
+                    (results if answer.error is None else raised)[number] = answer.error or answer.result
+            if raised or died:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if raised or died:
+            raise RankFailure(self._failure_message(raised, died, sorted(silent)), raised | died)
+        if silent:
+            stacks = {number: self._ranks[number].stacks() for number in silent}
+            raise RankTimeout(self._timeout_message(seconds, stacks), stacks)
+        return [results[number] for number in range(self.world_size)]
+
+    def _failure_message(self, raised: dict[int, str], died: dict[int, str], silent: list[int]) -> str:
+        lines = [f"rank {number} of {self.world_size} was {how}" for number, how in sorted(died.items())]
+        if raised:
+            lowest, *others = sorted(raised)
+            lines.append(f"rank {lowest} of {self.world_size} raised:\n{raised[lowest]}")
+            if others:
+                lines.append(f"ranks {others} raised too")
+        if silent:
+            lines.append(f"ranks {silent} had not answered {GRACE_SECONDS:g} s later")
+        return "\n".join(lines)
+
+    def _timeout_message(self, seconds: float, stacks: dict[int, str]) -> str:
+        head = f"ranks {sorted(stacks)} of {self.world_size} did not answer within {seconds:g} s"
+        return "\n\n".join([head, *(f"rank {number}:\n{stack}" for number, stack in sorted(stacks.items()))])
+
+
+class RankPools:
+    """A pool for each world size, made when it is first asked for: `rank_pools(4)`."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, world_size: int) -> RankPool:
+        return self._pools.setdefault(world_size, RankPool(world_size))
+
+    def close(self) -> None:
+        """Ends every process of every pool."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What one process is told: where it stands, where the store is, and where its calls come from."""
+
+    rank: int
+    world_size: int
+    port: int
+    listener: (
+        socket.socket | None
+    )  # on rank 0: the store's socket, bound before any rank starts, so no port is raced for
+    connection: Connection
+
+
+@dataclass(frozen=True)
+class _Answer:
+    result: Any = None
+    error: str | None = None  # the traceback
+
+
+def _serve(place: _Place) -> None:
+    """A rank's life: join the group, then answer calls until the other end closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test process's to handle
+    torch.set_num_threads(1)
+    if interface := loopback_interface():
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    store = dist.TCPStore(
+        "127.0.0.1",
+        place.port,
+        is_master=place.listener is not None,
+        wait_for_workers=False,
+        master_listen_fd=place.listener.detach() if place.listener else None,
+    )
+    dist.init_process_group(
+        "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=COLLECTIVE_TIMEOUT
+    )
+    while True:
+        try:
+            request = place.connection.recv_bytes()
+        except EOFError:
+            return
+        if request:
+            place.connection.send_bytes(_answer(request))
+        else:
+            _destroy_groups()
+
+
+def _answer(request: bytes) -> bytes:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    try:
+        function, args, kwargs = _decode(request)
+        return _encode(_Answer(result=function(*args, **kwargs)))
+    except BaseException:
+        return _encode(_Answer(error=traceback.format_exc()))
+
+
+def _destroy_groups() -> None:
+    """Destroys the process groups that the call created: each holds sockets and threads."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def _encode(value: Any) -> bytes:
+    """Pickles; torch.save does so several times faster than pickle where there are many tensors."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _decode(message: bytes) -> Any:
+    return torch.load(io.BytesIO(message), weights_only=False)

@@ -1,0 +1,131 @@
+"""The oracle: GPT-2 and Llama as one writes them down, on one process, for every layout to be compared with.
+
+It imports nothing of megalite, so that no mistake can be shared, and takes its weights by global logical name:
+
+    embedding.word [vocabulary, hidden]                 embedding.position [positions, hidden] (learned positions only)
+    layers.{i}.input_norm.weight|bias [hidden]          layers.{i}.mlp_norm.weight|bias [hidden]
+    layers.{i}.attention.query [heads, head_dim, hidden]         ...query_bias [heads, head_dim]
+    layers.{i}.attention.key_value [groups, 2, head_dim, hidden] ...key_value_bias [groups, 2, head_dim]
+    layers.{i}.attention.query_norm|key_norm.weight|bias [head_dim] (qk-norm only)
+    layers.{i}.attention.output [hidden, heads, head_dim]        ...output_bias [hidden]
+    layers.{i}.mlp.gate_up [2, ffn, hidden] (SwiGLU) or mlp.up [ffn, hidden]     ...gate_up_bias|up_bias
+    layers.{i}.mlp.down [hidden, ffn]                            ...down_bias [hidden]
+    final_norm.weight|bias [hidden]                     output [vocabulary, hidden] (untied only)
+
+What a weight's presence or shape tells (biases, qk-norm, tying, numbers of heads, of layers) is not said again.
+Everything is computed in the dtype of the weights; rotary angles in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What the weights do not tell; names and defaults are Megatron-LM's."""
+
+    normalization: str = "LayerNorm"  # or RMSNorm
+    norm_epsilon: float = 1e-5
+    activation: str = "gelu"  # (its tanh form), squared_relu or swiglu
+    position_embedding_type: str = "learned_absolute"  # rope or none
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    use_rope_scaling: bool = False  # Llama 3's
+    rope_scaling_factor: float = 8.0
+
+    def logits(self, weights: Weights, tokens: Tensor, positions: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """`[batch, sequence, vocabulary]` from tokens, positions and document ids, each `[batch, sequence]`.
+
+        A token sees itself and what comes before it, in its own document if `document_ids` are given.
+        """
+        sequence = tokens.shape[1]
+        visible = torch.ones(sequence, sequence, dtype=torch.bool).tril().expand(len(tokens), 1, -1, -1)
+        if document_ids is not None:
+            visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+        hidden = weights["embedding.word"][tokens]
+        if self.position_embedding_type == "learned_absolute":
+            hidden = hidden + weights["embedding.position"][positions]
+        layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
+        for layer in range(layers):
+            hidden = self.block(weights, f"layers.{layer}.", hidden, positions, visible)
+        hidden = self.norm(weights, "final_norm", hidden)
+        return F.linear(hidden, weights.get("output", weights["embedding.word"]))
+
+    def block(self, weights: Weights, layer: str, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        """One layer; hidden `[batch, sequence, hidden]`, visible `[batch, 1, sequence, sequence]`."""
+        normed = self.norm(weights, layer + "input_norm", hidden)
+        hidden = hidden + self.attention(weights, layer + "attention.", normed, positions, visible)
+        return hidden + self.mlp(weights, layer + "mlp.", self.norm(weights, layer + "mlp_norm", hidden))
+
+    def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
+        """Over the last dimension."""
+        weight, bias = weights[name + ".weight"], weights.get(name + ".bias")
+        if self.normalization == "LayerNorm":
+            return F.layer_norm(hidden, weight.shape, weight, bias, self.norm_epsilon)
+        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.norm_epsilon) * weight
+
+    def attention(self, weights: Weights, name: str, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        """Softmax attention written out; head h reads the keys and values of group h // (heads / groups)."""
+        heads, head_dim, _ = weights[name + "query"].shape
+        query = project(weights, name + "query", hidden)  # [batch, sequence, heads, head_dim]
+        key, value = project(weights, name + "key_value", hidden).unbind(-2)  # [batch, sequence, groups, head_dim]
+        if name + "query_norm.weight" in weights:
+            query = self.norm(weights, name + "query_norm", query)
+            key = self.norm(weights, name + "key_norm", key)
+        if self.position_embedding_type == "rope":
+            query, key = self.rotate(query, positions), self.rotate(key, positions)
+        key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(head_dim)
+        probabilities = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
+        context = torch.einsum("bhqk,bkhd->bqhd", probabilities, value)
+        output = F.linear(context.flatten(2), weights[name + "output"].flatten(1))
+        return output + weights.get(name + "output_bias", 0)
+
+    def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Rotary positions, half style: dimension i of the rotated part turns with dimension i + half."""
+        half = int(states.shape[-1] * self.rotary_percent) // 2
+        angles = positions[..., None, None].double() * self.rotary_frequencies(half)
+        cosine, sine = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+        first, second, rest = states.split([half, half, states.shape[-1] - 2 * half], dim=-1)
+        return torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1)
+
+    def rotary_frequencies(self, half: int) -> Tensor:
+        """Radians a position, `[half]`; Llama 3 stretches the wavelengths that 8192 positions saw less than 4 times."""
+        frequencies = self.rotary_base ** -(torch.arange(half, dtype=torch.float64) / half)
+        if not self.use_rope_scaling:
+            return frequencies
+        turns = 8192 * frequencies / (2 * math.pi)
+        kept = ((turns - 1) / (4 - 1)).clamp(0, 1)  # none below one turn, all from four turns on
+        return frequencies * (kept + (1 - kept) / self.rope_scaling_factor)
+
+    def mlp(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
+        """The feed-forward half of a layer."""
+        if self.activation == "swiglu":
+            gate, up = project(weights, name + "gate_up", hidden).unbind(-2)
+            inner = F.silu(gate) * up
+        else:
+            up = project(weights, name + "up", hidden)
+            inner = F.gelu(up, approximate="tanh") if self.activation == "gelu" else F.relu(up).square()
+        return F.linear(inner, weights[name + "down"]) + weights.get(name + "down_bias", 0)
+
+
+def project(weights: Weights, name: str, hidden: Tensor) -> Tensor:
+    """A linear map to all but the last dimension of the weight, and its bias if there is one."""
+    weight = weights[name]
+    return F.linear(hidden, weight.flatten(0, -2)).unflatten(-1, weight.shape[:-1]) + weights.get(name + "_bias", 0)
+
+
+def loss_sum_and_count(logits: Tensor, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of cross entropy times mask, and the sum of the mask; labels and mask `[batch, sequence]`."""
+    losses = logits.logsumexp(-1) - logits.gather(-1, labels[..., None]).squeeze(-1)
+    mask = loss_mask.to(losses.dtype)
+    return (losses * mask).sum(), mask.sum()
