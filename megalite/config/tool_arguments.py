@@ -1,0 +1,58 @@
+"""What the commands in `tools/` share: flags from a frozen dataclass, and one message and an exit code for an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from megalite.errors import EXIT_CONFIGURATION, ConfigurationError, MegaliteError
+
+Arguments = TypeVar("Arguments")
+
+
+def run_tool(main: Callable[[], None]) -> None:
+    """Run a command: errors a user can cause end with their message and exit code, Ctrl-C and SIGTERM in good order."""
+    # SIGTERM like Ctrl-C: an exception, so that temporary files are removed on the way out.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        main()
+    except MegaliteError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+def parse_tool_arguments(arguments: type[Arguments], description: str, argv: Sequence[str] | None = None) -> Arguments:
+    """The dataclass filled from the command line, `--output-prefix` for the field `output_prefix`.
+
+    Raises:
+        ConfigurationError: a flag is unknown.
+        SystemExit: 0 after --help; 64 after a missing flag or a value of the wrong type, which is printed.
+    """
+    import tyro
+
+    argv = sys.argv[1:] if argv is None else list(argv)
+    _refuse_unknown_flags(arguments, argv)
+    try:
+        return tyro.cli(arguments, args=argv, description=description)
+    except SystemExit as ending:
+        sys.exit(EXIT_CONFIGURATION if ending.code else 0)
+
+
+def _refuse_unknown_flags(arguments: type[Arguments], argv: Sequence[str]) -> None:
+    # Beside a missing flag tyro suggests nothing for a misspelt one, though it is why the other is missing.
+    names = [field.name.replace("_", "-") for field in dataclasses.fields(arguments)]  # type: ignore[arg-type]
+    known = ["--help", *(f"--{name}" for name in names)]
+    for argument in argv:
+        flag = argument.split("=")[0].replace("_", "-")
+        if not flag.startswith("--") or flag in known or flag.replace("--no-", "--") in known:
+            continue
+        near = difflib.get_close_matches(flag, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the flags are {', '.join(known)}"
+        raise ConfigurationError(f"there is no flag {flag}: {hint}")
