@@ -194,7 +194,7 @@ def _serve(place: _Place) -> None:
     while True:
         try:
             request = place.connection.recv_bytes()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         if request:
             place.connection.send_bytes(_answer(request))
