@@ -137,7 +137,7 @@ def test_lowest_failing_rank_is_reported_and_pool_recovers(pool: RankPool) -> No
 def test_dead_rank_is_reported_with_its_signal(pool: RankPool) -> None:
     with pytest.raises(RankFailure, match="rank 2 of 4 was killed by SIGKILL") as caught:
         pool.run(die_on, 2)
-    assert caught.value.failures[2] == "killed by SIGKILL"
+    assert caught.value.failures[2] == "was killed by SIGKILL"
     assert len(pool.run(process_id)) == WORLD_SIZE
 
 

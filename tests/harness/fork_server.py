@@ -72,11 +72,11 @@ class Rank:
         return self.process.exitcode
 
     def describe_exit(self) -> str:
-        """How the process ended, in words, e.g. 'killed by SIGKILL'; waits for the end."""
+        """How the process ended, in words, e.g. 'was killed by SIGKILL'; waits for the end."""
         self.process.join()
         code = self.process.exitcode
         assert code is not None
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def send_signal(self, number: int) -> None:
         """Sends a signal to the process; nothing happens if it has ended."""

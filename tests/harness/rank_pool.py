@@ -126,7 +126,7 @@ class RankPool:
         return [results[number] for number in range(self.world_size)]
 
     def _failure_message(self, raised: dict[int, str], died: dict[int, str], silent: list[int]) -> str:
-        lines = [f"rank {number} of {self.world_size} was {how}" for number, how in sorted(died.items())]
+        lines = [f"rank {number} of {self.world_size} {how}" for number, how in sorted(died.items())]
         if raised:
             lowest, *others = sorted(raised)
             lines.append(f"rank {lowest} of {self.world_size} raised:\n{raised[lowest]}")
