@@ -34,7 +34,7 @@ if [ ! -e "$CORPUS" ]; then
 fi
 if [ ! -e "$TOKENIZER" ]; then
     say "A tokenizer of 4096 pieces, learnt from the corpus"
-    python tools/train_tokenizer.py --input "$CORPUS" --output "$TOKENIZER" --vocab-size 4096
+    python tools/train_tokenizer.py --input "$CORPUS" --output-prefix "${TOKENIZER%.model}" --vocab-size 4096
 fi
 if [ ! -e "$DATA.idx" ]; then
     say "The corpus as tokens"
