@@ -8,8 +8,11 @@ from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
+from megalite.config.parse import ParsedArguments, parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.training import TrainingConfig
+from megalite.config.validate import resolve, validate
+from megalite.config.yaml_file import dump, load_yaml
 
 __all__ = [
     "CheckpointConfig",
@@ -18,6 +21,12 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "ParsedArguments",
     "RunConfig",
     "TrainingConfig",
+    "dump",
+    "load_yaml",
+    "parse_arguments",
+    "resolve",
+    "validate",
 ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
+
+from megalite.errors import ConfigurationError
 
 TokenizerType = Literal["SentencePieceTokenizer", "Llama2Tokenizer", "ByteTokenizer", "NullTokenizer"]
 
@@ -36,3 +39,16 @@ class DataConfig:
     """Kind of tokenizer; Llama2Tokenizer is a SentencePiece model, NullTokenizer stands for data already in tokens."""
     tokenizer_model: str | None = None
     """File of the tokenizer."""
+
+    def split_shares(self) -> tuple[float, float, float]:
+        """The shares of training, validation and test as written, 0 where left out. Raises ConfigurationError."""
+        try:
+            shares = [float(share) for share in self.split.replace(",", " ").split()]
+        except ValueError:
+            shares = []
+        if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or shares[0] == 0:
+            raise ConfigurationError(
+                f"--split {self.split!r}: give the shares of training, validation and test: 969,30,1"
+            )
+        train, valid, test = [*shares, 0.0, 0.0][:3]
+        return train, valid, test

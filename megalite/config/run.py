@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from typing import Any, get_type_hints
 
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
@@ -31,3 +33,29 @@ class RunConfig:
     """Saving and loading."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Screen, metrics, TensorBoard."""
+
+
+@dataclass(frozen=True)
+class FieldPlace:
+    """Where a field stands: its section, its type, and whether a run must give it."""
+
+    section: str
+    kind: Any
+    required: bool
+
+
+@cache
+def section_types() -> dict[str, Any]:
+    """The section names of a `RunConfig`, in order, with their dataclasses."""
+    return get_type_hints(RunConfig)
+
+
+@cache
+def fields_by_name() -> dict[str, FieldPlace]:
+    """Every field of every section by its name; no name stands in two sections."""
+    places = {}
+    for section, section_type in section_types().items():
+        kinds = get_type_hints(section_type)
+        for entry in fields(section_type):
+            places[entry.name] = FieldPlace(section, kinds[entry.name], entry.default is MISSING)
+    return places

@@ -1,0 +1,170 @@
+"""Flags to a `RunConfig`: Megatron-LM's spellings are settled first, `tyro` then builds the dataclasses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_origin
+
+import tyro
+
+from megalite.config import megatron_flags
+from megalite.config.run import RunConfig, fields_by_name, section_types
+from megalite.config.validate import without_idle_flags
+from megalite.config.yaml_file import Sections, missing_fields, nearest, read_sections
+from megalite.errors import ConfigurationError
+
+_DESCRIPTION = """Pre-train a GPT. The flags are Megatron-LM's: those not listed here are accepted with a note where they
+are already so, and refused with the reason otherwise. --config FILE reads a YAML file of the same fields by section
+(model, parallel, ...), which flags override. Short names: --tp, --pp, --cp, --ep."""
+
+
+@dataclass(frozen=True)
+class ParsedArguments:
+    """What a command line asks for, and the lines to show at the start about flags that change nothing."""
+
+    config: RunConfig
+    notes: tuple[str, ...]
+
+
+def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
+    """The configuration of a command line (without the program's name); relations are left to `validate`.
+
+    Raises ConfigurationError with a line for each flag that is unknown, refused, missing or of the wrong type. Prints
+    the help and raises SystemExit(0) for --help.
+    """
+    sections: Sections = {name: {} for name in section_types()}
+    if "-h" in argv or "--help" in argv:
+        tyro.cli(RunConfig, args=["--help"], default=_defaults(sections), description=_DESCRIPTION, config=_STYLE)
+    tokens: list[str] = []
+    notes: list[str] = []
+    problems: list[str] = []
+    given = set()
+    for flag, values in _groups(argv):
+        try:
+            if flag == "config":
+                _update(sections, _read_file(_single(flag, values)))
+                continue
+            arguments, note = _settle(flag, values)
+            tokens += arguments
+            notes += [note] if note else []
+            given.add(flag)
+        except ConfigurationError as error:
+            problems.append(str(error))
+    fields_given = {megatron_flags.ALIASES.get(flag, flag).replace("-", "_") for flag in given}
+    missing = ["--" + name.replace("_", "-") for name in missing_fields(sections) if name not in fields_given]
+    if missing:
+        problems.append(f"missing: {', '.join(missing)}")
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+    config = _build(tokens, sections)
+    if megatron_flags.NO_POSITION_EMBEDDING in given and config.model.position_embedding_type == "learned_absolute":
+        config = replace(config, model=replace(config.model, position_embedding_type="none"))
+    config, idle = without_idle_flags(config)
+    return ParsedArguments(config, (*notes, *idle))
+
+
+def _groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag, without dashes and with hyphens, and the values that follow it."""
+    flag, values = "", list[str]()
+    for token in argv:
+        if not token.startswith("--"):
+            values.append(token)
+            continue
+        if flag or values:
+            yield flag, values
+        name, equals, value = token[2:].partition("=")
+        flag, values = name.replace("_", "-"), [value] if equals else []
+    if flag or values:
+        yield flag, values
+
+
+def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:
+    """What a flag means: arguments for tyro, or a note that it changes nothing."""
+    if not flag:
+        raise ConfigurationError(f"{' '.join(values)!r} stands before any flag")
+    if flag in megatron_flags.SHORTHANDS or flag == megatron_flags.NO_POSITION_EMBEDDING:
+        return [*megatron_flags.SHORTHANDS.get(flag, ()), *_none(flag, values)], None
+    flag = megatron_flags.ALIASES.get(flag, flag)
+    places = fields_by_name()
+    if flag.replace("-", "_") in places:
+        return _field_arguments(flag, places[flag.replace("-", "_")].kind, values), None
+    positive = places.get(flag.removeprefix("no-").replace("-", "_"))
+    if positive is not None and positive.kind is bool:
+        return [f"--{flag}", *_none(flag, values)], None
+    note = megatron_flags.settled(flag, values)
+    if note is None:
+        known = [name.replace("_", "-") for name in places] + megatron_flags.names()
+        raise ConfigurationError(f"unknown flag --{flag}{nearest(flag, known, '--')}")
+    return [], note
+
+
+def _field_arguments(flag: str, kind: Any, values: list[str]) -> list[str]:
+    if kind is bool:
+        return [f"--{flag}", *_none(flag, values)]
+    if get_origin(kind) is tuple:
+        return [f"--{flag}", *values]
+    value = _single(flag, values)
+    reason = megatron_flags.refused_value(flag, value)
+    if reason:
+        raise ConfigurationError(f"--{flag} {value} {reason}")
+    return [f"--{flag}={value}"]
+
+
+def _none(flag: str, values: list[str]) -> list[str]:
+    if values:
+        raise ConfigurationError(f"--{flag} takes no value, got {' '.join(values)!r} (--no-... turns a flag off)")
+    return []
+
+
+def _single(flag: str, values: list[str]) -> str:
+    if len(values) != 1:
+        raise ConfigurationError(f"--{flag} needs one value, got {' '.join(values) or 'none'}")
+    return values[0]
+
+
+def _read_file(path: str) -> Sections:
+    try:
+        return read_sections(Path(path).read_text(encoding="utf-8"), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _update(sections: Sections, more: Sections) -> None:
+    for name, values in more.items():
+        sections[name] |= values
+
+
+_STYLE = (tyro.conf.OmitArgPrefixes,)
+
+
+def _defaults(sections: Sections) -> RunConfig:
+    """The configuration that YAML gives; required fields that it does not are left to flags."""
+    left = {name: dict[str, Any]() for name in sections}
+    for name in missing_fields(sections):
+        left[fields_by_name()[name].section][name] = tyro.MISSING
+    return RunConfig(**{name: kind(**sections[name], **left[name]) for name, kind in section_types().items()})
+
+
+def _build(tokens: list[str], sections: Sections) -> RunConfig:
+    """tyro's result, its exit turned into a ConfigurationError of one line."""
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message):
+            return tyro.cli(RunConfig, args=tokens, default=_defaults(sections), config=_STYLE)
+    except SystemExit:
+        raise ConfigurationError(_first_paragraph(message.getvalue())) from None
+
+
+def _first_paragraph(box: str) -> str:
+    """The text of tyro's error box up to its first blank or ruled line: the mistake, without the advice."""
+    lines = []
+    for line in box.splitlines()[1:]:
+        text = line.strip("│ ")
+        if not text or text.startswith("─"):
+            break
+        lines.append(text)
+    return " ".join(lines)

@@ -1,0 +1,249 @@
+"""Every relation between fields, checked before anything starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import get_args
+
+from megalite.config.data import TokenizerType
+from megalite.config.model import ModelConfig
+from megalite.config.run import RunConfig, fields_by_name
+from megalite.errors import ConfigurationError
+
+_AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups
+    max_position_embeddings vocab_size make_vocab_size_divisible_by tensor_model_parallel_size ddp_bucket_size
+    distributed_timeout_minutes seq_length lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
+    micro_batch_size global_batch_size train_iters train_samples eval_interval exit_interval recompute_num_layers
+    save_interval log_interval"""
+_AT_LEAST_ZERO = """norm_epsilon init_method_std num_workers lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init
+    weight_decay clip_grad adam_eps eval_iters seed manual_gc_interval"""
+_ABOVE_ZERO = "rotary_base rope_scaling_factor exit_duration_in_mins"
+_FROM_ZERO_BELOW_ONE = "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum"
+
+
+def resolve(config: RunConfig, world_size: int) -> RunConfig:
+    """The configuration of a run on `world_size` ranks with what depends on others filled in: idle flags are off, the
+    global batch size is at least one micro-batch a rank. Raises ConfigurationError as `validate` does."""
+    config, _ = without_idle_flags(config)
+    training = config.training
+    if training.global_batch_size is None:
+        copies = max(config.parallel.data_parallel_size(world_size), 1)
+        config = replace(config, training=replace(training, global_batch_size=training.micro_batch_size * copies))
+    validate(config, world_size)
+    return config
+
+
+def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """`config` with flags off that have nothing to act on, as Megatron-LM does, and a line about each."""
+    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
+        off = replace(config, parallel=replace(config.parallel, sequence_parallel=False))
+        return off, ("--sequence-parallel: off, since --tensor-model-parallel-size is 1",)
+    return config, ()
+
+
+def validate(config: RunConfig, world_size: int) -> None:
+    """Checks `config`, as `resolve` fills it in, for a run on `world_size` ranks.
+
+    Raises ConfigurationError with one line for each relation that does not hold: the numbers and the flag to change.
+    Relations are looked at once every number by itself is in its range.
+    """
+    problems = list(_ranges(config))
+    if not problems:
+        checks = (_model, _layout, _steps, _schedule, _data, _tokenizer, _evaluation, _precision, _recompute, _saving)
+        problems = [*_division(config, world_size), *(problem for check in checks for problem in check(config))]
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+
+
+def _ranges(config: RunConfig) -> Iterator[str]:
+    for name, place in fields_by_name().items():
+        value = getattr(getattr(config, place.section), name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        wanted = "a finite number" if not math.isfinite(value) else _range_missed(name, value)
+        if wanted:
+            yield f"--{name.replace('_', '-')} {value}: must be {wanted}"
+
+
+def _range_missed(name: str, value: float) -> str | None:
+    """The range that `value` should be in but is not."""
+    if name == "rotary_percent" and not 0 < value <= 1:
+        return "above 0, at most 1"
+    if name == "lr_warmup_fraction" and not 0 <= value <= 1:
+        return "from 0 to 1"
+    if name == "seed" and value >= 2**32:
+        return "below 2^32"
+    if name in _AT_LEAST_ONE.split() and value < 1:
+        return "at least 1"
+    if name in _AT_LEAST_ZERO.split() and value < 0:
+        return "at least 0"
+    if name in _ABOVE_ZERO.split() and value <= 0:
+        return "above 0"
+    if name in _FROM_ZERO_BELOW_ONE.split() and not 0 <= value < 1:
+        return "at least 0 and below 1"
+    return None
+
+
+def _division(config: RunConfig, world_size: int) -> Iterator[str]:
+    training, tensor = config.training, config.parallel.tensor_model_parallel_size
+    if world_size % tensor:
+        yield f"{world_size} ranks do not divide into groups of --tensor-model-parallel-size {tensor}"
+        return
+    copies = config.parallel.data_parallel_size(world_size)
+    batch = training.global_batch_size or training.micro_batch_size * copies
+    if batch % (training.micro_batch_size * copies):
+        yield (
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {training.micro_batch_size} x "
+            f"{copies} data-parallel ranks"
+        )
+    if training.train_samples is not None and training.train_samples < batch:
+        yield f"--train-samples {training.train_samples} is less than one --global-batch-size {batch}"
+
+
+def _model(config: RunConfig) -> Iterator[str]:
+    model, seq_length = config.model, config.data.seq_length
+    heads, rows = model.num_attention_heads, model.max_position_embeddings
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {heads}; or set --kv-channels"
+    if model.group_query_attention and heads % model.num_query_groups:
+        yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {model.num_query_groups}"
+    if not model.group_query_attention and model.num_query_groups != 1:
+        yield f"--num-query-groups {model.num_query_groups} needs --group-query-attention"
+    if model.swiglu and model.squared_relu:
+        yield "--swiglu and --squared-relu are two activations: choose one"
+    if rows is None and model.position_embedding_type == "learned_absolute":
+        yield "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length"
+    if rows is not None and rows < seq_length:
+        yield f"--max-position-embeddings {rows} is less than --seq-length {seq_length}"
+    yield from _rotary(model)
+
+
+def _rotary(model: ModelConfig) -> Iterator[str]:
+    if model.position_embedding_type != "rope":
+        for name in ("rotary_base", "rotary_percent", "use_rope_scaling"):
+            if getattr(model, name) != getattr(ModelConfig, name):
+                yield f"--{name.replace('_', '-')} needs --position-embedding-type rope"
+    elif int(model.head_dim * model.rotary_percent) < 2:
+        yield f"--rotary-percent {model.rotary_percent} of {model.head_dim} channels a head leaves no pair to rotate"
+    if model.rope_scaling_factor != ModelConfig.rope_scaling_factor and not model.use_rope_scaling:
+        yield f"--rope-scaling-factor {model.rope_scaling_factor} needs --use-rope-scaling"
+
+
+def _layout(config: RunConfig) -> Iterator[str]:
+    model, parallel = config.model, config.parallel
+    tensor = parallel.tensor_model_parallel_size
+    split = [("num-attention-heads", model.num_attention_heads), ("ffn-hidden-size", model.ffn_size)]
+    if parallel.sequence_parallel:
+        split.append(("seq-length", config.data.seq_length))
+    for flag, size in split:
+        if size % tensor:
+            yield f"--{flag} {size} does not divide over --tensor-model-parallel-size {tensor}"
+    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
+        yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
+
+
+def _steps(config: RunConfig) -> Iterator[str]:
+    training = config.training
+    if (training.train_iters is None) == (training.train_samples is None):
+        yield f"give the run's length as --train-iters or as --train-samples{_not_both(training.train_iters is not None)}"
+
+
+def _schedule(config: RunConfig) -> Iterator[str]:
+    optimizer, by_iters = config.optimizer, config.training.train_samples is None
+    other, unit = ("samples", "iters") if by_iters else ("iters", "samples")
+    for phase in ("decay", "warmup", "wsd_decay"):
+        if getattr(optimizer, f"lr_{phase}_{other}"):
+            flag = f"--lr-{phase}-".replace("_", "-")
+            yield f"{flag}{other} does not go with --train-{unit}: use {flag}{unit}"
+    if optimizer.lr_warmup_fraction is not None and (optimizer.lr_warmup_iters or optimizer.lr_warmup_samples):
+        yield f"give the warm-up as --lr-warmup-fraction or as --lr-warmup-{unit}, not both"
+    for name in ("min_lr", "lr_warmup_init"):
+        if getattr(optimizer, name) > optimizer.lr:
+            yield f"--{name.replace('_', '-')} {getattr(optimizer, name)} is above --lr {optimizer.lr}"
+    yield from _phases(config, unit)
+
+
+def _phases(config: RunConfig, unit: str) -> Iterator[str]:
+    """Whether warm-up and the last phase of WSD fit into the decay, counted in iters or samples."""
+    optimizer = config.optimizer
+    decay = getattr(optimizer, f"lr_decay_{unit}") or getattr(config.training, f"train_{unit}")
+    warmup, last = getattr(optimizer, f"lr_warmup_{unit}"), getattr(optimizer, f"lr_wsd_decay_{unit}")
+    if decay is None:
+        return
+    if optimizer.lr_warmup_fraction is not None:
+        warmup = optimizer.lr_warmup_fraction * decay
+    if warmup >= decay and optimizer.lr_decay_style != "constant":
+        yield f"the warm-up of {warmup} {unit} leaves nothing of the {decay} until the end of the decay (--lr-decay-{unit})"
+    if (optimizer.lr_decay_style == "WSD") != (last is not None):
+        yield f"--lr-decay-style WSD and --lr-wsd-decay-{unit} need each other"
+    elif last is not None and warmup + last > decay:
+        yield f"warm-up {warmup} and --lr-wsd-decay-{unit} {last} do not fit into the decay's {decay} {unit}"
+
+
+def _data(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if data.mock_data == bool(data.data_path):
+        yield f"give the data as --data-path or as --mock-data{_not_both(data.mock_data)}"
+    try:
+        data.split_shares()
+    except ConfigurationError as error:
+        yield str(error)
+
+
+def _tokenizer(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if data.tokenizer_type is None:
+        yield f"give --tokenizer-type: {', '.join(get_args(TokenizerType))}"
+    elif data.tokenizer_type in ("SentencePieceTokenizer", "Llama2Tokenizer"):
+        if data.tokenizer_model is None:
+            yield f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model, its .model file"
+    elif data.tokenizer_model is not None:
+        yield f"--tokenizer-type {data.tokenizer_type} reads no --tokenizer-model ({data.tokenizer_model})"
+    if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
+        yield "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens in the data"
+
+
+def _evaluation(config: RunConfig) -> Iterator[str]:
+    data, training = config.data, config.training
+    with suppress(ConfigurationError):  # a split that cannot be read is reported with the data
+        if training.eval_iters and not data.mock_data and data.split_shares()[1] == 0:
+            yield f"--split {data.split!r} leaves nothing to validate on: give a second share, or --eval-iters 0"
+
+
+def _precision(config: RunConfig) -> Iterator[str]:
+    if config.training.bf16 and config.training.fp64:
+        yield "--bf16 and --fp64 are two precisions: choose one"
+    if config.parallel.grad_reduce_in_bf16 and not config.training.bf16:
+        yield "--grad-reduce-in-bf16 needs --bf16"
+
+
+def _recompute(config: RunConfig) -> Iterator[str]:
+    training, layers = config.training, config.model.num_layers
+    method, number = training.recompute_method, training.recompute_num_layers
+    if training.recompute_granularity == "full":
+        if method is None or number is None:
+            yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
+        elif number > layers:
+            yield f"--recompute-num-layers {number} is more than --num-layers {layers}"
+    elif method is not None or number is not None:
+        yield "--recompute-method and --recompute-num-layers need --recompute-granularity full"
+    if training.manual_gc_interval and not training.manual_gc:
+        yield f"--manual-gc-interval {training.manual_gc_interval} needs --manual-gc"
+
+
+def _saving(config: RunConfig) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        for name in ("save_interval", "resume"):
+            if getattr(checkpoint, name) is not None:
+                yield f"--{name.replace('_', '-')} {getattr(checkpoint, name)} needs --save, the run directory"
+    if checkpoint.resume is not None and checkpoint.load is not None:
+        yield f"--resume {checkpoint.resume} continues from --save: leave out --load, or --resume"
+
+
+def _not_both(given: bool) -> str:
+    """The end of "give A or B" where none or both were given."""
+    return ", not both" if given else ""

@@ -1,0 +1,137 @@
+"""A run as YAML: sections of fields, written exactly and read with every key and type checked."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from difflib import get_close_matches
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+
+from megalite.config import megatron_flags
+from megalite.config.run import RunConfig, fields_by_name, section_types
+from megalite.errors import ConfigurationError
+
+Sections = dict[str, dict[str, Any]]
+
+
+def dump(config: RunConfig) -> str:
+    """The whole configuration as YAML; `load_yaml` gives back an equal one."""
+    sections = {
+        section: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        for section, values in asdict(config).items()
+    }
+    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+
+
+def load_yaml(text: str, source: str = "YAML") -> RunConfig:
+    """The configuration that `text` gives, defaults where it is silent. Raises ConfigurationError naming `source`, the
+    line and the key of what is unknown, given twice, of the wrong type or missing."""
+    sections = read_sections(text, source)
+    missing = missing_fields(sections)
+    if missing:
+        raise ConfigurationError(f"{source}: missing {', '.join(missing)}")
+    return RunConfig(**{name: kind(**sections.get(name, {})) for name, kind in section_types().items()})
+
+
+def missing_fields(sections: Sections) -> list[str]:
+    """Required fields that no section gives."""
+    return [name for name, place in fields_by_name().items() if place.required and name not in sections[place.section]]
+
+
+def read_sections(text: str, source: str) -> Sections:
+    """The fields that `text` gives, by section, converted to their types; every section is there. Raises
+    ConfigurationError with one line for each mistake."""
+    sections: Sections = {name: {} for name in section_types()}
+    problems: list[str] = []
+    try:
+        loader = yaml.SafeLoader(text)
+        document = loader.get_single_node()
+        for section, _, body in _entries(document, "sections", source):
+            if section not in sections:
+                problems.append(f"{_place(source, body)}: unknown section {section!r}{nearest(section, sections)}")
+            else:
+                problems += _read_fields(loader, section, body, source, sections[section])
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{source}: not YAML: {' '.join(str(error).split())}") from error
+    if problems:
+        raise ConfigurationError("\n".join(problems))
+    return sections
+
+
+def _read_fields(
+    loader: yaml.SafeLoader, section: str, body: yaml.Node, source: str, into: dict[str, Any]
+) -> Iterator[str]:
+    """Puts the fields of one section `into` a dictionary and yields what is wrong with the others."""
+    for name, key, value in _entries(body, f"the fields of {section}", source):
+        problem = _unknown(name, section)
+        if problem:
+            yield f"{_place(source, key)}: {problem}"
+        elif name in into:
+            yield f"{_place(source, key)}: {name} is given twice"
+        else:
+            given = loader.construct_object(value, deep=True)  # type: ignore[no-untyped-call]
+            try:
+                into[name] = _convert(given, fields_by_name()[name].kind)
+            except TypeError as error:
+                refused = megatron_flags.refused_value(name.replace("_", "-"), given) if isinstance(given, str) else ""
+                yield f"{_place(source, key)}: {name}: expected {error}, got {given!r}{refused and f' ({refused})'}"
+
+
+def _entries(node: yaml.Node | None, what: str, source: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+    """Key, key node and value node of a mapping; none of an empty document or section."""
+    if node is None or (isinstance(node, yaml.ScalarNode) and node.value in ("", "null", "~")):
+        return
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigurationError(f"{_place(source, node)}: expected {what} as `name: value` lines")
+    for key, value in node.value:
+        yield str(key.value), key, value
+
+
+def _place(source: str, node: yaml.Node) -> str:
+    return f"{source}, line {node.start_mark.line + 1}"
+
+
+def _unknown(name: str, section: str) -> str:
+    """What is wrong with a field of this name in this section, or nothing."""
+    place = fields_by_name().get(name)
+    if place is None:
+        reason = megatron_flags.refusal(name.replace("_", "-"))
+        return f"{name} {reason}" if reason else f"unknown key {name!r}{nearest(name, fields_by_name())}"
+    return "" if place.section == section else f"{name} belongs under {place.section}, not {section}"
+
+
+def nearest(name: str, known: Mapping[str, Any] | list[str], prefix: str = "") -> str:
+    """A suggestion to append to a message about an unknown name, or nothing."""
+    matches = get_close_matches(name, known, n=1)
+    return f", did you mean {prefix}{matches[0]}?" if matches else ""
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    """`value` as YAML gives it, as the field's type. Raises TypeError that says what was expected."""
+    origin, options = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return None if value is None else _convert(value, options[0])
+    if origin is Literal:
+        if value not in options:
+            raise TypeError("one of " + ", ".join(options))
+        return value
+    if origin is tuple:
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            raise TypeError("a list of texts (numbers in quotes)")
+        return tuple(value)
+    if kind is float and type(value) in (int, float, str):
+        return _number(value)  # YAML 1.1 reads 1e-4 as a text
+    if type(value) is not kind:
+        words = {int: "a whole number", bool: "true or false", str: "a text (in quotes)", float: "a number"}
+        raise TypeError(words[kind])
+    return value
+
+
+def _number(value: float | str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise TypeError("a number") from None
