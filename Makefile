@@ -13,14 +13,14 @@ STEPS ?= 300
 .DELETE_ON_ERROR:
 .PHONY: setup train test lint
 
-PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
+PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check
 TORCH = $(shell grep -o 'torch>=[^"]*' pyproject.toml)
 
 setup: .venv/installed
 
 .venv/installed: pyproject.toml setup.py
 	@echo "Installing megalite into .venv (the first time, torch takes a few minutes to download)"
-	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	@$(if $(TORCH_INDEX),$(PIP) --index-url '$(TORCH_INDEX)' '$(TORCH)')
 	@$(PIP) --editable .
 	@touch $@
