@@ -1,1 +1,1 @@
-"""The fused operations of a training step, one file an op; which implementation runs is decided in this package alone."""
+"""The fused operations of a training step, one file an op; which implementation runs is decided here alone."""

@@ -1,7 +1,7 @@
 """Activations of the feed-forward layer.
 
-GELU in its tanh form (arXiv:1606.08415), squared ReLU (arXiv:2109.08668), and SwiGLU, silu(gate) * up (arXiv:2002.05202),
-over the fused layout in which the gate's columns stand before the up projection's.
+GELU in its tanh form (arXiv:1606.08415), squared ReLU (arXiv:2109.08668), and SwiGLU, silu(gate) * up
+(arXiv:2002.05202), over the fused layout in which the gate's columns stand before the up projection's.
 """
 
 from __future__ import annotations

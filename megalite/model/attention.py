@@ -144,7 +144,7 @@ class Attention(nn.Module):
             mixed = checkpoint(core, query, key, value, use_reentrant=False, preserve_rng_state=False)
         else:
             mixed = core(query, key, value)
-        return self.output(mixed)  # type: ignore[no-any-return]
+        return self.output(mixed)
 
     def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [sequence, batch, heads, head_dim], keys and values [sequence, batch, groups, head_dim]."""
@@ -167,7 +167,9 @@ class Attention(nn.Module):
         if dropout > 0.0:
             context.key.seed_site(self.site, query.device)
         mixed = F.scaled_dot_product_attention(
-            *(part.permute(1, 2, 0, 3) for part in (query, key, value)),
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
             attn_mask=context.mask,
             is_causal=context.mask is None,
             dropout_p=dropout,

@@ -16,11 +16,12 @@ from megalite.parallel.sharding import LogicalTensor, Normal
 
 
 class Embedding(nn.Module):
-    def __init__(self, config: ModelConfig, mesh: ParallelMesh, *, sequence_parallel: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, mesh: ParallelMesh, vocab_size: int, *, sequence_parallel: bool, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        assert config.vocab_size is not None
         draw = Normal(config.init_method_std)
-        word = LogicalTensor("embedding.word", (config.vocab_size, config.hidden_size), draw, True)
+        word = LogicalTensor("embedding.word", (vocab_size, config.hidden_size), draw, True)
         self.word = VocabParallelEmbedding(
             split(mesh, word, 0, padded=config.padded_vocab_size(mesh.size("tp"))),
             mesh.group("tp"),

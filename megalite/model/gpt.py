@@ -33,7 +33,7 @@ class GPT(nn.Module):
         mesh: ParallelMesh,
         *,
         sequence_parallel: bool = False,
-        recompute: Recompute = Recompute(),
+        recompute: Recompute | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Build this rank's share on the mesh's device, its values not yet set (see `initialize`)."""
@@ -41,16 +41,16 @@ class GPT(nn.Module):
         if config.vocab_size is None:
             raise ValueError("the model's vocabulary size is not set")
         sequence_parallel = sequence_parallel and mesh.size("tp") > 1
-        self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute
+        self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute or Recompute()
         self.vocab_size: int = config.vocab_size
-        self.embedding = Embedding(config, mesh, sequence_parallel=sequence_parallel, dtype=dtype)
+        self.embedding = Embedding(config, mesh, self.vocab_size, sequence_parallel=sequence_parallel, dtype=dtype)
         self.layers = nn.ModuleList(
             Block(
                 config,
                 mesh,
                 layer,
                 sequence_parallel=sequence_parallel,
-                recompute_attention=recompute.attention,
+                recompute_attention=self.recompute.attention,
                 dtype=dtype,
             )
             for layer in range(config.num_layers)
@@ -77,7 +77,8 @@ class GPT(nn.Module):
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         """The sum of the micro-batch's token losses times their mask, or its logits where it has no labels.
 
-        Logits are [sequence, batch, padded vocabulary / tensor-parallel size]. `hidden` is None: the stage is the first.
+        Logits are [sequence, batch, padded vocabulary / tensor-parallel size]. `hidden` is None: the first stage is
+        this one.
         """
         context = self._context(micro_batch)
         hidden = self.embedding(micro_batch.tokens, micro_batch.positions, micro_batch.key)

@@ -59,4 +59,4 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[sequence (/ size under sequence parallelism), batch, hidden] to the same."""
-        return self.down(self.activation(self.up(hidden)))  # type: ignore[no-any-return]
+        return self.down(self.activation(self.up(hidden)))

@@ -1,8 +1,8 @@
 """Linear layers split over the tensor-parallel ranks.
 
-Megatron-LM (arXiv:1909.08053) and, with sequence parallelism, Korthikanti et al. (arXiv:2205.05198): the column-parallel
-layer's gathered input is not saved but gathered again in backward, beside the input-gradient product; the input
-gradient's reduction then runs beside the weight-gradient product.
+Megatron-LM (arXiv:1909.08053) and, with sequence parallelism, Korthikanti et al. (arXiv:2205.05198): the
+column-parallel layer's gathered input is not saved but gathered again in backward, beside the input-gradient product;
+the input gradient's reduction then runs beside the weight-gradient product.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where activations change hands between the replicated and the split regions of a layer, with their gradients.
 
-Each function pairs a map with its transpose (Megatron-LM, arXiv:1909.08053, and sequence parallelism, arXiv:2205.05198):
+Each function pairs a map with its transpose (Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198):
 copy and reduce, gather and scatter along the last dimension, all-gather and reduce-scatter along the sequence
 (dimension 0). All out of place: neither inputs nor incoming gradients are ever written.
 """
@@ -50,7 +50,7 @@ def _concatenate_last(tensor: Tensor, group: Group) -> Tensor:
 def _apply(input: Tensor, group: Group, forward: Map, transpose: Map) -> Tensor:
     if group.size == 1:
         return input
-    return _Region.apply(input, group, forward, transpose)  # type: ignore[no-any-return, no-untyped-call]
+    return _Region.apply(input, group, forward, transpose)
 
 
 def copy_to_region(input: Tensor, group: Group) -> Tensor:

@@ -1,7 +1,7 @@
 """The record that every parameter carries: its place in the global model.
 
-Initialisation, gradient synchronisation, the gradient norm, ZeRO, checkpoints, resharding and conversion all derive from
-this one record; nothing matches on module types or on substrings of names.
+Initialisation, gradient synchronisation, the gradient norm, ZeRO, checkpoints, resharding and conversion all derive
+from this one record; nothing matches on module types or on substrings of names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LogicalTensor:
     initial: Normal | Constant
     weight_decay: bool
     matrices: str | None = None
-    """An einops pattern to [matrices, rows, columns], what a matrix-wise optimizer sees; None for vectors and tables."""
+    """An einops pattern to [matrices, rows, columns], what a matrix-wise optimizer sees; None for vectors, tables."""
 
     def as_matrices(self, values: Tensor) -> Tensor:
         """View a tensor of this shape as [matrices, rows, columns].

@@ -1,7 +1,7 @@
 """The engine: executes a list of actions on a stage.
 
-A stage is any module from hidden states to hidden states, called `stage(hidden, micro_batch)`; the micro-batch is opaque
-to the engine. The last stage returns the sum of its losses.
+A stage is any module from hidden states to hidden states, called `stage(hidden, micro_batch)`; the micro-batch is
+opaque to the engine. The last stage returns the sum of its losses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def run(
                 if backward:
                     losses[action.micro_batch] = loss
             else:
-                (losses.pop(action.micro_batch) * loss_scale).backward()  # type: ignore[no-untyped-call]
+                (losses.pop(action.micro_batch) * loss_scale).backward()
     if total is None:
         raise ValueError("a schedule without a forward action has no loss")
     return total

@@ -1,0 +1,41 @@
+"""Micro-batches on the device, from the arrays that the loader reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megalite.data.loader import MicroBatchArrays
+from megalite.model.batch import MicroBatch
+from megalite.parallel.randomness import RandomKey
+
+
+def to_micro_batches(
+    arrays: Iterable[MicroBatchArrays], seed: int, dtype: torch.dtype, device: torch.device
+) -> list[MicroBatch]:
+    """The loss mask takes `dtype`, or fp32 where that is lower: losses are never rounded by it."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return [
+        MicroBatch(
+            tokens=torch.from_numpy(fields["tokens"]).to(device),
+            positions=torch.from_numpy(fields["positions"]).to(device),
+            document_ids=None
+            if fields["document_ids"] is None
+            else torch.from_numpy(fields["document_ids"]).to(device),
+            labels=torch.from_numpy(fields["labels"]).to(device),
+            loss_mask=torch.from_numpy(fields["loss_mask"]).to(device, wide),
+            key=RandomKey(seed, fields["sample_id"]),
+        )
+        for fields in arrays
+    ]
+
+
+def valid_tokens(micro_batches: Iterable[MicroBatch], device: torch.device) -> Tensor:
+    """The number of tokens whose loss counts, fp64 [1]."""
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for micro_batch in micro_batches:
+        if micro_batch.loss_mask is not None:
+            total += micro_batch.loss_mask.sum(dtype=torch.float64)
+    return total

@@ -1,0 +1,68 @@
+"""A pre-training run from configuration to exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megalite import checkpoint
+from megalite.config import RunConfig
+from megalite.config.yaml_file import dump
+from megalite.errors import EXIT_FINISHED, CheckpointError
+from megalite.files import replace_atomically
+from megalite.training.construction import RunData, train_iterations
+from megalite.training.display import Display
+from megalite.training.launch import join, leave
+from megalite.training.place import Place
+from megalite.training.trainer import Trainer
+
+
+def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Place) -> int:
+    """Build, resume, train and save; the same on every rank. Returns the exit code."""
+    mesh = join(config, place)
+    trainer = Trainer(config, data, mesh)
+    start = checkpoint_to_load(config)
+    if start is not None:
+        trainer.load(start)
+    with Display(
+        train_iterations(config),
+        config.logging.log_interval,
+        start_iteration=trainer.iteration,
+        enabled=mesh.rank == 0,
+    ) as display:
+        for note in notes:
+            display.message(note)
+        display.summary("megalite", trainer.summary() | {"start": _describe_start(config, start)})
+        if trainer.directory is not None and mesh.rank == 0:
+            _record_run(trainer.directory, config)
+        code = trainer.train(display)
+        if code == EXIT_FINISHED and trainer.directory is not None and mesh.rank == 0:
+            replace_atomically(trainer.directory / "DONE", f"{trainer.iteration}\n")
+            display.message(f"finished after step {trainer.iteration}; everything is in {trainer.directory}")
+    leave(mesh)
+    return code
+
+
+def checkpoint_to_load(config: RunConfig) -> Path | None:
+    """The newest checkpoint of --load, or under `--resume auto` that of --save where there is one."""
+    candidates = [config.checkpoint.save] if config.checkpoint.resume == "auto" else []
+    for directory in [*candidates, config.checkpoint.load]:
+        found = checkpoint.latest(Path(directory)) if directory is not None else None
+        if found is not None:
+            return found
+    return None
+
+
+def _describe_start(config: RunConfig, start: Path | None) -> str:
+    if start is not None:
+        return f"continues from {start}"
+    return f"new; {config.checkpoint.load} holds no checkpoint" if config.checkpoint.load else "new"
+
+
+def _record_run(directory: Path, config: RunConfig) -> None:
+    """Write what this run is into its directory; it is not done (again)."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "DONE").unlink(missing_ok=True)
+        replace_atomically(directory / "config.yaml", dump(config))
+    except OSError as error:
+        raise CheckpointError(f"cannot write to the run directory --save {directory}: {error}") from error

@@ -1,0 +1,238 @@
+"""The training loop, and the one step that it repeats."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megalite import checkpoint
+from megalite.config import RunConfig
+from megalite.config.yaml_file import dump
+from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
+from megalite.optim.learning_rate import learning_rate_schedule
+from megalite.parallel import collectives, device
+from megalite.parallel.mesh import ParallelMesh
+from megalite.pipeline import engine, schedules
+from megalite.training.batches import to_micro_batches, valid_tokens
+from megalite.training.construction import (
+    RunData,
+    count_parameters,
+    global_batch_size,
+    make_loader,
+    make_model,
+    make_optimizer,
+    model_dtype,
+    train_iterations,
+)
+from megalite.training.display import Display
+from megalite.training.flops import flops_per_token, peak_flops
+from megalite.training.metrics import MetricsWriter, StepMetrics, ValidationMetrics
+from megalite.training.signals import StopRequest, deadline_passed, interval_reached
+
+MAX_CONSECUTIVE_SKIPS = 10
+"""Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
+
+
+class Trainer:
+    """A run on this rank: `train` repeats `step` until the end, a stop or a deadline.
+
+    Where the run is in its data, and so its learning rate, is told by `consumed_samples` alone.
+    """
+
+    def __init__(self, config: RunConfig, data: RunData, mesh: ParallelMesh) -> None:
+        self.config, self.data, self.mesh = config, data, mesh
+        self.model_config = replace(config.model, vocab_size=data.tokenizer.vocab_size)
+        self.dtype = model_dtype(config)
+        torch.use_deterministic_algorithms(config.training.deterministic_mode)
+        self.network = make_model(config, self.model_config, mesh)
+        self.optimizer = make_optimizer(config, self.network, mesh)
+        self.batch_size = global_batch_size(config)
+        self.num_micro_batches = config.training.num_micro_batches(mesh.size("dp"))
+        self.schedule = learning_rate_schedule(config.optimizer, config.training, self.batch_size)
+        self.iterations = train_iterations(config)
+        self.iteration = 0
+        self.consumed_samples = 0
+        self.skips_in_a_row = 0
+        self.loader = make_loader(config, mesh, data.tokenizer, data.train)
+        self.directory = None if config.checkpoint.save is None else Path(config.checkpoint.save)
+        self.started = time.monotonic()
+
+    # ------------------------------------------------------------------------------------------------ one step
+
+    def step(self) -> StepMetrics:
+        """One optimizer step over one global batch."""
+        began = time.perf_counter()
+        arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches)
+        micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
+        data_parallel = self.mesh.group("dp", "cp")
+        count = collectives.all_reduce_(valid_tokens(micro_batches, self.mesh.device), data_parallel).item()
+
+        self.network.train()
+        self.optimizer.begin_step(len(micro_batches))
+        actions = schedules.no_pipelining(len(micro_batches))
+        loss_sum = engine.run(actions, self.network, micro_batches, loss_scale=1.0 / count if count else 0.0)
+        learning_rate = self.schedule.at(self.consumed_samples)
+        update = self.optimizer.step(learning_rate)
+
+        loss = collectives.all_reduce_(loss_sum.view(1), data_parallel).item() / max(count, 1.0)
+        self.iteration += 1
+        self.consumed_samples += self.batch_size
+        seconds = time.perf_counter() - began
+        return self._metrics(loss, update.gradient_norm, learning_rate, update.skipped, seconds)
+
+    def evaluate(self) -> ValidationMetrics:
+        """The mean loss over `eval_iters` global batches of validation data, always from its first sample on."""
+        if self.data.valid is None:
+            raise ValueError("the run has no validation data")
+        self.network.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        actions = schedules.forward_only(self.num_micro_batches)
+        with make_loader(self.config, self.mesh, self.data.tokenizer, self.data.valid) as loader:
+            for batch in range(self.config.training.eval_iters):
+                arrays = loader.micro_batches(batch * self.batch_size, self.num_micro_batches)
+                micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
+                totals[0] += engine.run(actions, self.network, micro_batches, loss_scale=1.0)
+                totals[1] += valid_tokens(micro_batches, self.mesh.device)[0]
+        loss_sum, count = collectives.all_reduce_(totals, self.mesh.group("dp", "cp")).tolist()
+        return ValidationMetrics(self.iteration, self.consumed_samples, self._tokens(), loss_sum / max(count, 1.0))
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    def train(self, display: Display) -> int:
+        """Run to the end of training, or until asked to stop; returns the program's exit code."""
+        training = self.config.training
+        with self._metrics_writer() as writer, StopRequest() as stop, self.loader:
+            if training.manual_gc:
+                gc.disable()
+            while self.iteration < self.iterations:
+                metrics = self.step()
+                writer.write(metrics)
+                display.step(metrics)
+                self._refuse_to_diverge(metrics)
+                if (
+                    training.manual_gc
+                    and training.manual_gc_interval
+                    and self.iteration % training.manual_gc_interval == 0
+                ):
+                    gc.collect()
+                if self._evaluates_now():
+                    if training.manual_gc and training.manual_gc_eval:
+                        gc.collect()
+                    validation = self.evaluate()
+                    writer.write(validation)
+                    display.validation(validation)
+                if self._stops_now(stop):
+                    self.save(display)
+                    display.message(
+                        f"stopped after step {self.iteration}; the same command with --resume auto continues"
+                    )
+                    return EXIT_RESUMABLE
+                if self._saves_now():
+                    self.save(display)
+        return EXIT_FINISHED
+
+    def _evaluates_now(self) -> bool:
+        interval = self.config.training.eval_interval
+        due = self.iteration % interval == 0 or self.iteration == self.iterations
+        return due and self.data.valid is not None and self.config.training.eval_iters > 0
+
+    def _saves_now(self) -> bool:
+        interval = self.config.checkpoint.save_interval
+        return self.iteration == self.iterations or (interval is not None and self.iteration % interval == 0)
+
+    def _stops_now(self, stop: StopRequest) -> bool:
+        """Whether any rank was told to stop: all see the same answer after the same step."""
+        if self.iteration == self.iterations:
+            return False
+        training = self.config.training
+        late = deadline_passed(time.monotonic() - self.started, training.exit_duration_in_mins)
+        request = torch.tensor([float(stop.local_request() > 0 or late)], device=self.mesh.device)
+        asked = collectives.all_reduce_(request, self.mesh.world(), "max").item() > 0
+        return asked or interval_reached(self.iteration, training.exit_interval)
+
+    def _refuse_to_diverge(self, metrics: StepMetrics) -> None:
+        self.skips_in_a_row = self.skips_in_a_row + 1 if metrics.skipped else 0
+        if self.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
+            raise MegaliteError(
+                f"the gradient norm was not finite in the last {MAX_CONSECUTIVE_SKIPS} steps (now step "
+                f"{self.iteration}): the run has diverged. Lower --lr, lengthen the warm-up or resume from an earlier "
+                "checkpoint"
+            )
+
+    # ------------------------------------------------------------------------------------------------ what is kept
+
+    def save(self, display: Display) -> None:
+        """Write a checkpoint, where the run has a directory."""
+        if self.directory is None:
+            return
+        began = time.perf_counter()
+        state = checkpoint.TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps)
+        self.optimizer.finish_parameter_gather()
+        resolved = replace(self.config, model=self.model_config)
+        path = checkpoint.save(self.directory, state, self.network, self.optimizer, self.mesh, dump(resolved))
+        display.message(f"saved {path} in {time.perf_counter() - began:.1f} s")
+
+    def load(self, path: Path) -> None:
+        """Continue from a checkpoint of this model, written under any layout."""
+        state = checkpoint.load(path, self.network, self.optimizer, self.mesh)
+        self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
+
+    # ------------------------------------------------------------------------------------------------ what is told
+
+    def _tokens(self) -> int:
+        return self.consumed_samples * self.config.data.seq_length
+
+    def _metrics(
+        self, loss: float, gradient_norm: float, learning_rate: float, skipped: bool, seconds: float
+    ) -> StepMetrics:
+        tokens_per_second = self.batch_size * self.config.data.seq_length / seconds
+        per_device = tokens_per_second / self.mesh.world_size
+        padded = self.model_config.padded_vocab_size(self.mesh.size("tp"))
+        flops = per_device * flops_per_token(self.model_config, padded, self.config.data.seq_length)
+        peak = peak_flops(device.device_name(self.mesh.device))
+        return StepMetrics(
+            iteration=self.iteration,
+            consumed_samples=self.consumed_samples,
+            consumed_tokens=self._tokens(),
+            lm_loss=loss,
+            grad_norm=gradient_norm,
+            learning_rate=learning_rate,
+            loss_scale=1.0,
+            skipped=skipped,
+            iteration_time_s=seconds,
+            tokens_per_second=tokens_per_second,
+            tokens_per_second_per_device=per_device,
+            model_tflops_per_device=flops / 1e12,
+            mfu=None if peak is None else flops / peak,
+            peak_memory_bytes=device.peak_memory_bytes(self.mesh.device),
+        )
+
+    def _metrics_writer(self) -> MetricsWriter:
+        if self.mesh.rank != 0:
+            return MetricsWriter()
+        logging = self.config.logging
+        path = Path(logging.metrics_path) if logging.metrics_path else None
+        events = Path(logging.tensorboard_dir) if logging.tensorboard_dir else None
+        if self.directory is not None:
+            path, events = path or self.directory / "metrics.jsonl", events or self.directory / "tensorboard"
+        return MetricsWriter(path, events, self.iteration)
+
+    def summary(self) -> dict[str, object]:
+        """What the run is, for the screen."""
+        mesh, parallel = self.mesh, self.config.parallel
+        layout = f"TP {mesh.size('tp')}{' with SP' if parallel.sequence_parallel else ''} x DP {mesh.size('dp')}"
+        zero = "ZeRO 1" if parallel.use_distributed_optimizer else "ZeRO 0"
+        model = self.model_config
+        steps = f"{self.iterations} steps of {self.batch_size} samples"
+        return {
+            "model": f"{count_parameters(self.network):,} parameters: {model.num_layers} layers, hidden {model.hidden_size}",
+            "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
+            "layout": f"{layout}, {zero}, {self.num_micro_batches} micro-batches a rank",
+            "precision": self.config.training.dtype,
+            "device": f"{mesh.world_size} x {device.device_name(mesh.device)}",
+            "training": f"{steps} x {self.config.data.seq_length} tokens",
+        }

@@ -1,0 +1,26 @@
+"""Pre-train a GPT: `torchrun --nproc-per-node N pretrain_gpt.py FLAGS`, with Megatron-LM's flags (`--help`)."""
+
+from __future__ import annotations
+
+import sys
+
+from megalite.config.parse import parse_arguments
+from megalite.config.validate import resolve
+from megalite.training.failure import run_main
+from megalite.training.place import place_from_environment
+
+
+def main() -> int:
+    """What the flags say is checked first; then the data; torch and the other ranks come last."""
+    place = place_from_environment()
+    arguments = parse_arguments(sys.argv[1:])
+    config = resolve(arguments.config, place.world_size)
+
+    from megalite.training.construction import open_data
+    from megalite.training.pretrain import pretrain
+
+    return pretrain(config, arguments.notes, open_data(config), place)
+
+
+if __name__ == "__main__":
+    run_main(main)
