@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from megalite.errors import CheckpointError
@@ -89,6 +90,14 @@ class MetricsWriter:
             for name, value in record.items():
                 if name != "iteration" and value is not None:
                     self._tensorboard.add_scalar(name, value, record["iteration"])
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def close(self) -> None:
         if self._file is not None:

@@ -99,11 +99,10 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    writer = MetricsWriter(tensorboard_directory=tmp_path)
-    writer.write(step(1, lm_loss=4.5))
-    writer.write(step(2, lm_loss=3.5))
-    writer.write(ValidationMetrics(2, 16, 1024, valid_loss=3.75))
-    writer.close()
+    with MetricsWriter(tensorboard_directory=tmp_path) as writer:
+        writer.write(step(1, lm_loss=4.5))
+        writer.write(step(2, lm_loss=3.5))
+        writer.write(ValidationMetrics(2, 16, 1024, valid_loss=3.75))
     events = accumulator.EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("lm_loss")] == [(1, 4.5), (2, 3.5)]
     assert [(event.step, event.value) for event in events.Scalars("valid_loss")] == [(2, 3.75)]
