@@ -18,15 +18,13 @@ class DataConfig:
     seq_length: int
     """Tokens of a training sample."""
     data_path: tuple[str, ...] = ()
-    """Prefix of the .bin and .idx files (a weight may stand before it)."""
+    """Prefixes of .bin and .idx files; of several, each with its weight before it or none."""
     mock_data: bool = False
     """Train on generated tokens instead of files."""
     split: str = "969, 30, 1"
     """Shares of the data for training, validation and test."""
-    data_cache_path: str | None = None
-    """Folder for the sample indices; unset: beside the data."""
     num_workers: int = 2
-    """Processes that prepare batches ahead; 0: none."""
+    """Threads that read the next step's samples ahead; 0: none."""
     mmap_bin_files: bool = True
     """Map the .bin files into memory instead of reading them piece by piece."""
     reset_position_ids: bool = False

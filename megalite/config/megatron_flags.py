@@ -49,6 +49,7 @@ ALREADY_SO: Mapping[str, str] = {
     "SIGTERM, SIGINT and SIGUSR1 always save and exit": "exit-signal-handler",
     "ranks are read from the environment that torchrun sets": "local-rank=1",
     "masks are made from document ids where attention needs them": "no-create-attention-mask-in-dataloader",
+    "sample indices are computed in memory at the start, there is nothing to cache": "data-cache-path=1",
     "the tokenizer is always the one of --tokenizer-model": """
     no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-checkpoint-args""",
     "every step records its throughput and its peak memory": "log-throughput log-memory-to-tensorboard",
@@ -350,7 +351,7 @@ def settled(flag: str, values: Sequence[str]) -> str | None:
             raise ConfigurationError(f"--{flag} needs a value: {_one_of(accepted)}")
         others = [value for value in values if value not in accepted.split()]
         if others:
-            raise ConfigurationError(f"--{flag} {' '.join(others)}: {why}; for now {_one_of(accepted)}")
+            raise ConfigurationError(f"--{flag} {' '.join(others)}: {why}; until then {_one_of(accepted)}")
         return f"--{flag} {' '.join(values)}: already so"
     reason = refusal(flag)
     if reason:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, NoReturn, get_origin
 
 import tyro
 
@@ -17,9 +17,12 @@ from megalite.config.validate import without_idle_flags
 from megalite.config.yaml_file import Sections, missing_fields, nearest, read_sections
 from megalite.errors import ConfigurationError
 
-_DESCRIPTION = """Pre-train a GPT. The flags are Megatron-LM's: those not listed here are accepted with a note where they
-are already so, and refused with the reason otherwise. --config FILE reads a YAML file of the same fields by section
-(model, parallel, ...), which flags override. Short names: --tp, --pp, --cp, --ep."""
+_DESCRIPTION = (
+    "Pre-train a GPT. The flags are Megatron-LM's: those not listed here are accepted with a note where they are "
+    "already so, and refused with the reason otherwise. --config FILE reads a YAML file of the same fields by section "
+    "(model, parallel, ...), which flags override. Short names: --tp, --pp, --cp, --ep."
+)
+_STYLE = (tyro.conf.OmitArgPrefixes,)
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
     """
     sections: Sections = {name: {} for name in section_types()}
     if "-h" in argv or "--help" in argv:
-        tyro.cli(RunConfig, args=["--help"], default=_defaults(sections), description=_DESCRIPTION, config=_STYLE)
+        _print_help(sections)
     tokens: list[str] = []
     notes: list[str] = []
     problems: list[str] = []
@@ -48,10 +51,10 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
             if flag == "config":
                 _update(sections, _read_file(_single(flag, values)))
                 continue
+            given.add(flag)
             arguments, note = _settle(flag, values)
             tokens += arguments
             notes += [note] if note else []
-            given.add(flag)
         except ConfigurationError as error:
             problems.append(str(error))
     fields_given = {megatron_flags.ALIASES.get(flag, flag).replace("-", "_") for flag in given}
@@ -65,6 +68,12 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
         config = replace(config, model=replace(config.model, position_embedding_type="none"))
     config, idle = without_idle_flags(config)
     return ParsedArguments(config, (*notes, *idle))
+
+
+def _print_help(sections: Sections) -> NoReturn:
+    defaults = _defaults(sections)
+    tyro.cli(RunConfig, args=["--help"], default=defaults, description=_DESCRIPTION, config=_STYLE)
+    raise SystemExit(0)
 
 
 def _groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -136,9 +145,6 @@ def _read_file(path: str) -> Sections:
 def _update(sections: Sections, more: Sections) -> None:
     for name, values in more.items():
         sections[name] |= values
-
-
-_STYLE = (tyro.conf.OmitArgPrefixes,)
 
 
 def _defaults(sections: Sections) -> RunConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import get_args
@@ -27,6 +27,7 @@ _FROM_ZERO_BELOW_ONE = "hidden_dropout attention_dropout adam_beta1 adam_beta2 s
 def resolve(config: RunConfig, world_size: int) -> RunConfig:
     """The configuration of a run on `world_size` ranks with what depends on others filled in: idle flags are off, the
     global batch size is at least one micro-batch a rank. Raises ConfigurationError as `validate` does."""
+    _raise(_ranges(config))
     config, _ = without_idle_flags(config)
     training = config.training
     if training.global_batch_size is None:
@@ -50,12 +51,15 @@ def validate(config: RunConfig, world_size: int) -> None:
     Raises ConfigurationError with one line for each relation that does not hold: the numbers and the flag to change.
     Relations are looked at once every number by itself is in its range.
     """
-    problems = list(_ranges(config))
-    if not problems:
-        checks = (_model, _layout, _steps, _schedule, _data, _tokenizer, _evaluation, _precision, _recompute, _saving)
-        problems = [*_division(config, world_size), *(problem for check in checks for problem in check(config))]
-    if problems:
-        raise ConfigurationError("\n".join(problems))
+    _raise(_ranges(config))
+    checks = (_model, _layout, _steps, _schedule, _data, _tokenizer, _evaluation, _precision, _recompute, _saving)
+    _raise([*_division(config, world_size), *(problem for check in checks for problem in check(config))])
+
+
+def _raise(problems: Iterable[str]) -> None:
+    message = "\n".join(problems)
+    if message:
+        raise ConfigurationError(message)
 
 
 def _ranges(config: RunConfig) -> Iterator[str]:
@@ -107,7 +111,7 @@ def _model(config: RunConfig) -> Iterator[str]:
     model, seq_length = config.model, config.data.seq_length
     heads, rows = model.num_attention_heads, model.max_position_embeddings
     if model.kv_channels is None and model.hidden_size % heads:
-        yield f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {heads}; or set --kv-channels"
+        yield f"--hidden-size {model.hidden_size} is no multiple of --num-attention-heads {heads} (or --kv-channels)"
     if model.group_query_attention and heads % model.num_query_groups:
         yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {model.num_query_groups}"
     if not model.group_query_attention and model.num_query_groups != 1:
@@ -148,7 +152,7 @@ def _layout(config: RunConfig) -> Iterator[str]:
 def _steps(config: RunConfig) -> Iterator[str]:
     training = config.training
     if (training.train_iters is None) == (training.train_samples is None):
-        yield f"give the run's length as --train-iters or as --train-samples{_not_both(training.train_iters is not None)}"
+        yield f"give the length as --train-iters or as --train-samples{_not_both(training.train_iters is not None)}"
 
 
 def _schedule(config: RunConfig) -> Iterator[str]:
@@ -176,7 +180,7 @@ def _phases(config: RunConfig, unit: str) -> Iterator[str]:
     if optimizer.lr_warmup_fraction is not None:
         warmup = optimizer.lr_warmup_fraction * decay
     if warmup >= decay and optimizer.lr_decay_style != "constant":
-        yield f"the warm-up of {warmup} {unit} leaves nothing of the {decay} until the end of the decay (--lr-decay-{unit})"
+        yield f"a warm-up of {warmup} {unit} leaves nothing of the {decay} of the whole schedule (--lr-decay-{unit})"
     if (optimizer.lr_decay_style == "WSD") != (last is not None):
         yield f"--lr-decay-style WSD and --lr-wsd-decay-{unit} need each other"
     elif last is not None and warmup + last > decay:

@@ -23,7 +23,7 @@ def dump(config: RunConfig) -> str:
         section: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         for section, values in asdict(config).items()
     }
-    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(sections, sort_keys=False)  # in ASCII: unescaped, U+0085 would come back as a space
 
 
 def load_yaml(text: str, source: str = "YAML") -> RunConfig:
@@ -72,7 +72,7 @@ def _read_fields(
         elif name in into:
             yield f"{_place(source, key)}: {name} is given twice"
         else:
-            given = loader.construct_object(value, deep=True)  # type: ignore[no-untyped-call]
+            given = loader.construct_object(value, deep=True)
             try:
                 into[name] = _convert(given, fields_by_name()[name].kind)
             except TypeError as error:
@@ -133,5 +133,5 @@ def _convert(value: Any, kind: Any) -> Any:
 def _number(value: float | str) -> float:
     try:
         return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise TypeError("a number") from None

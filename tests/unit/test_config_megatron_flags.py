@@ -1,0 +1,163 @@
+"""Every option of Megatron-LM has exactly one fate here, and what is accepted changes what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_origin
+
+import pytest
+
+from megalite.config import RunConfig, megatron_flags, parse_arguments
+from megalite.config.run import fields_by_name
+from megalite.errors import ConfigurationError
+
+MINIMAL = [
+    *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "4"),
+    *("--seq-length", "8", "--micro-batch-size", "1", "--lr", "0.1"),
+]
+
+
+def megatron_options() -> list[tuple[list[str], str]]:
+    """Names (without dashes, with hyphens) and number of values of each option of Megatron-LM."""
+    lines = (Path(__file__).parent / "megatron_flags.txt").read_text().splitlines()
+    rows = (line.split() for line in lines if line.startswith("--"))
+    return [([name[2:].replace("_", "-") for name in names], arity) for *names, arity in rows]
+
+
+ARITY = {name: arity for names, arity in megatron_options() for name in names}
+
+
+def values_for(arity: str, value: str = "1") -> list[str]:
+    return {"0": [], "1": [value], "3": [value] * 3}.get(arity, [value, value])
+
+
+def field_flags() -> set[str]:
+    places = fields_by_name()
+    flags = {name.replace("_", "-") for name in places}
+    return flags | {"no-" + name.replace("_", "-") for name, place in places.items() if place.kind is bool}
+
+
+def value_of(config: RunConfig, name: str) -> Any:
+    return getattr(getattr(config, fields_by_name()[name].section), name)
+
+
+def test_the_list_is_whole() -> None:
+    assert len(megatron_options()) == 838
+
+
+def test_every_option_has_exactly_one_fate() -> None:
+    fates = [*field_flags(), *megatron_flags.names()]
+    assert sorted(name for name in ARITY if fates.count(name) != 1) == []
+    assert len(fates) == len(set(fates))
+
+
+def test_the_tables_name_no_flag_that_megatron_lacks() -> None:
+    assert set(megatron_flags.names()) - set(ARITY) == {"tp", "pp", "cp", "ep"}
+
+
+def test_fields_take_as_many_values_as_their_options() -> None:
+    for name, place in fields_by_name().items():
+        flag = name.replace("_", "-")
+        if flag in ARITY:
+            expected = "0" if place.kind is bool else "*" if get_origin(place.kind) is tuple else "1"
+            assert (flag, ARITY[flag]) == (flag, expected)
+
+
+def test_what_is_already_so_is_accepted_with_its_values_and_noted() -> None:
+    flags = [entry.partition("=")[0] for entries in megatron_flags.ALREADY_SO.values() for entry in entries.split()]
+    plain = parse_arguments(MINIMAL).config
+    for flag in flags:
+        parsed = parse_arguments([*MINIMAL, f"--{flag}", *values_for(ARITY[flag]), "--swiglu"])
+        assert parsed.config.model.swiglu, flag
+        assert parsed.config.training == plain.training
+        assert len(parsed.notes) == 1
+        assert parsed.notes[0].startswith(f"--{flag}: already so, ")
+        with pytest.raises(ConfigurationError, match=f"--{flag} takes"):
+            parse_arguments([*MINIMAL, f"--{flag}", *values_for(ARITY[flag]), "1"])
+
+
+@pytest.mark.parametrize("flag", megatron_flags.ACCEPTED_VALUES)
+def test_flags_bound_to_some_values_take_those_alone(flag: str) -> None:
+    accepted, reason = megatron_flags.ACCEPTED_VALUES[flag]
+    for value in accepted.split():
+        assert parse_arguments([*MINIMAL, f"--{flag}={value}"]).notes == (f"--{flag} {value}: already so",)
+    with pytest.raises(ConfigurationError) as refused:
+        parse_arguments([*MINIMAL, f"--{flag}", "7"])
+    assert str(refused.value).startswith(f"--{flag} 7: {reason}")
+    with pytest.raises(ConfigurationError, match="needs a value"):
+        parse_arguments([*MINIMAL, f"--{flag}"])
+
+
+def test_every_refused_option_says_why_and_all_are_named_at_once() -> None:
+    refused = {flag: reason for reason, flags in megatron_flags.REFUSED.items() for flag in flags.split()}
+    refused |= {flag: f"was removed, use {use}" for flag, use in megatron_flags.REMOVED.items()}
+    argv = [token for flag in refused for token in (f"--{flag}", *values_for(ARITY[flag]))]
+    with pytest.raises(ConfigurationError) as raised:
+        parse_arguments([*MINIMAL, *argv])
+    assert str(raised.value).splitlines() == [f"--{flag} {reason}" for flag, reason in refused.items()]
+
+
+def test_what_a_removed_flag_points_to_exists() -> None:
+    known = {*field_flags(), *megatron_flags.names(), "config"}
+    assert {use.split()[0].removeprefix("--") for use in megatron_flags.REMOVED.values()} <= known
+
+
+def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
+    for flag, reasons in megatron_flags.REFUSED_VALUES.items():
+        for value, reason in reasons.items():
+            with pytest.raises(ConfigurationError) as raised:
+                parse_arguments([*MINIMAL, f"--{flag}", value])
+            assert str(raised.value) == f"--{flag} {value} {reason}"
+
+
+@pytest.mark.parametrize(
+    ("flag", "field", "value"),
+    [
+        ("--disable-bias-linear", "add_bias_linear", False),
+        ("--no-mmap-bin-files", "mmap_bin_files", False),
+        ("--no-manual-gc-eval", "manual_gc_eval", False),
+        ("--disable-manual-gc-eval", "manual_gc_eval", False),
+        ("--no-position-embedding", "position_embedding_type", "none"),
+        ("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
+        ("--recompute-activations", "recompute_granularity", "selective"),
+    ],
+)
+def test_flags_of_another_sense_or_spelling_change_their_field(flag: str, field: str, value: object) -> None:
+    before, after = parse_arguments(MINIMAL).config, parse_arguments([*MINIMAL, flag]).config
+    assert value_of(before, field) != value
+    assert value_of(after, field) == value
+
+
+def test_every_flag_of_another_sense_or_spelling_is_in_the_test_above() -> None:
+    tested = {case[0] for case in test_flags_of_another_sense_or_spelling_change_their_field.pytestmark[0].args[1]}
+    negatives = {name for name in ARITY if name.startswith(("no-", "disable-")) and name in field_flags()}
+    expected = {*megatron_flags.SHORTHANDS, megatron_flags.NO_POSITION_EMBEDDING, *negatives}
+    assert tested == {"--" + name for name in expected}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_no_position_embedding_leaves_rotary_embeddings_alone(order: int) -> None:
+    flags = [["--no-position-embedding"], ["--position-embedding-type", "rope"]][::order]
+    config = parse_arguments([*MINIMAL, *flags[0], *flags[1]]).config
+    assert config.model.position_embedding_type == "rope"
+
+
+@pytest.mark.parametrize(
+    ("alias", "field"),
+    [
+        ("tp", "tensor_model_parallel_size"),
+        ("encoder-num-layers", "num_layers"),
+        ("encoder-seq-length", "seq_length"),
+        ("persistent-save-interval", "save_interval"),
+    ],
+)
+def test_aliases_set_their_field(alias: str, field: str) -> None:
+    assert value_of(parse_arguments([*MINIMAL, f"--{alias}", "3"]).config, field) == 3
+
+
+@pytest.mark.parametrize("alias", ["pp", "cp", "ep"])
+def test_short_names_of_axes_that_are_not_there_yet(alias: str) -> None:
+    full = megatron_flags.ALIASES[alias]
+    assert parse_arguments([*MINIMAL, f"--{alias}=1"]).notes == (f"--{full} 1: already so",)
+    with pytest.raises(ConfigurationError, match=f"--{full} 2: arrives with"):
+        parse_arguments([*MINIMAL, f"--{alias}", "2"])

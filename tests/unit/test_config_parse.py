@@ -1,0 +1,141 @@
+"""Command lines to configurations: spellings, precedence over YAML, and one clear line for each mistake."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalite.config import parse_arguments
+from megalite.config.run import fields_by_name, section_types
+from megalite.errors import EXIT_CONFIGURATION, ConfigurationError
+
+MINIMAL = [
+    *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "4"),
+    *("--seq-length", "8", "--micro-batch-size", "1", "--lr", "0.1"),
+]
+MINIMAL_YAML = """
+model: {num_layers: 3, hidden_size: 32, num_attention_heads: 2}
+data: {seq_length: 16, data_path: [a, b]}
+optimizer:
+  lr: 1e-4
+training: {micro_batch_size: 4}
+"""
+
+
+def failure(argv: list[str]) -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        parse_arguments(argv)
+    assert raised.value.exit_code == EXIT_CONFIGURATION
+    return str(raised.value)
+
+
+def test_field_names_are_unique_over_the_sections() -> None:
+    assert len(fields_by_name()) == sum(len(section.__dataclass_fields__) for section in section_types().values())
+
+
+def test_hyphens_underscores_equals_and_repetition() -> None:
+    config = parse_arguments([*MINIMAL, "--ffn_hidden_size=24", "--lr=1e-3", "--lr", "2e-3", "--save=a=b"]).config
+    assert (config.model.ffn_hidden_size, config.optimizer.lr, config.checkpoint.save) == (24, 2e-3, "a=b")
+
+
+def test_switches_go_on_and_off_and_the_last_wins() -> None:
+    assert parse_arguments([*MINIMAL, "--swiglu"]).config.model.swiglu
+    assert not parse_arguments([*MINIMAL, "--swiglu", "--no-swiglu"]).config.model.swiglu
+    assert not parse_arguments([*MINIMAL, "--no_add_bias_linear"]).config.model.add_bias_linear
+
+
+def test_negative_numbers_and_lists_are_values() -> None:
+    config = parse_arguments([*MINIMAL, "--seed", "-1", "--data-path", "0.3", "a", "0.7", "b", "--bf16"]).config
+    assert (config.training.seed, config.training.bf16) == (-1, True)
+    assert config.data.data_path == ("0.3", "a", "0.7", "b")
+
+
+def test_none_gives_an_optional_field_back() -> None:
+    assert parse_arguments([*MINIMAL, "--kv-channels", "8", "--kv-channels", "None"]).config.model.kv_channels is None
+
+
+def test_every_mistake_is_named_at_once_in_a_line_of_its_own() -> None:
+    flags = ["--hiden-sise", "3", "--swiglu", "true", "--save", "--num-layers", "1", "2", "--fp16", "--qqqqqqqq"]
+    assert failure([*MINIMAL, *flags]).splitlines() == [
+        "unknown flag --hiden-sise, did you mean --hidden-size?",
+        "--swiglu takes no value, got 'true' (--no-... turns a flag off)",
+        "--save needs one value, got none",
+        "--num-layers needs one value, got 1 2",
+        "--fp16 arrives with the full data-parallel engine (ZeRO 2 and 3, mixed precision, more optimizers)",
+        "unknown flag --qqqqqqqq",
+    ]
+
+
+def test_missing_flags_are_listed_and_a_misspelt_value_is_not_missing() -> None:
+    assert failure(["--hidden-size"]).splitlines() == [
+        "--hidden-size needs one value, got none",
+        "missing: --num-layers, --num-attention-heads, --seq-length, --lr, --micro-batch-size",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--num-layers", "x"], ["--num-layers", "'x'"]),
+        (["--ffn-hidden-size", "3.5"], ["--ffn-hidden-size", "3.5"]),
+        (["--normalization", "Layernorm"], ["--normalization", "'Layernorm'", "LayerNorm", "RMSNorm"]),
+        (["stray"], ["--lr needs one value", "0.1 stray"]),
+        (["--config"], ["--config needs one value"]),
+        (["--config", "/does/not/exist.yaml"], ["--config /does/not/exist.yaml", "No such file"]),
+    ],
+)
+def test_bad_values_are_one_line_without_frames(flags: list[str], words: list[str]) -> None:
+    message = failure([*MINIMAL, *flags])
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+    assert "│" not in message
+
+
+def test_a_value_before_any_flag_is_an_error() -> None:
+    assert failure(["stray", *MINIMAL]) == "'stray' stands before any flag"
+
+
+def test_yaml_gives_fields_and_flags_override_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL_YAML)
+    config = parse_arguments(["--num-layers", "5", "--config", str(path), "--data-path", "c"]).config
+    assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (5, 32, 1e-4)
+    assert config.data.data_path == ("c",)
+
+
+def test_mistakes_in_the_yaml_of_a_command_line_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL_YAML + "parallel:\n  tensor_parallel_size: 2\n")
+    expected = "unknown key 'tensor_parallel_size', did you mean tensor_model_parallel_size?"
+    assert failure(["--config", str(path)]).startswith(f"{path}, line 8: {expected}")
+
+
+def test_sequence_parallel_alone_is_switched_off_with_a_note() -> None:
+    parsed = parse_arguments([*MINIMAL, "--sequence-parallel"])
+    assert not parsed.config.parallel.sequence_parallel
+    assert parsed.notes == ("--sequence-parallel: off, since --tensor-model-parallel-size is 1",)
+    split = parse_arguments([*MINIMAL, "--sequence-parallel", "--tp", "2"])
+    assert split.config.parallel.sequence_parallel
+    assert split.notes == ()
+
+
+def test_help_lists_every_field_by_section(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        parse_arguments(["--help"])
+    assert ending.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')} " in shown.replace(",", " ") for name in fields_by_name())
+    assert all(f"{section} options" in shown for section in section_types())
+
+
+def test_configuration_needs_neither_torch_nor_a_thread() -> None:
+    program = (
+        "import sys, threading; from megalite.config import parse_arguments, resolve;"
+        f"resolve(parse_arguments({MINIMAL!r} + '--train-iters 1 --mock-data --tokenizer-type ByteTokenizer "
+        "--position-embedding-type rope'.split()).config, 1);"
+        "assert 'torch' not in sys.modules and threading.active_count() == 1"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])

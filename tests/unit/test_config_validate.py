@@ -1,0 +1,239 @@
+"""Every relation between fields that does not hold is named with its numbers and the flag to change."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalite.config import RunConfig, parse_arguments, resolve, validate
+from megalite.errors import ConfigurationError
+
+VALID = (
+    "--num-layers 4 --hidden-size 48 --num-attention-heads 12 --seq-length 32 --micro-batch-size 2 --lr 1e-3 "
+    "--train-iters 100 --data-path text_document --tokenizer-type ByteTokenizer --max-position-embeddings 32"
+)
+WITHOUT_LENGTH = VALID.replace("--train-iters 100", "")
+WITHOUT_DATA = VALID.replace("--data-path text_document", "")
+
+
+def config_of(flags: str, base: str = VALID) -> RunConfig:
+    return parse_arguments(f"{base} {flags}".split()).config
+
+
+def problems(flags: str, world_size: int = 1, base: str = VALID) -> list[str]:
+    with pytest.raises(ConfigurationError) as raised:
+        resolve(config_of(flags, base), world_size)
+    return str(raised.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        ("", 1),
+        ("", 3),
+        ("--tp 4 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 8),
+        ("--tp 12 --group-query-attention --num-query-groups 4", 12),
+        ("--tp 3 --group-query-attention --num-query-groups 2", 3),
+        ("--group-query-attention", 1),
+        ("--num-attention-heads 5 --kv-channels 7", 1),
+        ("--position-embedding-type rope --rotary-percent 0.5 --use-rope-scaling --rope-scaling-factor 4", 1),
+        ("--position-embedding-type none --max-position-embeddings None", 1),
+        ("--bf16 --grad-reduce-in-bf16 --swiglu", 1),
+        ("--fp64 --recompute-granularity full --recompute-method block --recompute-num-layers 4", 1),
+        ("--recompute-activations --manual-gc --manual-gc-interval 5", 1),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 90 --lr-warmup-iters 10", 1),
+        ("--lr-decay-style constant --lr-warmup-iters 500", 1),
+        ("--lr-warmup-fraction 0.1 --min-lr 1e-3 --lr-decay-iters 50", 1),
+        ("--train-iters None --train-samples 2000 --lr-warmup-samples 100 --lr-decay-samples 1000", 2),
+        ("--split 100,0,0 --eval-iters 0", 1),
+        ("--split 1 --mock-data --data-path", 1),
+        ("--tokenizer-type NullTokenizer --vocab-size 100", 1),
+        ("--tokenizer-type Llama2Tokenizer --tokenizer-model m.model", 1),
+        ("--save d --save-interval 5 --resume auto", 1),
+        ("--global-batch-size 24", 6),
+        (
+            "--num-layers 1 --hidden-size 1 --num-attention-heads 1 --seq-length 1 --micro-batch-size 1 --num-workers 0"
+            " --train-iters 1 --make-vocab-size-divisible-by 1 --ddp-bucket-size 1 --seed 0 --lr 0 --clip-grad 0",
+            1,
+        ),
+    ],
+)
+def test_what_fits_passes(flags: str, world_size: int) -> None:
+    resolve(config_of(flags), world_size)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--num-layers 0", "--num-layers 0: must be at least 1"),
+        ("--tp 0", "--tensor-model-parallel-size 0: must be at least 1"),
+        ("--micro-batch-size -2", "--micro-batch-size -2: must be at least 1"),
+        ("--seed -1", "--seed -1: must be at least 0"),
+        ("--seed 4294967296", "--seed 4294967296: must be below 2^32"),
+        ("--lr nan", "--lr nan: must be a finite number"),
+        ("--clip-grad inf", "--clip-grad inf: must be a finite number"),
+        ("--hidden-dropout 1", "--hidden-dropout 1.0: must be at least 0 and below 1"),
+        ("--rotary-percent 0", "--rotary-percent 0.0: must be above 0, at most 1"),
+        ("--lr-warmup-fraction 1.5", "--lr-warmup-fraction 1.5: must be from 0 to 1"),
+        ("--exit-duration-in-mins 0", "--exit-duration-in-mins 0.0: must be above 0"),
+        ("--hidden-size 50", "--hidden-size 50 is no multiple of --num-attention-heads 12 (or --kv-channels)"),
+        (
+            "--group-query-attention --num-query-groups 5",
+            "--num-attention-heads 12 is not a multiple of --num-query-groups 5",
+        ),
+        ("--num-query-groups 4", "--num-query-groups 4 needs --group-query-attention"),
+        ("--swiglu --squared-relu", "--swiglu and --squared-relu are two activations: choose one"),
+        (
+            "--max-position-embeddings None",
+            "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length",
+        ),
+        ("--seq-length 33", "--max-position-embeddings 32 is less than --seq-length 33"),
+        ("--rotary-base 500000", "--rotary-base needs --position-embedding-type rope"),
+        ("--use-rope-scaling", "--use-rope-scaling needs --position-embedding-type rope"),
+        ("--rope-scaling-factor 4", "--rope-scaling-factor 4.0 needs --use-rope-scaling"),
+        (
+            "--position-embedding-type rope --rotary-percent 0.3",
+            "--rotary-percent 0.3 of 4 channels a head leaves no pair to rotate",
+        ),
+        (
+            "--overlap-param-gather --use-distributed-optimizer",
+            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+        ),
+        ("--train-samples 100", "give the length as --train-iters or as --train-samples, not both"),
+        ("--lr-decay-samples 9", "--lr-decay-samples does not go with --train-iters: use --lr-decay-iters"),
+        ("--lr-warmup-samples 9", "--lr-warmup-samples does not go with --train-iters: use --lr-warmup-iters"),
+        (
+            "--lr-warmup-fraction 0.1 --lr-warmup-iters 1",
+            "give the warm-up as --lr-warmup-fraction or as --lr-warmup-iters, not both",
+        ),
+        ("--min-lr 1", "--min-lr 1.0 is above --lr 0.001"),
+        ("--lr-warmup-init 1", "--lr-warmup-init 1.0 is above --lr 0.001"),
+        (
+            "--lr-warmup-iters 100",
+            "a warm-up of 100 iters leaves nothing of the 100 of the whole schedule (--lr-decay-iters)",
+        ),
+        ("--lr-decay-style WSD", "--lr-decay-style WSD and --lr-wsd-decay-iters need each other"),
+        ("--lr-wsd-decay-iters 5", "--lr-decay-style WSD and --lr-wsd-decay-iters need each other"),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-iters 95 --lr-warmup-iters 10",
+            "warm-up 10 and --lr-wsd-decay-iters 95 do not fit into the decay's 100 iters",
+        ),
+        ("--mock-data", "give the data as --data-path or as --mock-data, not both"),
+        ("--split 1,x", "--split '1,x': give the shares of training, validation and test: 969,30,1"),
+        ("--split 0,1", "--split '0,1': give the shares of training, validation and test: 969,30,1"),
+        (
+            "--split 100,0",
+            "--split '100,0' leaves nothing to validate on: give a second share, or --eval-iters 0",
+        ),
+        (
+            "--tokenizer-type None",
+            "give --tokenizer-type: SentencePieceTokenizer, Llama2Tokenizer, ByteTokenizer, NullTokenizer",
+        ),
+        (
+            "--tokenizer-type Llama2Tokenizer",
+            "--tokenizer-type Llama2Tokenizer needs --tokenizer-model, its .model file",
+        ),
+        ("--tokenizer-model m", "--tokenizer-type ByteTokenizer reads no --tokenizer-model (m)"),
+        (
+            "--tokenizer-type NullTokenizer",
+            "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens in the data",
+        ),
+        ("--bf16 --fp64", "--bf16 and --fp64 are two precisions: choose one"),
+        ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 needs --bf16"),
+        (
+            "--recompute-granularity full --recompute-num-layers 1",
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
+        ),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 5",
+            "--recompute-num-layers 5 is more than --num-layers 4",
+        ),
+        (
+            "--recompute-activations --recompute-method block",
+            "--recompute-method and --recompute-num-layers need --recompute-granularity full",
+        ),
+        ("--manual-gc-interval 5", "--manual-gc-interval 5 needs --manual-gc"),
+        ("--save-interval 5", "--save-interval 5 needs --save, the run directory"),
+        ("--resume auto", "--resume auto needs --save, the run directory"),
+        (
+            "--resume auto --save d --load e",
+            "--resume auto continues from --save: leave out --load, or --resume",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_the_one_problem(flags: str, problem: str) -> None:
+    assert problems(flags) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "problem"),
+    [
+        ("--tp 3", 4, "4 ranks do not divide into groups of --tensor-model-parallel-size 3"),
+        ("--tp 2", 1, "1 ranks do not divide into groups of --tensor-model-parallel-size 2"),
+        (
+            "--tp 2 --global-batch-size 6",
+            4,
+            "--global-batch-size 6 is not a multiple of --micro-batch-size 2 x 2 data-parallel ranks",
+        ),
+        ("--tp 8", 8, "--num-attention-heads 12 does not divide over --tensor-model-parallel-size 8"),
+        (
+            "--tp 4 --ffn-hidden-size 6",
+            4,
+            "--ffn-hidden-size 6 does not divide over --tensor-model-parallel-size 4",
+        ),
+        (
+            "--tp 3 --sequence-parallel",
+            3,
+            "--seq-length 32 does not divide over --tensor-model-parallel-size 3",
+        ),
+        ("--train-iters None --train-samples 7", 4, "--train-samples 7 is less than one --global-batch-size 8"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_ranks(flags: str, world_size: int, problem: str) -> None:
+    assert problems(flags, world_size) == [problem]
+
+
+def test_neither_length_nor_data_is_a_problem_each() -> None:
+    assert problems("", base=WITHOUT_LENGTH) == ["give the length as --train-iters or as --train-samples"]
+    assert problems("", base=WITHOUT_DATA) == ["give the data as --data-path or as --mock-data"]
+
+
+def test_lengths_in_samples_refuse_lengths_in_iterations() -> None:
+    flags = "--train-samples 100 --lr-decay-iters 5 --lr-warmup-iters 1"
+    assert problems(flags, base=WITHOUT_LENGTH) == [
+        "--lr-decay-iters does not go with --train-samples: use --lr-decay-samples",
+        "--lr-warmup-iters does not go with --train-samples: use --lr-warmup-samples",
+    ]
+
+
+def test_all_problems_are_told_at_once() -> None:
+    assert len(problems("--bf16 --fp64 --swiglu --squared-relu --tp 5 --resume auto", 4)) == 6
+
+
+def test_resolve_fills_in_the_global_batch_and_turns_idle_flags_off() -> None:
+    config = config_of("--tp 2 --sequence-parallel")
+    resolved = resolve(config, 6)
+    assert (resolved.training.global_batch_size, resolved.training.num_micro_batches(3)) == (6, 1)
+    assert resolved.parallel == config.parallel
+    assert resolve(resolved, 6) == resolved
+    validate(resolved, 6)
+    assert resolve(config_of("--global-batch-size 24"), 3).training.num_micro_batches(3) == 4
+
+
+def test_derived_sizes_are_megatrons() -> None:
+    gpt, llama = config_of("").model, config_of("--swiglu --hidden-size 4096").model
+    assert (gpt.head_dim, gpt.ffn_size, gpt.kv_groups) == (4, 192, 12)
+    assert llama.ffn_size == int(4 * 4096 * 2 / 3 / 64) * 64 == 10880
+    assert config_of("--swiglu --hidden-size 12").model.ffn_size == 64
+    assert config_of("--ffn-hidden-size 7 --kv-channels 9").model.head_dim == 9
+    assert config_of("--ffn-hidden-size 7").model.ffn_size == 7
+    assert config_of("--group-query-attention --num-query-groups 3").model.kv_groups == 3
+    assert [config_of(f"--vocab-size {size}").model.padded_vocab_size(2) for size in (1, 256, 257)] == [256, 256, 512]
+    with pytest.raises(ConfigurationError, match="--vocab-size"):
+        gpt.padded_vocab_size(1)
+
+
+def test_precision_is_a_dtype_by_name() -> None:
+    names = [config_of(flags).training.dtype for flags in ("", "--bf16", "--fp64")]
+    assert names == ["float32", "bfloat16", "float64"]
+    assert config_of("--bf16").parallel.accumulate_allreduce_grads_in_fp32
+    assert not config_of("--bf16 --grad-reduce-in-bf16").parallel.accumulate_allreduce_grads_in_fp32

@@ -1,0 +1,108 @@
+"""A configuration written as YAML is read back equal; what does not fit is named with its line."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.config import CheckpointConfig, RunConfig, dump, load_yaml
+from megalite.config.run import section_types
+from megalite.errors import ConfigurationError
+
+VALID = """\
+model:
+  num_layers: 2
+  hidden_size: 16
+  num_attention_heads: 4
+data:
+  seq_length: 8
+optimizer:
+  lr: 1e-3
+training:
+  micro_batch_size: 1
+"""
+
+
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Anything that a field of this type may hold."""
+    origin, options = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return st.none() | values(options[0])
+    if origin is Literal:
+        return st.sampled_from(options)
+    if origin is tuple:
+        return st.lists(st.text()).map(tuple)
+    return {int: st.integers(), float: st.floats(allow_nan=False), bool: st.booleans(), str: st.text()}[kind]
+
+
+def configs() -> st.SearchStrategy[RunConfig]:
+    sections = {
+        name: st.builds(kind, **{field: values(hint) for field, hint in get_type_hints(kind).items()})
+        for name, kind in section_types().items()
+    }
+    return st.builds(RunConfig, **sections)
+
+
+@settings(deadline=None, max_examples=50)
+@given(configs())
+def test_any_configuration_comes_back_equal(config: RunConfig) -> None:
+    assert load_yaml(dump(config)) == config
+
+
+def test_texts_that_yaml_would_read_as_something_else_stay_texts() -> None:
+    for text in ("1e-4", "no", "null", "", "~", "969, 30, 1", "2024-01-01", "0x10", "a: b", "Größe \u2028\x85"):
+        config = replace(load_yaml(VALID), checkpoint=CheckpointConfig(save=text))
+        assert load_yaml(dump(config)) == config
+
+
+def test_what_is_left_out_has_its_default_and_numbers_may_be_written_in_any_way() -> None:
+    config = load_yaml(VALID + "logging:\nparallel: {}\n")
+    assert (config.optimizer.lr, config.logging.log_interval, config.model.norm_epsilon) == (1e-3, 100, 1e-5)
+    assert load_yaml(VALID.replace("1e-3", "1")).optimizer.lr == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle: {}", "line 11: unknown section 'modle', did you mean model?"),
+        ("logging:\n  log_intervall: 3", "line 12: unknown key 'log_intervall', did you mean log_interval?"),
+        ("logging:\n  lr: 3", "line 12: lr belongs under optimizer, not logging"),
+        ("logging:\n  fp16: true", "line 12: fp16 arrives with the full data-parallel engine"),
+        ("logging:\n  log_interval: 3\n  log_interval: 4", "line 13: log_interval is given twice"),
+        ("logging:\n  log_interval: soon", "line 12: log_interval: expected a whole number, got 'soon'"),
+        ("logging:\n  log_interval: 2.5", "line 12: log_interval: expected a whole number, got 2.5"),
+        ("logging:\n  log_interval: true", "line 12: log_interval: expected a whole number, got True"),
+        ("logging:\n  log_interval:", "line 12: log_interval: expected a whole number, got None"),
+        ("logging:\n  metrics_path: 3", "line 12: metrics_path: expected a text (in quotes), got 3"),
+        ("parallel:\n  sequence_parallel: 1", "line 12: sequence_parallel: expected true or false, got 1"),
+        (
+            "parallel:\n  distributed_backend: mpi",
+            "line 12: distributed_backend: expected one of nccl, gloo, got 'mpi'",
+        ),
+        ("logging: 3", "line 11: expected the fields of logging as `name: value` lines"),
+        ("data:\n  data_path: a", "line 12: data_path: expected a list of texts (numbers in quotes), got 'a'"),
+        ("data:\n  data_path: [0.5, a]", "line 12: data_path: expected a list of texts (numbers in quotes), got [0.5"),
+        ("optimizer:\n  min_lr: small", "line 12: min_lr: expected a number, got 'small'"),
+        ("optimizer:\n  min_lr: [1]", "line 12: min_lr: expected a number, got [1]"),
+        ("optimizer:\n  optimizer: muon", "expected one of adam, sgd, got 'muon' (arrives with the full data-parallel"),
+        ("optimizer: [", "not YAML"),
+        ("logging:\n  metrics_path: !!python/name:os.system ''", "not YAML"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        load_yaml(VALID + text, "run.yaml")
+    assert str(raised.value).startswith("run.yaml")
+    assert message in str(raised.value)
+
+
+def test_a_file_that_is_no_mapping_or_lacks_fields_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="line 1: expected sections"):
+        load_yaml("- a")
+    with pytest.raises(ConfigurationError, match=r"run.yaml: missing num_layers, .*micro_batch_size"):
+        load_yaml("", "run.yaml")
