@@ -7,9 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, get_origin
-
-import tyro
+from typing import Any, get_origin
 
 from megalite.config import megatron_flags
 from megalite.config.run import RunConfig, fields_by_name, section_types
@@ -22,7 +20,6 @@ _DESCRIPTION = (
     "already so, and refused with the reason otherwise. --config FILE reads a YAML file of the same fields by section "
     "(model, parallel, ...), which flags override. Short names: --tp, --pp, --cp, --ep."
 )
-_STYLE = (tyro.conf.OmitArgPrefixes,)
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
     """
     sections: Sections = {name: {} for name in section_types()}
     if "-h" in argv or "--help" in argv:
-        _print_help(sections)
+        _run_tyro(["--help"], sections)
     tokens: list[str] = []
     notes: list[str] = []
     problems: list[str] = []
@@ -68,12 +65,6 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
         config = replace(config, model=replace(config.model, position_embedding_type="none"))
     config, idle = without_idle_flags(config)
     return ParsedArguments(config, (*notes, *idle))
-
-
-def _print_help(sections: Sections) -> NoReturn:
-    defaults = _defaults(sections)
-    tyro.cli(RunConfig, args=["--help"], default=defaults, description=_DESCRIPTION, config=_STYLE)
-    raise SystemExit(0)
 
 
 def _groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -147,22 +138,26 @@ def _update(sections: Sections, more: Sections) -> None:
         sections[name] |= values
 
 
-def _defaults(sections: Sections) -> RunConfig:
-    """The configuration that YAML gives; required fields that it does not are left to flags."""
-    left = {name: dict[str, Any]() for name in sections}
-    for name in missing_fields(sections):
-        left[fields_by_name()[name].section][name] = tyro.MISSING
-    return RunConfig(**{name: kind(**sections[name], **left[name]) for name, kind in section_types().items()})
-
-
 def _build(tokens: list[str], sections: Sections) -> RunConfig:
     """tyro's result, its exit turned into a ConfigurationError of one line."""
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
-            return tyro.cli(RunConfig, args=tokens, default=_defaults(sections), config=_STYLE)
+            return _run_tyro(tokens, sections)
     except SystemExit:
         raise ConfigurationError(_first_paragraph(message.getvalue())) from None
+
+
+def _run_tyro(tokens: list[str], sections: Sections) -> RunConfig:
+    """What flags give over the fields that YAML gives; required fields that YAML does not give are left to flags."""
+    import tyro  # here, since all of megalite imports the configuration and few parse one
+
+    given = {name: dict(values) for name, values in sections.items()}
+    for name in missing_fields(sections):
+        given[fields_by_name()[name].section][name] = tyro.MISSING
+    defaults = RunConfig(**{name: kind(**given[name]) for name, kind in section_types().items()})
+    style = (tyro.conf.OmitArgPrefixes,)
+    return tyro.cli(RunConfig, args=tokens, default=defaults, description=_DESCRIPTION, config=style)
 
 
 def _first_paragraph(box: str) -> str:
