@@ -1,0 +1,58 @@
+"""Work that fails on all ranks or on none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from safetensors import SafetensorError
+from torch.nn.functional import pad
+
+from megalite.errors import CheckpointError, MegaliteError
+from megalite.parallel import collectives
+from megalite.parallel.mesh import ParallelMesh
+
+_EXPECTED = (OSError, SafetensorError, MegaliteError)  # anything else is a defect and keeps its traceback
+
+
+@contextmanager
+def together(mesh: ParallelMesh, doing: str, advice: str = "") -> Iterator[None]:
+    """Run the block on every rank; where it fails on one, no other waits for a rank that has gone.
+
+    Raises CheckpointError with the same message on every rank: what was being done (`doing`), on which rank it failed
+    and why, and `advice`. The block itself must not communicate.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    messages = [json.loads(text) for text in all_gather_text(json.dumps(_describe(failure)), mesh)]
+    if failure is not None and not isinstance(failure, _EXPECTED):
+        raise failure
+    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    if failed:
+        where = f" on rank {failed[0]}" if mesh.world_size > 1 else ""
+        others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
+        message = f"{doing} failed{where}{others}: {messages[failed[0]]}"
+        raise CheckpointError(f"{message}\n{advice}" if advice else message) from failure
+
+
+def _describe(failure: Exception | None) -> str | None:
+    if failure is None or isinstance(failure, _EXPECTED):
+        return None if failure is None else str(failure)
+    return f"{type(failure).__name__}: {failure}"
+
+
+def all_gather_text(text: str, mesh: ParallelMesh) -> list[str]:
+    """The text of every rank, in rank order, on every rank; it must not be empty."""
+    if mesh.world_size == 1:
+        return [text]
+    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(mesh.device)
+    length = torch.tensor([encoded.numel()], device=mesh.device)
+    lengths = collectives.all_gather(length, mesh.world()).tolist()
+    gathered = collectives.all_gather(pad(encoded, (0, max(lengths) - encoded.numel())), mesh.world())
+    rows = gathered.view(mesh.world_size, -1).cpu().numpy()
+    return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]

@@ -1,0 +1,48 @@
+"""Whether a checkpoint is of the network that a run describes: equal shapes do not make equal functions."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.manifest import read_config
+from megalite.config.model import ModelConfig
+from megalite.errors import CheckpointError
+
+# What changes training or the layout but not the function that the weights stand for.
+_NOT_THE_FUNCTION = {"init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"}
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """The network that the checkpoint in folder `path` is of. Raises CheckpointError where this program lacks it."""
+    saved = read_config(path)["model"]
+    unknown = sorted(set(saved) - {field.name for field in fields(ModelConfig)})
+    if unknown:
+        raise CheckpointError(f"{path} is of a model with {', '.join(unknown)}, unknown here: use a newer megalite")
+    return ModelConfig(**saved)
+
+
+def check_compatible(path: Path, model: ModelConfig) -> None:
+    """Raise CheckpointError, listing each difference, where the checkpoint's network computes another function."""
+    saved, ours = _function(read_model_config(path)), _function(model)
+    different = [name for name in ours if saved[name] != ours[name]]
+    if different:
+        lines = [f"  {name}: {saved[name]} in the checkpoint, {ours[name]} in this run" for name in different]
+        raise CheckpointError(
+            "\n".join([f"{path} is of another model; give the flags it was trained with, or load another:", *lines])
+        )
+
+
+def _function(model: ModelConfig) -> dict[str, Any]:
+    """The fields that decide what the network computes, by flag, as they come out after defaults."""
+    values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in _NOT_THE_FUNCTION}
+    values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
+    del values["group_query_attention"]
+    if model.position_embedding_type != "rope":
+        values |= dict.fromkeys(("rotary_base", "rotary_percent", "use_rope_scaling"))
+    if not values["use_rope_scaling"]:
+        values["rope_scaling_factor"] = None
+    if model.position_embedding_type != "learned_absolute":
+        values["max_position_embeddings"] = None
+    return values

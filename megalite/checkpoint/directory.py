@@ -1,0 +1,103 @@
+"""The checkpoints of a run directory: names, the latest, and the one way in which a new one appears.
+
+`iter_0000100/` is a checkpoint, complete by construction: it is written as `iter_0000100.tmp` and renamed. Where one of
+that iteration is there already (a run repeats steps after a crash), that one stands aside as `iter_0000100.replaced`
+until the new one has its name; so at every moment the last good one is there under one of the two.
+`latest_checkpointed_iteration.txt` holds the iteration of the one to load.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from megalite.checkpoint import manifest
+from megalite.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_COMPLETE = re.compile(r"iter_(\d{7,})(\.replaced)?")
+_LEFT_OVER = re.compile(r"iter_(\d{7,})\.(tmp|replaced)")
+
+
+def checkpoint_path(directory: Path, iteration: int) -> Path:
+    return directory / f"iter_{iteration:07d}"
+
+
+def temporary_path(directory: Path, iteration: int) -> Path:
+    return directory / f"iter_{iteration:07d}.tmp"
+
+
+def latest(directory: Path) -> Path | None:
+    """The folder of the checkpoint to load: the one that the tracker names; without a tracker the newest; or None.
+
+    Raises CheckpointError where the tracker names one that is not there.
+    """
+    found = _complete(directory)
+    try:
+        text = (directory / TRACKER).read_text().strip()
+    except FileNotFoundError:  # the first save ended between its two last steps, or there was none
+        return found[max(found)] if found else None
+    except OSError as error:
+        raise CheckpointError(f"{directory / TRACKER} cannot be read: {error.strerror}") from error
+    if text.isdecimal() and int(text) in found:
+        return found[int(text)]
+    there = f"write one of {', '.join(map(str, sorted(found)))} into it" if found else "there is none in that folder"
+    raise CheckpointError(f"{directory / TRACKER} names {text!r}, which is no checkpoint here: {there}")
+
+
+def _complete(directory: Path) -> dict[int, Path]:
+    """The checkpoints by iteration."""
+    found: dict[int, Path] = {}
+    for path in sorted(directory.glob("iter_*"), reverse=True):  # so that iter_N overrules iter_N.replaced
+        if (match := _COMPLETE.fullmatch(path.name)) and (path / manifest.NAME).is_file():
+            found[int(match[1])] = path
+    return found
+
+
+def begin(directory: Path, iteration: int) -> None:
+    """Clear away what saves that did not end have left, and make the folder to write into."""
+    for path in directory.glob("iter_*"):
+        if match := _LEFT_OVER.fullmatch(path.name):
+            of_that = checkpoint_path(directory, int(match[1]))
+            if match[2] == "replaced" and not of_that.exists():
+                os.rename(path, of_that)
+            else:
+                shutil.rmtree(path)
+    final = checkpoint_path(directory, iteration)
+    if final.exists() and not (final / manifest.NAME).exists():
+        raise CheckpointError(f"{final} is there already and is no checkpoint of this program: move it away")
+    temporary_path(directory, iteration).mkdir(parents=True)
+
+
+def commit(directory: Path, iteration: int) -> Path:
+    """Give the written folder its name and point the tracker at it; everything is on disk before it is relied upon."""
+    final, aside = checkpoint_path(directory, iteration), directory / f"iter_{iteration:07d}.replaced"
+    temporary = temporary_path(directory, iteration)
+    sync(temporary)
+    if final.exists():
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    sync(directory)
+    write_synced(directory / f"{TRACKER}.tmp", f"{iteration}\n")
+    os.replace(directory / f"{TRACKER}.tmp", directory / TRACKER)
+    sync(directory)
+    shutil.rmtree(aside, ignore_errors=True)
+    return final
+
+
+def write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(folder: Path) -> None:
+    """Put the names in a folder on disk, as fsync does for the contents of a file."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

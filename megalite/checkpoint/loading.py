@@ -1,0 +1,150 @@
+"""Loading: each rank reads the saved boxes that meet what it holds, whatever layout they were saved under."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from megalite.checkpoint import directory as run_directory
+from megalite.checkpoint import tensor_file
+from megalite.checkpoint.agreement import all_gather_text, together
+from megalite.checkpoint.manifest import Manifest, SavedBox, TrainingState, covers, read_manifest
+from megalite.checkpoint.regions import MODEL, OPTIMIZER, Region, held_regions
+from megalite.errors import CheckpointError
+from megalite.optim.optimizer import Optimizer
+from megalite.parallel import collectives
+from megalite.parallel.mesh import ParallelMesh
+
+_SHOWN = 8  # problems in one message
+_PRECISION_FLAGS = {"bfloat16": "with --bf16", "float64": "with --fp64", "float32": "without --bf16 and --fp64"}
+
+Plan = dict[str, dict[SavedBox, list[Region]]]
+"""By file: each saved box that is needed, and the regions that need it."""
+
+
+def find_latest(directory: Path, mesh: ParallelMesh) -> Path | None:
+    """`directory.latest`, agreed by all ranks. Raises CheckpointError where they do not see the same files."""
+    with together(mesh, f"looking for a checkpoint in {directory}"):
+        found = run_directory.latest(directory)
+    _check_all_see(str(found), directory, mesh)
+    return found
+
+
+def load(path: Path, module: nn.Module, optimizer: Optimizer | None, mesh: ParallelMesh) -> TrainingState:
+    """Set the weights, and the optimizer's state if there is one, from the checkpoint in folder `path`.
+
+    Every rank calls it. Every byte that is used has been compared with its checksum. Padding becomes zero.
+
+    Raises:
+        CheckpointError: the same on every rank: a damaged file, or a checkpoint that is not of this model, precision
+            or optimizer. The weights may have been overwritten in part.
+    """
+    if optimizer is not None:
+        optimizer.finish_parameter_gather()
+    regions = held_regions(module, optimizer)
+    doing = f"loading {path}"
+    with together(mesh, doing):
+        manifest = read_manifest(path)
+        if optimizer is not None:
+            _check_optimizer(manifest, regions)
+        plan = _plan(manifest, regions)
+    _check_all_see(str(manifest.checksum), path, mesh)
+    _check_all_used(manifest, regions, mesh, path, prefixes=(MODEL,) if optimizer is None else (MODEL, OPTIMIZER))
+    with together(mesh, doing):
+        _zero(module, optimizer)  # what is not read is padding
+        _read(path, manifest, plan)
+    if optimizer is not None:
+        optimizer.load_steps(manifest.training.optimizer_steps)
+    return manifest.training
+
+
+def _check_optimizer(manifest: Manifest, regions: Iterable[Region]) -> None:
+    def kinds(names: Iterable[str]) -> str:
+        return ", ".join(sorted({name.split("/")[1] for name in names if name.startswith(OPTIMIZER)})) or "nothing"
+
+    saved, ours = kinds(manifest.tensors), kinds(region.name for region in regions)
+    if saved != ours:
+        raise CheckpointError(
+            f"of the optimizer it holds {saved} for each weight where this run needs {ours}: give --optimizer, --bf16 "
+            "and --sgd-momentum as in the run that saved it"
+        )
+
+
+def _plan(manifest: Manifest, regions: Iterable[Region]) -> Plan:
+    """What to read. Raises CheckpointError where the checkpoint does not hold, in kind and whole, what is needed."""
+    plan: Plan = {}
+    problems: dict[str, None] = {}
+    for region in regions:
+        if problem := _mismatch(manifest, region):
+            problems[problem] = None
+            continue
+        for saved in manifest.tensors[region.name].boxes:
+            if saved.box.intersection(region.box) is not None:
+                plan.setdefault(saved.file, {}).setdefault(saved, []).append(region)
+    if problems:
+        raise CheckpointError(f"it does not fit this run:\n{_listed(list(problems))}")
+    return plan
+
+
+def _mismatch(manifest: Manifest, region: Region) -> str | None:
+    """Why a region cannot be read, or None."""
+    saved = manifest.tensors.get(region.name)
+    if saved is None:
+        return f"{region.name} {list(region.shape)} is not in it: it is of another model"
+    if saved.shape != region.shape:
+        return f"{region.name} has shape {list(saved.shape)} in it and {list(region.shape)} in this run's model"
+    dtype = tensor_file.dtype_name(region.values.dtype)
+    if saved.dtype != dtype:
+        flags = f"; start the run {_PRECISION_FLAGS[saved.dtype]}" if saved.dtype in _PRECISION_FLAGS else ""
+        return f"{region.name} is {saved.dtype} in it and {dtype} in this run, and nothing is cast silently{flags}"
+    if not covers((box.box for box in saved.boxes), region.box):
+        return f"{region.name} is incomplete in it: its boxes do not hold {region.box} exactly once"
+    return None
+
+
+def _check_all_used(
+    manifest: Manifest, regions: Iterable[Region], mesh: ParallelMesh, path: Path, prefixes: tuple[str, ...]
+) -> None:
+    """Raise CheckpointError, on every rank, where the checkpoint holds a tensor that no rank has a place for."""
+    names = [name for name in manifest.tensors if name.startswith(prefixes)]
+    ours = {region.name for region in regions}
+    used = torch.tensor([name in ours for name in names], dtype=torch.int32, device=mesh.device)
+    flags = collectives.all_reduce_(used, mesh.world(), "max").tolist()
+    unused = [name for name, flag in zip(names, flags, strict=True) if not flag]
+    if unused:
+        problems = [f"{name} {list(manifest.tensors[name].shape)} has no place in this run's model" for name in unused]
+        raise CheckpointError(f"loading {path} failed: it is of another model:\n{_listed(problems)}")
+
+
+def _check_all_see(what: str, path: Path, mesh: ParallelMesh) -> None:
+    if len(set(all_gather_text(what, mesh))) > 1:
+        raise CheckpointError(f"the ranks do not see the same files in {path}: it must be on a shared file system")
+
+
+@torch.no_grad()
+def _zero(module: nn.Module, optimizer: Optimizer | None) -> None:
+    for parameter in module.parameters():
+        parameter.zero_()
+    for state in optimizer.slices() if optimizer is not None else ():
+        for values in state.tensors.values():
+            values.zero_()
+
+
+def _read(path: Path, manifest: Manifest, plan: Plan) -> None:
+    for file, boxes in plan.items():
+        wanted = [(saved.entry, saved.checksum) for saved in boxes]
+        tensors = tensor_file.read(path / file, manifest.files[file], wanted)
+        for values, (saved, regions) in zip(tensors, boxes.items(), strict=True):
+            for region in regions:
+                part = saved.box.intersection(region.box)
+                assert part is not None
+                place = region.values[part.relative_to(region.box).slices()]
+                place.copy_(values[part.relative_to(saved.box).slices()])
+
+
+def _listed(problems: list[str]) -> str:
+    more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    return "\n".join(f"  {problem}" for problem in problems[:_SHOWN] + more)

@@ -1,0 +1,76 @@
+"""One safetensors file of boxes, written as a stream and read with its checksums verified.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, the tensors' bytes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megalite.errors import CheckpointError
+
+_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> list[int]:
+    """Write named tensors to a new file and sync it; one of them at a time is copied to the CPU.
+
+    Returns the CRC-32 of each tensor's bytes. Raises OSError where the disk does.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        entry = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = entry
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # so that the tensors' bytes are aligned
+    checksums = []
+    with path.open("xb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for _, tensor in tensors:
+            data = _bytes(tensor)
+            checksums.append(zlib.crc32(data))
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return checksums
+
+
+def read(path: Path, size: int, wanted: Iterable[tuple[str, int]]) -> Iterator[Tensor]:
+    """The tensors of the (name, checksum) pairs `wanted` from a file that should have `size` bytes.
+
+    Raises CheckpointError, naming the file, where anything is not as it was written.
+    """
+    try:
+        found = path.stat().st_size
+        if found != size:
+            raise CheckpointError(f"{path} has {found} bytes of {size}: it was cut off or replaced. {_ADVICE}")
+        with safe_open(path, "pt") as file:
+            for name, checksum in wanted:
+                tensor = file.get_tensor(name)
+                if zlib.crc32(_bytes(tensor)) != checksum:
+                    raise CheckpointError(f"{path} is damaged: the checksum of {name} does not match. {_ADVICE}")
+                yield tensor
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. {_ADVICE}") from error
+
+
+_ADVICE = "Load another checkpoint"
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
