@@ -15,6 +15,6 @@ class CheckpointConfig:
     save_interval: int | None = None
     """Steps between checkpoints; unset: only at the end and on exit."""
     load: str | None = None
-    """Run directory to load the latest checkpoint from."""
+    """Run directory whose latest checkpoint the run starts from, if it holds one."""
     resume: Literal["auto"] | None = None
-    """auto: continue from the latest checkpoint under save where there is one, else start anew."""
+    """auto: continue from the latest checkpoint under save where there is one, else from load, else anew."""

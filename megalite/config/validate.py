@@ -244,8 +244,6 @@ def _saving(config: RunConfig) -> Iterator[str]:
         for name in ("save_interval", "resume"):
             if getattr(checkpoint, name) is not None:
                 yield f"--{name.replace('_', '-')} {getattr(checkpoint, name)} needs --save, the run directory"
-    if checkpoint.resume is not None and checkpoint.load is not None:
-        yield f"--resume {checkpoint.resume} continues from --save: leave out --load, or --resume"
 
 
 def _not_both(given: bool) -> str:
