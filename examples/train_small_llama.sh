@@ -45,18 +45,18 @@ fi
 say "Training on $PROCESSES processes: tensor parallel $tensor_parallel, data parallel $data_parallel"
 trap : INT # Ctrl-C is the trainer's: it saves a checkpoint
 torchrun --standalone --nproc-per-node "$PROCESSES" pretrain_gpt.py "${layout[@]}" --use-distributed-optimizer \
-    --num-layers 4 --hidden-size 256 --ffn-hidden-size 688 --num-attention-heads 4 \
+    --num-layers 4 --hidden-size 128 --ffn-hidden-size 352 --num-attention-heads 4 \
     --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear \
     --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 \
     --seq-length 256 --max-position-embeddings 256 --micro-batch-size 4 --global-batch-size "$global_batch" \
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --adam-beta2 0.95 --weight-decay 0.1 \
+    --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --adam-beta2 0.95 --weight-decay 0.1 \
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$TOKENIZER" --data-path "$DATA" --split 950,50,0 \
     --train-iters "$STEPS" --eval-interval 100 --eval-iters 4 --log-interval 10 \
     --save "$SAVE" --save-interval 100 --resume auto --tensorboard-dir "$SAVE/tensorboard" || true
 trap - INT
 
 if [ ! -e "$SAVE/DONE" ]; then
-    say "Training did not finish. The same command continues from the last checkpoint in $SAVE."
+    say "Training did not finish; why stands above. The same command goes on from the last checkpoint, if there is one."
     exit 85
 fi
 
