@@ -26,12 +26,14 @@ class _Rotate(torch.autograd.Function):
 
 def _rotate(input: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     half = cosine.shape[-1]
-    first, second = input[..., :half], input[..., half : 2 * half]
-    output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
-    output[..., :half] = first * cosine - second * sine
-    output[..., half : 2 * half] = second * cosine + first * sine
-    output[..., 2 * half :] = input[..., 2 * half :]
-    return output
+    wide = input.to(cosine.dtype)
+    first, second = wide[..., :half], wide[..., half : 2 * half]
+    output = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
+    torch.mul(first, cosine, out=output[..., :half]).addcmul_(second, sine, value=-1.0)
+    torch.mul(second, cosine, out=output[..., half : 2 * half]).addcmul_(first, sine)
+    if 2 * half < input.shape[-1]:
+        output[..., 2 * half :] = wide[..., 2 * half :]
+    return output.to(input.dtype)
 
 
 def rotary_embedding(input: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

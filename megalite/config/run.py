@@ -59,12 +59,3 @@ def fields_by_name() -> dict[str, FieldPlace]:
         for entry in fields(section_type):
             places[entry.name] = FieldPlace(section, kinds[entry.name], entry.default is MISSING)
     return places
-
-
-def differing_fields(one: RunConfig, other: RunConfig) -> list[tuple[str, Any, Any]]:
-    """The fields whose values differ: (section.field, value in `one`, value in `other`)."""
-    return [
-        (f"{place.section}.{name}", a, b)
-        for name, place in fields_by_name().items()
-        if (a := getattr(getattr(one, place.section), name)) != (b := getattr(getattr(other, place.section), name))
-    ]

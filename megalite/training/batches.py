@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,16 +17,17 @@ def to_micro_batches(
     arrays: Iterable[MicroBatchArrays], seed: int, dtype: torch.dtype, device: torch.device
 ) -> list[MicroBatch]:
     """The loss mask takes `dtype`, or fp32 where that is lower: losses are never rounded by it."""
-    wide = torch.promote_types(dtype, torch.float32)
+
+    def moved(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
     return [
         MicroBatch(
-            tokens=torch.from_numpy(fields["tokens"]).to(device),
-            positions=torch.from_numpy(fields["positions"]).to(device),
-            document_ids=None
-            if fields["document_ids"] is None
-            else torch.from_numpy(fields["document_ids"]).to(device),
-            labels=torch.from_numpy(fields["labels"]).to(device),
-            loss_mask=torch.from_numpy(fields["loss_mask"]).to(device, wide),
+            tokens=moved(fields["tokens"]),
+            positions=moved(fields["positions"]),
+            document_ids=None if fields["document_ids"] is None else moved(fields["document_ids"]),
+            labels=moved(fields["labels"]),
+            loss_mask=moved(fields["loss_mask"]).to(torch.promote_types(dtype, torch.float32)),
             key=RandomKey(seed, fields["sample_id"]),
         )
         for fields in arrays

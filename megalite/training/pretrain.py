@@ -7,8 +7,9 @@ from pathlib import Path
 from megalite import checkpoint
 from megalite.config import RunConfig
 from megalite.config.yaml_file import dump
+from megalite.data.atomic import write_atomically
 from megalite.errors import EXIT_FINISHED, CheckpointError
-from megalite.files import replace_atomically
+from megalite.parallel.mesh import ParallelMesh
 from megalite.training.construction import RunData, train_iterations
 from megalite.training.display import Display
 from megalite.training.launch import join, leave
@@ -18,9 +19,9 @@ from megalite.training.trainer import Trainer
 
 def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Place) -> int:
     """Build, resume, train and save; the same on every rank. Returns the exit code."""
-    mesh = join(config, place)
+    mesh = join(config.parallel, place, dump(config))
     trainer = Trainer(config, data, mesh)
-    start = checkpoint_to_load(config)
+    start = checkpoint_to_load(config, mesh)
     if start is not None:
         trainer.load(start)
     with Display(
@@ -36,17 +37,17 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
             _record_run(trainer.directory, config)
         code = trainer.train(display)
         if code == EXIT_FINISHED and trainer.directory is not None and mesh.rank == 0:
-            replace_atomically(trainer.directory / "DONE", f"{trainer.iteration}\n")
+            write_atomically(trainer.directory / "DONE", f"{trainer.iteration}\n".encode())
             display.message(f"finished after step {trainer.iteration}; everything is in {trainer.directory}")
     leave(mesh)
     return code
 
 
-def checkpoint_to_load(config: RunConfig) -> Path | None:
+def checkpoint_to_load(config: RunConfig, mesh: ParallelMesh) -> Path | None:
     """The newest checkpoint of --load, or under `--resume auto` that of --save where there is one."""
     candidates = [config.checkpoint.save] if config.checkpoint.resume == "auto" else []
     for directory in [*candidates, config.checkpoint.load]:
-        found = checkpoint.latest(Path(directory)) if directory is not None else None
+        found = checkpoint.find_latest(Path(directory), mesh) if directory is not None else None
         if found is not None:
             return found
     return None
@@ -63,6 +64,6 @@ def _record_run(directory: Path, config: RunConfig) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "DONE").unlink(missing_ok=True)
-        replace_atomically(directory / "config.yaml", dump(config))
+        write_atomically(directory / "config.yaml", dump(config).encode())
     except OSError as error:
         raise CheckpointError(f"cannot write to the run directory --save {directory}: {error}") from error

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from megalite import checkpoint
 from megalite.config import RunConfig
-from megalite.config.yaml_file import dump
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.optim.learning_rate import learning_rate_schedule
 from megalite.parallel import collectives, device
@@ -104,32 +103,23 @@ class Trainer:
 
     def train(self, display: Display) -> int:
         """Run to the end of training, or until asked to stop; returns the program's exit code."""
-        training = self.config.training
         with self._metrics_writer() as writer, StopRequest() as stop, self.loader:
-            if training.manual_gc:
+            if self.config.training.manual_gc:
                 gc.disable()
             while self.iteration < self.iterations:
                 metrics = self.step()
                 writer.write(metrics)
                 display.step(metrics)
                 self._refuse_to_diverge(metrics)
-                if (
-                    training.manual_gc
-                    and training.manual_gc_interval
-                    and self.iteration % training.manual_gc_interval == 0
-                ):
+                if self._collects_garbage_now():
                     gc.collect()
                 if self._evaluates_now():
-                    if training.manual_gc and training.manual_gc_eval:
-                        gc.collect()
                     validation = self.evaluate()
                     writer.write(validation)
                     display.validation(validation)
                 if self._stops_now(stop):
                     self.save(display)
-                    display.message(
-                        f"stopped after step {self.iteration}; the same command with --resume auto continues"
-                    )
+                    display.message(f"stopped after step {self.iteration}; --resume auto continues from there")
                     return EXIT_RESUMABLE
                 if self._saves_now():
                     self.save(display)
@@ -139,6 +129,13 @@ class Trainer:
         interval = self.config.training.eval_interval
         due = self.iteration % interval == 0 or self.iteration == self.iterations
         return due and self.data.valid is not None and self.config.training.eval_iters > 0
+
+    def _collects_garbage_now(self) -> bool:
+        """With --manual-gc Python's collector is off, so that ranks do not pause at different times."""
+        training = self.config.training
+        interval = training.manual_gc_interval
+        due = (interval > 0 and self.iteration % interval == 0) or (training.manual_gc_eval and self._evaluates_now())
+        return training.manual_gc and due
 
     def _saves_now(self) -> bool:
         interval = self.config.checkpoint.save_interval
@@ -171,13 +168,13 @@ class Trainer:
             return
         began = time.perf_counter()
         state = checkpoint.TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps)
-        self.optimizer.finish_parameter_gather()
-        resolved = replace(self.config, model=self.model_config)
-        path = checkpoint.save(self.directory, state, self.network, self.optimizer, self.mesh, dump(resolved))
+        config = asdict(replace(self.config, model=self.model_config))
+        path = checkpoint.save(self.directory, state, self.network, self.optimizer, self.mesh, config)
         display.message(f"saved {path} in {time.perf_counter() - began:.1f} s")
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint of this model, written under any layout."""
+        checkpoint.check_compatible(path, self.model_config)
         state = checkpoint.load(path, self.network, self.optimizer, self.mesh)
         self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
 
@@ -228,8 +225,9 @@ class Trainer:
         zero = "ZeRO 1" if parallel.use_distributed_optimizer else "ZeRO 0"
         model = self.model_config
         steps = f"{self.iterations} steps of {self.batch_size} samples"
+        parameters = f"{count_parameters(self.network):,} parameters"
         return {
-            "model": f"{count_parameters(self.network):,} parameters: {model.num_layers} layers, hidden {model.hidden_size}",
+            "model": f"{parameters}: {model.num_layers} layers, hidden {model.hidden_size}",
             "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
             "layout": f"{layout}, {zero}, {self.num_micro_batches} micro-batches a rank",
             "precision": self.config.training.dtype,

@@ -1,0 +1,208 @@
+"""CPU time of a training step, as ratios: against plain PyTorch, and against the same work without communication.
+
+    python benchmarks/cpu_step.py [--vocabulary 1024 32000] [--rounds 9]
+
+Llama-style, 4 layers, hidden 256, 4 heads, ffn 688, sequence 256, 4 micro-batches of 4, fp32, AdamW, one thread a rank.
+Rivals step in turn in one process, round by round; a figure is the median over rounds, with quartiles. Counted is the
+processes' CPU time, all threads: on a busy machine it is steadier than the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+from benchmarks import plain_pytorch
+from megalite.config import ModelConfig, OptimizerConfig
+from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT
+from megalite.optim.buckets import make_buckets
+from megalite.optim.optimizer import Optimizer
+from megalite.parallel import collectives
+from megalite.parallel.initialization import initialize
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.randomness import RandomKey
+from megalite.pipeline import engine, schedules
+
+LAYERS, HIDDEN, HEADS, FFN, SEQUENCE, BATCH, MICRO_BATCHES = 4, 256, 4, 688, 256, 4, 4
+TOKENS = SEQUENCE * BATCH * MICRO_BATCHES
+Step = Callable[[], object]
+
+
+def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: bool, sharded: bool) -> Step:
+    config = ModelConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        ffn_hidden_size=FFN,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+        vocab_size=vocabulary,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    model = GPT(config, mesh, sequence_parallel=sequence_parallel)
+    initialize(model, seed=1)
+    buckets = make_buckets(model, mesh, gradient_dtype=torch.float32, bucket_size=None, overlap=False)
+    optimizer = Optimizer(buckets, mesh, OptimizerConfig(lr=1e-3), sharded=sharded, overlap=False)
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    micro_batches = [
+        MicroBatch(tokens, positions, None, labels, torch.ones(BATCH, SEQUENCE), RandomKey(1, index))
+        for index, (tokens, labels) in enumerate(batches(vocabulary))
+    ]
+
+    def step() -> None:
+        optimizer.begin_step(MICRO_BATCHES)
+        engine.run(schedules.no_pipelining(MICRO_BATCHES), model, micro_batches, 1.0 / TOKENS)
+        optimizer.step(1e-3)
+
+    return step
+
+
+def plain_step(vocabulary: int) -> Step:
+    model = plain_pytorch.PlainLlama(vocabulary, LAYERS, HIDDEN, HEADS, FFN, SEQUENCE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    data = batches(vocabulary)
+    return lambda: plain_pytorch.step(model, optimizer, data)
+
+
+def products_step(vocabulary: int) -> Step:
+    """The matrix products of a step alone, forward, input gradient and weight gradient: what no step can go below."""
+    shapes = [(3 * HIDDEN, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN)] * LAYERS
+    weights = [torch.randn(shape) for shape in [*shapes, (vocabulary, HIDDEN)]]
+    inputs = {width: torch.randn(SEQUENCE * BATCH, width) for width in (HIDDEN, FFN)}
+
+    def step() -> None:
+        for _ in range(MICRO_BATCHES):
+            for weight in weights:
+                output = inputs[weight.shape[1]] @ weight.t()
+                output @ weight
+                output.t() @ inputs[weight.shape[1]]
+
+    return step
+
+
+def collectives_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: bool) -> Step:
+    """The collectives of a tensor-parallel step alone, of the same kinds and sizes."""
+    group = mesh.group("tp")
+    whole = torch.randn(SEQUENCE, BATCH, HIDDEN)
+    part = whole[: SEQUENCE // group.size].clone()
+    statistics_of_tokens = torch.randn(1, 2, SEQUENCE * BATCH)
+
+    def step() -> None:
+        for _ in range(MICRO_BATCHES):
+            collectives.all_gather(statistics_of_tokens, group)
+            if sequence_parallel:
+                # Forward: embedding and two layers' ends scatter, two starts and the output gather. Backward: the
+                # transposes, and a second gather of each start.
+                for _ in range(2 * (2 * LAYERS + 1)):
+                    collectives.reduce_scatter(whole, group)
+                for _ in range(3 * (2 * LAYERS + 1)):
+                    collectives.all_gather(part, group)
+            else:
+                for _ in range(2 * (2 * LAYERS + 1)):
+                    collectives.all_reduce_(whole.clone(), group)
+
+    return step
+
+
+def batches(vocabulary: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (MICRO_BATCHES, BATCH, SEQUENCE + 1), generator=generator)
+    return [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()) for batch in tokens]
+
+
+def measure(steps: dict[str, Step], rounds: int, mesh: ParallelMesh) -> dict[str, list[float]]:
+    """CPU seconds of all ranks together for each step in each round, the steps in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for round_number in range(rounds + 1):
+        for name, step in steps.items():
+            collectives.all_reduce_(torch.zeros(1), mesh.world())
+            began = time.process_time()
+            step()
+            spent = torch.tensor([time.process_time() - began], dtype=torch.float64)
+            if round_number > 0:  # the first warms up
+                seconds[name].append(collectives.all_reduce_(spent, mesh.world()).item())
+    return seconds
+
+
+def quartiles(values: list[float]) -> str:
+    low, median, high = statistics.quantiles(values, n=4)
+    return f"{median:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def compare_one_rank(vocabulary: int, rounds: int) -> None:
+    mesh = ParallelMesh()
+    ours = megalite_step(vocabulary, mesh, sequence_parallel=False, sharded=False)
+    steps = {"megalite": ours, "plain": plain_step(vocabulary), "products": products_step(vocabulary)}
+    times = measure(steps, rounds, mesh)
+    per_token = 1e6 * statistics.median(times["megalite"]) / TOKENS
+    print(f"vocabulary {vocabulary}, one rank: {per_token:.0f} µs a token")
+    print(f"  megalite / plain PyTorch        {quartiles(_ratios(times, 'megalite', 'plain'))}  (target 1.02)")
+    print(f"  plain PyTorch / bare products   {quartiles(_ratios(times, 'plain', 'products'))}")
+
+
+def _ratios(times: dict[str, list[float]], above: str, *below: str) -> list[float]:
+    return [value / sum(times[name][i] for name in below) for i, value in enumerate(times[above])]
+
+
+def compare_two_ranks(rank: int, port: int, vocabulary: int, rounds: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    alone = ParallelMesh()
+    data_parallel = ParallelMesh(rank=rank, world_size=2)
+    tensor_parallel = ParallelMesh(rank=rank, world_size=2, tensor_parallel_size=2)
+    plain = {"sequence_parallel": False, "sharded": False}
+    steps = {
+        "one rank": megalite_step(vocabulary, alone, **plain),
+        "DP2": megalite_step(vocabulary, data_parallel, **plain),
+        "DP2 ZeRO 1": megalite_step(vocabulary, data_parallel, sequence_parallel=False, sharded=True),
+        "TP2": megalite_step(vocabulary, tensor_parallel, **plain),
+        "TP2 SP": megalite_step(vocabulary, tensor_parallel, sequence_parallel=True, sharded=False),
+        "floor": collectives_step(vocabulary, tensor_parallel, sequence_parallel=False),
+        "SP floor": collectives_step(vocabulary, tensor_parallel, sequence_parallel=True),
+    }
+    times = measure(steps, rounds, data_parallel)
+    times["one rank"] = [seconds / 2 for seconds in times["one rank"]]  # both ranks ran one
+    times["two copies"] = [seconds * 2 for seconds in times["one rank"]]
+    if rank == 0:
+        print(f"vocabulary {vocabulary}, two ranks, CPU time of both:")
+        for name in ("DP2", "DP2 ZeRO 1"):
+            cost = 1e6 * statistics.median(times[name]) / (2 * TOKENS)
+            print(f"  {name:10} {cost:5.0f} µs a token   / two copies of one rank    "
+                  f"{quartiles(_ratios(times, name, 'two copies'))}  (target 1.04)")  # fmt: skip
+        for name, floor in (("TP2", "floor"), ("TP2 SP", "SP floor")):
+            cost = 1e6 * statistics.median(times[name]) / TOKENS
+            print(f"  {name:10} {cost:5.0f} µs a token   / one rank + collectives    "
+                  f"{quartiles(_ratios(times, name, 'one rank', floor))}  (target 1.06)")  # fmt: skip
+            print(f"  {'':10} {'':5}              / one rank alone          "
+                  f"{quartiles(_ratios(times, name, 'one rank'))}")  # fmt: skip
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vocabulary", type=int, nargs="+", default=[1024, 32000])
+    parser.add_argument("--rounds", type=int, default=9)
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {arguments.rounds} rounds, median [quartiles] of CPU time")
+    for number, vocabulary in enumerate(arguments.vocabulary):
+        compare_one_rank(vocabulary, arguments.rounds)
+        multiprocessing.spawn(compare_two_ranks, (29510 + number, vocabulary, arguments.rounds), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""A trained model and its tokenizer from a checkpoint alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megalite import checkpoint
+from megalite.config import ModelConfig
+from megalite.data.tokenizers import Tokenizer, build_tokenizer
+from megalite.errors import CheckpointError, ConfigurationError
+from megalite.model.gpt import GPT
+from megalite.parallel.mesh import ParallelMesh
+
+
+def resolve_checkpoint(path: Path) -> Path:
+    """A checkpoint's folder, from itself or from its run directory. Raises CheckpointError where there is none."""
+    found = path if path.name.startswith("iter_") else checkpoint.latest(path)
+    if found is None:
+        raise CheckpointError(
+            f"{path} holds no checkpoint: give --load the directory that training was given as --save"
+        )
+    return found
+
+
+def load_for_generation(path: Path, mesh: ParallelMesh, tokenizer_model: str | None = None) -> tuple[GPT, Tokenizer]:
+    """The network of the checkpoint in folder `path`, split over the mesh, in the precision it was trained in.
+
+    `tokenizer_model` says where the tokenizer's file is now.
+    Raises CheckpointError, ConfigurationError or DataError.
+    """
+    saved = checkpoint.read_config(path)
+    config = checkpoint.read_model_config(path)
+    tokenizer = _tokenizer(saved["data"], config, tokenizer_model)
+    for what, count in (("attention heads", config.num_attention_heads), ("feed-forward width", config.ffn_size)):
+        if count % mesh.size("tp"):
+            raise ConfigurationError(f"{count} {what} do not divide over {mesh.size('tp')} ranks: start fewer")
+    training = saved["training"]
+    dtype = torch.bfloat16 if training["bf16"] else torch.float64 if training["fp64"] else torch.float32
+    network = GPT(config, mesh, dtype=dtype)
+    checkpoint.load(path, network, None, mesh)
+    return network, tokenizer
+
+
+def _tokenizer(data: dict[str, str | None], config: ModelConfig, tokenizer_model: str | None) -> Tokenizer:
+    kind = data["tokenizer_type"] or "NullTokenizer"
+    # The model's vocabulary counts the end of document, which a NullTokenizer adds.
+    ordinary = config.vocab_size - 1 if kind == "NullTokenizer" and config.vocab_size is not None else None
+    tokenizer = build_tokenizer(kind, tokenizer_model or data["tokenizer_model"], ordinary)
+    if tokenizer.vocab_size != config.vocab_size:
+        raise ConfigurationError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the model {config.vocab_size}: give the one it was "
+            "trained with as --tokenizer-model"
+        )
+    return tokenizer

@@ -1,0 +1,54 @@
+"""The next token from its logits: greedy, temperature, top-k, top-p."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen. The filters apply in this order: temperature, top-k, top-p."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the fewest likeliest tokens whose probabilities reach p (nucleus sampling, arXiv:1904.09751)."""
+    seed: int = 1234
+    """The same seed gives the same text, also under another tensor-parallel size but for rounding."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0.0:
+            raise ConfigurationError(f"--temperature {self.temperature} must not be negative; 0 is greedy")
+        if self.top_k < 0:
+            raise ConfigurationError(f"--top-k {self.top_k} must not be negative; 0 keeps all tokens")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigurationError(f"--top-p {self.top_p} must be in (0, 1]; 1 keeps all tokens")
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """[vocabulary] logits to the probabilities that are sampled from, in fp64 on the CPU."""
+    scores = logits.double().cpu()
+    if sampling.temperature == 0.0:
+        return torch.zeros_like(scores).index_fill_(0, scores.argmax(), 1.0)
+    scores = scores / sampling.temperature
+    if 0 < sampling.top_k < len(scores):
+        kept = scores.topk(sampling.top_k).indices
+        scores = torch.full_like(scores, -torch.inf).index_copy_(0, kept, scores[kept])
+    chances = scores.softmax(dim=0)
+    if sampling.top_p < 1.0:
+        ordered, order = chances.sort(descending=True, stable=True)
+        before = ordered.cumsum(dim=0) - ordered
+        chances[order[before >= sampling.top_p]] = 0.0
+    return chances / chances.sum()
+
+
+def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Draw a token from [vocabulary] logits; ranks with the same logits and generator draw the same."""
+    return int(torch.multinomial(probabilities(logits, sampling), 1, generator=generator).item())
