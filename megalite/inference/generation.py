@@ -39,8 +39,8 @@ def generate(
     learned = network.config.position_embedding_type == "learned_absolute"
     if learned and limit is not None and len(prompt) + max_new_tokens > limit:
         raise ConfigurationError(
-            f"{len(prompt)} prompt tokens and {max_new_tokens} new ones exceed the {limit} positions that the model has "
-            "learnt: lower --max-new-tokens or shorten the prompt"
+            f"{len(prompt)} prompt tokens and {max_new_tokens} new ones exceed the {limit} positions that the model "
+            "has learnt: lower --max-new-tokens or shorten the prompt"
         )
     network.eval()
     generator = torch.Generator().manual_seed(sampling.seed)

@@ -31,6 +31,8 @@ class Embedding(nn.Module):
         )
         self.position = None
         if config.position_embedding_type == "learned_absolute":
+            if config.max_position_embeddings is None:
+                raise ValueError("a learned position table needs max_position_embeddings")
             shape = (config.max_position_embeddings, config.hidden_size)
             position = LogicalTensor("embedding.position", shape, draw, True)
             self.position = Parameter(replicated(mesh, position, summed=sequence_parallel), dtype, mesh.device)

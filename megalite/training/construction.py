@@ -18,6 +18,7 @@ from megalite.optim.buckets import gather_before_use, make_buckets
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import named_pieces
 
 
 @dataclass(frozen=True)
@@ -147,5 +148,5 @@ def _bucket_size(config: RunConfig, mesh: ParallelMesh) -> int | None:
 
 def count_parameters(network: GPT) -> int:
     """Parameters of the whole model, unpadded, each logical tensor once."""
-    shapes = {piece.tensor.name: piece.tensor.shape for p in network.parameters() for piece in p.sharding.pieces}
+    shapes = {piece.tensor.name: piece.tensor.shape for _, piece in named_pieces(network)}
     return sum(math.prod(shape) for shape in shapes.values())

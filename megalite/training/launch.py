@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import datetime
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from megalite.config import ParallelConfig
 from megalite.errors import ConfigurationError
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.place import Place
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMesh:
@@ -32,13 +37,13 @@ def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMe
     if place.world_size > 1:
         backend = parallel.distributed_backend or device.default_backend(where)
         timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
-        store, rank, world_size = next(dist.rendezvous("env://"))
+        store, rank, world_size = next(rendezvous("env://"))
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         _compare(description, store, mesh)
     return mesh
 
 
-def _compare(description: str, store: dist.Store, mesh: ParallelMesh) -> None:
+def _compare(description: str, store: Store, mesh: ParallelMesh) -> None:
     """The store and the group of the whole world are all that ranks with different layouts have in common."""
     if mesh.rank == 0:
         store.set("description/0", description)
