@@ -1,0 +1,253 @@
+"""What a checkpoint holds, and what is refused: in one process, on real files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from megalite import checkpoint
+from megalite.checkpoint import TrainingState, manifest
+from megalite.config.model import ModelConfig
+from megalite.config.optimizer import OptimizerConfig
+from megalite.errors import CheckpointError
+from megalite.model.gpt import GPT
+from megalite.optim.buckets import make_buckets
+from megalite.optim.optimizer import Optimizer
+from megalite.parallel.initialization import initialize
+from megalite.parallel.mesh import ParallelMesh
+
+MODEL = ModelConfig(
+    num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=10, make_vocab_size_divisible_by=4,
+    max_position_embeddings=4,
+)  # fmt: skip
+ADAM = OptimizerConfig(lr=0.1)
+STATE = TrainingState(iteration=7, consumed_samples=28, optimizer_steps=6)
+MESH = ParallelMesh()
+
+
+def build(
+    model: ModelConfig = MODEL, optimizer: OptimizerConfig = ADAM, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[GPT, Optimizer]:
+    """A model and an optimizer whose every element, padding apart, is drawn from `seed`."""
+    network = GPT(model, MESH, dtype=dtype)
+    initialize(network, seed)
+    wide = torch.promote_types(dtype, torch.float32)
+    buckets = make_buckets(network, MESH, gradient_dtype=wide, bucket_size=500, overlap=False)
+    made = Optimizer(buckets, MESH, optimizer, sharded=False, overlap=False)
+    generator = torch.Generator().manual_seed(seed)
+    for state in made.slices():
+        for values in state.tensors.values():
+            for piece in state.parameter.sharding.pieces:
+                view = piece.view(values.view(state.parameter.shape))
+                view.copy_(torch.randn(view.shape, generator=generator))
+    return network, made
+
+
+def bits(network: GPT, optimizer: Optimizer | None) -> list[torch.Tensor]:
+    states = [values.clone() for state in optimizer.slices() for values in state.tensors.values()] if optimizer else []
+    return [parameter.detach().clone() for parameter in network.parameters()] + states
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def save(directory: Path, network: GPT, optimizer: Optimizer | None, state: TrainingState = STATE) -> Path:
+    return checkpoint.save(directory, state, network, optimizer, MESH, {"model": asdict(network.config)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("optimizer", [ADAM, OptimizerConfig(lr=0.1, optimizer="sgd", sgd_momentum=0.0)])
+def test_weights_state_and_place_in_training_come_back_bit_for_bit(
+    tmp_path: Path, dtype: torch.dtype, optimizer: OptimizerConfig
+) -> None:
+    network, made = build(optimizer=optimizer, dtype=dtype)
+    path = save(tmp_path, network, made)
+    other, remade = build(optimizer=optimizer, dtype=dtype, seed=1)
+    assert not same(bits(network, made), bits(other, remade))
+
+    assert checkpoint.latest(tmp_path) == path == tmp_path / "iter_0000007"
+    assert checkpoint.load(path, other, remade, MESH) == STATE
+
+    assert same(bits(network, made), bits(other, remade))
+    assert remade.steps == 6
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "7"
+    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "rank_00000.safetensors"]
+
+
+def test_weights_alone_load_from_a_full_checkpoint_and_from_one_without_an_optimizer(tmp_path: Path) -> None:
+    network, optimizer = build()
+    for directory, saved in ((tmp_path / "full", optimizer), (tmp_path / "weights", None)):
+        path = save(directory, network, saved)
+        other = GPT(MODEL, MESH)  # its memory is not initialized: padding must become zero
+        for parameter in other.parameters():
+            parameter.detach().fill_(torch.nan)
+        checkpoint.load(path, other, None, MESH)
+        assert same(bits(network, None), bits(other, None))
+    with pytest.raises(CheckpointError, match="it holds nothing for each weight where this run needs exp_avg, exp_avg"):
+        checkpoint.load(path, *build(), MESH)
+
+
+def test_any_reader_of_safetensors_finds_the_weights_by_global_name_unpadded(tmp_path: Path) -> None:
+    network, optimizer = build()
+    path = save(tmp_path, network, optimizer)
+
+    tensors = load_file(path / "rank_00000.safetensors")
+
+    assert torch.equal(tensors["model/embedding.word@0,0"], network.embedding.word.weight.detach()[:10])
+    assert {name.split("/")[0] for name in tensors} == {"model", "optimizer"}
+    described = json.loads((path / "manifest.json").read_text())
+    assert described["tensors"]["model/layers.1.attention.query"]["shape"] == [2, 4, 8]
+    assert described["training"] == {"iteration": 7, "consumed_samples": 28, "optimizer_steps": 6}
+    assert checkpoint.read_config(path) == {"model": asdict(MODEL)}
+    assert checkpoint.read_model_config(path) == MODEL
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 16}, r"model/embedding.word has shape \[10, 8\] in it and \[10, 16\] in this run's model"),
+        ({"vocab_size": 11}, r"model/embedding.word has shape \[10, 8\] in it and \[11, 8\]"),
+        ({"num_layers": 3}, r"model/layers.2.attention.query \[2, 4, 8\] is not in it: it is of another model"),
+        ({"num_layers": 1}, r"model/layers.1.attention.key_value \[2, 2, 4, 8\] has no place in this run's model"),
+        ({"untie_embeddings_and_output_weights": True}, r"model/output \[10, 8\] is not in it"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = save(tmp_path, *build())
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load(path, *build(replace(MODEL, **change)), MESH)
+
+
+def test_nothing_is_cast_and_no_optimizer_state_is_left_over(tmp_path: Path) -> None:
+    path = save(tmp_path, *build())
+    with pytest.raises(CheckpointError, match=r"is float32 in it and float64 in this run.*without --bf16 and --fp64"):
+        checkpoint.load(path, *build(dtype=torch.float64), MESH)
+    with pytest.raises(CheckpointError, match="holds exp_avg, exp_avg_sq for each weight where this run needs nothing"):
+        checkpoint.load(path, *build(optimizer=OptimizerConfig(lr=0.1, optimizer="sgd", sgd_momentum=0.0)), MESH)
+
+
+def test_equal_shapes_do_not_hide_another_function(tmp_path: Path) -> None:
+    path = save(tmp_path, *build())
+    checkpoint.check_compatible(path, replace(MODEL, hidden_dropout=0.0, ffn_hidden_size=32, rotary_base=5.0))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.check_compatible(path, replace(MODEL, norm_epsilon=1e-6, squared_relu=True))
+    assert "norm_epsilon: 1e-05 in the checkpoint, 1e-06 in this run" in str(caught.value)
+    assert "squared_relu: False in the checkpoint, True in this run" in str(caught.value)
+    rotary = replace(MODEL, position_embedding_type="rope")
+    path = save(tmp_path, *build(rotary))
+    with pytest.raises(CheckpointError, match=r"rotary_base: 10000\.0 in the checkpoint, 500000\.0 in this run"):
+        checkpoint.check_compatible(path, replace(rotary, rotary_base=500000.0))
+
+
+def test_a_box_missing_from_the_manifest_is_noticed(tmp_path: Path) -> None:
+    path = save(tmp_path, *build())
+    read = checkpoint.read_manifest(path)
+    word = read.tensors["model/embedding.word"]
+    rest = replace(word, boxes=tuple(replace(b, box=b.box.flat_range(0, 72)[0][0]) for b in word.boxes))
+    (path / "manifest.json").write_text(replace(read, tensors=read.tensors | {"model/embedding.word": rest}).to_json())
+    with pytest.raises(CheckpointError, match=r"model/embedding.word is incomplete in it"):
+        checkpoint.load(path, *build(), MESH)
+
+
+# ------------------------------------------------------------------------------------------------------ damage
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("saved"), *build())
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_flipped_bit_anywhere_is_refused_by_name_or_makes_no_difference(saved: Path, data: st.DataObject) -> None:
+    path = saved / data.draw(st.sampled_from(["manifest.json", "rank_00000.safetensors"]))
+    good = path.read_bytes()
+    position, bit = data.draw(st.integers(0, len(good) - 1)), data.draw(st.integers(0, 7))
+    network, optimizer = build(seed=1)
+    refusal, state = "", None
+    try:
+        path.write_bytes(good[:position] + bytes([good[position] ^ 1 << bit]) + good[position + 1 :])
+        state = checkpoint.load(saved, network, optimizer, MESH)
+    except CheckpointError as error:
+        refusal = str(error)
+    finally:
+        path.write_bytes(good)
+    assert path.name in refusal or (state == STATE and same(bits(network, optimizer), bits(*build())))
+
+
+def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, *build())
+    shard = path / "rank_00000.safetensors"
+    good = shard.read_bytes()
+    shard.write_bytes(good[:-1])
+    with pytest.raises(CheckpointError, match=f"rank_00000.safetensors has {len(good) - 1} bytes of {len(good)}"):
+        checkpoint.load(path, *build(), MESH)
+    shard.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"rank_00000.safetensors is damaged: the checksum of .* does not match"):
+        checkpoint.load(path, *build(), MESH)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=r"rank_00000.safetensors cannot be read"):
+        checkpoint.load(path, *build(), MESH)
+    described = path / "manifest.json"
+    described.write_text(described.read_text().replace('"iteration": 7', '"iteration": 8'))
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged or foreign: its checksum does not match"):
+        checkpoint.load(path, *build(), MESH)
+    for text in ("", "[]", "{}", "\x00\xff"):
+        described.write_text(text)
+        with pytest.raises(CheckpointError, match=r"manifest.json is damaged or foreign"):
+            checkpoint.read_manifest(path)
+    with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no manifest\.json"):
+        checkpoint.load(tmp_path, *build(), MESH)
+
+
+def test_a_format_of_the_future_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "VERSION", 2)
+    path = save(tmp_path, *build())
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="it is not of format version 1"):
+        checkpoint.read_manifest(path)
+
+
+# ------------------------------------------------------------------------------------------------------ the latest
+
+
+def test_the_tracker_says_which_one_is_loaded(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+    assert checkpoint.find_latest(tmp_path, MESH) is None
+    first = save(tmp_path, *build())
+    second = save(tmp_path, *build(), replace(STATE, iteration=12345678))
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    assert checkpoint.latest(tmp_path) == second
+    assert second.name == "iter_12345678"
+    tracker.write_text("7\n")
+    assert checkpoint.find_latest(tmp_path, MESH) == first
+    for text in ("8", "", "release"):
+        tracker.write_text(text)
+        with pytest.raises(CheckpointError, match=r"latest_checkpointed.*no checkpoint here: write one of 7, 12345678"):
+            checkpoint.find_latest(tmp_path, MESH)
+    tracker.unlink()
+    assert checkpoint.latest(tmp_path) == second
+
+
+def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
+    foreign = tmp_path / "iter_0000007"
+    foreign.mkdir()
+    (foreign / ".metadata").write_text("another program's")
+    (tmp_path / "iter_best.tmp").mkdir()
+    with pytest.raises(CheckpointError, match="is there already and is no checkpoint of this program: move it away"):
+        save(tmp_path, *build())
+    assert (foreign / ".metadata").exists()
+    assert (tmp_path / "iter_best.tmp").exists()
+    assert checkpoint.latest(tmp_path) is None
