@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
@@ -103,7 +105,7 @@ class ParallelMesh:
             return None
         if len(ranks) == self.world_size:
             return dist.group.WORLD
-        return dist.new_group(list(ranks), use_local_synchronization=True)
+        return _new_process_group(self.rank, ranks)
 
     def close(self) -> None:
         """Destroy the process groups that this mesh made; the default group stays."""
@@ -111,3 +113,29 @@ class ParallelMesh:
             if group.process_group is not None and group.process_group is not dist.group.WORLD:
                 dist.destroy_process_group(group.process_group)
         self._groups.clear()
+
+
+def _new_process_group(rank: int, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A process group that only its members make, named by its ranks and by how often they have made it.
+
+    This is what `dist.new_group(ranks, use_local_synchronization=True)` does, but for the name: torch's has the number
+    of the process's groups in it, so that members with different numbers of other groups wait for each other for ever,
+    and comes again after a group is destroyed, when the store still holds the addresses of the one before.
+    """
+    world = c10d._get_default_group()
+    backend_name, store = c10d._world.pg_map[world]
+    backend = dist.Backend(backend_name)
+    name = f"megalite {'-'.join(map(str, ranks))}"
+    group_name: Any = f"{name} #{store.add(f'{name} on {rank}', 1)}"
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(rank),
+        list(ranks),
+        backend,
+        store,
+        group_name=group_name,
+        timeout=c10d._get_default_timeout(backend),
+        device_id=world.bound_device_id,
+    )
+    c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
+    return group

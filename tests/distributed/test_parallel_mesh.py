@@ -1,0 +1,39 @@
+"""The groups of a mesh, made by real processes."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from megalite.parallel import collectives
+from megalite.parallel.mesh import ParallelMesh
+from tests.harness.rank_pool import RankPools
+
+
+def sums_over(groups: list[tuple[int, ...]], repeats: int) -> list[float]:
+    """Each of this rank's groups, in order, on meshes made again and again by ranks of different speed."""
+    rank = dist.get_rank()
+    sums = []
+    for repeat in range(repeats):
+        mesh = ParallelMesh(rank=rank, world_size=dist.get_world_size(), tensor_parallel_size=dist.get_world_size())
+        time.sleep(0.01 * ((rank + repeat) % 3))
+        mine = [mesh.group_of(ranks) for ranks in groups if rank in ranks]
+        sums += [collectives.all_reduce_(torch.tensor([2.0**rank]), group).item() for group in mine]
+        collectives.all_reduce_(torch.zeros(1), mesh.world())
+        mesh.close()
+    return sums
+
+
+def test_groups_that_overlap_in_a_chain_find_each_other(rank_pools: RankPools) -> None:
+    """Rank 1's group with rank 2 is its first, but rank 2's second."""
+    results = rank_pools(4).run(sums_over, [(2, 3), (1, 2), (0, 1)], repeats=1)
+    assert results == [[3.0], [6.0, 3.0], [12.0, 6.0], [12.0]]
+
+
+def test_a_group_can_be_made_again(rank_pools: RankPools) -> None:
+    """In one process, and in the next call of a pool, whose store still holds the addresses of the one before."""
+    for _ in range(3):
+        results = rank_pools(4).run(sums_over, [(0, 1), (2, 3)], repeats=5)
+        assert results == [[3.0] * 5, [3.0] * 5, [12.0] * 5, [12.0] * 5]
