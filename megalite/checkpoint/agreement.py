@@ -21,29 +21,29 @@ _EXPECTED = (OSError, SafetensorError, MegaliteError)  # anything else is a defe
 def together(mesh: ParallelMesh, doing: str, advice: str = "") -> Iterator[None]:
     """Run the block on every rank; where it fails on one, no other waits for a rank that has gone.
 
-    Raises CheckpointError with the same message on every rank: what was being done (`doing`), on which rank it failed
-    and why, and `advice`. The block itself must not communicate.
+    Raises CheckpointError with the same message on every rank: what was being done (`doing`), on which rank, the lowest
+    that failed, and why, and `advice`. The block itself must not communicate.
     """
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
-    messages = [json.loads(text) for text in all_gather_text(json.dumps(_describe(failure)), mesh)]
+    message = None if failure is None else f"{doing} failed{_where(mesh)}: {_describe(failure)}"
+    messages = [json.loads(text) for text in all_gather_text(json.dumps(message), mesh)]
     if failure is not None and not isinstance(failure, _EXPECTED):
         raise failure
-    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    failed = [message for message in messages if message is not None]
     if failed:
-        where = f" on rank {failed[0]}" if mesh.world_size > 1 else ""
-        others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
-        message = f"{doing} failed{where}{others}: {messages[failed[0]]}"
-        raise CheckpointError(f"{message}\n{advice}" if advice else message) from failure
+        raise CheckpointError(f"{failed[0]}\n{advice}" if advice else failed[0]) from failure
 
 
-def _describe(failure: Exception | None) -> str | None:
-    if failure is None or isinstance(failure, _EXPECTED):
-        return None if failure is None else str(failure)
-    return f"{type(failure).__name__}: {failure}"
+def _where(mesh: ParallelMesh) -> str:
+    return f" on rank {mesh.rank}" if mesh.world_size > 1 else ""
+
+
+def _describe(failure: Exception) -> str:
+    return str(failure) if isinstance(failure, _EXPECTED) else f"{type(failure).__name__}: {failure}"
 
 
 def all_gather_text(text: str, mesh: ParallelMesh) -> list[str]:
