@@ -112,7 +112,7 @@ def collectives_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: 
                     collectives.all_gather(part, group)
             else:
                 for _ in range(2 * (2 * LAYERS + 1)):
-                    collectives.all_reduce_(whole.clone(), group)
+                    collectives.all_reduce_(whole, group)
 
     return step
 

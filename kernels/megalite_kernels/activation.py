@@ -6,6 +6,9 @@ GELU in its tanh form (arXiv:1606.08415), squared ReLU (arXiv:2109.08668), and S
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,7 +21,27 @@ def squared_relu(input: Tensor) -> Tensor:
     return F.relu(input).square()
 
 
+class _SwiGLU(torch.autograd.Function):
+    """Keeps its input alone; the gradients of gate and up are written side by side, not concatenated."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        result = torch.empty_like(gate_up)
+        gate_gradient, up_gradient = result.chunk(2, dim=-1)
+        torch.mul(gradients[0], F.silu(gate), out=up_gradient)
+        torch.ops.aten.silu_backward.grad_input(gradients[0] * up, gate, grad_input=gate_gradient)
+        return result
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """[..., 2 * ffn] to [..., ffn]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    output: Tensor = _SwiGLU.apply(gate_up)
+    return output

@@ -150,8 +150,10 @@ class Attention(nn.Module):
         """Queries [sequence, batch, heads, head_dim], keys and values [sequence, batch, groups, head_dim]."""
         projected = self.query_key_value(hidden)
         columns = self.heads * self.head_dim
-        query = projected[..., :columns].unflatten(-1, (self.heads, self.head_dim))
-        key, value = projected[..., columns:].unflatten(-1, (-1, 2, self.head_dim)).unbind(dim=-2)
+        # One split and one unbind: slices would each have a gradient of the whole width, to be added up.
+        query, key_value = projected.split([columns, projected.shape[-1] - columns], dim=-1)
+        query = query.unflatten(-1, (self.heads, self.head_dim))
+        key, value = key_value.unflatten(-1, (-1, 2, self.head_dim)).unbind(dim=-2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if context.rotary is not None:

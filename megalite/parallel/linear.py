@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import Parameter, ProductGradient, hand_over
-from megalite.parallel.regions import reduce_from_region, reduce_scatter_sequence
 from megalite.parallel.sharding import Sharding
 
 
@@ -64,19 +63,21 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 class _RowParallel(torch.autograd.Function):
-    """input [sequence, batch, in / size], weight [out, in / size] -> this rank's term [sequence, batch, out]."""
+    """input [sequence, batch, in / size], weight [out, in / size] -> [sequence (/ size), batch, out]."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, input: Tensor, weight: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
+        ctx.weight, ctx.group, ctx.sequence_parallel = weight, group, sequence_parallel
         ctx.save_for_backward(input)
-        return F.linear(input, weight)
+        term = F.linear(input, weight)  # nobody else's: it can be summed in place
+        return collectives.reduce_scatter(term, group) if sequence_parallel else collectives.all_reduce_(term, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (input,) = ctx.saved_tensors
-        input_gradient = gradients[0] @ ctx.weight
-        return input_gradient, hand_over(ctx.weight, ProductGradient(_matrix(gradients[0]), _matrix(input)))
+        gradient = collectives.all_gather(gradients[0], ctx.group) if ctx.sequence_parallel else gradients[0]
+        weight_gradient = hand_over(ctx.weight, ProductGradient(_matrix(gradient), _matrix(input)))
+        return gradient @ ctx.weight, weight_gradient, None, None
 
 
 def _split(matrix: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -133,11 +134,10 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.weight = Parameter(weight, dtype, device)
         self.bias = Parameter(bias, dtype, device) if bias is not None else None
-        self.group, self.sequence_parallel = group, sequence_parallel
+        self.group = group
+        self.sequence_parallel = sequence_parallel and group.size > 1
 
     def forward(self, input: Tensor) -> Tensor:
         """[sequence, batch, in / size] to [sequence (/ size under sequence parallelism), batch, out]."""
-        term: Tensor = _RowParallel.apply(input, self.weight)
-        reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_from_region
-        output = reduce(term, self.group)
+        output: Tensor = _RowParallel.apply(input, self.weight, self.group, self.sequence_parallel)
         return output if self.bias is None else output + self.bias
