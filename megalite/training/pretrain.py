@@ -8,7 +8,7 @@ from megalite import checkpoint
 from megalite.config import RunConfig
 from megalite.config.yaml_file import dump
 from megalite.data.atomic import write_atomically
-from megalite.errors import EXIT_FINISHED, CheckpointError
+from megalite.errors import EXIT_FINISHED, CheckpointError, ConfigurationError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.construction import RunData, train_iterations
 from megalite.training.display import Display
@@ -44,13 +44,22 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
 
 
 def checkpoint_to_load(config: RunConfig, mesh: ParallelMesh) -> Path | None:
-    """The newest checkpoint of --load, or under `--resume auto` that of --save where there is one."""
-    candidates = [config.checkpoint.save] if config.checkpoint.resume == "auto" else []
-    for directory in [*candidates, config.checkpoint.load]:
-        found = checkpoint.find_latest(Path(directory), mesh) if directory is not None else None
-        if found is not None:
-            return found
-    return None
+    """Under `--resume auto` the newest checkpoint of --save, where there is one; else that of --load.
+
+    Raises ConfigurationError where the run would write among the checkpoints of another.
+    """
+
+    def newest(directory: str | None) -> Path | None:
+        return None if directory is None else checkpoint.find_latest(Path(directory), mesh)
+
+    present = newest(config.checkpoint.save)
+    start = present if config.checkpoint.resume == "auto" and present is not None else newest(config.checkpoint.load)
+    if present is not None and (start is None or start.resolve() != present.resolve()):
+        raise ConfigurationError(
+            f"--save {config.checkpoint.save} holds {present.name} of an earlier run, which this one would not "
+            "continue: give --resume auto to continue it, or another --save"
+        )
+    return start
 
 
 def _describe_start(config: RunConfig, start: Path | None) -> str:
