@@ -49,7 +49,10 @@ class TemporaryFile:
 
     def rename(self) -> None:
         """Give the synced file its final name, replacing what had it."""
-        os.replace(self._temporary, self.path)
+        try:
+            os.replace(self._temporary, self.path)
+        except OSError as error:
+            raise self._failure(error) from error
 
     def discard(self) -> None:
         """Close and remove the file if it was not renamed."""

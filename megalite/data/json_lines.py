@@ -36,7 +36,8 @@ def read_chunks(inputs: Iterable[str]) -> Iterator[Chunk]:
                     yield Chunk(path, number, lines)
                     number += len(lines)
         except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path} cannot be read ({error}): --input takes JSON lines, plain or as .gz") from error
+            reason = getattr(error, "strerror", None) or error
+            raise DataError(f"{path} cannot be read ({reason}): --input takes JSON lines, plain or as .gz") from error
 
 
 def texts_of_chunk(chunk: Chunk, keys: Sequence[str]) -> Iterator[tuple[int, list[str]]]:

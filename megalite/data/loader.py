@@ -90,7 +90,7 @@ class MicroBatchLoader:
     def _load(self, samples: range) -> MicroBatchArrays:
         if samples.stop > len(self.dataset):
             raise DataError(
-                f"the run reads samples {samples.start} to {samples.stop - 1}, but the dataset of a shorter run, "
+                f"the run reads samples {samples.start} to {samples.stop - 1}, but the dataset, of a shorter run, "
                 f"has {len(self.dataset)}: give --train-iters or --train-samples as at its start"
             )
         tokens = np.stack([self.dataset[sample] for sample in samples])

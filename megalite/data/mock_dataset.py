@@ -52,7 +52,7 @@ class MockDataset:
         # RandomState's numbers are frozen; those of numpy's newer generators may change with its version.
         random = np.random.RandomState([self.seed % 2**32, self.stream, sample % 2**32, sample >> 32])
         length, ordinary = self.sequence_length + 1, self.vocab_size - 1
-        ends = random.random_sample(length) < 4 / length
+        ends = random.random_sample(length) < min(0.25, 4 / length)
         jumps = random.random_sample(length) < 0.1
         jumps[1:] |= ends[:-1]
         steps = np.where(jumps, random.randint(ordinary, size=length), 1)

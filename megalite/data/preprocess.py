@@ -9,10 +9,10 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -157,7 +157,8 @@ def _encode_all(chunks: Iterable[Chunk], encoding: Encoding, workers: int) -> Ge
     pending: deque[Future[EncodedChunk]] = deque()
     try:
         for chunk in chunks:
-            pending.append(executor.submit(encode_chunk, encoding, chunk))
+            with _interrupts_held():
+                pending.append(executor.submit(encode_chunk, encoding, chunk))
             # A bound on what is read and not yet written; the oldest first, which keeps the order.
             if len(pending) > 4 * workers:
                 yield pending.popleft().result()
@@ -169,9 +170,18 @@ def _encode_all(chunks: Iterable[Chunk], encoding: Encoding, workers: int) -> Ge
         executor.shutdown(cancel_futures=True)
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits until the end; processes started meanwhile never see it. It reaches all processes of a terminal, and
+    the main one ends the others."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _prepare_worker() -> None:
-    # Ctrl-C reaches every process of a terminal: the main one ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

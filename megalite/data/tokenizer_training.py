@@ -45,9 +45,10 @@ def train_tokenizer(
     from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
     model = io.BytesIO()
+    interruptions: list[BaseException] = []
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=_lines(inputs, json_keys),
+            sentence_iterator=_lines(inputs, json_keys, interruptions),
             model_writer=model,
             vocab_size=vocab_size,
             model_type=model_type,
@@ -67,6 +68,8 @@ def train_tokenizer(
             minloglevel=2,
         )
     except RuntimeError as error:
+        if interruptions:
+            raise interruptions[0] from None
         raise DataError(_explain(str(error), inputs, vocab_size)) from error
     processor = SentencePieceProcessor(model_proto=model.getvalue())
     pieces = [(processor.id_to_piece(i), processor.get_score(i)) for i in range(processor.get_piece_size())]
@@ -75,12 +78,19 @@ def train_tokenizer(
     return len(pieces)
 
 
-def _lines(inputs: Sequence[str], json_keys: Sequence[str]) -> Iterator[str]:
-    for chunk in read_chunks(inputs):
-        for _, texts in texts_of_chunk(chunk, json_keys):
-            for text in texts:
-                # A line with its end is a sentence: whole files would be beyond the trainer's limit and its patience.
-                yield from text.splitlines(keepends=True)
+def _lines(inputs: Sequence[str], keys: Sequence[str], interruptions: list[BaseException]) -> Iterator[str]:
+    """The lines of the texts, with their ends: whole files would be beyond the trainer's limit, and its patience.
+
+    The trainer turns whatever is raised here, Ctrl-C too, into a RuntimeError; `interruptions` keeps it as it was.
+    """
+    try:
+        for chunk in read_chunks(inputs):
+            for _, texts in texts_of_chunk(chunk, keys):
+                for text in texts:
+                    yield from text.splitlines(keepends=True)
+    except BaseException as error:
+        interruptions.append(error)
+        raise
 
 
 def _explain(error: str, inputs: Sequence[str], vocab_size: int) -> str:

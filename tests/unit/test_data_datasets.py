@@ -1,0 +1,178 @@
+"""Which datasets a run reads: splits, blends, counts, and a tokenizer that must fit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.data.blend import build_blend_index, normalize, parse_blend
+from megalite.data.datasets import Samples, build_datasets, parse_split, target_samples
+from megalite.data.indexed_dataset import IndexedDatasetWriter
+from megalite.data.tokenizers.bytes import ByteTokenizer
+from megalite.data.tokenizers.null import NullTokenizer
+from megalite.errors import ConfigurationError, DataError
+
+
+def write(prefix: Path, documents: int, token: int, tokenizer: dict[str, Any] | None = None) -> str:
+    with IndexedDatasetWriter(prefix, np.uint16, tokenizer) as writer:
+        for _ in range(documents):
+            writer.add_document(np.full(11, token))
+        writer.finish()
+    return str(prefix)
+
+
+def build(samples: Samples, **arguments: Any) -> Any:
+    defaults: dict[str, Any] = {"sequence_length": 10, "seed": 1234, "tokenizer": NullTokenizer(99)}
+    return build_datasets(samples=samples, **(defaults | arguments))
+
+
+def test_blend_index_by_hand() -> None:
+    """The orders Megatron-LM's own function gives for these weights."""
+    datasets, samples = build_blend_index([0.5, 0.3, 0.2], 20)
+    assert datasets.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0, 0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
+    for dataset in range(3):
+        assert samples[datasets == dataset].tolist() == list(range((datasets == dataset).sum()))
+    exhausted, _ = build_blend_index(normalize([5, 3, 2]), 10, [5, 3, 2])
+    assert exhausted.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.data())
+def test_blend_by_length_takes_every_sample_once(limits: list[int], data: st.DataObject) -> None:
+    size = data.draw(st.integers(0, sum(limits)))
+    datasets, samples = build_blend_index(normalize(limits), size, limits)
+    pairs = set(zip(datasets.tolist(), samples.tolist(), strict=True))
+    assert len(pairs) == size
+    assert all(sample < limits[dataset] for dataset, sample in pairs)
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6), st.integers(1, 300))
+def test_weighted_blend_never_asks_for_more_than_is_drawn(weights: list[float], size: int) -> None:
+    """Megatron-LM's surplus covers what the first `size` samples ask of each dataset."""
+    shares = normalize(weights)
+    datasets, _ = build_blend_index(shares, size)
+    for dataset, share in enumerate(shares):
+        assert (datasets == dataset).sum() <= math.ceil(math.ceil(size * share) * 1.005)
+
+
+def test_blend_gives_samples_in_proportion(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", 20, 1), write(tmp_path / "b", 20, 2)
+    train, _, _ = build(Samples(100, 0, 0), data_path=["30", a, "70", b], split="1")
+    assert len(train) == 100
+    assert [sum(int(train[i][0]) == token for i in range(100)) for token in (1, 2)] == [30, 70]
+
+
+def test_prefixes_alone_are_taken_once(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", 10, 1), write(tmp_path / "b", 30, 2)
+    train, _, _ = build(Samples(40, 0, 0), data_path=[a, b, a], split="1")
+    assert len(train) == 40
+    with pytest.raises(DataError, match=r"needs 500 samples.*once: give weights"):
+        build(Samples(500, 0, 0), data_path=[a, b, a], split="1")
+
+
+@pytest.mark.parametrize(
+    ("data_path", "expected"),
+    [
+        (["a"], (["a"], None)),
+        (["a", "b"], (["a", "b"], None)),
+        (["a", "b", "c"], (["a", "b", "c"], None)),
+        (["1", "a"], (["a"], [1.0])),
+        (["0.3", "a", "7e-1", " b "], (["a", "b"], [0.3, 0.7])),
+    ],
+)
+def test_data_path_is_prefixes_or_weights_and_prefixes(data_path: list[str], expected: Any) -> None:
+    assert parse_blend(data_path) == expected
+
+
+@pytest.mark.parametrize("data_path", [["1", "a", "b", "c"], ["0", "a", "1", "b"], ["-1", "a"], ["nan", "a"]])
+def test_data_path_that_means_nothing_is_refused(data_path: list[str]) -> None:
+    with pytest.raises(DataError, match="give weight and prefix in turn"):
+        parse_blend(data_path)
+
+
+def test_split_is_megatrons() -> None:
+    assert parse_split("969, 30, 1") == [(0, 0.969), (0.969, 0.999), (0.999, 1.0)]
+    assert parse_split("80,20") == [(0, 0.8), (0.8, 1.0), None]
+    assert parse_split("100") == [(0, 1.0), None, None]
+    assert parse_split("1,0,.25") == [(0, 0.8), None, (0.8, 1.0)]
+
+
+@pytest.mark.parametrize("split", ["", "0,0", "1,2,3,4", "a,b", "-1,2", "90%"])
+def test_split_that_means_nothing_is_refused(split: str) -> None:
+    with pytest.raises(ConfigurationError, match="--split"):
+        parse_split(split)
+
+
+def test_splits_share_no_document(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
+        for document in range(100):
+            writer.add_document(np.full(11, document))
+        writer.finish()
+    sets = build(Samples(200, 40, 10), data_path=[str(tmp_path / "a")], split="80,15,5")
+    seen = [{int(token) for i in range(len(dataset)) for token in dataset[i]} for dataset in sets]
+    assert [max(seen[0]), min(seen[1]), max(seen[1]), min(seen[2])] == [79, 80, 94, 95]
+
+
+def test_each_split_can_have_files_of_its_own(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", 20, 1), write(tmp_path / "b", 20, 2)
+    train, valid, test = build(Samples(30, 5, 5), train_data_path=[a], valid_data_path=["1", a, "1", b])
+    assert test is None
+    assert {int(train[i][0]) for i in range(30)} == {1}
+    assert {int(valid[i][0]) for i in range(5)} == {1, 2}
+
+
+def test_split_without_documents_is_refused(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 10, 1)
+    with pytest.raises(DataError, match="the test data would be none of the 10 sequences"):
+        build(Samples(5, 1, 1), data_path=[prefix], split="90,10,.1")
+    assert build(Samples(5, 1, 0), data_path=[prefix], split="90,10,.1")[2] is None
+
+
+def test_data_is_given_in_one_way(tmp_path: Path) -> None:
+    for arguments in ({}, {"data_path": ["a"], "mock_data": True}, {"data_path": ["a"], "valid_data_path": ["a"]}):
+        with pytest.raises(ConfigurationError, match="give the data in one way"):
+            build(Samples(1, 0, 0), **arguments)
+    prefix = write(tmp_path / "a", 10, 1)
+    with pytest.raises(ConfigurationError, match="there is no training data"):
+        build(Samples(1, 1, 0), valid_data_path=[prefix])
+
+
+def test_mock_data_needs_no_files() -> None:
+    train, valid, test = build(Samples(10, 5, 0), mock_data=True)
+    assert (len(train), len(valid), test) == (10, 5, None)
+    assert not np.array_equal(train[0], valid[0])
+    assert train.eod == 99
+
+
+def test_other_tokenizer_than_recorded_is_refused(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 10, 1, ByteTokenizer().identity())
+    build(Samples(1, 0, 0), data_path=[prefix], split="1", tokenizer=ByteTokenizer())
+    with pytest.raises(DataError, match=r"made with the tokenizer type ByteTokenizer.*uses type NullTokenizer"):
+        build(Samples(1, 0, 0), data_path=[prefix], split="1")
+
+
+def test_data_without_a_record_is_taken_and_a_damaged_record_is_not(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 10, 1)
+    Path(f"{prefix}.json").unlink()
+    build(Samples(1, 0, 0), data_path=[prefix], split="1")
+    Path(f"{prefix}.json").write_text("[")
+    with pytest.raises(DataError, match=r"a\.json cannot be read as the record"):
+        build(Samples(1, 0, 0), data_path=[prefix], split="1")
+
+
+def test_target_samples_are_megatrons() -> None:
+    by_iterations = target_samples(
+        train_samples=None, train_iters=100, global_batch_size=8, eval_interval=30, eval_iters=5
+    )
+    assert by_iterations == Samples(800, (100 // 30 + 1) * 5 * 8, 5 * 8)
+    by_samples = target_samples(
+        train_samples=777, train_iters=97, global_batch_size=8, eval_interval=None, eval_iters=5
+    )
+    assert by_samples == Samples(777, 0, 40)

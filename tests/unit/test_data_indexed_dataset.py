@@ -1,0 +1,197 @@
+"""Token files: what is written is read, and every kind of damage has its message."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.data.indexed_dataset import HEADER, IndexedDataset, IndexedDatasetWriter, token_dtype
+from megalite.errors import DataError
+
+
+def write(prefix: Path, documents: list[list[int]], dtype: Any = np.uint16) -> None:
+    with IndexedDatasetWriter(prefix, dtype, {"type": "test"}) as writer:
+        for document in documents:
+            writer.add_document(document)
+        writer.finish()
+
+
+@settings(deadline=None)
+@given(
+    documents=st.lists(st.lists(st.integers(0, 1000), max_size=5), max_size=12),
+    dtype=st.sampled_from([np.uint16, np.int16, np.int32, np.int64]),
+    mmap=st.booleans(),
+)
+def test_reads_back_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], dtype: Any, mmap: bool
+) -> None:
+    prefix = tmp_path_factory.mktemp("data") / "tokens"
+    write(prefix, documents, dtype)
+    data = IndexedDataset(prefix, mmap=mmap)
+    sequences = [document for document in documents if document]
+    assert [data.get(i).tolist() for i in range(len(data))] == sequences
+    assert data.dtype == dtype
+    assert len(data.document_indices) == len(documents) + 1
+    ends = np.cumsum([bool(document) for document in documents])
+    assert data.document_indices.tolist() == [0, *ends.tolist()]
+    for i, sequence in enumerate(sequences):
+        for offset in range(len(sequence) + 1):
+            assert data.get(i, offset).tolist() == sequence[offset:]
+            assert data.get(i, 0, offset).tolist() == sequence[:offset]
+    with pytest.raises(IndexError):
+        data.get(len(sequences))
+    if sequences:
+        with pytest.raises(IndexError):
+            data.get(0, 1, len(sequences[0]))
+
+
+def test_layout_is_megatrons(tmp_path: Path) -> None:
+    """Field by field, for a document of two sequences, an empty one and one of one sequence."""
+    with IndexedDatasetWriter(tmp_path / "a", np.int32) as writer:
+        writer.add_document([7, 8, 9], lengths=[2, 1])
+        writer.add_document([])
+        writer.add_document([5])
+        writer.finish()
+    expected = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + b"\x04"
+    expected += (3).to_bytes(8, "little") + (4).to_bytes(8, "little")
+    expected += np.array([2, 1, 1], "<i4").tobytes()
+    expected += np.array([0, 8, 12], "<i8").tobytes() + np.array([0, 2, 2, 3], "<i8").tobytes()
+    assert (tmp_path / "a.idx").read_bytes() == expected
+    assert (tmp_path / "a.bin").read_bytes() == np.array([7, 8, 9, 5], "<i4").tobytes()
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(0, 4), max_size=20))
+def test_documents_in_bulk_are_those_one_by_one(tmp_path_factory: pytest.TempPathFactory, lengths: list[int]) -> None:
+    folder = tmp_path_factory.mktemp("data")
+    tokens = np.arange(sum(lengths))
+    write(folder / "single", [part.tolist() for part in np.split(tokens, np.cumsum(lengths))[:-1]])
+    with IndexedDatasetWriter(folder / "bulk", np.uint16) as writer:
+        for part in (slice(0, 7), slice(7, None)):
+            begin = sum(lengths[: part.start])
+            some = np.array(lengths[part], dtype=np.int64)
+            writer.add_documents(tokens[begin : begin + some.sum()], some)
+        writer.finish()
+    for suffix in ("bin", "idx"):
+        assert (folder / f"bulk.{suffix}").read_bytes() == (folder / f"single.{suffix}").read_bytes()
+
+
+def test_reads_are_views_of_the_file(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[1, 2, 3], [4, 5]])
+    data = IndexedDataset(tmp_path / "a")
+    sequence = data.get(1)
+    assert not sequence.flags.owndata
+    with pytest.raises(ValueError, match="read-only"):
+        sequence[0] = 0
+
+
+def test_side_file_records_tokenizer_and_counts(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[1, 2, 3], []])
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert record == {"tokenizer": {"type": "test"}, "tokens": 3, "documents": 2}
+
+
+def test_error_leaves_the_files_that_were_there(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[1, 2, 3]])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(RuntimeError, match="in the middle"), IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_document([4])
+        raise RuntimeError("in the middle")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_leaving_without_finish_leaves_nothing(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "new" / "a", np.uint16) as writer:
+        writer.add_document([4])
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+@pytest.mark.parametrize("tokens", [[65536], [-1]])
+def test_token_that_does_not_fit_is_refused(tmp_path: Path, tokens: list[int]) -> None:
+    with (
+        IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer,
+        pytest.raises(DataError, match=f"{tokens[0]}.*do not fit uint16"),
+    ):
+        writer.add_document(tokens)
+
+
+def test_lengths_that_do_not_sum_to_the_tokens_are_refused(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "a", np.uint16) as writer, pytest.raises(DataError, match="sum to 2"):
+        writer.add_document([1, 2, 3], lengths=[1, 1])
+
+
+def test_unwritable_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file/a\.bin cannot be written"):
+        IndexedDatasetWriter(tmp_path / "file" / "a", np.uint16)
+
+
+def test_full_disk_is_named() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full on this system")
+    from megalite.data.atomic import TemporaryFile
+
+    file = TemporaryFile.__new__(TemporaryFile)
+    file.path = Path("corpus.bin")
+    file._file = open("/dev/full", "wb")  # noqa: SIM115 - closed by sync
+    file.write(b"x")
+    with pytest.raises(DataError, match=r"writing corpus\.bin failed \(No space left on device\)"):
+        file.sync()
+
+
+def patch(path: Path, offset: int, data: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset : offset + len(data)] = data
+    path.write_bytes(content)
+
+
+def u64(value: int) -> bytes:
+    return value.to_bytes(8, "little")
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "no idx": (lambda bin, idx: idx.unlink(), r"tokens\.idx does not exist"),
+    "no bin": (lambda bin, idx: bin.unlink(), r"tokens\.bin does not exist"),
+    "empty idx": (lambda bin, idx: idx.write_bytes(b""), r"tokens\.idx.*header of 34 bytes, found 0 bytes"),
+    "short header": (lambda bin, idx: idx.write_bytes(idx.read_bytes()[:20]), "header of 34 bytes, found 20 bytes"),
+    "magic": (lambda bin, idx: patch(idx, 0, b"XX"), "magic bytes .*found b'XXIDIDX"),
+    "version": (lambda bin, idx: patch(idx, 9, u64(2)), "expected version 1, found version 2"),
+    "type code": (lambda bin, idx: patch(idx, 17, b"\x09"), "type code from 1 to 8, found 9"),
+    "float tokens": (lambda bin, idx: patch(idx, 17, b"\x07"), "integer tokens, found type code 7, float32"),
+    "sequence count": (lambda bin, idx: patch(idx, 18, u64(4)), "expected 114 bytes for 4 sequences .*found 102 bytes"),
+    "huge count": (lambda bin, idx: patch(idx, 18, u64(2**60)), "expected .* bytes for"),
+    "no boundary": (lambda bin, idx: patch(idx, 26, u64(0)), "at least one document boundary, found 0"),
+    "short idx": (lambda bin, idx: idx.write_bytes(idx.read_bytes()[:-3]), "expected 102 bytes .*found 99 bytes"),
+    "long idx": (lambda bin, idx: idx.write_bytes(idx.read_bytes() + b"x"), "expected 102 bytes .*found 103 bytes"),
+    "modes": (lambda bin, idx: idx.write_bytes(idx.read_bytes() + b"\0\0\0"), "a multimodal one"),
+    "short bin": (lambda bin, idx: bin.write_bytes(bin.read_bytes()[:-2]), "expected 12 bytes .*found 10 bytes"),
+    "long bin": (lambda bin, idx: bin.write_bytes(bin.read_bytes() + b"xx"), "expected 12 bytes .*found 14 bytes"),
+    "empty bin": (lambda bin, idx: bin.write_bytes(b""), "expected 12 bytes .*found 0 bytes"),
+    "negative length": (lambda bin, idx: patch(idx, 34, np.int32(-2).tobytes()), "0 or more, found -2"),
+    "length": (lambda bin, idx: patch(idx, 34, np.int32(5).tobytes()), "last sequence that ends at byte 18, .*byte 12"),
+    "pointer": (lambda bin, idx: patch(idx, 34 + 12 + 16, u64(2)), "ends at byte 12, .*found byte 4"),
+    "last boundary": (lambda bin, idx: patch(idx, 102 - 8, u64(2)), "from 0 to 3, .*found 0 to 2"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_told_with_the_path_and_what_to_do(tmp_path: Path, damage: str) -> None:
+    assert HEADER.size == 34
+    write(tmp_path / "tokens", [[1, 2], [3, 4, 5], [6]])
+    assert (tmp_path / "tokens.idx").stat().st_size == 102
+    act, message = DAMAGES[damage]
+    act(tmp_path / "tokens.bin", tmp_path / "tokens.idx")
+    with pytest.raises(DataError, match=message) as error:
+        IndexedDataset(tmp_path / "tokens")
+    assert "preprocess_data.py" in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_token_type_is_megatrons_choice() -> None:
+    assert [token_dtype(size).name for size in (257, 65499, 65500, 128256)] == ["uint16", "uint16", "int32", "int32"]

@@ -1,0 +1,144 @@
+"""Which samples a rank loads, and the threads that load them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.data.loader import MicroBatchLoader
+from megalite.data.mock_dataset import MockDataset
+from megalite.data.sampler import micro_batch_samples
+from megalite.errors import DataError
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**12), st.integers(1, 5), st.integers(1, 5), st.integers(1, 6))
+def test_ranks_and_micro_batches_take_every_sample_once(consumed: int, micro: int, ranks: int, count: int) -> None:
+    taken = [
+        sample
+        for m in range(count)
+        for rank in range(ranks)
+        for sample in micro_batch_samples(consumed, m, micro, rank, ranks)
+    ]
+    assert taken == list(range(consumed, consumed + micro * ranks * count))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_a_step_has_the_same_samples_on_any_ranks(micro: int, ranks: int, count: int, other_micro: int) -> None:
+    batch = micro * ranks * count * other_micro
+    other = [sample for m in range(batch // other_micro) for sample in micro_batch_samples(7, m, other_micro, 0, 1)]
+    assert other == list(range(7, 7 + batch))
+
+
+def test_samples_are_megatrons() -> None:
+    """16 samples, 4 consumed, micro-batches of 2 on 2 ranks, as Megatron-LM's sampler gives them."""
+    ranks = [[list(micro_batch_samples(4, m, 2, rank, 2)) for m in range(3)] for rank in range(2)]
+    assert ranks == [[[4, 5], [8, 9], [12, 13]], [[6, 7], [10, 11], [14, 15]]]
+
+
+def loader(dataset: Any, num_workers: int = 0, **arguments: Any) -> MicroBatchLoader:
+    defaults: dict[str, Any] = {
+        "micro_batch_size": 2,
+        "data_parallel_rank": 1,
+        "data_parallel_size": 2,
+        "vocab_size": 50,
+        "eod": 49,
+    }
+    return MicroBatchLoader(dataset, num_workers=num_workers, **(defaults | arguments))
+
+
+def mock(num_samples: int = 100) -> MockDataset:
+    return MockDataset(50, 16, seed=1, num_samples=num_samples)
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_micro_batches_hold_the_samplers_samples(num_workers: int) -> None:
+    dataset = mock()
+    with loader(dataset, num_workers, reset_attention_mask=True, eod_mask_loss=True) as batches:
+        for consumed in (0, 12, 24, 12, 60):  # on, on, back, elsewhere
+            loaded = batches.micro_batches(consumed, 3)
+            assert [batch["sample_id"] for batch in loaded] == [consumed + 2, consumed + 6, consumed + 10]
+            for batch in loaded:
+                rows = [dataset[batch["sample_id"] + i] for i in range(2)]
+                assert np.array_equal(batch["tokens"], np.stack(rows)[:, :-1])
+                assert np.array_equal(batch["labels"], np.stack(rows)[:, 1:])
+                assert np.array_equal(batch["loss_mask"], batch["tokens"] != 49)
+                assert batch["document_ids"] is not None
+                assert {array.shape for array in batch.values() if isinstance(array, np.ndarray)} == {(2, 16)}
+
+
+def test_the_number_of_micro_batches_may_change() -> None:
+    with loader(mock(), num_workers=2) as threaded, loader(mock()) as direct:
+        for consumed, count in ((0, 1), (4, 3), (16, 2), (24, 5)):
+            for a, b in zip(
+                threaded.micro_batches(consumed, count), direct.micro_batches(consumed, count), strict=True
+            ):
+                assert a["sample_id"] == b["sample_id"]
+                assert np.array_equal(a["tokens"], b["tokens"])
+
+
+def test_the_next_step_is_read_ahead_and_nothing_beyond() -> None:
+    read: list[int] = []
+    arrived = threading.Event()
+
+    class Recording(MockDataset):
+        def __getitem__(self, sample: int) -> np.ndarray:
+            read.append(sample)
+            if len(read) == 4:
+                arrived.set()
+            return super().__getitem__(sample)
+
+    with loader(Recording(50, 16, 1, 100), num_workers=1, data_parallel_rank=0, data_parallel_size=1) as batches:
+        batches.micro_batches(0, 1)
+        assert arrived.wait(10)
+    assert read == [0, 1, 2, 3]
+
+
+def test_threads_start_at_the_first_use_and_end_at_close() -> None:
+    def threads() -> int:
+        return sum(thread.name.startswith("loader") for thread in threading.enumerate())
+
+    before = threads()
+    batches = loader(mock(), num_workers=2)
+    assert threads() == before
+    batches.micro_batches(0, 2)
+    assert threads() > before
+    batches.close()
+    batches.close()
+    assert threads() == before
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_while_reading_arrives_when_its_step_is_asked_for(num_workers: int) -> None:
+    class Broken(MockDataset):
+        def __getitem__(self, sample: int) -> np.ndarray:
+            if sample == 6:
+                raise DataError("sample 6 is damaged")
+            return super().__getitem__(sample)
+
+    with loader(Broken(50, 16, 1, 100), num_workers) as batches:
+        batches.micro_batches(0, 1)
+        with pytest.raises(DataError, match="sample 6 is damaged"):
+            batches.micro_batches(4, 1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_end_of_the_dataset_is_an_error_only_where_it_is_reached(num_workers: int) -> None:
+    with loader(mock(num_samples=8), num_workers) as batches:
+        batches.micro_batches(0, 2)
+        with pytest.raises(DataError, match=r"reads samples 10 to 11.* has 8"):
+            batches.micro_batches(8, 2)
+
+
+def test_tokens_beyond_the_vocabulary_are_refused() -> None:
+    with (
+        loader(mock(), vocab_size=30) as batches,
+        pytest.raises(DataError, match=r"vocabulary is 30.*another tokenizer"),
+    ):
+        batches.micro_batches(0, 3)

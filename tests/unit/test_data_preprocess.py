@@ -1,0 +1,224 @@
+"""The commands that turn text into token files, as processes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.tokenizers.bytes import ByteTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = [f"document {i}: " + "größe \u6f22 " * (i % 7) for i in range(300)] + ["", "last"]
+
+
+def run(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / tool), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def preprocess(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return run("tools/preprocess_data.py", "--tokenizer-type", "ByteTokenizer", *arguments)
+
+
+def corpus(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text, "title": text[:8]}) + "\n" for text in texts))
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_documents_are_the_lines_in_order(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "corpus.jsonl", TEXTS)
+    result = preprocess("--input", source, "--output-prefix", tmp_path / "out" / "c", "--append-eod")
+    assert result.returncode == 0, result.stderr
+    prefix = tmp_path / "out" / "c_text_document"
+    assert f"--data-path {prefix}\n" in result.stdout
+    assert "302 documents" in result.stdout
+    data = IndexedDataset(prefix)
+    tokenizer = ByteTokenizer()
+    assert [data.get(i).tolist() for i in range(len(data))] == [
+        [*tokenizer.encode(text), tokenizer.eod] for text in TEXTS if text
+    ]
+    # As in Megatron-LM, an empty text is a document without a sequence, and without an end.
+    assert len(data.document_indices) == len(TEXTS) + 1
+    assert json.loads(Path(f"{prefix}.json").read_text())["tokenizer"] == tokenizer.identity()
+
+
+def test_output_does_not_depend_on_workers_nor_on_how_the_input_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = TEXTS * 100
+    whole = corpus(tmp_path / "whole.jsonl", texts)
+    assert whole.stat().st_size > 5 * (1 << 18)  # several chunks in flight
+    first = corpus(tmp_path / "first.jsonl", texts[:7000])
+    second = corpus(tmp_path / "second.jsonl", texts[7000:])
+    packed = tmp_path / "second.jsonl.gz"
+    packed.write_bytes(gzip.compress(second.read_bytes()))
+    runs = [([whole], 1), ([whole], 3), ([first, packed], 2)]
+    for number, (inputs, workers) in enumerate(runs):
+        out = tmp_path / str(number) / "c"
+        keys = ("--json-keys", "text", "title")
+        result = preprocess("--input", *inputs, "--output-prefix", out, *keys, "--workers", workers)
+        assert result.returncode == 0, result.stderr
+    outputs = [contents(tmp_path / str(number)) for number in range(3)]
+    names = {f"c_{key}_document.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx", "json")}
+    assert set(outputs[0]) == names
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "cut', ":3: not a JSON object"),
+        (b'["text"]', ":3: a JSON list, not an object"),
+        (b'{"title": "x"}', ":3: no field 'text' (--json-keys) among 'title'"),
+        (b'{"text": 7}', ":3: the field 'text' is a int, not a text"),
+        (b'{"text": "\\ud800"}', ":3: 'utf-8' codec can't encode"),
+        (b'{"text": "\xff"}', ":3: 'utf-8' codec can't decode"),
+    ],
+)
+def test_a_line_that_is_wrong_is_named_and_nothing_is_left(
+    tmp_path: Path, workers: int, line: bytes, message: str
+) -> None:
+    source = tmp_path / "corpus.jsonl"
+    source.write_bytes(b'{"text": "good"}\n\n' + line + b'\n{"text": "good"}\n')
+    out = tmp_path / "out"
+    result = preprocess("--input", source, "--output-prefix", out / "c", "--workers", workers)
+    assert result.returncode == 64
+    assert result.stderr.startswith(f"error: {source}{message}")
+    assert len(result.stderr.splitlines()) == 1
+    assert list(out.iterdir()) == []
+
+
+def test_an_error_leaves_earlier_files(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "corpus.jsonl", TEXTS)
+    out = tmp_path / "out"
+    assert preprocess("--input", source, "--output-prefix", out / "c").returncode == 0
+    before = contents(out)
+    source.write_text("{")
+    assert preprocess("--input", source, "--output-prefix", out / "c").returncode == 64
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.jsonl", None, "missing.jsonl cannot be read (No such file or directory)"),
+        ("empty.jsonl", b"\n", "there is not one document"),
+        ("plain.jsonl.gz", b"{}", "plain.jsonl.gz cannot be read (Not a gzipped file"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:40], "cut.jsonl.gz cannot be read"),
+    ],
+)
+def test_an_input_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    result = preprocess("--input", tmp_path / name, "--output-prefix", tmp_path / "out" / "c")
+    assert result.returncode == 64
+    assert message in result.stderr
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interruption_leaves_nothing(tmp_path: Path, number: signal.Signals, workers: int) -> None:
+    """The input is a pipe that stays open, so that the command is in the middle when the signal comes."""
+    pipe, out = tmp_path / "corpus.jsonl", tmp_path / "out"
+    os.mkfifo(pipe)
+    arguments = ["--tokenizer-type", "ByteTokenizer", "--input", pipe, "--output-prefix", out / "c"]
+    command = [sys.executable, str(ROOT / "tools/preprocess_data.py"), *map(str, arguments), "--workers", str(workers)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+    with pipe.open("wb") as source:
+        source.write(b'{"text": "a line to begin with"}\n' * 50_000)
+        source.flush()
+        assert list(out.glob("*.tmp"))
+        # Ctrl-C reaches the whole group; a scheduler's SIGTERM the main process.
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    # The pipe is closed by now: a read that the signal came just before would wait for more.
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert b"Traceback" not in stderr
+    assert list(out.iterdir()) == []
+
+
+def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    pipe = tmp_path / "corpus.jsonl"
+    os.mkfifo(pipe)
+    arguments = ["--tokenizer-type", "ByteTokenizer", "--input", pipe, "--output-prefix", tmp_path / "c"]
+    command = [sys.executable, str(ROOT / "tools/preprocess_data.py"), *map(str, arguments), "--workers", "2"]
+    process = subprocess.Popen(command, start_new_session=True)
+    with pipe.open("wb") as source:
+        source.write(b'{"text": "a line to begin with"}\n' * 50_000)
+        source.flush()
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 30
+        while group_is_alive(process.pid):
+            assert time.monotonic() < deadline, "workers are still running"
+            time.sleep(0.05)
+
+
+def group_is_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("tool", ["tools/preprocess_data.py", "tools/train_tokenizer.py"])
+def test_a_misspelt_flag_is_refused_with_the_right_one(tool: str) -> None:
+    result = run(tool, "--inptu", "x", "--output_prefix=y")
+    assert result.returncode == 64
+    assert result.stderr == "error: there is no flag --inptu: did you mean --input?\n"
+    missing = run(tool, "--input", "x")
+    assert missing.returncode == 64
+    assert "--output-prefix" in missing.stderr
+    help_text = run(tool, "--help")
+    assert help_text.returncode == 0
+    assert "--json-keys" in help_text.stdout
+
+
+def test_the_standard_library_makes_a_tokenizer_and_a_dataset(tmp_path: Path) -> None:
+    """The first steps of `make train`, as they are run there."""
+    lines, tokenizer, prefix = tmp_path / "corpus.jsonl", tmp_path / "tokenizer", tmp_path / "data"
+    tokenizer_flags = ("--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", f"{tokenizer}.model")
+    output_flags = ("--output-prefix", prefix, "--append-eod", "--workers", 2)
+    for arguments in (
+        ("examples/standard_library_corpus.py", "--output", lines),
+        ("tools/train_tokenizer.py", "--input", lines, "--vocab-size", 1000, "--output-prefix", tokenizer),
+        ("tools/preprocess_data.py", "--input", lines, *output_flags, *tokenizer_flags),
+    ):
+        result = run(*arguments)
+        assert result.returncode == 0, result.stderr
+    assert lines.stat().st_size > 3_000_000
+    records = [json.loads(line) for line in lines.read_text().splitlines()]
+    paths = [record["path"] for record in records]
+    assert paths == sorted(paths, key=Path)
+    assert "json/decoder.py" in paths
+    assert not any("test" in Path(path).parts or "site-packages" in path for path in paths)
+    data = IndexedDataset(f"{prefix}_text_document")
+    assert len(data) == len(records)
+    assert np.all([data.get(i)[-1] == 2 for i in range(len(data))])
+
+
+def test_data_and_its_tools_need_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import megalite.data.datasets, megalite.data.loader\n"
+        "import megalite.data.preprocess, megalite.data.tokenizer_training"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
