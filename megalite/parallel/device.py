@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 
@@ -35,6 +36,16 @@ def default_generator(device: torch.device) -> torch.Generator:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def make_deterministic(enabled: bool) -> None:
+    """Have torch use, or not insist on, operations that give the same bits every time; to be called before the first.
+
+    On the CPU they always do, at a fixed number of threads.
+    """
+    if enabled:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be reproducible
+    torch.use_deterministic_algorithms(enabled)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

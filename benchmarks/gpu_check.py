@@ -1,0 +1,114 @@
+"""What only a GPU can show: that it trains the same model as the CPU, on every layout, and how fast.
+
+    benchmarks/gpu_check.sh
+
+In float64 the losses and gradient norms of ten steps on the GPUs equal the CPU's; in bf16 a model of about 1.3 billion
+parameters is timed. Prints a table, writes it as JSON under benchmarks/results/, and fails where numbers differ.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+TOLERANCE = 1e-9  # relative; ten steps of float64 sums in another order
+FAMILIES = {
+    "gpt2": "--max-position-embeddings 64",
+    "llama": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --qk-layernorm",
+}
+COMMON = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 1e-3 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 "
+    "--eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --fp64"
+)
+SPEED = (
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5504 --seq-length 2048 "
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --micro-batch-size 8 --lr 1e-4 --train-iters 20 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 50000 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --bf16 "
+    "--log-interval 5 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+)
+
+
+def train(flags: str, processes: int, *, gpu: bool) -> list[dict[str, float]]:
+    """Run the program; returns its metrics by step."""
+    with tempfile.TemporaryDirectory() as directory:
+        metrics = Path(directory) / "metrics.jsonl"
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [sys.executable, *launcher, "pretrain_gpt.py", *flags.split(), "--metrics-path", str(metrics)]
+        environment = os.environ | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
+        subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL if not gpu else None)
+        return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def layouts(gpus: int) -> list[tuple[str, str]]:
+    """Flags of the layouts that so many GPUs allow."""
+    found = [("1 GPU", "")] if gpus == 1 else [(f"DP {gpus}", ""), (f"DP {gpus} ZeRO 1", "--use-distributed-optimizer")]
+    if gpus % 2 == 0:
+        found += [("TP 2", "--tp 2"), ("TP 2 SP", "--tp 2 --sequence-parallel --use-distributed-optimizer")]
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    return [*found, ("full recompute", recompute), ("deterministic", "--deterministic-mode")]
+
+
+def compare() -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    gpus = min(torch.cuda.device_count(), 4)
+    for family, flags in FAMILIES.items():
+        expected = train(f"{COMMON} {flags}", 1, gpu=False)
+        for name, layout in layouts(gpus):
+            found = train(f"{COMMON} {flags} {layout}", gpus, gpu=True)
+            worst = max(
+                abs(ours[key] - theirs[key]) / abs(theirs[key])
+                for ours, theirs in zip(found, expected, strict=True)
+                for key in ("lm_loss", "grad_norm")
+            )
+            rows.append({"family": family, "layout": name, "largest relative difference": worst})
+            print(f"{family:6} {name:16} largest relative difference from the CPU {worst:.1e}", flush=True)
+    return rows
+
+
+def time_training() -> dict[str, object]:
+    gpus = torch.cuda.device_count()
+    steps = train(f"{SPEED} --global-batch-size {16 * gpus}", gpus, gpu=True)[10:]
+    middle = sorted(steps, key=lambda step: step["iteration_time_s"])[len(steps) // 2]
+    return {
+        key: middle[key]
+        for key in ("tokens_per_second_per_device", "model_tflops_per_device", "mfu", "peak_memory_bytes", "lm_loss")
+    }
+
+
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing was checked")
+        return 1
+    rows = compare()
+    speed = time_training()
+    result = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
+        "torch": torch.__version__,
+        "command": "benchmarks/gpu_check.sh",
+        "equality": rows,
+        "bf16 1.3B training, median of steps 11 to 20": speed,
+    }
+    text = json.dumps(result, indent=1)
+    print(text)
+    target = ROOT / "benchmarks" / "results" / f"gpu_check_{result['date']}.json"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(text + "\n")
+    differences = [float(str(row["largest relative difference"])) for row in rows]
+    return 0 if max(differences) <= TOLERANCE and math.isfinite(float(str(speed["lm_loss"]))) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# One command for a machine with GPUs: the numbers are the CPU's on every layout, and this is how fast it is.
+# Results go to benchmarks/results/. Needs megalite installed, or PYTHONPATH=.:kernels with its dependencies.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+exec python3 benchmarks/gpu_check.py "$@"
