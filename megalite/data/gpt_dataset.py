@@ -77,8 +77,6 @@ def build_sample_index(lengths: np.ndarray, samples: int, sequence_length: int) 
     ends = np.cumsum(lengths, dtype=np.int64)
     starts = np.arange(samples + 1, dtype=np.int64) * sequence_length
     documents = np.searchsorted(ends, starts, side="right")
-    # Megatron starts at the first document even if it is empty; the tokens are the same.
-    documents[0] = 0
     offsets = starts - (ends[documents] - lengths[documents])
     largest = max(len(lengths), int(lengths.max()))
     return np.stack([documents, offsets], axis=1).astype(np.int32 if largest <= INT32_MAX else np.int64)

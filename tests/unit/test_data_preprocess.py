@@ -78,6 +78,21 @@ def test_output_does_not_depend_on_workers_nor_on_how_the_input_is_cut(
     assert outputs[0] == outputs[1] == outputs[2]
 
 
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "corpus.jsonl", TEXTS)
+    arguments = ("--input", source, "--output-prefix", tmp_path / "c", "--log-interval", 100)
+    lines = preprocess(*arguments)
+    assert lines.stderr.startswith("302 documents, ")
+    assert "\x1b" not in lines.stderr
+    terminal, stderr = os.openpty()
+    command = [sys.executable, str(ROOT / "tools/preprocess_data.py"), "--tokenizer-type", "ByteTokenizer"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
+    subprocess.run([*command, *map(str, arguments)], stderr=stderr, env=environment, check=True, timeout=120)
+    shown = os.read(terminal, 1 << 16).decode()
+    assert "302 documents, " in shown
+    assert "\x1b[" in shown
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     ("line", "message"),
