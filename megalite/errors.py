@@ -30,6 +30,12 @@ class DataError(MegaliteError):
     exit_code = EXIT_CONFIGURATION
 
 
+class CommunicationError(MegaliteError):
+    """Another rank has gone or cannot be reached. Started again, the run continues from its last checkpoint."""
+
+    exit_code = EXIT_RESUMABLE
+
+
 class CheckpointError(MegaliteError):
     """A checkpoint cannot be written, or cannot be loaded into this run."""
 

@@ -14,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.errors import CommunicationError
 from megalite.parallel.mesh import Group
+
+_LOST = (
+    "a collective failed: another rank has ended (its own message says why, or the system's log where it ran out of "
+    "memory) or does not answer. The last checkpoint is as it was; --resume auto continues from it. The backend says: "
+)
 
 # torch 2.13 renamed these two and warns at the old names.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,8 +35,12 @@ class Pending:
     finish: Callable[[], Tensor]
 
     def wait(self) -> Tensor:
+        """The result. Raises CommunicationError where a rank of the group has gone or does not answer."""
         if self.work is not None:
-            self.work.wait()
+            try:
+                self.work.wait()
+            except RuntimeError as error:
+                raise CommunicationError(_LOST + str(error).splitlines()[0]) from error
         return self.finish()
 
 

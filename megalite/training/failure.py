@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.errors import EXIT_INTERNAL, EXIT_RESUMABLE, MegaliteError
+from megalite.training.signals import STOP_SIGNALS, ignore_stop_signals, interrupt_on_stop_signals
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -33,8 +34,10 @@ def run_main(main: Callable[[], int]) -> NoReturn:
 
     A MegaliteError is for the person at the screen: its message alone. Anything else is a defect: a traceback.
     """
+    interrupt_on_stop_signals()
     try:
         code = main()
+        ignore_stop_signals()
     except SystemExit:
         raise  # has said what there is to say, like --help
     except BaseException as error:
@@ -54,7 +57,7 @@ def _describe(error: BaseException) -> tuple[str, int]:
 
 def _fail(message: str, code: int) -> NoReturn:
     # From here on a launcher may end this process at once.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     store = _default_store()

@@ -15,6 +15,7 @@ from megalite.errors import ConfigurationError
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.place import Place
+from megalite.training.signals import default_signals
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -37,8 +38,9 @@ def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMe
     if place.world_size > 1:
         backend = parallel.distributed_backend or device.default_backend(where)
         timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
-        store, rank, world_size = next(rendezvous("env://"))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        with default_signals():  # torch waits for the other ranks where no handler of Python's would run
+            store, rank, world_size = next(rendezvous("env://"))
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         _compare(description, store, mesh)
     return mesh
 

@@ -20,26 +20,35 @@ from megalite.training.trainer import Trainer
 def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Place) -> int:
     """Build, resume, train and save; the same on every rank. Returns the exit code."""
     mesh = join(config.parallel, place, dump(config))
-    trainer = Trainer(config, data, mesh)
     start = checkpoint_to_load(config, mesh)
-    if start is not None:
-        trainer.load(start)
+    iteration = 0 if start is None else checkpoint.read_manifest(start).training.iteration
     with Display(
-        train_iterations(config),
-        config.logging.log_interval,
-        start_iteration=trainer.iteration,
-        enabled=mesh.rank == 0,
+        train_iterations(config), config.logging.log_interval, start_iteration=iteration, enabled=mesh.rank == 0
     ) as display:
         for note in notes:
             display.message(note)
-        display.summary("megalite", trainer.summary() | {"start": _describe_start(config, start)})
-        if trainer.directory is not None and mesh.rank == 0:
-            _record_run(trainer.directory, config)
-        code = trainer.train(display)
-        if code == EXIT_FINISHED and trainer.directory is not None and mesh.rank == 0:
-            write_atomically(trainer.directory / "DONE", f"{trainer.iteration}\n".encode())
-            display.message(f"finished after step {trainer.iteration}; everything is in {trainer.directory}")
+        if iteration < train_iterations(config):
+            code = _train(config, data, mesh, start, display)
+        else:
+            code = EXIT_FINISHED
+            display.message(f"finished already: {start} is after step {iteration}. A longer --train-iters goes on")
+        if code == EXIT_FINISHED and config.checkpoint.save is not None and mesh.rank == 0:
+            write_atomically(Path(config.checkpoint.save) / "DONE", f"{train_iterations(config)}\n".encode())
+            display.message(f"everything is in {config.checkpoint.save}")
     leave(mesh)
+    return code
+
+
+def _train(config: RunConfig, data: RunData, mesh: ParallelMesh, start: Path | None, display: Display) -> int:
+    trainer = Trainer(config, data, mesh)
+    if start is not None:
+        trainer.load(start)
+    display.summary("megalite", trainer.summary() | {"start": _describe_start(config, start)})
+    if trainer.directory is not None and mesh.rank == 0:
+        _record_run(trainer.directory, config)
+    code = trainer.train(display)
+    if code == EXIT_FINISHED:
+        display.message(f"finished after step {trainer.iteration}")
     return code
 
 

@@ -6,17 +6,20 @@ Each rank sees its own signals and its own clock; the trainer makes the ranks ag
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class StopRequest:
-    """While entered, the stop signals only set a flag; the handlers from before come back on leaving.
+    """While entered, the stop signals only set a flag. Enter it on the main thread.
 
     A launcher repeats signals (Ctrl-C reaches a rank from the terminal and again through torchrun, which kills it only
-    after 30 s), so the second one means no more than the first. Enter it on the main thread.
+    after 30 s), so the second one means no more than the first: it is ignored even after leaving, while the process
+    ends. If none came, leaving brings back the handlers from before.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
@@ -32,7 +35,7 @@ class StopRequest:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if self._received else handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = self._received or number
@@ -40,6 +43,33 @@ class StopRequest:
     def local_request(self) -> int:
         """The number of the first stop signal that this rank received, 0 if none: a value to take the maximum of."""
         return self._received
+
+
+def interrupt_on_stop_signals() -> None:
+    """Until a `StopRequest` is entered there is nothing to save: the stop signals end the process as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, interrupt)
+
+
+@contextmanager
+def default_signals() -> Iterator[None]:
+    """While entered, a stop signal ends the process at once."""
+    previous = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def ignore_stop_signals() -> None:
+    """For a program that is ending anyway."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def deadline_passed(elapsed_seconds: float, exit_duration_in_mins: float | None) -> bool:

@@ -46,7 +46,7 @@ class Trainer:
         self.config, self.data, self.mesh = config, data, mesh
         self.model_config = replace(config.model, vocab_size=data.tokenizer.vocab_size)
         self.dtype = model_dtype(config)
-        torch.use_deterministic_algorithms(config.training.deterministic_mode)
+        device.make_deterministic(config.training.deterministic_mode)
         self.network = make_model(config, self.model_config, mesh)
         self.optimizer = make_optimizer(config, self.network, mesh)
         self.batch_size = global_batch_size(config)
@@ -119,7 +119,8 @@ class Trainer:
                     display.validation(validation)
                 if self._stops_now(stop):
                     self.save(display)
-                    display.message(f"stopped after step {self.iteration}; --resume auto continues from there")
+                    saved = "nothing is saved without --save" if self.directory is None else "--resume auto continues"
+                    display.message(f"stopped after step {self.iteration}; {saved}")
                     return EXIT_RESUMABLE
                 if self._saves_now():
                     self.save(display)

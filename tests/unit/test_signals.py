@@ -35,6 +35,19 @@ def test_the_handlers_from_before_come_back() -> None:
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
+def test_signals_after_a_stop_are_ignored_while_the_process_ends() -> None:
+    program = """
+import os, signal, sys
+from megalite.training.signals import STOP_SIGNALS, StopRequest
+with StopRequest():
+    os.kill(os.getpid(), signal.SIGTERM)
+for number in STOP_SIGNALS:
+    os.kill(os.getpid(), number)
+sys.exit(85)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 85
+
+
 def test_a_process_that_is_waiting_finishes_its_step_before_it_stops() -> None:
     program = """
 import sys, time

@@ -1,0 +1,139 @@
+"""Runs of the program on forked ranks, and what they leave behind, read without the program's own readers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from tests.harness.close import assert_bits_equal
+from tests.harness.job import Job
+
+ROOT = Path(__file__).resolve().parents[2]
+PRETRAIN = ROOT / "pretrain_gpt.py"
+GENERATE = ROOT / "tools" / "generate.py"
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Flags, written as in a shell."""
+    return tuple(shlex.split(text))
+
+
+MOCK = words("--mock-data --tokenizer-type NullTokenizer --vocab-size 60")
+SIZES = words("--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 32")
+COURSE = words("--micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --eval-iters 0 --log-interval 1")
+NO_DROPOUT = words("--hidden-dropout 0 --attention-dropout 0")
+GPT2 = (*SIZES, *COURSE)
+LLAMA = (
+    *GPT2,
+    *words("--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"),
+    *words("--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"),
+)
+FAMILIES: Mapping[str, tuple[str, ...]] = {"gpt2": GPT2, "llama": LLAMA}
+
+_OF_THE_MACHINE = ("time", "per_second", "tflops", "mfu", "memory")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that has ended."""
+
+    codes: list[int]
+    stdout: str
+    """Rank 0's; the others are silent (`run` asserts it)."""
+    stderr: str
+    """All ranks' together."""
+
+
+Run = Callable[..., Ended]
+"""`run("--flag", value, ..., world_size=1, expected=0)` trains and asserts that each rank ends with `expected`."""
+Start = Callable[..., Job]
+
+
+def ended(job: Job, expected: int | None = 0, timeout: float = 60.0) -> Ended:
+    """Waits for the job; asserts each rank's exit code, silence of all but rank 0, and complaints with errors only."""
+    codes = job.wait(timeout)
+    stderr = "".join(job.stderr(rank) for rank in range(job.world_size))
+    if expected is not None:
+        assert codes == [expected] * job.world_size, f"{codes}\n{job.stdout(0)}\n{stderr}"
+        if expected in (0, 85):
+            assert stderr == ""
+    assert all(job.stdout(rank) == "" for rank in range(1, job.world_size))
+    return Ended(codes, job.stdout(0), stderr)
+
+
+# ---------------------------------------------------------------------------------------------------- what runs leave
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what the machine's speed decides."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not any(part in k for part in _OF_THE_MACHINE)} for line in lines]
+
+
+def iterations(directory: Path) -> list[int]:
+    """Of the training steps in metrics.jsonl, in the order of the lines."""
+    return [line["iteration"] for line in metrics(directory) if "lm_loss" in line]
+
+
+def losses(directory: Path) -> list[float]:
+    """Of the training steps."""
+    return [line["lm_loss"] for line in metrics(directory) if "lm_loss" in line]
+
+
+def latest_iteration(directory: Path) -> int:
+    """By the tracker file."""
+    return int((directory / "latest_checkpointed_iteration.txt").read_text())
+
+
+def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The global tensors of a checkpoint by name, put together from its boxes; asserts that they are complete."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    tensors = {}
+    for name, entry in manifest["tensors"].items():
+        whole = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+        seen = torch.zeros(entry["shape"], dtype=torch.int32)
+        for box in entry["boxes"]:
+            place = tuple(slice(o, o + s) for o, s in zip(box["offset"], box["size"], strict=True))
+            with safe_open(checkpoint / box["file"], "pt") as file:
+                whole[place] = file.get_tensor(f"{name}@{','.join(map(str, box['offset']))}")
+            seen[place] += 1
+        assert bool((seen == 1).all()), f"{name} in {checkpoint}"
+        tensors[name] = whole
+    return tensors
+
+
+def assert_same_checkpoint(actual: Path, expected: Path) -> None:
+    """Asserts the same tensors, bit for bit, and the same place in the run."""
+    ours, theirs = saved_tensors(actual), saved_tensors(expected)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert_bits_equal(ours[name], tensor, name)
+    states = [json.loads((path / "manifest.json").read_text())["training"] for path in (actual, expected)]
+    assert states[0] == states[1]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file below a folder, to see that nothing has changed."""
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+# ---------------------------------------------------------------------------------------------------- commands
+
+
+def command_environment(**more: str) -> dict[str, str]:
+    """For real subprocesses: `python` and `torchrun` are this interpreter's, and find megalite in the checkout."""
+    return os.environ | {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }

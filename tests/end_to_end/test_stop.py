@@ -1,0 +1,172 @@
+"""However a run ends, what is on disk is whole, and the next start goes on from it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.training.signals import STOP_SIGNALS
+from tests.end_to_end.runs import (
+    GPT2,
+    LLAMA,
+    Run,
+    Start,
+    assert_same_checkpoint,
+    contents,
+    ended,
+    iterations,
+    latest_iteration,
+    metrics,
+    saved_tensors,
+)
+from tests.harness.job import Job
+
+# The order of mock data and a constant learning rate do not depend on the length of the run.
+ENDLESS = [*GPT2, "--lr-decay-style", "constant", "--tp", 2, "--sequence-parallel"]
+
+
+def wait_for_step(job: Any, step: int) -> None:
+    job.wait_for_output(0, f"step {step:5}/10000")
+
+
+def assert_unbroken(directory: Path, run: Run, whole: Path) -> None:
+    """Goes on for two steps, and compares with a run that was never stopped."""
+    last = latest_iteration(directory) + 2
+    run(*ENDLESS, "--train-iters", last, "--save", directory, "--resume", "auto", world_size=2)
+    run(*ENDLESS, "--train-iters", last, "--save", whole, world_size=2)
+    assert_same_checkpoint(directory / f"iter_{last:07d}", whole / f"iter_{last:07d}")
+    assert metrics(directory) == metrics(whole)
+    assert iterations(directory) == list(range(1, last + 1))
+
+
+@pytest.mark.parametrize(
+    ("number", "rank", "times"),
+    [
+        (signal.SIGTERM, None, 1),
+        (signal.SIGINT, 1, 1),
+        (signal.SIGUSR1, 0, 50),
+        (signal.SIGINT, None, 50),  # from the terminal and again through the launcher
+    ],
+    ids=str,
+)
+def test_a_signal_saves_and_ends_and_the_run_goes_on(
+    number: signal.Signals, rank: int | None, times: int, start: Start, run: Run, tmp_path: Path
+) -> None:
+    directory = tmp_path / "broken"
+    job = start(*ENDLESS, "--train-iters", 10000, "--save", directory, world_size=2)
+    wait_for_step(job, 2)
+    for _ in range(times):
+        job.kill_all(number) if rank is None else job.kill(rank, number)
+        time.sleep(0.01)
+    assert "stopped after step" in ended(job, expected=85).stdout
+    assert latest_iteration(directory) == iterations(directory)[-1]
+    assert not (directory / "DONE").exists()
+    assert_unbroken(directory, run, tmp_path / "whole")
+
+
+def test_a_killed_rank_leaves_the_last_checkpoint(start: Start, run: Run, tmp_path: Path) -> None:
+    directory = tmp_path / "broken"
+    generator = random.Random(0)
+    for attempt in range(4):
+        flags = [*ENDLESS, "--train-iters", 10000, "--save", directory, "--save-interval", 1, "--resume", "auto"]
+        job = start(*flags, world_size=2)
+        before = latest_iteration(directory) if attempt else 0
+        wait_for_step(job, before + 2)
+        time.sleep(0.1 * generator.random())
+        killed = attempt % 2
+        job.kill(killed)
+        codes = job.wait()
+        assert codes[killed] == -signal.SIGKILL
+        assert codes[1 - killed] == 85
+        errors = job.stderr(1 - killed)
+        assert errors.count("error") - errors.count("Read error") >= 1
+        assert "another rank has ended" in errors
+        assert "Traceback" not in errors
+        last = latest_iteration(directory)
+        assert last > before
+        saved_tensors(directory / f"iter_{last:07d}")
+    assert_unbroken(directory, run, tmp_path / "whole")
+    assert not list(directory.glob("iter_*.*"))  # nothing half written is left behind by the next save
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=str)
+def test_a_rank_that_waits_for_the_others_can_be_ended(number: signal.Signals, start: Start) -> None:
+    job = start(*ENDLESS, "--train-iters", 10, world_size=2)
+    job.kill(1)  # before it has come to the rendezvous, most of the time
+    time.sleep(1.0)
+    job.kill(0, number)
+    assert job.wait(timeout=30)[0] in (-number, 85)
+    assert "Traceback" not in job.stderr(0)
+
+
+def test_a_signal_while_the_program_starts_interrupts_it(spawn: Callable[..., Job], tmp_path: Path) -> None:
+    entry = tmp_path / "entry.py"  # a program that is at its start for long
+    entry.write_text(
+        "import time\nfrom megalite.training.failure import run_main\n"
+        "run_main(lambda: print('starting') or time.sleep(60))"
+    )
+    for number in STOP_SIGNALS:
+        job = spawn([entry], 1)
+        job.wait_for_output(0, "starting")
+        job.kill(0, number)
+        assert job.wait() == [85]
+        assert job.stderr(0) == "error: interrupted\n"
+
+
+def test_the_exit_interval_counts_on_over_starts(run: Run, tmp_path: Path) -> None:
+    flags = [*LLAMA, "--train-iters", 5, "--exit-interval", 2, "--save", tmp_path, "--resume", "auto"]
+    for last, code in ((2, 85), (4, 85), (5, 0)):
+        run(*flags, expected=code)
+        assert latest_iteration(tmp_path) == last
+        assert (tmp_path / "DONE").exists() == (code == 0)
+    assert iterations(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_the_exit_duration_ends_the_run_on_all_ranks(run: Run, tmp_path: Path) -> None:
+    flags = [*GPT2, "--train-iters", 100000, "--save", tmp_path, "--exit-duration-in-mins", 0.001]
+    run(*flags, world_size=2, expected=85)
+    assert 1 <= latest_iteration(tmp_path) == iterations(tmp_path)[-1] < 1000
+
+
+def test_without_save_a_stop_does_not_promise_to_continue(run: Run) -> None:
+    out = run(*GPT2, "--train-iters", 9, "--exit-interval", 2, expected=85).stdout
+    assert "stopped after step 2" in out
+    assert "nothing is saved without --save" in out
+    assert "--resume" not in out
+
+
+def test_a_finished_run_is_done_at_once_and_goes_on_with_more_steps(run: Run, tmp_path: Path) -> None:
+    flags = [*GPT2, "--lr-decay-style", "constant", "--save", tmp_path / "s", "--resume", "auto"]
+    run(*flags, "--train-iters", 2)
+    assert (tmp_path / "s" / "DONE").read_text() == "2\n"
+    before = contents(tmp_path / "s")
+    out = run(*flags, "--train-iters", 2, world_size=2).stdout
+    assert "already" in out
+    assert "step 2/2" not in out
+    assert contents(tmp_path / "s") == before
+    run(*flags, "--train-iters", 3)
+    assert iterations(tmp_path / "s") == [1, 2, 3]
+    assert (tmp_path / "s" / "DONE").read_text() == "3\n"
+    run(*GPT2, "--lr-decay-style", "constant", "--train-iters", 3, "--save", tmp_path / "whole")
+    assert_same_checkpoint(tmp_path / "s" / "iter_0000003", tmp_path / "whole" / "iter_0000003")
+
+
+def test_a_new_run_in_a_used_folder_is_refused(run: Run, tmp_path: Path) -> None:
+    run(*GPT2, "--train-iters", 2, "--save", tmp_path / "s")
+    before = contents(tmp_path / "s")
+    error = run(*GPT2, "--train-iters", 1, "--save", tmp_path / "s", world_size=2, expected=64).stderr
+    assert error.count("error: ") == 1
+    assert "--resume auto" in error
+    assert contents(tmp_path / "s") == before
+
+
+def test_a_run_without_a_folder_leaves_no_file(run: Run, tmp_path: Path) -> None:
+    run(*GPT2, "--train-iters", 1, "--metrics-path", tmp_path / "m" / "metrics.jsonl")
+    assert iterations(tmp_path / "m") == [1]
+    assert not list(tmp_path.rglob("*iter*"))
