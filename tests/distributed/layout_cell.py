@@ -1,0 +1,204 @@
+"""A cell of the layout matrix: what is trained, on which layout, over which samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.config.model import ModelConfig
+from megalite.config.optimizer import OptimizerConfig
+from megalite.model.recompute import Recompute
+from tests.harness.covering_array import Row
+from tests.oracle import Oracle
+
+SEQUENCE = 12
+LAYERS = 4
+HIDDEN = 16
+
+KEY_VALUES = {"mha": (4, 4), "gqa": (8, 4), "few": (8, 2), "mqa": (4, 1), "uneven6": (6, 3), "uneven12": (12, 3)}
+"""(heads, key-value groups): one group a head; several groups a rank; fewer groups than 4 ranks; one group; groups
+whose heads lie on two ranks."""
+VOCABULARIES = {"even": (32, 8), "odd": (29, 4), "empty": (15, 16)}
+"""(tokens, make_vocab_size_divisible_by): no padding; some; ranks past the first hold nothing but padding."""
+RECOMPUTE = {
+    "none": Recompute(),
+    "selective": Recompute(attention=True),
+    "uniform": Recompute(method="uniform", layers=3),
+    "block": Recompute(method="block", layers=2),
+}
+LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
+    "tp": (1, 2, 4),
+    "sequence_parallel": (False, True),
+    "dp": (1, 2, 3, 4, 8),
+    "zero": (0, 1),
+    "overlap": ("none", "reduce", "reduce and gather"),
+    "recompute": tuple(RECOMPUTE),
+    "micro_batch_size": (1, 2),
+}
+"""What must not change the training."""
+MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
+    "family": ("gpt2", "llama"),
+    "key_values": tuple(KEY_VALUES),
+    "qk_layernorm": (False, True),
+    "tied": (True, False),
+    "vocabulary": tuple(VOCABULARIES),
+    "documents": (False, True),
+    "loss_mask": ("ones", "random"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run; the fields are the factors of the matrix."""
+
+    # the model
+    family: str = "gpt2"  # or llama
+    key_values: str = "mha"
+    qk_layernorm: bool = False
+    tied: bool = True
+    vocabulary: str = "even"
+    # the layout
+    tp: int = 1
+    sequence_parallel: bool = False
+    dp: int = 1
+    zero: int = 0
+    overlap: str = "none"
+    recompute: str = "none"
+    micro_batch_size: int = 1
+    # the data
+    samples: int = 4  # a step, over all ranks
+    documents: bool = False
+    loss_mask: str = "ones"  # random: whole samples masked, too; nothing: no token counts
+    # the training
+    optimizer: str = "sgd"
+    steps: int = 1
+    first_step: int = 0
+    clip_grad: float = 0.0
+    dropout: float = 0.0  # hidden and attention
+    attention_dropout: float | None = None  # where it differs from hidden
+    dtype: str = "float64"
+    infinity_on: int | None = None  # the rank on which step 0 meets an infinite gradient
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.dp
+
+    @property
+    def step_numbers(self) -> range:
+        return range(self.first_step, self.first_step + self.steps)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def alone(self) -> Cell:
+        """The same training on one process, in the plainest way: the same for all cells that must agree."""
+        plain = {name: getattr(Cell, name) for name in LAYOUT_FACTORS}
+        return replace(self, **plain, infinity_on=None)
+
+    def __str__(self) -> str:
+        """The factors that are not the plainest."""
+        changed = {name: value for name, value in vars(self).items() if value != getattr(Cell, name)}
+        return ", ".join(f"{name}={value}" for name, value in changed.items())
+
+
+def valid(row: Row) -> bool:
+    """Whether a row, perhaps incomplete, of the matrix's factors can be run, in worlds of at most 8.
+
+    What `validate` refuses, and no more.
+    """
+    if row["tp"] * row["dp"] > 8:
+        return False
+    if row["sequence_parallel"] and row["tp"] == 1:
+        return False
+    if row["overlap"] == "reduce and gather" and row["zero"] != 1:
+        return False
+    if KEY_VALUES[row["key_values"]][0] % row["tp"]:
+        return False
+    return samples(row["dp"]) % (row["dp"] * row["micro_batch_size"]) == 0
+
+
+def samples(dp: int) -> int:
+    """Samples a step: 4, or what so many ranks can share."""
+    return {3: 6, 8: 8}.get(dp, 4)
+
+
+def make_cell(row: Row, **rest: Any) -> Cell:
+    return Cell(**{"samples": samples(row["dp"])} | row | rest)
+
+
+def model_config(cell: Cell) -> ModelConfig:
+    heads, groups = KEY_VALUES[cell.key_values]
+    vocabulary, divisor = VOCABULARIES[cell.vocabulary]
+    llama = cell.family == "llama"
+    return ModelConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=heads,
+        kv_channels=4,
+        ffn_hidden_size=24,
+        group_query_attention=groups < heads,
+        num_query_groups=groups if groups < heads else 1,
+        max_position_embeddings=SEQUENCE + 1,
+        position_embedding_type="rope" if llama else "learned_absolute",
+        normalization="RMSNorm" if llama else "LayerNorm",
+        qk_layernorm=cell.qk_layernorm,
+        swiglu=llama,
+        add_bias_linear=not llama,
+        untie_embeddings_and_output_weights=not cell.tied,
+        vocab_size=vocabulary,
+        make_vocab_size_divisible_by=divisor,
+        init_method_std=0.2,
+        hidden_dropout=cell.dropout,
+        attention_dropout=cell.dropout if cell.attention_dropout is None else cell.attention_dropout,
+    )
+
+
+def optimizer_config(cell: Cell) -> OptimizerConfig:
+    # The epsilon is large enough that a gradient which is zero but for rounding (a key's bias) stays nearly that.
+    return OptimizerConfig(
+        lr=0.0, optimizer=cell.optimizer, weight_decay=0.1, clip_grad=cell.clip_grad, adam_eps=1e-6, sgd_momentum=0.9
+    )  # type: ignore[arg-type]
+
+
+def learning_rate(cell: Cell, step: int) -> float:
+    return (0.02 if cell.optimizer == "adam" else 0.1) * (1 + step % 3)
+
+
+def oracle(cell: Cell) -> Oracle:
+    if cell.family == "gpt2":
+        return Oracle()
+    return Oracle(normalization="RMSNorm", activation="swiglu", position_embedding_type="rope")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of a step over all ranks, each field [samples, sequence]."""
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    document_ids: Tensor | None
+    loss_mask: Tensor
+
+
+def batch(cell: Cell, step: int) -> Batch:
+    """A pure function of the cell's data and model, not of its layout."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (cell.samples, SEQUENCE)
+    text = torch.randint(VOCABULARIES[cell.vocabulary][0], (cell.samples, SEQUENCE + 1), generator=generator)
+    ends = torch.rand(shape, generator=generator) < 0.25
+    keep = torch.rand(shape, generator=generator) < 0.6
+    positions = torch.arange(SEQUENCE).expand(shape)
+    document_ids = None
+    if cell.documents:
+        document_ids = ends.long().cumsum(1) - ends.long()  # a document's last token belongs to it
+        starts = torch.cat([torch.ones(cell.samples, 1, dtype=torch.bool), ends[:, :-1]], dim=1)
+        positions = positions - (positions * starts).cummax(1).values
+    masks = {"ones": torch.ones(shape), "nothing": torch.zeros(shape), "random": keep.double()}
+    masks["random"][[0, 3]] = 0.0  # micro-batches without a token that counts
+    return Batch(text[:, :-1], text[:, 1:], positions, document_ids, masks[cell.loss_mask].to(cell.torch_dtype))

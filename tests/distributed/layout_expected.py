@@ -1,0 +1,186 @@
+"""What a cell of the layout matrix must give: the oracle's training of the same weights, and the comparisons."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.sharding import Box
+from tests.distributed.layout_cell import Cell, batch, learning_rate, optimizer_config, oracle
+from tests.distributed.layout_run import Held, RankResult, run_cells
+from tests.harness.close import (
+    assert_bits_equal,
+    assert_gradient_close,
+    assert_number_close,
+    assert_parameter_close,
+)
+from tests.harness.rank_pool import RankPools
+from tests.oracle import loss_sum_and_count
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A cell's run, its tensors whole again."""
+
+    initial: Tensors
+    gradients: Tensors
+    final: Tensors
+    losses: list[float]
+    gradient_norms: list[float]
+    skipped: list[bool]
+    sample_losses: dict[int, Tensor]
+
+
+def run(rank_pools: RankPools, cells: Sequence[Cell]) -> list[Result]:
+    """Run cells of one world size; a world of one is this process."""
+    (world_size,) = {cell.world_size for cell in cells}
+    if world_size > 1:
+        by_rank = rank_pools(world_size).run(run_cells, cells)
+    else:
+        with one_thread():
+            by_rank = [run_cells(cells)]
+    return [result_of(cell, ranks) for cell, ranks in zip(cells, zip(*by_rank, strict=True), strict=True)]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As the ranks of a pool have: tensors this small gain nothing from a second one, which spins."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def result_of(cell: Cell, ranks: Sequence[RankResult]) -> Result:
+    """One result from all ranks' views of it, which must agree."""
+    first = ranks[0]
+    for rank in ranks[1:]:
+        assert rank.losses == first.losses, f"{cell}: ranks report different losses"
+        assert rank.gradient_norms == first.gradient_norms or any(first.skipped), f"{cell}: different norms"
+        assert rank.skipped == first.skipped, f"{cell}: some ranks skip a step, others do not"
+    return Result(
+        initial=assemble(rank.initial for rank in ranks),
+        gradients=assemble(rank.gradients for rank in ranks),
+        final=assemble(rank.final for rank in ranks),
+        losses=first.losses,
+        gradient_norms=first.gradient_norms,
+        skipped=first.skipped,
+        sample_losses={sample: loss for rank in ranks for sample, loss in rank.sample_losses.items()},
+    )
+
+
+def assemble(ranks: Iterable[list[Held]]) -> Tensors:
+    """Whole tensors by logical name. Boxes must tile each of them, and all copies of a box must have the same bits."""
+    boxes: dict[tuple[str, Box], Held] = {}
+    for held in (held for rank in ranks for held in rank):
+        first = boxes.setdefault((held.name, held.box), held)
+        assert held.digest == first.digest, f"{held.name} at {held.box} differs between its replicas"
+    whole: Tensors = {}
+    filled: dict[str, Tensor] = {}
+    for (name, box), held in boxes.items():
+        assert held.values is not None
+        tensor = whole.setdefault(name, torch.zeros(held.shape, dtype=held.values.dtype))
+        count = filled.setdefault(name, torch.zeros(held.shape, dtype=torch.int8))
+        tensor[box.slices()] = held.values
+        count[box.slices()] += 1
+    for name, count in filled.items():
+        assert (count == 1).all(), f"{name} is not tiled by the ranks' boxes"
+    return whole
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The oracle's training."""
+
+    initial: Tensors
+    gradients: Tensors
+    """Of the first step, as clipped."""
+    final: Tensors
+    losses: list[float]
+    gradient_norms: list[float]
+
+
+@functools.cache
+@one_thread()
+def expected(alone: Cell) -> Expected:
+    """The oracle's training of the weights that one process starts from; `alone` is a `Cell.alone()`."""
+    (result,) = run(RankPools(), [alone])
+    weights = {name: value.clone().requires_grad_() for name, value in result.initial.items()}
+    optimizer = torch_optimizer(alone, weights)
+    losses, norms, gradients = [], [], {}
+    for step in alone.step_numbers:
+        whole = batch(alone, step)
+        logits = oracle(alone).logits(weights, whole.tokens, whole.positions, whole.document_ids)
+        total, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask)
+        loss = total / count.clamp(min=1.0)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.cat([_gradient(weight).flatten() for weight in weights.values()]).norm().item()
+        if alone.clip_grad:
+            for weight in weights.values():
+                _gradient(weight).mul_(min(1.0, alone.clip_grad / (norm + 1e-6)))
+        if step == alone.first_step:
+            gradients = {name: _gradient(weight).clone() for name, weight in weights.items()}
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(alone, step)
+        optimizer.step()
+        losses.append(loss.item())
+        norms.append(norm)
+    final = {name: weight.detach() for name, weight in weights.items()}
+    return Expected(result.initial, gradients, final, losses, norms)
+
+
+def torch_optimizer(cell: Cell, weights: Tensors) -> torch.optim.Optimizer:
+    """Weight decay on everything but biases and norms."""
+    config = optimizer_config(cell)
+    free = [name.endswith("bias") or "norm" in name for name in weights]
+    groups = [
+        {"params": [w for w, f in zip(weights.values(), free, strict=True) if f is kind], "weight_decay": decay}
+        for kind, decay in ((False, config.weight_decay), (True, 0.0))
+    ]
+    if cell.optimizer == "adam":
+        return torch.optim.AdamW(groups, lr=0.0, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
+    return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum)
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad
+
+
+def assert_as_expected(cell: Cell, result: Result) -> None:
+    """I1 to I7 for one cell; the message names the cell."""
+    wanted = expected(cell.alone())
+    try:
+        _assert_as_expected(cell, result, wanted)
+    except AssertionError as error:
+        raise AssertionError(f"[{cell}] {error}") from None
+
+
+def _assert_as_expected(cell: Cell, result: Result, wanted: Expected) -> None:
+    names = set(wanted.initial)
+    assert set(result.initial) == set(result.gradients) == set(result.final) == names
+    assert ("output" in names) is not cell.tied
+    assert not any(result.skipped)
+    for name in names:
+        assert_bits_equal(result.initial[name], wanted.initial[name], f"initial {name}")
+    assert_number_close(result.losses[0], wanted.losses[0], "loss")
+    assert_number_close(result.gradient_norms[0], wanted.gradient_norms[0], "gradient norm")
+    for name in names:
+        actual, gradient = result.gradients[name], wanted.gradients[name]
+        assert_gradient_close(actual, gradient, wanted.gradient_norms[0], f"gradient of {name}")
+    for step in range(1, cell.steps):
+        assert_number_close(result.losses[step], wanted.losses[step], f"loss {step} steps later")
+        assert_number_close(result.gradient_norms[step], wanted.gradient_norms[step], f"norm {step} steps later")
+    for name in names:
+        rate = learning_rate(cell, 0)
+        assert_parameter_close(result.final[name], wanted.final[name], rate, f"{name} after {cell.steps} steps")

@@ -1,0 +1,211 @@
+"""Runs cells of the layout matrix on a rank, from megalite's parts; tensors come back with their global places."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT
+from megalite.optim.buckets import Bucket, gather_before_use, make_buckets
+from megalite.optim.optimizer import Optimizer
+from megalite.parallel import collectives
+from megalite.parallel.initialization import initial_values, initialize
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import Gradient, Parameter, named_pieces
+from megalite.parallel.randomness import RandomKey
+from megalite.parallel.sharding import Box, Constant, Normal
+from megalite.pipeline import engine, schedules
+from tests.distributed.layout_cell import (
+    RECOMPUTE,
+    Cell,
+    batch,
+    learning_rate,
+    model_config,
+    optimizer_config,
+)
+
+SEED = 1234
+BUCKET_SIZE = 700  # elements: several buckets of this small model, for the overlap
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of one box of a logical tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole logical tensor."""
+    box: Box
+    digest: bytes
+    """Of the values' bits."""
+    values: Tensor | None
+    """None where a data-parallel peer returns them."""
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank saw of a cell."""
+
+    initial: list[Held]
+    gradients: list[Held]
+    """Of the first step, reduced over all ranks and clipped."""
+    final: list[Held]
+    losses: list[float]
+    """Means over the global batch, one a step."""
+    gradient_norms: list[float]
+    skipped: list[bool]
+    sample_losses: dict[int, Tensor]
+    """The first step's loss sums of this rank's micro-batches by their first sample."""
+
+
+def run_cells(cells: Sequence[Cell]) -> list[RankResult]:
+    """Every cell in turn, on this rank of as many processes as each of the cells needs."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    meshes = {
+        tp: ParallelMesh(rank=rank, world_size=world_size, tensor_parallel_size=tp)
+        for tp in dict.fromkeys(cell.tp for cell in cells)
+    }
+    return [run_cell(meshes[cell.tp], cell) for cell in cells]
+
+
+def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
+    """Build the model, train it for the cell's steps, and tell all that must not depend on the layout."""
+    network = GPT(
+        model_config(cell),
+        mesh,
+        sequence_parallel=cell.sequence_parallel,
+        recompute=RECOMPUTE[cell.recompute],
+        dtype=cell.torch_dtype,
+    )
+    initialize(network, SEED)
+    perturb_constants(network)
+    initial = held(network, mesh, lambda parameter: parameter)
+    buckets, optimizer = make_optimizer(network, mesh, cell)
+    gradients: list[Held] = []
+    losses, norms, skipped = [], [], []
+    sample_losses: dict[int, Tensor] = {}
+
+    def stage(hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        loss = network(hidden, micro_batch)
+        sample_losses.setdefault(micro_batch.key.sample, loss.detach().clone())
+        return loss
+
+    for step in cell.step_numbers:
+        if mesh.rank == cell.infinity_on:
+            plant_infinity(network, active=step == 0)
+        micro_batches = list(local_micro_batches(cell, step, mesh.coordinate("dp")))
+        count = torch.tensor([sum(m.loss_mask.sum(dtype=torch.float64).item() for m in micro_batches)]).double()
+        count = collectives.all_reduce_(count, mesh.group("dp")).item()
+        optimizer.begin_step(len(micro_batches))
+        actions = schedules.no_pipelining(len(micro_batches))
+        loss_sum = engine.run(actions, stage, micro_batches, 1.0 / count if count else 0.0)
+        update = optimizer.step(learning_rate(cell, step))
+        losses.append(collectives.all_reduce_(loss_sum.view(1), mesh.group("dp")).item() / max(count, 1.0))
+        norms.append(update.gradient_norm)
+        skipped.append(update.skipped)
+        if step == cell.first_step:
+            gradients = whole_gradients(network, mesh, buckets)
+    optimizer.finish_parameter_gather()
+    assert_padding_is_zero(network)
+    return RankResult(initial, gradients, held(network, mesh, lambda p: p), losses, norms, skipped, sample_losses)
+
+
+def make_optimizer(network: nn.Module, mesh: ParallelMesh, cell: Cell) -> tuple[list[Bucket], Optimizer]:
+    overlap = cell.overlap != "none"
+    buckets = make_buckets(
+        network,
+        mesh,
+        gradient_dtype=torch.promote_types(cell.torch_dtype, torch.float32),
+        bucket_size=BUCKET_SIZE if overlap else None,
+        overlap=overlap,
+    )
+    gather = cell.overlap == "reduce and gather"
+    optimizer = Optimizer(buckets, mesh, optimizer_config(cell), sharded=cell.zero == 1, overlap=gather)
+    if gather:
+        gather_before_use(network, buckets)
+    return buckets, optimizer
+
+
+def local_micro_batches(cell: Cell, step: int, dp_rank: int) -> Iterator[MicroBatch]:
+    """This rank's part of the step's samples, in Megatron-LM's order."""
+    whole, size = batch(cell, step), cell.micro_batch_size
+    for start in range(dp_rank * size, cell.samples, cell.dp * size):
+        own = slice(start, start + size)
+        yield MicroBatch(
+            tokens=whole.tokens[own],
+            positions=whole.positions[own],
+            document_ids=None if whole.document_ids is None else whole.document_ids[own],
+            labels=whole.labels[own],
+            loss_mask=whole.loss_mask[own],
+            key=RandomKey(SEED, step * cell.samples + start),
+        )
+
+
+def perturb_constants(network: nn.Module) -> None:
+    """Move norms and biases off one and zero: there, many a mistake changes nothing."""
+    with torch.no_grad():
+        for parameter, piece in named_pieces(network):
+            if isinstance(piece.tensor.initial, Constant):
+                noise = replace(piece.tensor, initial=Normal(0.2))
+                piece.view(parameter).add_(initial_values(noise, piece.box, SEED))
+
+
+def held(network: nn.Module, mesh: ParallelMesh, tensor_of: Callable[[Parameter], Tensor]) -> list[Held]:
+    """What this rank holds of `tensor_of(parameter)`, laid out like the parameter."""
+    pieces = []
+    for parameter, piece in named_pieces(network):
+        values = piece.view(tensor_of(parameter).detach()).clone()
+        digest = hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+        sent = values if mesh.coordinate("dp") == 0 else None
+        pieces.append(Held(piece.tensor.name, piece.tensor.shape, piece.box, digest, sent))
+    return pieces
+
+
+def whole_gradients(network: nn.Module, mesh: ParallelMesh, buckets: Iterable[Bucket]) -> list[Held]:
+    """The reduced gradients, gathered from their owners."""
+    bucket_of = {id(slot.parameter): bucket for bucket in buckets for slot in bucket.slots}
+    for bucket in dict.fromkeys(bucket_of.values()):
+        bucket.gather(bucket.gradients).wait()
+    return held(network, mesh, lambda parameter: bucket_of[id(parameter)].gradient(parameter))
+
+
+def assert_padding_is_zero(network: nn.Module) -> None:
+    for parameter in {id(p): p for p, _ in named_pieces(network)}.values():
+        covered = torch.zeros(parameter.shape[0], dtype=torch.bool)
+        for piece in parameter.sharding.pieces:
+            covered[piece.row : piece.row + piece.rows] = True
+        assert not parameter[~covered].any(), f"the padding of {parameter.sharding.name} has moved"
+
+
+@dataclass(frozen=True)
+class _Infinite:
+    """A gradient with an infinity in it."""
+
+    gradient: Gradient
+
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        self.gradient.add_to(target, overwrite=overwrite)
+        target.view(-1)[-1] = float("inf")
+
+
+@dataclass(frozen=True)
+class _Infector:
+    bucket: Bucket
+
+    def accumulate(self, parameter: Parameter, gradient: Gradient) -> None:
+        self.bucket.accumulate(parameter, _Infinite(gradient))
+
+
+def plant_infinity(network: GPT, *, active: bool) -> None:
+    """Let one weight of this rank meet infinite gradients, or no longer."""
+    weight = network.layers[0].mlp.up.weights[0]
+    if isinstance(weight.gradient_buffer, _Infector):
+        weight.gradient_buffer = weight.gradient_buffer.bucket
+    if active:
+        weight.gradient_buffer = _Infector(weight.gradient_buffer)

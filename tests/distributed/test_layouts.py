@@ -1,0 +1,74 @@
+"""Any layout trains the same model: one step of every layout against the oracle, which runs the whole batch at once.
+
+Initial weights, loss, every gradient, the gradient norm and the updated parameters; replicas have the same bits and
+the boxes of all ranks tile each tensor (docs/invariants.md, I1 to I4, I6, I7).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.layout_cell import LAYOUT_FACTORS, MODEL_FACTORS, Cell, make_cell, valid
+from tests.distributed.layout_expected import assert_as_expected, expected, run
+from tests.harness.covering_array import Row, covering_array, uncovered
+from tests.harness.rank_pool import RankPools
+
+RANKS = ("tp", "sequence_parallel", "dp")
+COMMUNICATION = ("zero", "overlap")
+VARIANT_FACTORS = MODEL_FACTORS | {name: LAYOUT_FACTORS[name] for name in ("recompute", "micro_batch_size")}
+VARIANTS = covering_array(VARIANT_FACTORS, lambda row: True)
+
+
+def product(*names: str) -> list[Row]:
+    """Every combination of some of the factors that some valid cell has."""
+    factors = LAYOUT_FACTORS | MODEL_FACTORS
+    plainest = {name: values[0] for name, values in factors.items()}
+    rows = (dict(zip(names, values, strict=True)) for values in itertools.product(*(factors[name] for name in names)))
+    return [row for row in rows if valid(plainest | row)]
+
+
+def in_turn(row: Row, variants: Iterator[Row]) -> Cell:
+    """The cell of a layout and of the next variant that can run on it."""
+    return make_cell(next(variant | row for variant in variants if valid(variant | row)))
+
+
+LAYOUTS = product(*RANKS)
+IDS = [f"tp{row['tp']}{'-sp' if row['sequence_parallel'] else ''}-dp{row['dp']}" for row in LAYOUTS]
+
+
+def check(rank_pools: RankPools, cells: list[Cell]) -> None:
+    for start in range(0, len(cells), 25):
+        part = cells[start : start + 25]
+        for cell, result in zip(part, run(rank_pools, part), strict=True):
+            assert_as_expected(cell, result)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+def test_one_step_is_the_oracles(layout: Row, rank_pools: RankPools) -> None:
+    """Each layout with each way of its communication in both families, the other factors in turn."""
+    rest = [row for row in product(*RANKS, *COMMUNICATION, "family") if row | layout == row]
+    variants = itertools.cycle(VARIANTS[len(rest) * LAYOUTS.index(layout) % len(VARIANTS) :] + VARIANTS)
+    check(rank_pools, [in_turn(row, variants) for row in rest])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+def test_one_step_is_the_oracles_in_the_full_product(layout: Row, rank_pools: RankPools) -> None:
+    """Each layout with each communication, recomputation, family and ratio of key-value groups to ranks."""
+    rest = product(*RANKS, *COMMUNICATION, "recompute", "family", "key_values")
+    variants = itertools.cycle(VARIANTS)
+    check(rank_pools, [in_turn(row, variants) for row in rest if row | layout == row])
+
+
+def test_the_variants_meet_in_pairs() -> None:
+    assert not uncovered(VARIANT_FACTORS, lambda row: True, VARIANTS)
+
+
+def test_no_two_shards_are_equal() -> None:
+    """Nor two tensors: each would be if they were drawn from one seed."""
+    initial = expected(Cell(key_values="gqa", tied=False, vocabulary="odd")).initial
+    rows = [row for name, tensor in initial.items() if tensor.dim() > 1 for row in tensor.flatten(0, -2).unbind()]
+    assert len({tuple(row.tolist()) for row in rows}) == len(rows)

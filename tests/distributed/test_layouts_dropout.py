@@ -1,0 +1,79 @@
+"""Keyed randomness in whole runs: dropout depends on the sample, the layer and the site, not on who computes it when.
+
+docs/invariants.md: I10.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.distributed.layout_cell import RECOMPUTE, Cell, make_cell
+from tests.distributed.layout_expected import Result, run
+from tests.harness.close import assert_bits_equal, assert_gradient_close, assert_number_close
+from tests.harness.rank_pool import RankPools
+
+LAYOUTS = [
+    {"tp": 1, "dp": 1},
+    {"tp": 2, "dp": 1},
+    {"tp": 2, "dp": 2, "sequence_parallel": True, "zero": 1, "overlap": "reduce and gather"},
+    {"tp": 4, "dp": 1, "sequence_parallel": True},
+]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"tp{layout['tp']}-dp{layout['dp']}")
+def test_recomputation_changes_no_bit(layout: dict, family: str, rank_pools: RankPools) -> None:
+    rest = layout | {"family": family, "dropout": 0.1, "documents": family == "llama", "steps": 2}
+    plain, *recomputed = run(rank_pools, [make_cell(rest | {"recompute": way}) for way in RECOMPUTE])
+    for way, result in zip(list(RECOMPUTE)[1:], recomputed, strict=True):
+        assert result.losses == plain.losses, way
+        assert result.gradient_norms == plain.gradient_norms, way
+        for name in plain.initial:
+            assert_bits_equal(result.gradients[name], plain.gradients[name], f"{way}: gradient of {name}")
+            assert_bits_equal(result.final[name], plain.final[name], f"{way}: {name}")
+
+
+def assert_same_dropout(actual: Result, expected: Result) -> None:
+    """Another order of sums, but the same elements dropped."""
+    assert_number_close(actual.losses[0], expected.losses[0], "loss")
+    for name, gradient in expected.gradients.items():
+        assert_gradient_close(actual.gradients[name], gradient, expected.gradient_norms[0], name)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dp", [2, 4])
+def test_dropout_is_the_same_over_data_parallel_splits(dp: int, size: int, rank_pools: RankPools) -> None:
+    cell = Cell(dropout=0.1, samples=8, micro_batch_size=size)
+    (alone,) = run(rank_pools, [cell])
+    (split,) = run(rank_pools, [replace(cell, dp=dp)])
+    assert sorted(split.sample_losses) == sorted(alone.sample_losses) == list(range(0, 8, size))
+    for sample, loss in alone.sample_losses.items():
+        assert_bits_equal(split.sample_losses[sample], loss, f"loss of the micro-batch that starts at {sample}")
+    assert_same_dropout(split, alone)
+
+
+def test_hidden_dropout_is_the_same_on_replicated_activations(rank_pools: RankPools) -> None:
+    """Without sequence parallelism every tensor-parallel rank drops the same elements, those that one rank drops."""
+    cell = Cell(dropout=0.1, attention_dropout=0.0)
+    (alone,) = run(rank_pools, [cell])
+    (split,) = run(rank_pools, [replace(cell, tp=2)])
+    assert_same_dropout(split, alone)
+
+
+def test_dropout_acts_and_differs_from_sample_to_sample(rank_pools: RankPools) -> None:
+    """The hidden and the attention dropout each change every micro-batch's loss."""
+    plain = Cell(samples=8)
+    off, hidden, attention = run(
+        rank_pools, [plain, replace(plain, dropout=0.1, attention_dropout=0.0), replace(plain, attention_dropout=0.1)]
+    )
+    changes = [
+        [(result.sample_losses[sample] - off.sample_losses[sample]).item() for sample in range(8)]
+        for result in (hidden, attention)
+    ]
+    for change in changes:
+        assert all(change)
+        assert len(set(change)) == 8
+    assert not torch.allclose(torch.tensor(changes[0]), torch.tensor(changes[1]))

@@ -1,0 +1,64 @@
+"""One scale: what is differentiated is the sum over tokens that count / their number in the whole global batch.
+
+docs/invariants.md: I11 and, of what is not finite, I12.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.distributed.layout_cell import Cell, make_cell
+from tests.distributed.layout_expected import assert_as_expected, run
+from tests.harness.close import assert_bits_equal
+from tests.harness.rank_pool import RankPools
+
+LAYOUTS = [
+    {"tp": 1, "dp": 1},
+    {"tp": 1, "dp": 2, "zero": 1},
+    {"tp": 2, "dp": 1, "sequence_parallel": True},
+    {"tp": 1, "dp": 4, "overlap": "reduce"},
+    {"tp": 2, "dp": 2, "zero": 1, "overlap": "reduce and gather"},
+    {"tp": 4, "dp": 2, "sequence_parallel": True},
+    {"tp": 1, "dp": 8},
+]
+IDS = [f"tp{layout['tp']}-dp{layout['dp']}" for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+def test_a_loss_mask_counts_the_same_whatever_the_split(layout: dict, rank_pools: RankPools) -> None:
+    """Samples 0 and 3 of 8 are masked out: some micro-batches, and with 8 ranks some ranks, have no token."""
+    sizes = [size for size in (1, 2, 4, 8) if 8 % (layout["dp"] * size) == 0]
+    cells = [make_cell(layout | {"micro_batch_size": size}, loss_mask="random", samples=8) for size in sizes]
+    for cell, result in zip(cells, run(rank_pools, cells), strict=True):
+        assert cell.alone() == Cell(loss_mask="random", samples=8)  # all are held against the same numbers
+        assert_as_expected(cell, result)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+def test_a_batch_in_which_no_token_counts_has_zero_gradients(layout: dict, rank_pools: RankPools) -> None:
+    (result,) = run(rank_pools, [make_cell(layout, loss_mask="nothing", samples=8)])
+    assert result.losses == [0.0]
+    assert result.gradient_norms == [0.0]
+    assert not any(gradient.any() for gradient in result.gradients.values())
+    for name, value in result.initial.items():
+        decayed = 0.0 if name.endswith("bias") or "norm" in name else 0.1 * 0.1  # learning rate * weight decay
+        assert (result.final[name] - value * (1.0 - decayed)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+def test_an_infinity_on_one_rank_makes_all_skip(layout: dict, rank_pools: RankPools) -> None:
+    """The first step is skipped, and the second one goes as if it were the first."""
+    world_size = layout["tp"] * layout["dp"]
+    clean = make_cell(layout, optimizer="adam", samples=8, first_step=1)
+    ranks = sorted({0, world_size // 2, world_size - 1})
+    infected = [replace(clean, first_step=0, steps=2, infinity_on=rank) for rank in ranks]
+    expected, *results = run(rank_pools, [clean, *infected])
+    for rank, result in zip(ranks, results, strict=True):
+        assert result.skipped == [True, False]
+        assert not math.isfinite(result.gradient_norms[0])
+        assert result.losses[1] == expected.losses[0]
+        for name, value in expected.final.items():
+            assert_bits_equal(result.final[name], value, f"{name}, infinity on rank {rank}")
