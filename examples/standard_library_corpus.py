@@ -47,7 +47,7 @@ def modules(library: Path) -> Iterator[tuple[str, str]]:
 def main() -> None:
     """Write the corpus."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    from megalite.data.atomic import write_atomically
+    from megalite.files import write_atomically
     from megalite.errors import DataError
 
     library = Path(sysconfig.get_paths()["stdlib"])

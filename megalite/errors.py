@@ -30,6 +30,10 @@ class DataError(MegaliteError):
     exit_code = EXIT_CONFIGURATION
 
 
+class FileError(MegaliteError):
+    """A file cannot be written."""
+
+
 class CommunicationError(MegaliteError):
     """Another rank has gone or cannot be reached. Started again, the run continues from its last checkpoint."""
 

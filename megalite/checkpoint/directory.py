@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megalite.checkpoint import manifest
 from megalite.errors import CheckpointError
+from megalite.files import sync_directory
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMPLETE = re.compile(r"iter_(\d{7,})(\.replaced)?")
@@ -75,14 +76,14 @@ def commit(directory: Path, iteration: int) -> Path:
     """Give the written folder its name and point the tracker at it; everything is on disk before it is relied upon."""
     final, aside = checkpoint_path(directory, iteration), directory / f"iter_{iteration:07d}.replaced"
     temporary = temporary_path(directory, iteration)
-    sync(temporary)
+    sync_directory(temporary)
     if final.exists():
         os.rename(final, aside)
     os.rename(temporary, final)
-    sync(directory)
+    sync_directory(directory)
     write_synced(directory / f"{TRACKER}.tmp", f"{iteration}\n")
     os.replace(directory / f"{TRACKER}.tmp", directory / TRACKER)
-    sync(directory)
+    sync_directory(directory)
     shutil.rmtree(aside, ignore_errors=True)
     return final
 
@@ -92,12 +93,3 @@ def write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync(folder: Path) -> None:
-    """Put the names in a folder on disk, as fsync does for the contents of a file."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

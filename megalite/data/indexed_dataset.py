@@ -27,9 +27,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from megalite.data.atomic import TemporaryFile, sync_directory
 from megalite.data.side_file import side_file_path, write_side_file
 from megalite.errors import DataError
+from megalite.files import TemporaryFile, sync_directory
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

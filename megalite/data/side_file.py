@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megalite.data.atomic import TemporaryFile
 from megalite.errors import DataError
+from megalite.files import TemporaryFile
 
 
 def side_file_path(prefix: str | Path) -> Path:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megalite.data.atomic import write_atomically
 from megalite.data.json_lines import read_chunks, texts_of_chunk
 from megalite.errors import DataError
+from megalite.files import write_atomically
 
 # As Llama's tokenizers have them.
 UNKNOWN, BEGINNING, END_OF_DOCUMENT = 0, 1, 2

@@ -7,8 +7,8 @@ from pathlib import Path
 from megalite import checkpoint
 from megalite.config import RunConfig
 from megalite.config.yaml_file import dump
-from megalite.data.atomic import write_atomically
 from megalite.errors import EXIT_FINISHED, CheckpointError, ConfigurationError
+from megalite.files import write_atomically
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.construction import RunData, train_iterations
 from megalite.training.display import Display

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.indexed_dataset import HEADER, IndexedDataset, IndexedDatasetWriter, token_dtype
-from megalite.errors import DataError
+from megalite.errors import DataError, FileError
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: Any = np.uint16) -> None:
@@ -128,20 +128,20 @@ def test_lengths_that_do_not_sum_to_the_tokens_are_refused(tmp_path: Path) -> No
 
 def test_unwritable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"file/a\.bin cannot be written"):
+    with pytest.raises(FileError, match=r"file/a\.bin cannot be written"):
         IndexedDatasetWriter(tmp_path / "file" / "a", np.uint16)
 
 
 def test_full_disk_is_named() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
-    from megalite.data.atomic import TemporaryFile
+    from megalite.files import TemporaryFile
 
     file = TemporaryFile.__new__(TemporaryFile)
     file.path = Path("corpus.bin")
     file._file = open("/dev/full", "wb")  # noqa: SIM115 - closed by sync
     file.write(b"x")
-    with pytest.raises(DataError, match=r"writing corpus\.bin failed \(No space left on device\)"):
+    with pytest.raises(FileError, match=r"writing corpus\.bin failed \(No space left on device\)"):
         file.sync()
 
 

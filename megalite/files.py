@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from megalite.errors import DataError
+from megalite.errors import FileError
 
 
 class TemporaryFile:
@@ -18,7 +18,7 @@ class TemporaryFile:
         path: the final path. Missing folders are made.
 
     Raises:
-        DataError: the folder cannot be written to.
+        FileError: the folder cannot be written to.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,7 +29,7 @@ class TemporaryFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._temporary.open("wb")
         except OSError as error:
-            raise DataError(f"{path} cannot be written ({error.strerror}): choose another output path") from error
+            raise FileError(f"{path} cannot be written ({error.strerror}): choose another output path") from error
 
     def write(self, data: bytes) -> None:
         """Append."""
@@ -60,8 +60,8 @@ class TemporaryFile:
             self._file.close()
         self._temporary.unlink(missing_ok=True)
 
-    def _failure(self, error: OSError) -> DataError:
-        return DataError(f"writing {self.path} failed ({error.strerror}): free space or choose another output path")
+    def _failure(self, error: OSError) -> FileError:
+        return FileError(f"writing {self.path} failed ({error.strerror}): free space or choose another output path")
 
     def __enter__(self) -> TemporaryFile:
         return self
