@@ -1,61 +1,41 @@
-"""Flat buffers: where parameters live and gradients are gathered, cut into buckets that travel as one message.
+"""Flat buckets: where parameters live and gradients are gathered, for every ZeRO stage (arXiv:1910.02054).
 
-Parameters of one kind (dtype, data-parallel peers, copies) stand one behind the other in reverse order of registration,
-about the order in which backward reaches them. Each rank of the bucket's shard group owns one equal slice of it.
-The layout is a pure function of the parameters' sizes, so that all members of a shard or replica group have the same.
+The stage says what stays sharded between uses. 0: nothing. 1: the optimizer's state. 2: gradients too: they are reduced
+after every micro-batch and accumulated in this rank's slice. 3: parameters too: gathered before a use, freed after it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megalite.errors import MegaliteError
+from megalite.optim.layout import BucketLayout, Slot, bucket_layouts
+from megalite.optim.reduction import ReduceScatter, Reduction
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
-from megalite.parallel.parameter import DenseGradient, Gradient, Parameter, named_pieces
-
-ALIGNMENT = 64
-"""Elements to whose multiple a parameter's start is aligned: 256 bytes of fp32, a vector load of any device."""
+from megalite.parallel.parameter import DenseGradient, Gradient, Parameter
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A parameter's place in its bucket."""
+class DataParallel:
+    """How a run spreads what it keeps over its data-parallel ranks, and what of the talking overlaps computation."""
 
-    parameter: Parameter
-    start: int
-    stop: int
-
-
-def lay_out(sizes: Sequence[int], bucket_size: int | None) -> list[list[tuple[int, int, int]]]:
-    """Deal parameters into buckets: for each bucket, (index, start, stop) inside it, in order.
-
-    A bucket is closed once it holds `bucket_size` elements (None: one bucket). Starts are aligned.
-    """
-    buckets: list[list[tuple[int, int, int]]] = []
-    end = 0
-    for index, size in enumerate(sizes):
-        if not buckets or (bucket_size is not None and end >= bucket_size):
-            buckets.append([])
-            end = 0
-        start = _round_up(end, ALIGNMENT)
-        end = start + size
-        buckets[-1].append((index, start, end))
-    return buckets
-
-
-def bucket_length(slots: Sequence[tuple[int, int, int]], shards: int) -> int:
-    """Elements of a bucket with its padding: equal, aligned slices for all shards."""
-    return _round_up(slots[-1][2], math.lcm(shards, ALIGNMENT) if shards > 1 else ALIGNMENT)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    gradient_dtype: torch.dtype
+    """Of the buffers in which gradients are gathered and summed."""
+    stage: int = 0
+    """ZeRO 0 to 3."""
+    instances: int = 1
+    """Groups of ranks that each hold a whole set of shards (hybrid sharding)."""
+    bucket_size: int | None = None
+    """Elements at which a bucket is closed; None: one bucket, under ZeRO 3 one a block."""
+    overlap_reduce: bool = False
+    """Reduce a bucket as soon as its last gradient has arrived."""
+    overlap_gather: bool = False
+    """Gather parameters while what comes before them still computes."""
 
 
 class Bucket:
@@ -66,43 +46,53 @@ class Bucket:
 
     def __init__(
         self,
-        slots: Sequence[Slot],
-        parameters: Tensor,
-        gradients: Tensor,
+        layout: BucketLayout,
+        options: DataParallel,
         shard_group: Group,
-        replica_group: Group,
+        reduction: Reduction,
         *,
         counted_here: bool,
-        overlap: bool,
     ) -> None:
-        self.slots = tuple(slots)
-        self.parameters, self.gradients = parameters, gradients
-        self.shard_group, self.replica_group = shard_group, replica_group
+        self.slots, self.shard_group, self.reduction = layout.slots, shard_group, reduction
+        self.stage = options.stage if shard_group.size > 1 else 0
         self.counted_here = counted_here
         """Whether the norm counts this rank's copy."""
-        self._overlap = overlap
+        self._overlap = options.overlap_reduce
+        first = self.slots[0].parameter
+        self.parameters = torch.zeros(layout.length, dtype=first.dtype, device=first.device)
+        self.gradients = torch.zeros(layout.length, dtype=options.gradient_dtype, device=first.device)
         self._slot_of = {id(slot.parameter): slot for slot in self.slots}
+        for slot in self.slots:
+            self._adopt(slot)
+        self.parameter_shard, self.gradient_shard = self.owned(self.parameters), self.owned(self.gradients)
+        """This rank's slices."""
+        ends = [0, *(slot.stop for slot in self.slots)]
+        starts = [*(slot.start for slot in self.slots), layout.length]
+        self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+        self._rounds = self._rounds_due = 0  # the step's reductions: begun, due
         self._arrived: dict[int, int] = {}
-        self._expected: dict[int, int] = {}
+        self._due: dict[int, int] = {}
         self._outstanding = 0
         self._reduction: collectives.Pending | None = None
         self._gather: collectives.Pending | None = None
-        for slot in self.slots:
-            self._adopt(slot)
 
     def _adopt(self, slot: Slot) -> None:
         parameter = slot.parameter
         place = self.parameters[slot.start : slot.stop].view(parameter.shape)
-        if not place.is_meta:
+        if parameter.is_allocated() and not place.is_meta:
             place.copy_(parameter.detach())
         parameter.data = place
         parameter.gradient_buffer = self
         parameter.register_post_accumulate_grad_hook(self._take_ordinary_gradient)
 
-    def _take_ordinary_gradient(self, parameter: Tensor) -> None:
-        if isinstance(parameter, Parameter) and parameter.grad is not None:
-            gradient, parameter.grad = parameter.grad, None
-            self.accumulate(parameter, DenseGradient(gradient))
+    def shard(self) -> None:
+        """Let go of what this rank does not keep between uses; to be called once the parameters have their values."""
+        if self.stage >= 2:
+            self.gradient_shard = self.gradient_shard.clone()
+            _free(self.gradients)
+        if self.stage == 3:
+            self.parameter_shard = self.parameter_shard.clone()
+            _free(self.parameters)
 
     def owned(self, flat: Tensor) -> Tensor:
         """This rank's slice of a tensor of the bucket's length."""
@@ -113,116 +103,155 @@ class Bucket:
         slot = self._slot_of[id(parameter)]
         return self.gradients[slot.start : slot.stop].view(parameter.shape)
 
+    # ------------------------------------------------------------------------------------------------ gradients
+
     def begin_step(self, micro_batches: int) -> None:
         """Expect one gradient for each use of each parameter in each of `micro_batches`."""
+        self._rounds, self._rounds_due = 0, micro_batches if self.stage >= 2 else 1
+        self._begin_round(micro_batches // self._rounds_due)
+
+    def _begin_round(self, micro_batches: int) -> None:
         self._arrived = dict.fromkeys(self._slot_of, 0)
-        self._expected = {id(s.parameter): s.parameter.sharding.uses * micro_batches for s in self.slots}
-        self._outstanding = sum(self._expected.values())
+        self._due = {id(slot.parameter): slot.parameter.sharding.uses * micro_batches for slot in self.slots}
+        self._outstanding = sum(self._due.values())
+
+    def _take_ordinary_gradient(self, parameter: Tensor) -> None:
+        if isinstance(parameter, Parameter) and parameter.grad is not None:
+            gradient, parameter.grad = parameter.grad, None
+            self.accumulate(parameter, DenseGradient(gradient))
 
     def accumulate(self, parameter: Parameter, gradient: Gradient) -> None:
-        """Add a gradient; the last one expected sets off the bucket's reduction where that overlaps backward."""
+        """Add a gradient. With the last that is due in a round the parameters have been used; the reduction starts
+        where it overlaps backward, or where the next round needs the room.
+        """
         key = id(parameter)
+        if self.stage >= 2 and self._outstanding == sum(self._due.values()):
+            self._make_room()
         gradient.add_to(self.gradient(parameter), overwrite=self._arrived[key] == 0)
         self._arrived[key] += 1
         self._outstanding -= 1
-        if self._outstanding == 0 and self._overlap:
-            self.begin_reduction()
+        if self._outstanding == 0:
+            self.free_parameters()
+            if self._overlap or self.stage >= 2:
+                self._begin_reduction()
 
-    def begin_reduction(self) -> None:
-        """Start summing the gradients over the shard group, into this rank's slice."""
+    def _make_room(self) -> None:
+        self._finish_round()
+        _fill(self.gradients)
+        for start, stop in self._gaps:
+            self.gradients[start:stop].zero_()
+
+    def _begin_reduction(self) -> None:
         for slot in self.slots:
-            arrived, expected = self._arrived[id(slot.parameter)], self._expected[id(slot.parameter)]
-            if arrived != expected:
+            arrived, due = self._arrived[id(slot.parameter)], self._due[id(slot.parameter)]
+            if arrived != due:
                 name = slot.parameter.sharding.name
-                raise MegaliteError(f"{name} received {arrived} gradients in this step where {expected} were due")
+                raise MegaliteError(f"{name} received {arrived} gradients where {due} were due: is it used in forward?")
+        self._reduction = self.reduction.begin(self.gradients, None if self.stage >= 2 else self.gradient_shard)
+        self._rounds += 1
+        if self._rounds < self._rounds_due:
+            self._begin_round(1)
+        if self.stage >= 2 and not self._overlap:
+            self._finish_round()
+
+    def _finish_round(self) -> None:
+        """Wait for the reduction under way, if there is one; ZeRO 2 and 3 add its slice to this rank's and free the
+        room.
+        """
         if self._reduction is None:
-            self._reduction = collectives.reduce_scatter_async(
-                self.gradients, self.shard_group, out=self.owned(self.gradients)
-            )
+            return
+        slice_of_sum = self._reduction.wait()
+        self._reduction = None
+        if self.stage >= 2:
+            DenseGradient(slice_of_sum).add_to(self.gradient_shard, overwrite=self._rounds == 1)
+            _free(self.gradients)
 
     def finish_reduction(self) -> None:
-        """Wait for the sum over the shard group, then sum this rank's slice over the replica group."""
-        self.begin_reduction()
-        assert self._reduction is not None
-        self._reduction.wait()
-        self._reduction = None
-        collectives.all_reduce_(self.owned(self.gradients), self.replica_group)
+        """Complete this rank's slice of the step's gradients. Raises MegaliteError where some have not arrived."""
+        if self._rounds < self._rounds_due:
+            self._begin_reduction()
+        self._finish_round()
+        self.reduction.finish(self.gradient_shard)
+
+    # ------------------------------------------------------------------------------------------------ parameters
 
     def gather(self, flat: Tensor) -> collectives.Pending:
-        """Begin to fill a flat tensor of the bucket's length from the slices that its ranks own."""
+        """Begin to fill a flat tensor of the bucket's length from the slices of it that its ranks own."""
         return collectives.all_gather_async(self.owned(flat), self.shard_group, out=flat)
 
     def begin_parameter_gather(self) -> None:
-        self._gather = self.gather(self.parameters)
+        """Start to make the parameters whole from the ranks' slices, unless they are or are being made so."""
+        if self.stage == 3:
+            if not _is_free(self.parameters):
+                return
+            _fill(self.parameters)
+        self._gather = collectives.all_gather_async(self.parameter_shard, self.shard_group, out=self.parameters)
 
     def finish_parameter_gather(self) -> None:
         if self._gather is not None:
             self._gather.wait()
             self._gather = None
 
+    def free_parameters(self) -> None:
+        """Under ZeRO 3: keep this rank's slice alone."""
+        if self.stage == 3:
+            self.finish_parameter_gather()
+            _free(self.parameters)
+
+
+def _is_free(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().size() == 0
+
+
+def _free(tensor: Tensor) -> None:
+    """Give back the memory under a tensor and all its views; they keep their shapes."""
+    tensor.untyped_storage().resize_(0)
+
+
+def _fill(tensor: Tensor) -> None:
+    """Give a freed tensor memory again, not yet set. (Saved for backward, its views are as good as before: refilling
+    does not touch the version counters of parameters, which are theirs alone.)
+    """
+    if _is_free(tensor):
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+
 
 def make_buckets(
     module: nn.Module,
     mesh: ParallelMesh,
+    options: DataParallel,
     *,
-    gradient_dtype: torch.dtype,
-    bucket_size: int | None,
-    overlap: bool,
+    blocks: Sequence[nn.Module] = (),
+    set_values: Callable[[Parameter], None] | None = None,
 ) -> list[Bucket]:
-    """Move the parameters of `module` into flat buffers and return their buckets, in about backward's order.
+    """Move the parameters of `module` into flat buckets, in about backward's order.
 
-    `overlap`: reduce a bucket as soon as its last gradient has arrived.
+    `set_values` gives a parameter its initial values; where it is None they have them. At no time does a rank hold
+    more than it keeps and one bucket. Under ZeRO 3 no bucket holds parameters of two of the `blocks`.
     """
-    kinds: dict[tuple[object, ...], list[Parameter]] = {}
-    for parameter in reversed(_parameters(module)):
-        record = parameter.sharding
-        kinds.setdefault((parameter.dtype, record.expert, record.copies, record.summed), []).append(parameter)
+    dense, expert = mesh.ranks("dp", "cp"), mesh.ranks("edp")
     buckets: list[Bucket] = []
-    for parameters in kinds.values():
-        record = parameters[0].sharding
-        shard_group = mesh.group("edp") if record.expert else mesh.group("dp", "cp")
-        replica_group = mesh.group_of(record.replica_group or (mesh.rank,))
-        layout = lay_out([parameter.numel() for parameter in parameters], bucket_size)
-        for places in layout:
-            length = bucket_length(places, shard_group.size)
-            device = parameters[0].device
-            buckets.append(
-                Bucket(
-                    [Slot(parameters[index], start, stop) for index, start, stop in places],
-                    torch.zeros(length, dtype=parameters[0].dtype, device=device),
-                    torch.zeros(length, dtype=gradient_dtype, device=device),
-                    shard_group,
-                    replica_group,
-                    counted_here=mesh.rank == min(record.copies),
-                    overlap=overlap,
-                )
+    for part in [*(reversed(blocks) if options.stage == 3 else ()), module]:
+        for layout in bucket_layouts(part, options.bucket_size, len(dense), len(expert)):
+            record = layout.slots[0].parameter.sharding
+            shard_group, instance_group = _instance(mesh, expert if record.expert else dense, options.instances)
+            replica_group = mesh.group_of(record.replica_group or (mesh.rank,))
+            bucket = Bucket(
+                layout,
+                options,
+                shard_group,
+                ReduceScatter(shard_group, instance_group, replica_group),
+                counted_here=mesh.rank == min(record.copies) and instance_group.rank == 0,
             )
+            for slot in bucket.slots if set_values is not None else ():
+                set_values(slot.parameter)
+            bucket.shard()
+            buckets.append(bucket)
     return buckets
 
 
-def _parameters(module: nn.Module) -> list[Parameter]:
-    return list({id(parameter): parameter for parameter, _ in named_pieces(module)}.values())
-
-
-def gather_before_use(module: nn.Module, buckets: Iterable[Bucket]) -> None:
-    """Make every submodule wait, before its forward, for the gathers of the parameters that it holds."""
-    bucket_of = {id(slot.parameter): bucket for bucket in buckets for slot in bucket.slots}
-    for submodule in module.modules():
-        needed = {id(p): bucket_of[id(p)] for p in _direct_parameters(submodule)}.values()
-        if needed:
-            submodule.register_forward_pre_hook(_waiter(tuple(dict.fromkeys(needed))))
-
-
-def _direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    yield from module.parameters(recurse=False)
-    for child in module.children():
-        if isinstance(child, nn.ParameterList):
-            yield from child.parameters()
-
-
-def _waiter(buckets: tuple[Bucket, ...]) -> Callable[[nn.Module, object], None]:
-    def wait(module: nn.Module, arguments: object) -> None:
-        for bucket in buckets:
-            bucket.finish_parameter_gather()
-
-    return wait
+def _instance(mesh: ParallelMesh, ranks: tuple[int, ...], instances: int) -> tuple[Group, Group]:
+    """The ranks among which this one's instance is sharded, and those with the same slice in the other instances."""
+    size = len(ranks) // instances
+    instance, position = divmod(ranks.index(mesh.rank), size)
+    return mesh.group_of(ranks[instance * size : (instance + 1) * size]), mesh.group_of(ranks[position::size])

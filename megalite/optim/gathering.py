@@ -1,0 +1,98 @@
+"""When parameters are gathered: between the optimizer's step and the next forward, or around every use.
+
+With overlap a gather runs while what comes before it computes, and is waited for by the module that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megalite.optim.buckets import Bucket
+
+
+def gather_around_forward(network: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
+    """Make the modules of `network` wait for, or under ZeRO 3 bring about, the gathers of what they use."""
+    if any(bucket.stage == 3 for bucket in buckets):
+        BlockGathers(network, blocks, buckets)
+    else:
+        _wait_before_use(network, buckets)
+
+
+class BlockGathers:
+    """ZeRO 3: a block's parameters are whole from just before its forward to its end, and in backward until its last
+    gradient has arrived. The order is fixed by the blocks, so it is the same on all ranks.
+
+    A block that is recomputed is gathered once for its second forward and its backward together. While one block
+    computes the next is gathered.
+    """
+
+    def __init__(self, network: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
+        bucket_of = {id(slot.parameter): bucket for bucket in buckets for slot in bucket.slots}
+        self._buckets = [tuple(dict.fromkeys(bucket_of[id(p)] for p in block.parameters())) for block in blocks]
+        self._in_backward = False
+        network.register_forward_pre_hook(lambda *_: self._enter(backward=False))
+        network.register_forward_hook(lambda *_: self._enter(backward=True))
+        for index, block in enumerate(blocks):
+            block.register_forward_pre_hook(self._before_forward(index))
+            block.register_forward_hook(self._after_forward(index))
+            block.register_full_backward_pre_hook(self._before_backward(index))
+
+    def _enter(self, *, backward: bool) -> None:
+        # Forwards of blocks outside the network's own are those of recomputation.
+        self._in_backward = backward
+
+    def _before_forward(self, index: int) -> Callable[[nn.Module, object], None]:
+        def hook(module: nn.Module, arguments: object) -> None:
+            self._make_whole(index, following=None if self._in_backward else index + 1)
+
+        return hook
+
+    def _after_forward(self, index: int) -> Callable[[nn.Module, object, object], None]:
+        def hook(module: nn.Module, arguments: object, output: object) -> None:
+            if not self._in_backward:
+                for bucket in self._buckets[index]:
+                    bucket.free_parameters()
+
+        return hook
+
+    def _before_backward(self, index: int) -> Callable[[nn.Module, object], None]:
+        def hook(module: nn.Module, gradients: object) -> None:
+            self._make_whole(index, following=index - 1)
+
+        return hook
+
+    def _make_whole(self, index: int, following: int | None) -> None:
+        for bucket in self._buckets[index]:
+            bucket.begin_parameter_gather()
+        if following is not None and 0 <= following < len(self._buckets):
+            for bucket in self._buckets[following]:
+                if bucket.prefetch:
+                    bucket.begin_parameter_gather()
+        for bucket in self._buckets[index]:
+            bucket.finish_parameter_gather()
+
+
+def _wait_before_use(network: nn.Module, buckets: Sequence[Bucket]) -> None:
+    bucket_of = {id(slot.parameter): bucket for bucket in buckets for slot in bucket.slots}
+    for module in network.modules():
+        needed = tuple(dict.fromkeys(bucket_of[id(parameter)] for parameter in _own_parameters(module)))
+        if needed:
+            module.register_forward_pre_hook(_waiter(needed))
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if isinstance(child, nn.ParameterList):
+            yield from child.parameters()
+
+
+def _waiter(buckets: tuple[Bucket, ...]) -> Callable[[nn.Module, object], None]:
+    def wait(module: nn.Module, arguments: object) -> None:
+        for bucket in buckets:
+            bucket.finish_parameter_gather()
+
+    return wait

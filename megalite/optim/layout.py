@@ -1,0 +1,83 @@
+"""How parameters are dealt into flat buckets: a pure function of their sizes and records.
+
+Parameters of one kind (dtype, data-parallel peers, copies) stand one behind the other in reverse order of registration,
+about the order in which backward reaches them. All members of a shard group or a replica group get the same layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from megalite.parallel.parameter import Parameter, named_pieces
+
+ALIGNMENT = 64
+"""Elements to whose multiple a parameter's start is aligned: 256 bytes of fp32, a vector load of any device."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in its bucket."""
+
+    parameter: Parameter
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The parameters that travel in one message."""
+
+    slots: tuple[Slot, ...]
+    length: int
+    """Elements, with padding: an equal, aligned slice for each shard."""
+
+
+def lay_out(sizes: Sequence[int], bucket_size: int | None) -> list[list[tuple[int, int, int]]]:
+    """Deal parameters into buckets: for each bucket, (index, start, stop) inside it, in order.
+
+    A bucket is closed once it holds `bucket_size` elements (None: one bucket). Starts are aligned.
+    """
+    buckets: list[list[tuple[int, int, int]]] = []
+    end = 0
+    for index, size in enumerate(sizes):
+        if not buckets or (bucket_size is not None and end >= bucket_size):
+            buckets.append([])
+            end = 0
+        start = _round_up(end, ALIGNMENT)
+        end = start + size
+        buckets[-1].append((index, start, end))
+    return buckets
+
+
+def bucket_length(end: int, shards: int) -> int:
+    """Elements of a bucket whose last parameter ends at `end`."""
+    return _round_up(end, math.lcm(shards, ALIGNMENT))
+
+
+def bucket_layouts(module: nn.Module, bucket_size: int | None, shards: int, shards_of_experts: int) -> list[BucketLayout]:
+    """The buckets of the parameters of `module` that are in none yet, in about backward's order."""
+    kinds: dict[tuple[object, ...], list[Parameter]] = {}
+    for parameter in reversed(unique_parameters(module)):
+        record = parameter.sharding
+        if parameter.gradient_buffer is None:
+            kinds.setdefault((parameter.dtype, record.expert, record.copies, record.summed), []).append(parameter)
+    layouts: list[BucketLayout] = []
+    for parameters in kinds.values():
+        parts = shards_of_experts if parameters[0].sharding.expert else shards
+        for places in lay_out([parameter.numel() for parameter in parameters], bucket_size):
+            slots = tuple(Slot(parameters[index], start, stop) for index, start, stop in places)
+            layouts.append(BucketLayout(slots, bucket_length(places[-1][2], parts)))
+    return layouts
+
+
+def unique_parameters(module: nn.Module) -> list[Parameter]:
+    """Each parameter once, in registration order."""
+    return list({id(parameter): parameter for parameter, _ in named_pieces(module)}.values())
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
