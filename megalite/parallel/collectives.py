@@ -106,15 +106,3 @@ def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     return reduce_scatter_async(tensor, group).wait()
-
-
-def all_reduce_by_shards_async_(tensor: Tensor, group: Group) -> Pending:
-    """All-reduce a flat buffer in place with exactly the sums that `reduce_scatter_async` makes.
-
-    So that ZeRO 0 and ZeRO 1 give the same bits. Length a multiple of the group's size.
-    """
-    if group.size == 1:
-        return done(tensor)
-    shard = tensor.view(group.size, -1)[group.rank]
-    scattered = reduce_scatter_async(tensor, group, out=shard)
-    return Pending(None, lambda: all_gather_async(scattered.wait().clone(), group, out=tensor).wait())
