@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.errors import EXIT_INTERNAL, EXIT_RESUMABLE, MegaliteError
-from megalite.training.signals import STOP_SIGNALS, ignore_stop_signals, interrupt_on_stop_signals
+from megalite.training.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -34,7 +34,7 @@ def run_main(main: Callable[[], int]) -> NoReturn:
 
     A MegaliteError is for the person at the screen: its message alone. Anything else is a defect: a traceback.
     """
-    interrupt_on_stop_signals()
+    exit_on_stop_signals()
     try:
         code = main()
         ignore_stop_signals()
