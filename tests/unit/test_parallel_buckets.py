@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -26,9 +28,8 @@ def test_parameters_stand_in_order_aligned_and_apart(numels: list[int], bucket_s
         for index, start, stop in bucket:
             assert start % ALIGNMENT == 0
             assert stop - start == numels[index]
-        assert all(
-            before[2] <= after[1] < before[2] + ALIGNMENT for before, after in zip(bucket, bucket[1:], strict=False)
-        )
+        for before, after in itertools.pairwise(bucket):
+            assert before[2] <= after[1] < before[2] + ALIGNMENT
         length = bucket_length(bucket, shards)
         assert length >= bucket[-1][2]
         assert length % shards == 0
