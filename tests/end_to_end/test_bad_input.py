@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp("good")
     prefix = str(folder / "data")
     text = np.frombuffer((Path(__file__).read_text() * 2).encode(), np.uint8)
@@ -60,7 +60,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pa
         writer.finish()
     with Job([PRETRAIN, *MOCK, *SHORT, "--save", folder / "run"], 1, folder / "job") as job:
         assert job.wait() == [0], job.stderr(0)
-    yield prefix, folder / "run"
+    return prefix, folder / "run"
 
 
 @pytest.fixture
