@@ -131,6 +131,16 @@ def test_dropout_is_for_training_alone() -> None:
     assert made(None, batch).item() == without(None, batch).item()
 
 
+@pytest.mark.parametrize("kind", ["hidden_dropout", "attention_dropout"])
+def test_dropout_differs_from_sample_to_sample(kind: str) -> None:
+    """Of one text under many keys."""
+    made = network(replace(GPT2, **{kind: 0.1}))
+    batch = micro_batch(documents=False)
+    losses = [made(None, replace(batch, key=RandomKey(0, sample))).item() for sample in range(8)]
+    assert len(set(losses)) == 8
+    assert made(None, replace(batch, key=RandomKey(0, 3))).item() == losses[3]
+
+
 def test_recompute_spans() -> None:
     assert Recompute().spans(5) == [(0, 5, False)]
     assert Recompute(attention=True).spans(5) == [(0, 5, False)]
