@@ -29,15 +29,16 @@ def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMe
     """
     where = device.local_device(place.local_rank)
     device.activate(where)
+    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
     mesh = ParallelMesh(
         rank=place.rank,
         world_size=place.world_size,
         tensor_parallel_size=parallel.tensor_model_parallel_size,
         device=where,
+        timeout=timeout,
     )
     if place.world_size > 1:
         backend = parallel.distributed_backend or device.default_backend(where)
-        timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
         with default_signals():  # torch waits for the other ranks where no handler of Python's would run
             store, rank, world_size = next(rendezvous("env://"))
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
