@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from megalite.errors import EXIT_INTERNAL, EXIT_RESUMABLE, MegaliteError
+from megalite.errors import EXIT_CONFIGURATION, EXIT_INTERNAL, EXIT_RESUMABLE, MegaliteError
 from megalite.training.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ def run_main(main: Callable[[], int]) -> NoReturn:
         ignore_stop_signals()
     except SystemExit:
         raise  # has said what there is to say, like --help
+    except BrokenPipeError:
+        # So that flushing it at the end does not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _fail("interrupted: nobody reads the output any more", EXIT_RESUMABLE)
     except BaseException as error:
         _fail(*_describe(error))
     sys.exit(code)
@@ -51,6 +55,8 @@ def _describe(error: BaseException) -> tuple[str, int]:
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", EXIT_RESUMABLE
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}: install what the program needs with `pip install -e .` in its folder", EXIT_CONFIGURATION
     trace = "".join(traceback.format_exception(error))
     return f"a defect in megalite or below it, please report it:\n{trace.rstrip()}", EXIT_INTERNAL
 

@@ -99,7 +99,10 @@ def refused(spawn: Callable[..., Job], tmp_path: Path) -> Refused:
     ("flags", "fragments"),
     [
         (["--hiden-size", "16"], ["--hiden-size", "did you mean --hidden-size"]),
-        (["--num-layers", "two"], ["--num-layers", "two"]),
+        (["--num-layers", "two"], ["--num-layers 'two': expected a whole number"]),
+        (["--train-iters", "1e3"], ["--train-iters '1e3': expected a whole number"]),
+        (["--lr", "high"], ["--lr 'high': expected a number"]),
+        (["--lr-decay-style", "cosin"], ["'cosin'", "cosine"]),
         (["--lr", "-1"], ["--lr -1", "at least 0"]),
         (["--lr", "nan"], ["--lr nan"]),
         (["--tp", "3"], ["2 ranks", "--tensor-model-parallel-size 3"]),
@@ -170,6 +173,18 @@ def test_ranks_started_with_different_layouts(refused: Refused) -> None:
     before = "sys.argv += ['--tp', '2'] if rank == 1 else []"
     message = refused(64, PRETRAIN, *MOCK, *SHORT, before=before)
     assert "tensor_model_parallel_size: 2" in message
+
+
+def test_several_ranks_without_a_launcher(refused: Refused) -> None:
+    message = refused(64, PRETRAIN, *MOCK, *SHORT, before="del os.environ['MASTER_ADDR']")
+    assert "torchrun" in message
+    assert "MASTER_ADDR" in message
+
+
+def test_a_module_that_is_not_installed(refused: Refused) -> None:
+    message = refused(64, PRETRAIN, *MOCK, *SHORT, before="sys.modules['tyro'] = None")
+    assert "tyro" in message
+    assert "pip install -e ." in message
 
 
 # ---------------------------------------------------------------------------------------------------- data

@@ -200,3 +200,11 @@ def test_under_torchrun_a_stop_saves(checkout: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "DONE").exists()
     assert iterations(tmp_path) == [1, 2]
     assert latest_iteration(tmp_path) == 2
+
+
+def test_a_reader_that_goes_away_ends_the_program_without_a_traceback(checkout: Path, first_run: str) -> None:
+    train = TORCHRUN.replace("torchrun --standalone --nproc-per-node 2", "python")
+    for command in (f"{train} --train-iters 9999", "python tools/generate.py --load run/small-llama --prompt def"):
+        out = shell(f"set +o pipefail; {command} | head -c 3", checkout)
+        assert "Traceback" not in out
+        assert "interrupted: nobody reads the output any more" in out
