@@ -1,5 +1,6 @@
 # make train    from nothing to a trained model and a sample of its text; STEPS=20 is the short form
 # make test     everything the tests prove
+# make mutants  that each of the planted faults fails a test
 # make lint     style, types and the direction of imports
 # make setup    only the environment, in .venv
 #
@@ -11,7 +12,7 @@ TORCH_INDEX ?=
 STEPS ?= 300
 
 .DELETE_ON_ERROR:
-.PHONY: setup train test lint
+.PHONY: setup train test mutants lint
 
 PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check
 TORCH = $(shell grep -o 'torch>=[^"]*' pyproject.toml)
@@ -34,6 +35,9 @@ train: .venv/installed
 
 test: .venv/installed-test
 	.venv/bin/python -m pytest --durations=20 $(PYTEST_ARGUMENTS)
+
+mutants: .venv/installed-test
+	.venv/bin/python -m tests.mutants
 
 lint: .venv/installed-test
 	.venv/bin/ruff check .

@@ -96,8 +96,10 @@ def products_step(vocabulary: int) -> Step:
 def collectives_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: bool) -> Step:
     """The collectives of a tensor-parallel step alone, of the same kinds and sizes."""
     group = mesh.group("tp")
-    whole = torch.randn(SEQUENCE, BATCH, HIDDEN)
-    part = whole[: SEQUENCE // group.size].clone()
+    # As many buffers as a step has activations, so that they are as far from the processor as there.
+    many = 2 * (2 * LAYERS + 1)
+    whole = [torch.randn(SEQUENCE, BATCH, HIDDEN) for _ in range(many)]
+    part = [tensor[: SEQUENCE // group.size].clone() for tensor in whole]
     statistics_of_tokens = torch.randn(1, 2, SEQUENCE * BATCH)
 
     def step() -> None:
@@ -106,13 +108,13 @@ def collectives_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: 
             if sequence_parallel:
                 # Forward: embedding and two layers' ends scatter, two starts and the output gather. Backward: the
                 # transposes, and a second gather of each start.
-                for _ in range(2 * (2 * LAYERS + 1)):
-                    collectives.reduce_scatter(whole, group)
-                for _ in range(3 * (2 * LAYERS + 1)):
-                    collectives.all_gather(part, group)
+                for index in range(many):
+                    collectives.reduce_scatter(whole[index], group)
+                for index in range(many * 3 // 2):
+                    collectives.all_gather(part[index % many], group)
             else:
-                for _ in range(2 * (2 * LAYERS + 1)):
-                    collectives.all_reduce_(whole, group)
+                for index in range(many):
+                    collectives.all_reduce_(whole[index], group)
 
     return step
 

@@ -6,10 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.harness.job import Job
 from tests.harness.rank_pool import RankPools
+
+hypothesis.settings.register_profile("megalite", deadline=None)  # no test asserts a time
+hypothesis.settings.load_profile("megalite")
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ class Arguments:
     prompt: str
     """What the text begins with."""
     max_new_tokens: int = 100
-    """Tokens to write at most; the end of a document ends the text before."""
+    """Tokens to write at most; the end of a document, or of learned positions, ends the text before."""
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token each time."""
     top_k: int = 0
@@ -40,12 +40,15 @@ def main() -> int:
     """Load the newest checkpoint, split over the ranks there are, and stream text to the terminal."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
 
+    from megalite.errors import ConfigurationError
     from megalite.inference.sampling import Sampling
 
+    if arguments.max_new_tokens < 0:
+        raise ConfigurationError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 0")
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
 
     from megalite.config import ParallelConfig
-    from megalite.inference.generation import generate
+    from megalite.inference.generation import encode_prompt, generate, stream_text
     from megalite.inference.loading import load_for_generation, resolve_checkpoint
     from megalite.training.launch import join, leave
     from megalite.training.place import place_from_environment
@@ -53,20 +56,11 @@ def main() -> int:
     place = place_from_environment()
     mesh = join(ParallelConfig(tensor_model_parallel_size=place.world_size), place, repr(arguments))
     network, tokenizer = load_for_generation(resolve_checkpoint(Path(arguments.load)), mesh, arguments.tokenizer_model)
-    prompt = tokenizer.encode(arguments.prompt)
-    tokens = list(prompt)
-    shown = tokenizer.decode(tokens)
-    if mesh.rank == 0:
-        print(shown, end="", flush=True)
-    for token in generate(
-        network, prompt, max_new_tokens=arguments.max_new_tokens, eod=tokenizer.eod, sampling=sampling
-    ):
-        tokens.append(token)
-        text = tokenizer.decode(tokens)
-        # Bytes that do not make a character yet are held back until those that complete them have come.
-        if mesh.rank == 0 and not text.endswith("�"):
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
+    prompt = encode_prompt(tokenizer, arguments.prompt)
+    tokens = generate(network, prompt, max_new_tokens=arguments.max_new_tokens, eod=tokenizer.eod, sampling=sampling)
+    for text in stream_text(tokenizer, prompt, tokens):
+        if mesh.rank == 0:
+            print(text, end="", flush=True)
     if mesh.rank == 0:
         print(flush=True)
     leave(mesh)

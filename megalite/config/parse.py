@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from megalite.config import megatron_flags
 from megalite.config.run import RunConfig, fields_by_name, section_types
@@ -111,7 +111,18 @@ def _field_arguments(flag: str, kind: Any, values: list[str]) -> list[str]:
     reason = megatron_flags.refused_value(flag, value)
     if reason:
         raise ConfigurationError(f"--{flag} {value} {reason}")
+    _check_number(flag, kind, value)
     return [f"--{flag}={value}"]
+
+
+def _check_number(flag: str, kind: Any, value: str) -> None:
+    """tyro's own message is about types."""
+    for number, wanted in ((int, "a whole number"), (float, "a number")):
+        if number is kind or (number in get_args(kind) and value != "None"):
+            try:
+                number(value)
+            except ValueError:
+                raise ConfigurationError(f"--{flag} {value!r}: expected {wanted}") from None
 
 
 def _none(flag: str, values: list[str]) -> list[str]:

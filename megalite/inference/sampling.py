@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +25,8 @@ class Sampling:
     """The same seed gives the same text, also under another tensor-parallel size but for rounding."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0.0:
-            raise ConfigurationError(f"--temperature {self.temperature} must not be negative; 0 is greedy")
+        if not 0.0 <= self.temperature < math.inf:
+            raise ConfigurationError(f"--temperature {self.temperature} must be a number from 0 on; 0 is greedy")
         if self.top_k < 0:
             raise ConfigurationError(f"--top-k {self.top_k} must not be negative; 0 keeps all tokens")
         if not 0.0 < self.top_p <= 1.0:

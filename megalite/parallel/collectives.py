@@ -60,9 +60,22 @@ def all_reduce_(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
 def all_reduce_async_(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
     if group.size == 1:
         return done(tensor)
+    if group.size == 2 and op == "sum" and _is_gloo(group):
+        return _exchange_and_add(tensor, group)
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     work = dist.all_reduce(tensor, reduce_op, group=group.process_group, async_op=True)
     return Pending(work, lambda: tensor)
+
+
+def _exchange_and_add(tensor: Tensor, group: Group) -> Pending:
+    """Between two ranks as many bytes travel as in gloo's all-reduce, in one phase instead of two: half the cost."""
+    gathered = all_gather_async(tensor.contiguous().view(1, -1), group)
+
+    def add() -> Tensor:
+        first, second = gathered.wait()
+        return tensor.copy_((first + second).view(tensor.shape))
+
+    return Pending(None, add)
 
 
 def all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:
@@ -106,15 +119,3 @@ def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:
     return reduce_scatter_async(tensor, group).wait()
-
-
-def all_reduce_by_shards_async_(tensor: Tensor, group: Group) -> Pending:
-    """All-reduce a flat buffer in place with exactly the sums that `reduce_scatter_async` makes.
-
-    So that ZeRO 0 and ZeRO 1 give the same bits. Length a multiple of the group's size.
-    """
-    if group.size == 1:
-        return done(tensor)
-    shard = tensor.view(group.size, -1)[group.rank]
-    scattered = reduce_scatter_async(tensor, group, out=shard)
-    return Pending(None, lambda: all_gather_async(scattered.wait().clone(), group, out=tensor).wait())

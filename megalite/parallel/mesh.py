@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,8 +49,12 @@ class ParallelMesh:
         expert_parallel_size: int = 1,
         expert_tensor_parallel_size: int | None = None,
         device: torch.device | None = None,
+        timeout: datetime.timedelta | None = None,
     ) -> None:
-        """Raises ValueError where the sizes do not factor the world."""
+        """`timeout`: how long a collective of the mesh's own groups may take (None: the backend's default).
+
+        Raises ValueError where the sizes do not factor the world.
+        """
         tp, cp, pp = tensor_parallel_size, context_parallel_size, pipeline_parallel_size
         ep, etp = expert_parallel_size, tensor_parallel_size
         if expert_tensor_parallel_size is not None:
@@ -61,6 +66,7 @@ class ParallelMesh:
         self.device = device if device is not None else torch.device("cpu")
         sizes = {"pp": pp, "dp": world_size // (tp * cp * pp), "cp": cp, "tp": tp}
         expert_sizes = {"pp": pp, "edp": world_size // (etp * ep * pp), "ep": ep, "etp": etp}
+        self._timeout = timeout
         self._views = {
             axes: torch.arange(world_size).view([view[axis] for axis in axes])
             for axes, view in ((DENSE_AXES, sizes), (EXPERT_AXES, expert_sizes))
@@ -105,7 +111,7 @@ class ParallelMesh:
             return None
         if len(ranks) == self.world_size:
             return dist.group.WORLD
-        return _new_process_group(self.rank, ranks)
+        return _new_process_group(self.rank, ranks, self._timeout)
 
     def close(self) -> None:
         """Destroy the process groups that this mesh made; the default group stays."""
@@ -115,7 +121,7 @@ class ParallelMesh:
         self._groups.clear()
 
 
-def _new_process_group(rank: int, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def _new_process_group(rank: int, ranks: tuple[int, ...], timeout: datetime.timedelta | None) -> dist.ProcessGroup:
     """A process group that only its members make, named by its ranks and by how often they have made it.
 
     This is what `dist.new_group(ranks, use_local_synchronization=True)` does, but for the name: torch's has the number
@@ -134,7 +140,7 @@ def _new_process_group(rank: int, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         backend,
         store,
         group_name=group_name,
-        timeout=c10d._get_default_timeout(backend),
+        timeout=timeout or c10d._get_default_timeout(backend),
         device_id=world.bound_device_id,
     )
     c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}

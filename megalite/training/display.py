@@ -27,6 +27,12 @@ _WIDTH = 40  # of the bar, and of the curve below it
 _RECENT_STEPS = 20  # the remaining time is reckoned from the mean of so many
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Lets the error through, where Rich would end the process without a word. Called while it is handled."""
+        raise
+
+
 class Display:
     """Shows a run of `train_iterations` steps in all. A context manager: the bar is taken down however the run ends.
 
@@ -44,7 +50,7 @@ class Display:
     ) -> None:
         self._total, self._log_interval, self._enabled = train_iterations, log_interval, enabled
         self._iteration, self._first = start_iteration, start_iteration + 1
-        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._console = _Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._losses = [math.nan] * _WIDTH
         self._times: deque[float] = deque(maxlen=_RECENT_STEPS)

@@ -16,8 +16,8 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from megalite.errors import EXIT_INTERNAL, EXIT_RESUMABLE, MegaliteError
-from megalite.training.signals import STOP_SIGNALS, ignore_stop_signals, interrupt_on_stop_signals
+from megalite.errors import EXIT_CONFIGURATION, EXIT_INTERNAL, EXIT_RESUMABLE, MegaliteError
+from megalite.training.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -34,12 +34,16 @@ def run_main(main: Callable[[], int]) -> NoReturn:
 
     A MegaliteError is for the person at the screen: its message alone. Anything else is a defect: a traceback.
     """
-    interrupt_on_stop_signals()
+    exit_on_stop_signals()
     try:
         code = main()
         ignore_stop_signals()
     except SystemExit:
         raise  # has said what there is to say, like --help
+    except BrokenPipeError:
+        # So that flushing it at the end does not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _fail("interrupted: nobody reads the output any more", EXIT_RESUMABLE)
     except BaseException as error:
         _fail(*_describe(error))
     sys.exit(code)
@@ -51,6 +55,8 @@ def _describe(error: BaseException) -> tuple[str, int]:
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", EXIT_RESUMABLE
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error}: install what the program needs with `pip install -e .` in its folder", EXIT_CONFIGURATION
     trace = "".join(traceback.format_exception(error))
     return f"a defect in megalite or below it, please report it:\n{trace.rstrip()}", EXIT_INTERNAL
 

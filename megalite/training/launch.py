@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megalite.config import ParallelConfig
-from megalite.errors import ConfigurationError
+from megalite.errors import CommunicationError, ConfigurationError
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.place import Place
@@ -29,18 +30,27 @@ def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMe
     """
     where = device.local_device(place.local_rank)
     device.activate(where)
+    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
     mesh = ParallelMesh(
         rank=place.rank,
         world_size=place.world_size,
         tensor_parallel_size=parallel.tensor_model_parallel_size,
         device=where,
+        timeout=timeout,
     )
     if place.world_size > 1:
         backend = parallel.distributed_backend or device.default_backend(where)
-        timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
-        with default_signals():  # torch waits for the other ranks where no handler of Python's would run
-            store, rank, world_size = next(rendezvous("env://"))
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        try:
+            with default_signals():  # torch waits for the other ranks where no handler of Python's would run
+                store, rank, world_size = next(rendezvous("env://"))
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        except ValueError as error:  # a variable is missing
+            raise ConfigurationError(f"{place.world_size} ranks must be started by torchrun: {error}") from error
+        except RuntimeError as error:
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise CommunicationError(
+                f"the {place.world_size} ranks did not come together at {address} (MASTER_ADDR, MASTER_PORT): {error}"
+            ) from error
         _compare(description, store, mesh)
     return mesh
 

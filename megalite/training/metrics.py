@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -68,28 +69,36 @@ class MetricsWriter:
         self, path: Path | None = None, tensorboard_directory: Path | None = None, resume_iteration: int = 0
     ) -> None:
         self._file, self._tensorboard = None, None
-        if path is not None:
-            try:
+        self._places = " and ".join(str(place) for place in (path, tensorboard_directory) if place is not None)
+        with self._writing():
+            if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 truncate_after(path, resume_iteration)
                 self._file = path.open("a", encoding="utf-8")
-            except OSError as error:
-                raise CheckpointError(
-                    f"cannot write {path}: {error}. Choose another --save or --metrics-path"
-                ) from error
-        if tensorboard_directory is not None:
-            self._tensorboard = _tensorboard_writer(tensorboard_directory, resume_iteration)
+            if tensorboard_directory is not None:
+                self._tensorboard = _tensorboard_writer(tensorboard_directory, resume_iteration)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"writing metrics to {self._places} failed: {error.strerror}. Free space, or choose another --save, "
+                "--metrics-path or --tensorboard-dir"
+            ) from error
 
     def write(self, metrics: StepMetrics | ValidationMetrics) -> None:
         record = asdict(metrics)
         record |= record.pop("extra")
-        if self._file is not None:
-            self._file.write(json.dumps({name: _encode(value) for name, value in record.items()}) + "\n")
-            self._file.flush()
-        if self._tensorboard is not None:
-            for name, value in record.items():
-                if name != "iteration" and value is not None:
-                    self._tensorboard.add_scalar(name, value, record["iteration"])
+        with self._writing():
+            if self._file is not None:
+                self._file.write(json.dumps({name: _encode(value) for name, value in record.items()}) + "\n")
+                self._file.flush()
+            if self._tensorboard is not None:
+                for name, value in record.items():
+                    if name != "iteration" and value is not None:
+                        self._tensorboard.add_scalar(name, value, record["iteration"])
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -100,10 +109,11 @@ class MetricsWriter:
         self.close()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        with self._writing():
+            if self._file is not None:
+                self._file.close()
+            if self._tensorboard is not None:
+                self._tensorboard.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Value]]:

@@ -6,10 +6,13 @@ Each rank sees its own signals and its own clock; the trainer makes the ranks ag
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import NoReturn
+
+from megalite.errors import EXIT_RESUMABLE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -45,14 +48,17 @@ class StopRequest:
         return self._received
 
 
-def interrupt_on_stop_signals() -> None:
-    """Until a `StopRequest` is entered there is nothing to save: the stop signals end the process as Ctrl-C does."""
+def exit_on_stop_signals() -> None:
+    """Until a `StopRequest` is entered there is nothing to save, and the run can be started again as it is.
 
-    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
+    Silently, since a launcher ends ranks like this where another one has said what is wrong; Ctrl-C is left alone.
+    """
 
-    for number in STOP_SIGNALS:
-        signal.signal(number, interrupt)
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(EXIT_RESUMABLE)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, end)
 
 
 @contextmanager

@@ -225,13 +225,15 @@ class Trainer:
         layout = f"TP {mesh.size('tp')}{' with SP' if parallel.sequence_parallel else ''} x DP {mesh.size('dp')}"
         zero = "ZeRO 1" if parallel.use_distributed_optimizer else "ZeRO 0"
         model = self.model_config
+        micro_batches = "1 micro-batch" if self.num_micro_batches == 1 else f"{self.num_micro_batches} micro-batches"
         steps = f"{self.iterations} steps of {self.batch_size} samples"
         parameters = f"{count_parameters(self.network):,} parameters"
         return {
             "model": f"{parameters}: {model.num_layers} layers, hidden {model.hidden_size}",
             "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
-            "layout": f"{layout}, {zero}, {self.num_micro_batches} micro-batches a rank",
+            "layout": f"{layout}, {zero}, {micro_batches} a rank",
             "precision": self.config.training.dtype,
             "device": f"{mesh.world_size} x {device.device_name(mesh.device)}",
             "training": f"{steps} x {self.config.data.seq_length} tokens",
+            "saving": "nothing, without --save" if self.directory is None else f"to {self.directory}",
         }

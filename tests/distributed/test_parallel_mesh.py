@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from megalite.errors import CommunicationError
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from tests.harness.rank_pool import RankPools
@@ -37,3 +40,22 @@ def test_a_group_can_be_made_again(rank_pools: RankPools) -> None:
     for _ in range(3):
         results = rank_pools(4).run(sums_over, [(0, 1), (2, 3)], repeats=5)
         assert results == [[3.0] * 5, [3.0] * 5, [12.0] * 5, [12.0] * 5]
+
+
+def wait_alone() -> None:
+    """Rank 0 of 2 calls a collective that its peer never calls."""
+    mesh = ParallelMesh(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor_parallel_size=2,
+        timeout=datetime.timedelta(seconds=0.2),
+    )
+    group = mesh.group("tp")
+    if group.rank == 0:
+        with pytest.raises(CommunicationError):
+            collectives.all_reduce_(torch.zeros(1), group)
+
+
+def test_a_run_waits_no_longer_than_it_was_told(rank_pools: RankPools) -> None:
+    """torch gives groups that are made later its own half hour, whatever the first group was given."""
+    rank_pools(4).run_within(20, wait_alone)

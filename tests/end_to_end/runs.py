@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,16 +122,3 @@ def assert_same_checkpoint(actual: Path, expected: Path) -> None:
 def contents(directory: Path) -> dict[str, bytes]:
     """Every file below a folder, to see that nothing has changed."""
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
-
-
-# ---------------------------------------------------------------------------------------------------- commands
-
-
-def command_environment(**more: str) -> dict[str, str]:
-    """For real subprocesses: `python` and `torchrun` are this interpreter's, and find megalite in the checkout."""
-    return os.environ | {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
-        "OMP_NUM_THREADS": "1",
-        **more,
-    }

@@ -84,6 +84,23 @@ class Job:
             raise RankTimeout(self._report(f"still ran after {timeout:g} s", stacks), stacks)
         return [rank.exit_code for rank in self.ranks if rank.exit_code is not None]
 
+    def wait_as_launcher(self, timeout: float = 60.0) -> int:
+        """Waits as torchrun does: once a rank has failed, the others are ended by SIGTERM.
+
+        Returns the exit code of the first that failed, or 0. Raises RankTimeout as `wait` does.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            codes = [rank.exit_code for rank in self.ranks]
+            failed = [code for code in codes if code]
+            if failed or None not in codes or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        if failed:
+            self.kill_all(signal.SIGTERM)
+        self.wait(max(deadline - time.monotonic(), 5.0))
+        return failed[0] if failed else 0
+
     def wait_for_output(self, rank: int, text: str, timeout: float = 60.0) -> None:
         """Returns when `text` stands in the rank's standard output.
 

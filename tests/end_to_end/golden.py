@@ -1,0 +1,113 @@
+"""The golden losses: 50 steps of each family on mock data, committed as numbers.
+
+They change only on purpose: `python -m tests.end_to_end.golden --write` writes them anew, and the commit says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megalite.config.model import ModelConfig
+from megalite.config.optimizer import OptimizerConfig
+from megalite.data.mock_dataset import MockDataset
+from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT
+from megalite.optim.buckets import make_buckets
+from megalite.optim.learning_rate import LearningRateSchedule
+from megalite.optim.optimizer import Optimizer
+from megalite.parallel.initialization import initialize
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.randomness import RandomKey
+from megalite.pipeline import engine, schedules
+
+DIRECTORY = Path(__file__).with_suffix("")
+STEPS, BATCH, SEQUENCE, VOCABULARY, SEED = 50, 8, 32, 61, 1234
+DTYPES = ("float64", "float32")
+
+# No dropout: torch's masks are not the same on every kind of processor.
+GPT2 = ModelConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=4, max_position_embeddings=SEQUENCE, vocab_size=VOCABULARY,
+    hidden_dropout=0.0, attention_dropout=0.0,
+)  # fmt: skip
+LLAMA = replace(
+    GPT2, position_embedding_type="rope", normalization="RMSNorm", swiglu=True, ffn_hidden_size=88,
+    add_bias_linear=False, untie_embeddings_and_output_weights=True, group_query_attention=True, num_query_groups=2,
+    qk_layernorm=True,
+)  # fmt: skip
+FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
+
+
+def losses(config: ModelConfig, dtype: torch.dtype) -> list[float]:
+    """The mean loss of each step, on one process with one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _train(config, dtype)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(config: ModelConfig, dtype: torch.dtype) -> list[float]:
+    mesh = ParallelMesh()
+    network = GPT(config, mesh, dtype=dtype)
+    initialize(network, SEED)
+    buckets = make_buckets(network, mesh, gradient_dtype=dtype, bucket_size=None, overlap=False)
+    optimizer = Optimizer(buckets, mesh, OptimizerConfig(lr=0.0), sharded=False, overlap=False)
+    schedule = LearningRateSchedule(
+        maximum=1e-2, minimum=1e-3, warmup_samples=5 * BATCH, decay_samples=STEPS * BATCH, style="cosine"
+    )
+    dataset = MockDataset(VOCABULARY, SEQUENCE, SEED, STEPS * BATCH)
+    means = []
+    for step in range(STEPS):
+        halves = [micro_batch(dataset, step * BATCH + half, dtype) for half in (0, BATCH // 2)]
+        optimizer.begin_step(len(halves))
+        count = BATCH * SEQUENCE
+        loss_sum = engine.run(schedules.no_pipelining(len(halves)), network, halves, 1.0 / count)
+        optimizer.step(schedule.at(step * BATCH))
+        means.append(loss_sum.item() / count)
+    return means
+
+
+def micro_batch(dataset: MockDataset, first: int, dtype: torch.dtype) -> MicroBatch:
+    text = torch.stack([torch.from_numpy(dataset[sample]) for sample in range(first, first + BATCH // 2)])
+    return MicroBatch(
+        tokens=text[:, :-1],
+        positions=torch.arange(SEQUENCE).expand(len(text), -1),
+        document_ids=None,
+        labels=text[:, 1:],
+        loss_mask=torch.ones(len(text), SEQUENCE, dtype=dtype),
+        key=RandomKey(SEED, first),
+    )
+
+
+def read(family: str) -> dict[str, list[float]]:
+    """The committed losses of a family by dtype."""
+    committed: dict[str, list[float]] = json.loads((DIRECTORY / f"{family}.json").read_text())
+    return committed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="replace the committed losses by this machine's")
+    write = parser.parse_args().write
+    for family, config in FAMILIES.items():
+        now = {dtype: losses(config, getattr(torch, dtype)) for dtype in DTYPES}
+        if write:
+            (DIRECTORY / f"{family}.json").write_text(json.dumps(now, indent=1) + "\n")
+        committed = read(family)
+        for dtype in DTYPES:
+            pairs = zip(now[dtype], committed[dtype], strict=True)
+            furthest = max(abs(a - b) / b for a, b in pairs)
+            course = f"loss {now[dtype][0]:.4f} to {now[dtype][-1]:.4f}"
+            print(f"{family} {dtype}: {course}, furthest from the committed ones by {furthest:.2g} of them")
+        drift = max(abs(a - b) / b for a, b in zip(now["float32"], now["float64"], strict=True))
+        print(f"{family}: float32 drifts from float64 by {drift:.2g}")
+
+
+if __name__ == "__main__":
+    main()

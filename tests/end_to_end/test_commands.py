@@ -1,0 +1,210 @@
+"""What the README and examples/ say is what happens: each command, run by a shell as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.config.parse import parse_arguments
+from megalite.config.validate import resolve
+from megalite.parallel.mesh import ParallelMesh
+from megalite.training.construction import count_parameters, make_model
+from tests.end_to_end.runs import PRETRAIN, ROOT, ended, iterations, latest_iteration, words
+from tests.harness.job import Job
+
+TINY = words(
+    "--num-layers 1 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 4 --train-iters 3 --eval-iters 1 --log-interval 1 --lr-warmup-iters 0"
+)
+
+
+def shell(command: str, directory: Path, expected: int = 0, **environment: str) -> str:
+    """Runs a command with this interpreter's `python` and `torchrun`; returns what it printed."""
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=directory,
+        env=os.environ
+        | {
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+            "OMP_NUM_THREADS": "1",
+        }
+        | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == expected, f"{command}\n{result.stdout}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like a checkout, with a corpus of its own, so that nothing is written into the real one."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("pretrain_gpt.py", "tools", "examples", "README.md"):
+        (folder / name).symlink_to(ROOT / name)
+    # A small part of the corpus that `make train` builds; what exists already is kept.
+    shell("mkdir run && python examples/standard_library_corpus.py --output run/whole.jsonl", folder)
+    lines = (folder / "run/whole.jsonl").read_text().splitlines(keepends=True)
+    (folder / "run/whole.jsonl").unlink()
+    (folder / "run/corpus.jsonl").write_text("".join(lines[::20]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first_run(checkout: Path) -> str:
+    """What `make train STEPS=2` shows."""
+    return shell("examples/train_small_llama.sh", checkout, STEPS="2")
+
+
+@pytest.fixture(scope="module")
+def corpus(first_run: str, checkout: Path) -> Path:
+    """The checkout with tokens and a tokenizer in it."""
+    return checkout
+
+
+def test_the_first_run_trains_and_writes(first_run: str, checkout: Path) -> None:
+    assert "step 2/2" in first_run
+    assert "def __init__(self" in first_run
+    assert (checkout / "run/small-llama/DONE").exists()
+
+
+@pytest.mark.slow
+def test_the_first_run_goes_on_with_more_steps(first_run: str, checkout: Path) -> None:
+    out = shell("examples/train_small_llama.sh", checkout, STEPS="3")
+    assert "step 3/3" in out
+    assert iterations(checkout / "run/small-llama") == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("first_run")
+def test_every_command_of_the_readme_runs_in_its_order(checkout: Path) -> None:
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 5
+    for block in blocks:
+        shell(block, checkout)
+    assert latest_iteration(checkout / "run/mine-llama") == 40
+
+
+def test_every_flag_that_the_readme_names_is_one(checkout: Path) -> None:
+    """Also those in the text around the commands."""
+    known = shell("python pretrain_gpt.py --help; cat tools/*.py examples/*", checkout)
+    known = known.replace("_", "-")
+    for flag in set(re.findall(r"`(?:[^`]* )?--([a-z][a-z-]+)", (ROOT / "README.md").read_text())):
+        assert flag in known, flag
+
+
+# ---------------------------------------------------------------------------------------------------- recipes
+
+
+def recipe_flags(name: str, tmp_path: Path, *arguments: str, **environment: str) -> list[str]:
+    """What a recipe gives to the program: torchrun is replaced by something that prints its arguments."""
+    if name.endswith(".yaml"):
+        return ["--config", str(ROOT / "examples" / name), *arguments]
+    (tmp_path / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    command = [ROOT / "examples" / name, *arguments]
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    out = subprocess.run(command, env=os.environ | {"PATH": path} | environment, capture_output=True, check=True)
+    printed = out.stdout.decode().splitlines()
+    return printed[printed.index("pretrain_gpt.py") + 1 :]
+
+
+@pytest.fixture
+def train(spawn: Callable[..., Job], tmp_path: Path) -> Callable[..., str]:
+    """Trains with a recipe's flags on 2 ranks; returns what is shown."""
+
+    def run(name: str, *arguments: str, **environment: str) -> str:
+        flags = recipe_flags(name, tmp_path, *arguments, **environment)
+        return ended(spawn([PRETRAIN, *flags], 2)).stdout
+
+    return run
+
+
+MOCK_LLAMA = words("--mock-data --tokenizer-type NullTokenizer --vocab-size 31999")
+
+
+def test_gpt2_124m(train: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
+    save = str(tmp_path / "run")
+    out = train("gpt2_124m.sh", *TINY, "--vocab-size", "60", SAVE=save)
+    assert "step 3/3" in out
+    assert latest_iteration(tmp_path / "run") == 3
+    data = {"DATA": str(corpus / "run/corpus_text_document"), "TOKENIZER": str(corpus / "run/tokenizer.model")}
+    assert "step 3/3" in train("gpt2_124m.sh", *TINY, "--split", "90,10,0", SAVE=f"{save}-data", **data)
+
+
+def test_llama_160m(train: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
+    assert "step 3/3" in train("llama_160m.yaml", *MOCK_LLAMA, *TINY)
+    data = ["--data-path", str(corpus / "run/corpus_text_document"), "--save", str(tmp_path / "run")]
+    data += ["--tokenizer-model", str(corpus / "run/tokenizer.model"), "--split", "90,10,0"]
+    assert "step 3/3" in train("llama_160m.yaml", *data, *TINY)
+
+
+def test_megatron_style(train: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
+    save, extra = str(tmp_path / "run"), shlex.join([*TINY, *words("--num-query-groups 2 --kv-channels 8")])
+    out = train("megatron_style.sh", save, EXTRA_FLAGS=extra)
+    assert "step 3/3" in out
+    for flag in ("--use-mcore-models", "--transformer-impl", "--attention-backend", "--pipeline-model-parallel-size 1"):
+        assert len(re.findall(f"^{flag}.*: already so", out, re.MULTILINE)) == 1
+    again = train("megatron_style.sh", save, EXTRA_FLAGS=f"{extra} --train-iters 4")
+    assert f"continues from {save}/iter_0000003" in again
+    data = [str(corpus / "run/corpus_text_document"), str(corpus / "run/tokenizer.model")]
+    assert "step 3/3" in train("megatron_style.sh", f"{save}-data", *data, EXTRA_FLAGS=f"{extra} --split 90,10,0")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "millions"),
+    [("gpt2_124m.sh", (), 124.4), ("llama_160m.yaml", MOCK_LLAMA, 162.4), ("megatron_style.sh", (), 8030)],
+)
+def test_recipes_are_of_the_size_they_name(
+    name: str, arguments: tuple[str, ...], millions: float, tmp_path: Path
+) -> None:
+    config = resolve(parse_arguments(recipe_flags(name, tmp_path, *arguments)).config, 2)
+    assert config.model.vocab_size is not None
+    model = replace(config.model, vocab_size=config.model.vocab_size + 1)  # the end of document comes on top
+    mesh = ParallelMesh(rank=0, world_size=1, tensor_parallel_size=1, device=torch.device("meta"))
+    assert abs(count_parameters(make_model(config, model, mesh)) / 1e6 - millions) < 0.001 * millions
+
+
+# ---------------------------------------------------------------------------------------------------- torchrun
+
+
+TORCHRUN = "torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --mock-data --tokenizer-type NullTokenizer "
+TORCHRUN += f"--vocab-size 9 --max-position-embeddings 16 --lr 1e-3 {shlex.join(TINY)}"
+
+
+def test_under_torchrun_our_message_stands_once_before_its_block(checkout: Path) -> None:
+    out = shell(f"{TORCHRUN} --hiden-size 16", checkout, expected=1)
+    message = "error: unknown flag --hiden-size, did you mean --hidden-size?\n"
+    assert out.startswith(message) or f"\n{message}" in out
+    assert len(re.findall(r"^error", out, re.MULTILINE)) == 1
+    assert out.index(message) < out.index("ChildFailedError")
+    assert re.search(r"exitcode *: 64", out)
+
+
+def test_under_torchrun_a_stop_saves(checkout: Path, tmp_path: Path) -> None:
+    out = shell(f"{TORCHRUN} --save {tmp_path} --exit-interval 2", checkout, expected=1)  # its status for all but 0
+    assert re.search(r"exitcode *: 85", out)
+    assert not re.search("^error", out, re.MULTILINE)
+    assert not (tmp_path / "DONE").exists()
+    assert iterations(tmp_path) == [1, 2]
+    assert latest_iteration(tmp_path) == 2
+
+
+def test_a_reader_that_goes_away_ends_the_program_without_a_traceback(checkout: Path, first_run: str) -> None:
+    train = TORCHRUN.replace("torchrun --standalone --nproc-per-node 2", "python")
+    for command in (f"{train} --train-iters 9999", "python tools/generate.py --load run/small-llama --prompt def"):
+        out = shell(f"set +o pipefail; {command} | head -c 3", checkout)
+        assert "Traceback" not in out
+        assert "interrupted: nobody reads the output any more" in out

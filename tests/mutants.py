@@ -1,0 +1,299 @@
+"""Planted faults: a correct suite fails on wrong code. `make mutants` runs this file.
+
+Each mutant changes one piece of text in a copy of the tree and names a test that must then fail. A text that is not
+there exactly once is an error: whoever changes the code moves the mutant along (tests/unit/test_mutants.py looks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("megalite", "kernels", "tests", "pyproject.toml")
+TESTS_FAILED = 1  # pytest's exit code; anything else but 0 is a broken run, which proves nothing
+SECONDS = 180
+
+
+@dataclass(frozen=True)
+class Mutant:
+    fault: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+    def apply(self, root: Path) -> None:
+        """Plant the fault in a tree. Raises ValueError where the text is not there exactly once."""
+        path = root / self.file
+        text = path.read_text()
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"{self.fault}: the text to change occurs {count} times in {self.file}:\n{self.old}")
+        path.write_text(text.replace(self.old, self.new))
+
+
+def _one_step(layout: str) -> str:
+    return f"tests/distributed/test_layouts.py::test_one_step_is_the_oracles[{layout}]"
+
+
+_STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
+_UNIT = "tests/unit/test_parallel_"
+
+MUTANTS = (
+    Mutant(
+        "the row-parallel layer's sum over ranks is dropped",
+        "megalite/parallel/linear.py",
+        "if sequence_parallel else collectives.all_reduce_(term, group)",
+        "if sequence_parallel else term",
+        _one_step("tp2-dp1"),
+    ),
+    Mutant(
+        "the column-parallel layer's input gradient is not summed",
+        "megalite/parallel/linear.py",
+        "reduction = collectives.all_reduce_async_(input_gradient, group)",
+        "reduction = collectives.done(input_gradient)",
+        _one_step("tp2-dp1"),
+    ),
+    Mutant(
+        "under sequence parallelism, the input gradient is cut but not summed",
+        "megalite/parallel/linear.py",
+        "reduction = collectives.reduce_scatter_async(input_gradient, group)",
+        "reduction = collectives.done(input_gradient.chunk(group.size)[group.rank])",
+        _one_step("tp2-sp-dp1"),
+    ),
+    Mutant(
+        "ids that another rank holds leave their gradient in row 0",
+        "megalite/parallel/embedding.py",
+        "values = gradients[0].masked_fill(outside.unsqueeze(-1), 0.0)",
+        "values = gradients[0]",
+        _one_step("tp2-dp1"),
+    ),
+    Mutant(
+        "the loss is divided by the number of micro-batches",
+        "megalite/pipeline/engine.py",
+        "* loss_scale).backward()",
+        "* loss_scale / len(micro_batches)).backward()",
+        f"{_UNIT}engine.py::test_the_sum_of_losses_is_differentiated_at_the_given_scale",
+    ),
+    Mutant(
+        "gate and up are swapped",
+        "kernels/megalite_kernels/activation.py",
+        "return F.silu(gate).mul_(up)",
+        "return F.silu(up).mul_(gate)",
+        f"{_UNIT}model.py::test_loss_gradients_and_logits_are_the_oracles[whole-llama]",
+    ),
+    Mutant(
+        "a norm's gradient is not summed over sequence-parallel ranks",
+        "megalite/model/block.py",
+        "summed=sequence_parallel, dtype=dtype)",
+        "summed=False, dtype=dtype)",
+        _one_step("tp2-sp-dp1"),
+    ),
+    Mutant(
+        "a key norm's gradient is not summed over the ranks that hold different heads",
+        "megalite/model/attention.py",
+        'f"{name}.key_norm", width, summed=True',
+        'f"{name}.key_norm", width, summed=False',
+        _one_step("tp2-dp1"),
+    ),
+    Mutant(
+        "every shard draws what the first one draws",
+        "megalite/parallel/initialization.py",
+        "initial_values(piece.tensor, piece.box, seed)",
+        "initial_values(piece.tensor, Box((0,) * len(piece.box.offset), piece.box.size), seed)",
+        _one_step("tp2-dp1"),
+    ),
+    Mutant(
+        "every block of rows draws the same numbers",
+        "megalite/parallel/initialization.py",
+        'f"{seed}/{tensor.name}/{block}"',
+        'f"{seed}/{tensor.name}"',
+        f"{_UNIT}initialization.py::test_rows_on_both_sides_of_a_blocks_edge",
+    ),
+    Mutant(
+        "the gradient norm counts replicated parameters once a replica",
+        "megalite/optim/buckets.py",
+        "counted_here=mesh.rank == min(record.copies)",
+        "counted_here=True",
+        _one_step("tp2-dp1"),
+    ),
+    Mutant(
+        "the gradient norm, and so the decision to skip, is each rank's own",
+        "megalite/optim/optimizer.py",
+        "math.sqrt(collectives.all_reduce_(total, self.mesh.world()).item())",
+        "math.sqrt(total.item())",
+        "tests/distributed/test_layouts_masks.py::test_an_infinity_on_one_rank_makes_all_skip[tp2-dp1]",
+    ),
+    Mutant(
+        "the padding of the vocabulary takes part in the softmax",
+        "megalite/parallel/cross_entropy.py",
+        "valid = min(max(vocab_size - first, 0), columns)",
+        "valid = columns",
+        "tests/distributed/test_parallel_regions.py::test_cross_entropy_over_a_split_vocabulary[padded]",
+    ),
+    Mutant(
+        "the gradient of replicated keys and values is not summed over their replicas",
+        "megalite/model/attention.py",
+        "summed=len(copies) > 1",
+        "summed=False",
+        _one_step("tp4-dp1"),
+    ),
+    Mutant(
+        "heads that share a group across ranks read another group",
+        "megalite/model/attention.py",
+        "runs.sort(key=lambda run: len(run[2]) > 1)",
+        "runs.sort(key=lambda run: len(run[2]) <= 1)",
+        _one_step("tp2-dp1"),
+    ),
+    Mutant(
+        "a tied weight is counted as used once",
+        "megalite/model/gpt.py",
+        "replace(word.sharding, uses=2)",
+        "replace(word.sharding, uses=1)",
+        _one_step("tp1-dp1"),
+    ),
+    Mutant(
+        "the dropout key forgets the shard",
+        "megalite/parallel/randomness.py",
+        "site.layer, site.shard)",
+        "site.layer, 0)",
+        f"{_UNIT}randomness.py::test_every_part_of_the_key_counts",
+    ),
+    Mutant(
+        "the dropout key forgets the sample",
+        "megalite/parallel/randomness.py",
+        "self.seed, self.sample, site.layer",
+        "self.seed, 0, site.layer",
+        f"{_UNIT}model.py::test_dropout_differs_from_sample_to_sample[hidden_dropout]",
+    ),
+    Mutant(
+        "attention's dropout draws from a stream, which recomputation does not find again",
+        "megalite/model/attention.py",
+        "context.key.seed_site(self.site, query.device)",
+        "pass",
+        "tests/distributed/test_layouts_dropout.py::test_recomputation_changes_no_bit[tp1-dp1-gpt2]",
+    ),
+    Mutant(
+        "gradients are not summed over data-parallel ranks",
+        "megalite/optim/buckets.py",
+        'mesh.group("dp", "cp")',
+        'mesh.group("cp")',
+        _one_step("tp1-dp2"),
+    ),
+    Mutant(
+        "a shard of the optimizer thinks that it starts one element later",
+        "megalite/optim/optimizer.py",
+        "bucket.shard_group.rank * self.parameters.numel() if sharded",
+        "bucket.shard_group.rank * self.parameters.numel() + 1 if sharded",
+        f"{_STEPS}[8]",
+    ),
+    Mutant(
+        "ZeRO 1 does not gather what the others have updated",
+        "megalite/optim/optimizer.py",
+        "bucket.begin_parameter_gather()",
+        "bucket.finish_parameter_gather()",
+        _one_step("tp1-dp2"),
+    ),
+    Mutant(
+        "the gradient is not clipped",
+        "megalite/optim/optimizer.py",
+        "and factor < 1.0:",
+        "and factor < 0.0:",
+        f"{_STEPS}[3]",
+    ),
+    Mutant(
+        "norms decay",
+        "megalite/model/norm.py",
+        "Constant(value), weight_decay=False)",
+        "Constant(value), weight_decay=True)",
+        f"{_STEPS}[3]",
+    ),
+    Mutant(
+        "a micro-batch's gradient replaces the one before",
+        "megalite/optim/buckets.py",
+        "overwrite=self._arrived[key] == 0",
+        "overwrite=True",
+        f"{_UNIT}buckets.py::test_an_ordinary_gradient_comes_through_the_same_door",
+    ),
+    Mutant(
+        "sequence-parallel ranks take the first rank's positions",
+        "megalite/model/embedding.py",
+        "local.chunk(self.group.size)[self.group.rank]",
+        "local.chunk(self.group.size)[0]",
+        _one_step("tp2-sp-dp1"),
+    ),
+    Mutant(
+        "tokens see other documents",
+        "megalite/model/batch.py",
+        "torch.tril(same)",
+        "torch.tril(torch.ones_like(same))",
+        f"{_UNIT}model.py::test_no_token_sees_another_document_or_the_future[llama]",
+    ),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", help="only mutants whose fault contains one of these")
+    words = parser.parse_args().words
+    chosen = [m for m in MUTANTS if not words or any(word in m.fault for word in words)]
+    tests = sorted({mutant.test for mutant in chosen})
+    with _copy() as tree:
+        if _pytest(tree, *tests).returncode != 0:
+            sys.exit("the named tests do not pass on the tree as it is")
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
+        verdicts = []
+        for mutant, verdict in zip(chosen, workers.map(_verdict, chosen), strict=True):
+            print(f"{verdict or 'caught':8}  {mutant.fault}  ({mutant.test})", flush=True)
+            verdicts.append(verdict)
+    if any(verdicts):
+        sys.exit(f"{sum(map(bool, verdicts))} of {len(chosen)} mutants were not caught")
+    print(f"all {len(chosen)} mutants were caught")
+
+
+def _verdict(mutant: Mutant) -> str:
+    """Empty where the named test fails on the mutant, else what happened."""
+    with _copy() as tree:
+        mutant.apply(tree)
+        try:
+            result = _pytest(tree, mutant.test)
+        except subprocess.TimeoutExpired:
+            return "HUNG"
+    if result.returncode in (0, TESTS_FAILED):
+        return "" if result.returncode else "SURVIVED"
+    print(result.stdout, file=sys.stderr)
+    return "BROKEN"
+
+
+@contextmanager
+def _copy() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="mutant_") as directory:
+        for name in COPIED:
+            source, target = ROOT / name, Path(directory) / name
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            else:
+                shutil.copy(source, target)
+        yield Path(directory)
+
+
+def _pytest(tree: Path, *tests: str) -> subprocess.CompletedProcess[str]:
+    """Run tests of `tree`; what it prints is shown where they are expected to pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        command, cwd=tree, env=environment, timeout=SECONDS, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The planted faults still find the code that they change, and name tests that exist."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import MUTANTS, ROOT, Mutant
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
+def test_a_mutant_finds_its_text_and_its_test(mutant: Mutant, tmp_path: Path) -> None:
+    (tmp_path / mutant.file).parent.mkdir(parents=True)
+    shutil.copy(ROOT / mutant.file, tmp_path / mutant.file)
+    mutant.apply(tmp_path)
+    assert (tmp_path / mutant.file).read_text() != (ROOT / mutant.file).read_text()
+    file, test = mutant.test.split("::")
+    assert f"def {test.split('[')[0]}(" in (ROOT / file).read_text()
+
+
+def test_a_text_that_is_gone_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file.py").write_text("a = 1\na = 1\n")
+    for old, count in (("b = 1", 0), ("a = 1", 2)):
+        with pytest.raises(ValueError, match=f"occurs {count} times in file.py"):
+            Mutant("fault", "file.py", old, "", "").apply(tmp_path)

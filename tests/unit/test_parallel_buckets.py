@@ -1,0 +1,115 @@
+"""Flat buffers: where parameters stand, and the one door through which gradients enter."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from megalite.errors import MegaliteError
+from megalite.optim.buckets import ALIGNMENT, Bucket, bucket_length, lay_out, make_buckets
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, RowsGradient
+from megalite.parallel.placement import replicated
+from megalite.parallel.sharding import LogicalTensor, Normal
+
+numels = st.lists(st.integers(1, 1000), min_size=1, max_size=20)
+
+
+@given(numels=numels, bucket_size=st.none() | st.integers(1, 1500), shards=st.integers(1, 9))
+def test_parameters_stand_in_order_aligned_and_apart(numels: list[int], bucket_size: int | None, shards: int) -> None:
+    buckets = lay_out(numels, bucket_size)
+    assert [index for bucket in buckets for index, _, _ in bucket] == list(range(len(numels)))
+    for number, bucket in enumerate(buckets):
+        for index, start, stop in bucket:
+            assert start % ALIGNMENT == 0
+            assert stop - start == numels[index]
+        for before, after in itertools.pairwise(bucket):
+            assert before[2] <= after[1] < before[2] + ALIGNMENT
+        length = bucket_length(bucket, shards)
+        assert length >= bucket[-1][2]
+        assert length % shards == 0
+        if bucket_size is None:
+            assert number == 0
+        else:
+            assert len(bucket) == 1 or bucket[-2][2] < bucket_size  # it was open when the last one came
+            assert number == len(buckets) - 1 or bucket[-1][2] >= bucket_size
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        mesh = ParallelMesh()
+
+        def parameter(name: str, rows: int) -> Parameter:
+            tensor = LogicalTensor(name, (rows, 3), Normal(1.0), True)
+            made = Parameter(replicated(mesh, tensor, summed=False), torch.float32, mesh.device)
+            nn.init.normal_(made)
+            return made
+
+        self.first, self.second = parameter("first", 2), parameter("second", 4)
+
+
+def one_bucket(module: nn.Module, dtype: torch.dtype = torch.float32) -> Bucket:
+    (bucket,) = make_buckets(module, ParallelMesh(), gradient_dtype=dtype, bucket_size=None, overlap=False)
+    return bucket
+
+
+def test_parameters_keep_their_values_and_live_in_the_buffer() -> None:
+    module = Two()
+    before = module.second.detach().clone()
+    bucket = one_bucket(module)
+    assert bucket.slots[0].parameter is module.second  # backward reaches it first
+    assert torch.equal(module.second, before)
+    bucket.parameters.zero_()
+    assert not module.second.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_first_gradient_of_a_step_replaces_what_was_left(dtype: torch.dtype) -> None:
+    """Even a NaN; the later ones are added. All kinds of gradient know how to do both."""
+    module = Two()
+    bucket = one_bucket(module, dtype)
+    x, y = torch.randn(5, 4), torch.randn(5, 3)
+    rows, values = torch.tensor([1, 3, 1]), torch.randn(3, 3)
+    by_rows = torch.zeros(4, 3).index_add_(0, rows, values)
+    for _ in range(2):
+        bucket.gradients.fill_(float("nan"))
+        bucket.begin_step(3)
+        for gradient in (ProductGradient(x, y), DenseGradient(torch.ones(4, 3)), RowsGradient(rows, values)):
+            bucket.accumulate(module.second, gradient)
+        expected = (x.t() @ y + 1 + by_rows).to(dtype)
+        torch.testing.assert_close(bucket.gradient(module.second), expected, rtol=1e-6, atol=1e-6)
+        bucket.begin_step(2)
+        for gradient in (RowsGradient(rows, values), ProductGradient(x, y)):
+            bucket.accumulate(module.second, gradient)
+        expected = (x.t() @ y + by_rows).to(dtype)
+        torch.testing.assert_close(bucket.gradient(module.second), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_an_ordinary_gradient_comes_through_the_same_door() -> None:
+    module = Two()
+    bucket = one_bucket(module)
+    bucket.begin_step(2)
+    for factor in (1.0, 10.0):
+        ((module.first.sum() + 2 * module.second.sum()) * factor).backward()
+    assert module.first.grad is None
+    assert torch.equal(bucket.gradient(module.first), torch.full((2, 3), 11.0))
+    assert torch.equal(bucket.gradient(module.second), torch.full((4, 3), 22.0))
+
+
+@pytest.mark.parametrize("arrivals", [0, 1, 3])
+def test_a_missing_or_a_surplus_gradient_is_an_error_not_a_number(arrivals: int) -> None:
+    module = Two()
+    bucket = one_bucket(module)
+    bucket.begin_step(2)
+    for _ in range(2):
+        bucket.accumulate(module.first, DenseGradient(torch.ones(2, 3)))
+    for _ in range(arrivals):
+        bucket.accumulate(module.second, DenseGradient(torch.ones(4, 3)))
+    with pytest.raises(MegaliteError, match=f"second received {arrivals} gradients in this step where 2 were due"):
+        bucket.finish_reduction()

@@ -1,0 +1,170 @@
+"""The network on one process, with every feature of it, against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config.model import ModelConfig
+from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT
+from megalite.model.recompute import Recompute
+from megalite.parallel.initialization import initialize
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import named_pieces
+from megalite.parallel.randomness import RandomKey
+from tests.distributed.layout_run import perturb_constants
+from tests.harness.close import assert_gradient_close
+from tests.oracle import Oracle, loss_sum_and_count
+
+BATCH, SEQUENCE, VOCABULARY = 3, 11, 19
+
+GPT2 = ModelConfig(
+    num_layers=2, hidden_size=16, num_attention_heads=4, ffn_hidden_size=20, max_position_embeddings=16,
+    vocab_size=VOCABULARY, make_vocab_size_divisible_by=8, init_method_std=0.3, hidden_dropout=0.0,
+    attention_dropout=0.0,
+)  # fmt: skip
+LLAMA = replace(
+    GPT2, position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False,
+    untie_embeddings_and_output_weights=True, max_position_embeddings=None,
+)  # fmt: skip
+CONFIGS = {
+    "gpt2": GPT2,
+    "gpt2, untied": replace(GPT2, untie_embeddings_and_output_weights=True),
+    "gpt2, squared relu": replace(GPT2, squared_relu=True),
+    "gpt2, no positions": replace(GPT2, position_embedding_type="none"),
+    "gpt2, other epsilon": replace(GPT2, norm_epsilon=0.1),
+    "llama": LLAMA,
+    "llama, tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
+    "llama, biases on queries, keys and values": replace(LLAMA, add_qkv_bias=True),
+    "llama, part of each head rotated": replace(LLAMA, kv_channels=6, rotary_percent=0.7),
+    "llama, another base": replace(LLAMA, rotary_base=500.0),
+    "llama 3.1": replace(LLAMA, kv_channels=16, rotary_base=500_000.0, use_rope_scaling=True, rope_scaling_factor=4.0),
+    "llama, groups": replace(LLAMA, group_query_attention=True, num_query_groups=2, qk_layernorm=True),
+    "one of everything": replace(GPT2, num_layers=1, num_attention_heads=1, hidden_size=2, ffn_hidden_size=1),
+}
+
+
+def network(config: ModelConfig, **rest: object) -> GPT:
+    made = GPT(config, ParallelMesh(), dtype=torch.float64, **rest)  # type: ignore[arg-type]
+    initialize(made, 1234)
+    perturb_constants(made)
+    return made
+
+
+def weights(made: GPT) -> dict[str, Tensor]:
+    return {p.tensor.name: p.view(q).detach().clone().requires_grad_() for q, p in named_pieces(made)}
+
+
+def oracle(config: ModelConfig) -> Oracle:
+    return Oracle(
+        normalization=config.normalization,
+        norm_epsilon=config.norm_epsilon,
+        activation="swiglu" if config.swiglu else "squared_relu" if config.squared_relu else "gelu",
+        position_embedding_type=config.position_embedding_type,
+        rotary_base=config.rotary_base,
+        rotary_percent=config.rotary_percent,
+        use_rope_scaling=config.use_rope_scaling,
+        rope_scaling_factor=config.rope_scaling_factor,
+    )
+
+
+def micro_batch(*, documents: bool, far: int = 0) -> MicroBatch:
+    """`far`: positions as if the sample began there."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+    document_ids = torch.tensor([[0] * 4 + [1] * 5 + [2] * 2]).expand(BATCH, -1) if documents else None
+    positions = torch.tensor([[*range(4), *range(5), *range(2)]]) if documents else torch.arange(SEQUENCE)[None]
+    mask = torch.rand(BATCH, SEQUENCE, generator=generator, dtype=torch.float64)
+    return MicroBatch(text[:, :-1], positions.expand(BATCH, -1) + far, document_ids, text[:, 1:], mask, RandomKey(0, 0))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
+def test_loss_gradients_and_logits_are_the_oracles(name: str, documents: bool) -> None:
+    config = CONFIGS[name]
+    made = network(config)
+    batch = micro_batch(documents=documents, far=10_000 if config.use_rope_scaling else 0)
+    expected_weights = weights(made)
+    logits = oracle(config).logits(expected_weights, batch.tokens, batch.positions, batch.document_ids)
+    assert batch.labels is not None
+    assert batch.loss_mask is not None
+    expected, _ = loss_sum_and_count(logits, batch.labels, batch.loss_mask)
+    expected.backward()
+    loss = made(None, batch)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    norm = torch.stack([weight.grad.norm() for weight in expected_weights.values()]).norm().item()
+    for parameter, piece in named_pieces(made):
+        name = piece.tensor.name
+        assert_gradient_close(piece.view(parameter.grad), expected_weights[name].grad, norm, name)
+    bare = replace(batch, labels=None, loss_mask=None)
+    ours = made(None, bare)[..., :VOCABULARY].transpose(0, 1)
+    torch.testing.assert_close(ours, logits, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_no_token_sees_another_document_or_the_future(name: str) -> None:
+    """Through the gradient of one token's loss with respect to the word embedding's rows: only visible ids move."""
+    made = network(replace(CONFIGS[name], vocab_size=SEQUENCE, untie_embeddings_and_output_weights=True))
+    batch = micro_batch(documents=True)
+    mask = torch.zeros(1, SEQUENCE, dtype=torch.float64)
+    mask[0, 6] = 1.0  # the third token of the second document
+    one = MicroBatch(
+        torch.arange(SEQUENCE)[None], batch.positions[:1], batch.document_ids[:1], torch.zeros(1, SEQUENCE).long(),
+        mask, batch.key,
+    )  # fmt: skip
+    made(None, one).backward()
+    seen = made.embedding.word.weight.grad[:SEQUENCE].any(dim=1)
+    assert seen.nonzero().flatten().tolist() == [4, 5, 6]
+
+
+def test_dropout_is_for_training_alone() -> None:
+    made = network(replace(GPT2, hidden_dropout=0.5, attention_dropout=0.5))
+    without = network(GPT2)
+    batch = micro_batch(documents=False)
+    assert made(None, batch).item() != without(None, batch).item()
+    made.eval()
+    assert made(None, batch).item() == without(None, batch).item()
+
+
+@pytest.mark.parametrize("kind", ["hidden_dropout", "attention_dropout"])
+def test_dropout_differs_from_sample_to_sample(kind: str) -> None:
+    """Of one text under many keys."""
+    made = network(replace(GPT2, **{kind: 0.1}))
+    batch = micro_batch(documents=False)
+    losses = [made(None, replace(batch, key=RandomKey(0, sample))).item() for sample in range(8)]
+    assert len(set(losses)) == 8
+    assert made(None, replace(batch, key=RandomKey(0, 3))).item() == losses[3]
+
+
+def test_recompute_spans() -> None:
+    assert Recompute().spans(5) == [(0, 5, False)]
+    assert Recompute(attention=True).spans(5) == [(0, 5, False)]
+    assert Recompute(method="uniform", layers=2).spans(5) == [(0, 2, True), (2, 4, True), (4, 5, True)]
+    assert Recompute(method="block", layers=2).spans(5) == [(0, 1, True), (1, 2, True), (2, 5, False)]
+    assert Recompute(method="block", layers=9).spans(2)[:2] == [(0, 1, True), (1, 2, True)]
+
+
+@pytest.mark.parametrize(
+    ("how", "fewer"), [({"attention": True}, 0.98), ({"method": "block"}, 0.8), ({"method": "uniform"}, 0.5)]
+)
+def test_recomputation_keeps_less(how: dict, fewer: float) -> None:
+    config = replace(LLAMA, num_layers=4)
+
+    def bytes_saved(made: GPT) -> int:
+        total = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal total
+            total += tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            made(None, micro_batch(documents=False))
+        return total
+
+    assert bytes_saved(network(config, recompute=Recompute(**how))) < fewer * bytes_saved(network(config))

@@ -1,0 +1,137 @@
+"""The record of a parameter's place: shares, placements, key-value runs, boxes and matrix views."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.model.attention import key_value_runs
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.placement import replicated, split, stacked
+from megalite.parallel.sharding import Box, LogicalTensor, Normal, Sharding, share
+
+sizes = st.integers(1, 12)
+
+
+def logical(shape: tuple[int, ...], matrices: str | None = None) -> LogicalTensor:
+    return LogicalTensor("tensor", shape, Normal(1.0), True, matrices)
+
+
+@given(total=st.integers(0, 100), parts=sizes)
+def test_shares_deal_everything_in_order(total: int, parts: int) -> None:
+    shares = [share(total, parts, index) for index in range(parts)]
+    assert [element for start, count in shares for element in range(start, start + count)] == list(range(total))
+    run = -(-total // parts)
+    counts = [count for _, count in shares]
+    assert counts == sorted(counts, reverse=True)
+    assert sum(0 < count < run for count in counts) <= 1  # the last run alone is short
+
+
+@given(ranks=st.sampled_from([1, 2, 4]), shape=st.tuples(sizes, sizes, sizes), dimension=st.integers(0, 2))
+def test_split_boxes_tile_the_tensor_and_its_local_matrices(
+    ranks: int, shape: tuple[int, int, int], dimension: int
+) -> None:
+    shape = (*shape[:dimension], shape[dimension] * ranks, *shape[dimension + 1 :])
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    for columns in (1, 2) if dimension < 2 else (1, 2, 3):
+        seen = torch.zeros(shape, dtype=torch.int)
+        for rank in range(ranks):
+            mesh = ParallelMesh(rank=rank, world_size=ranks, tensor_parallel_size=ranks)
+            sharding = split(mesh, logical(shape), dimension, columns=columns)
+            (piece,) = sharding.pieces
+            local = torch.zeros(sharding.local_shape, dtype=whole.dtype)
+            piece.view(local).copy_(whole[piece.box.slices()])
+            assert torch.equal(local.flatten(), whole.chunk(ranks, dimension)[rank].flatten())
+            assert piece.splits == ((dimension, "tp"),)
+            assert (sharding.copies, sharding.replica_group) == ((rank,), ())
+            seen[piece.box.slices()] += 1
+        assert (seen == 1).all()
+
+
+@given(ranks=st.sampled_from([1, 2, 4]), length=st.integers(1, 20), local=st.integers(1, 20))
+def test_a_padded_split_holds_the_true_rows_first(ranks: int, length: int, local: int) -> None:
+    local = max(local, -(-length // ranks))
+    rows = []
+    for rank in range(ranks):
+        mesh = ParallelMesh(rank=rank, world_size=ranks, tensor_parallel_size=ranks)
+        sharding = split(mesh, logical((length, 3)), 0, padded=local * ranks)
+        (piece,) = sharding.pieces
+        assert sharding.local_shape == (local, 3)
+        assert piece.view(torch.zeros(sharding.local_shape)).shape == piece.box.size == (piece.rows, 3)
+        rows += range(piece.box.offset[0], piece.box.offset[0] + piece.rows)
+    assert rows == list(range(length))
+
+
+def test_replicated_has_a_replica_group_only_where_its_gradient_is_partial() -> None:
+    mesh = ParallelMesh(rank=5, world_size=8, tensor_parallel_size=4)
+    assert replicated(mesh, logical((6,)), summed=False).replica_group == ()
+    assert replicated(mesh, logical((6,)), summed=True).replica_group == (4, 5, 6, 7)
+    alone = ParallelMesh(rank=5, world_size=8, tensor_parallel_size=1)
+    assert replicated(alone, logical((6,)), summed=True).replica_group == ()
+
+
+def test_stacked_pieces_stand_one_under_the_other() -> None:
+    mesh = ParallelMesh()
+    first, second = split(mesh, logical((2, 3, 4)), 0), split(mesh, logical((5, 4)), 0)
+    together = stacked([first, second])
+    assert together.local_shape == (11, 4)
+    local = torch.arange(44).view(11, 4)
+    assert torch.equal(together.pieces[0].view(local), local[:6].view(2, 3, 4))
+    assert torch.equal(together.pieces[1].view(local), local[6:])
+
+
+@given(ranks=st.sampled_from([1, 2, 3, 4, 6, 8]), groups=st.integers(1, 12), ratio=st.integers(1, 6))
+def test_key_value_runs_serve_every_head(ranks: int, groups: int, ratio: int) -> None:
+    """For any number of groups and ranks: a rank has the groups of its heads, and all who share a group know it."""
+    heads = groups * ratio * ranks
+    per_group, per_rank = heads // groups, heads // ranks
+    sharers_of: dict[int, set[tuple[int, ...]]] = {}
+    for rank in range(ranks):
+        runs = key_value_runs(heads, groups, ranks, rank)
+        held = [group for first, count, _ in runs for group in range(first, first + count)]
+        needed = sorted({head // per_group for head in range(rank * per_rank, (rank + 1) * per_rank)})
+        assert held == needed
+        for first, count, sharers in runs:
+            assert rank in sharers
+            for group in range(first, first + count):
+                sharers_of.setdefault(group, set()).add(sharers)
+    for group in range(groups):
+        (sharers,) = sharers_of[group]  # the same in the eyes of all of them
+        owners = {head // per_rank for head in range(group * per_group, (group + 1) * per_group)}
+        assert set(sharers) == owners
+
+
+boxes = st.tuples(*[st.tuples(st.integers(0, 6), st.integers(1, 6))] * 3).map(
+    lambda pairs: Box(tuple(start for start, _ in pairs), tuple(length for _, length in pairs))
+)
+
+
+@given(first=boxes, second=boxes)
+def test_an_intersection_is_what_both_hold(first: Box, second: Box) -> None:
+    masks = [torch.zeros(12, 12, 12, dtype=torch.bool) for _ in range(3)]
+    masks[0][first.slices()] = True
+    masks[1][second.slices()] = True
+    common = first.intersection(second)
+    if common is not None:
+        masks[2][common.slices()] = True
+        values = torch.arange(12**3).view(12, 12, 12)
+        inside = values[first.slices()][common.relative_to(first).slices()]
+        assert torch.equal(inside, values[common.slices()])
+    assert torch.equal(masks[0] & masks[1], masks[2])
+
+
+def test_matrix_views() -> None:
+    key_value = logical((3, 2, 4, 5), "groups two width hidden -> two (groups width) hidden")
+    values = torch.arange(120).view(3, 2, 4, 5)
+    assert torch.equal(
+        key_value.as_matrices(values), torch.stack([values[:, 0].reshape(12, 5), values[:, 1].reshape(12, 5)])
+    )
+    with pytest.raises(ValueError, match="tensor has no matrix view"):
+        logical((3,)).as_matrices(torch.zeros(3))
+
+
+def test_a_sharding_has_no_default() -> None:
+    with pytest.raises(TypeError):
+        Sharding()  # type: ignore[call-arg]
