@@ -24,8 +24,8 @@ from benchmarks import plain_pytorch
 from megalite.config import ModelConfig, OptimizerConfig
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
-from megalite.optim.buckets import make_buckets
-from megalite.optim.optimizer import Optimizer
+from megalite.optim.buckets import DataParallel
+from megalite.optim.optimizer import make_optimizer
 from megalite.parallel import collectives
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
@@ -54,8 +54,7 @@ def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: boo
     )
     model = GPT(config, mesh, sequence_parallel=sequence_parallel)
     initialize(model, seed=1)
-    buckets = make_buckets(model, mesh, gradient_dtype=torch.float32, bucket_size=None, overlap=False)
-    optimizer = Optimizer(buckets, mesh, OptimizerConfig(lr=1e-3), sharded=sharded, overlap=False)
+    optimizer = make_optimizer(model, mesh, OptimizerConfig(lr=1e-3), DataParallel(torch.float32, stage=int(sharded)))
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
     micro_batches = [
         MicroBatch(tokens, positions, None, labels, torch.ones(BATCH, SEQUENCE), RandomKey(1, index))

@@ -58,6 +58,8 @@ def load(path: Path, module: nn.Module, optimizer: Optimizer | None, mesh: Paral
         _read(path, manifest, plan)
     if optimizer is not None:
         optimizer.load_steps(manifest.training.optimizer_steps)
+        optimizer.begin_parameter_gather()
+        optimizer.finish_parameter_gather()
     return manifest.training
 
 
@@ -126,10 +128,12 @@ def _check_all_see(what: str, path: Path, mesh: ParallelMesh) -> None:
 
 @torch.no_grad()
 def _zero(module: nn.Module, optimizer: Optimizer | None) -> None:
-    for parameter in module.parameters():
-        parameter.zero_()
-    for state in optimizer.slices() if optimizer is not None else ():
-        for values in state.tensors.values():
+    if optimizer is None:
+        for parameter in module.parameters():
+            parameter.zero_()
+        return
+    for part in optimizer.slices():
+        for values in (part.values, *part.state.values()):
             values.zero_()
 
 

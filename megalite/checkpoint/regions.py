@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megalite.optim.optimizer import Optimizer
+from megalite.optim.optimizer import Optimizer, StateSlice
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import Box, share
@@ -41,44 +41,40 @@ class Run:
 
 
 def held_regions(module: nn.Module, optimizer: Optimizer | None) -> list[Region]:
-    """All that a rank holds: its parameters whole, and the optimizer state of its slices."""
-    regions = [
+    """All that a rank must be given: its parameters whole, or what its optimizer updates of weights and state."""
+    if optimizer is not None:
+        return _regions_of_slices(optimizer.slices())
+    return [
         region for p in _parameters(module) for region in _regions(MODEL, Run(p, 0, p.numel()), p.detach().flatten())
     ]
-    for state in optimizer.slices() if optimizer is not None else ():
-        for name, values in state.tensors.items():
-            regions += _regions(f"{OPTIMIZER}{name}/", Run(state.parameter, state.start, state.stop), values)
-    return regions
 
 
 def owned_regions(module: nn.Module, optimizer: Optimizer | None, mesh: ParallelMesh) -> list[Region]:
-    """What this rank writes: over all ranks, each element of each global tensor once."""
-    runs = {id(run.parameter): run for run in _owned_runs(module, optimizer, mesh)}
-    regions: list[Region] = []
-    for run in runs.values():
-        regions += _regions(MODEL, run, run.parameter.detach().flatten()[run.start : run.stop])
-    for state in optimizer.slices() if optimizer is not None else ():
-        owned_run = runs.get(id(state.parameter))
-        if owned_run is not None:
-            for name, values in state.tensors.items():
-                owned = values[owned_run.start - state.start : owned_run.stop - state.start]
-                regions += _regions(f"{OPTIMIZER}{name}/", owned_run, owned)
-    return regions
+    """What this rank writes: over all ranks, each element of each global tensor once.
 
-
-def _owned_runs(module: nn.Module, optimizer: Optimizer | None, mesh: ParallelMesh) -> Iterator[Run]:
-    """Where the optimizer's state is sharded, its slices; else all parameters, one behind the other, dealt equally
-    over the ranks that hold the same. Of copies inside a data-parallel replica, the first writes.
+    Without an optimizer to say who owns what, all parameters, one behind the other, are dealt equally over the ranks
+    that hold the same; of copies inside a data-parallel replica, the first writes.
     """
-    if optimizer is not None and optimizer.sharded:
-        for state in optimizer.slices():
-            if _writes(state.parameter, mesh):
-                yield Run(state.parameter, state.start, state.stop)
-        return
+    if optimizer is not None:
+        return _regions_of_slices(optimizer.owned_slices())
+    regions: list[Region] = []
     for expert, axes in ((False, ("dp", "cp")), (True, ("edp",))):
         parameters = [p for p in _parameters(module) if p.sharding.expert == expert and _writes(p, mesh)]
         peers = mesh.ranks(*axes)
-        yield from deal(parameters, len(peers), peers.index(mesh.rank))
+        for run in deal(parameters, len(peers), peers.index(mesh.rank)):
+            regions += _regions(MODEL, run, run.parameter.detach().flatten()[run.start : run.stop])
+    return regions
+
+
+def _regions_of_slices(slices: Iterable[StateSlice]) -> list[Region]:
+    weights: list[Region] = []
+    state: list[Region] = []
+    for part in reversed(list(slices)):  # as the model has them
+        run = Run(part.parameter, part.start, part.stop)
+        weights += _regions(MODEL, run, part.values)
+        for name, values in part.state.items():
+            state += _regions(f"{OPTIMIZER}{name}/", run, values)
+    return weights + state
 
 
 def deal(parameters: Iterable[Parameter], parts: int, index: int) -> Iterator[Run]:

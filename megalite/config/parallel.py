@@ -16,6 +16,10 @@ class ParallelConfig:
     """Split activations between the matrices along the sequence, over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = False
     """Shard optimizer state and master weights over the data-parallel ranks (ZeRO 1)."""
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = None
+    """What stays sharded over data-parallel ranks (ZeRO 0 to 3); unset: optim with use-distributed-optimizer."""
+    num_distributed_optimizer_instances: int = 1
+    """Groups of data-parallel ranks that each hold a whole set of shards (hybrid sharding)."""
     overlap_grad_reduce: bool = False
     """Reduce each bucket of gradients while backward goes on."""
     overlap_param_gather: bool = False
@@ -32,6 +36,13 @@ class ParallelConfig:
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model among `world_size` ranks (which `validate` has found divisible)."""
         return world_size // self.tensor_model_parallel_size
+
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        if self.data_parallel_sharding_strategy is None:
+            return 1 if self.use_distributed_optimizer else 0
+        return ("no_shard", "optim", "optim_grads", "optim_grads_params").index(self.data_parallel_sharding_strategy)
 
     @property
     def accumulate_allreduce_grads_in_fp32(self) -> bool:

@@ -13,15 +13,11 @@ from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext, MicroBatch, document_mask
 from megalite.model.block import Block
 from megalite.model.embedding import Embedding
-from megalite.model.norm import Norm
+from megalite.model.head import Head
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import rotary_tables
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
-from megalite.parallel.linear import ColumnParallelLinear
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import Parameter
-from megalite.parallel.placement import split
-from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
 
 
 class GPT(nn.Module):
@@ -55,24 +51,14 @@ class GPT(nn.Module):
             )
             for layer in range(config.num_layers)
         )
-        self.final_norm = Norm(config, mesh, "final_norm", config.hidden_size, summed=sequence_parallel, dtype=dtype)
-        self.output = ColumnParallelLinear(
-            [self._output_weight()],
-            [],
-            mesh.group("tp"),
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=mesh.device,
-        )
+        tied = None if config.untie_embeddings_and_output_weights else self.embedding.word.weight
+        if tied is not None:
+            tied.sharding = replace(tied.sharding, uses=2)
+        self.head = Head(config, mesh, self.vocab_size, tied, sequence_parallel=sequence_parallel, dtype=dtype)
 
-    def _output_weight(self) -> Parameter | Sharding:
-        if not self.config.untie_embeddings_and_output_weights:
-            word = self.embedding.word.weight
-            word.sharding = replace(word.sharding, uses=2)
-            return word
-        shape = (self.vocab_size, self.config.hidden_size)
-        output = LogicalTensor("output", shape, Normal(self.config.init_method_std), weight_decay=True)
-        return split(self.mesh, output, 0, padded=self.config.padded_vocab_size(self.mesh.size("tp")))
+    def blocks(self) -> list[nn.Module]:
+        """The parts that forward runs one after the other; together they hold every parameter."""
+        return [self.embedding, *self.layers, self.head]
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         """The sum of the micro-batch's token losses times their mask, or its logits where it has no labels.
@@ -82,8 +68,7 @@ class GPT(nn.Module):
         """
         context = self._context(micro_batch)
         hidden = self.embedding(micro_batch.tokens, micro_batch.positions, micro_batch.key)
-        hidden = self.final_norm(self._run_layers(hidden, context))
-        logits: Tensor = self.output(hidden)
+        logits: Tensor = self.head(self._run_layers(hidden, context))
         if micro_batch.labels is None or micro_batch.loss_mask is None:
             return logits
         losses = vocab_parallel_cross_entropy(logits, micro_batch.labels.t(), self.mesh.group("tp"), self.vocab_size)

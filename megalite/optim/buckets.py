@@ -52,20 +52,30 @@ class Bucket:
         reduction: Reduction,
         *,
         counted_here: bool,
+        set_values: Callable[[Parameter], None] | None = None,
     ) -> None:
+        """`set_values` gives a parameter its values in its place here; None: it brings them."""
         self.slots, self.shard_group, self.reduction = layout.slots, shard_group, reduction
         self.stage = options.stage if shard_group.size > 1 else 0
         self.counted_here = counted_here
         """Whether the norm counts this rank's copy."""
         self._overlap = options.overlap_reduce
+        self.prefetch = options.overlap_gather
+        """Whether ZeRO 3 gathers it before its block's turn."""
         first = self.slots[0].parameter
         self.parameters = torch.zeros(layout.length, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros(layout.length, dtype=options.gradient_dtype, device=first.device)
         self._slot_of = {id(slot.parameter): slot for slot in self.slots}
         for slot in self.slots:
-            self._adopt(slot)
+            self._adopt(slot, set_values)
         self.parameter_shard, self.gradient_shard = self.owned(self.parameters), self.owned(self.gradients)
         """This rank's slices."""
+        if self.stage >= 2:
+            self.gradient_shard = self.gradient_shard.clone()
+            _free(self.gradients)
+        if self.stage == 3:
+            self.parameter_shard = self.parameter_shard.clone()
+            _free(self.parameters)
         ends = [0, *(slot.stop for slot in self.slots)]
         starts = [*(slot.start for slot in self.slots), layout.length]
         self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
@@ -76,23 +86,16 @@ class Bucket:
         self._reduction: collectives.Pending | None = None
         self._gather: collectives.Pending | None = None
 
-    def _adopt(self, slot: Slot) -> None:
+    def _adopt(self, slot: Slot, set_values: Callable[[Parameter], None] | None) -> None:
         parameter = slot.parameter
         place = self.parameters[slot.start : slot.stop].view(parameter.shape)
-        if parameter.is_allocated() and not place.is_meta:
+        if set_values is None:
             place.copy_(parameter.detach())
         parameter.data = place
+        if set_values is not None:
+            set_values(parameter)
         parameter.gradient_buffer = self
         parameter.register_post_accumulate_grad_hook(self._take_ordinary_gradient)
-
-    def shard(self) -> None:
-        """Let go of what this rank does not keep between uses; to be called once the parameters have their values."""
-        if self.stage >= 2:
-            self.gradient_shard = self.gradient_shard.clone()
-            _free(self.gradients)
-        if self.stage == 3:
-            self.parameter_shard = self.parameter_shard.clone()
-            _free(self.parameters)
 
     def owned(self, flat: Tensor) -> Tensor:
         """This rank's slice of a tensor of the bucket's length."""
@@ -146,7 +149,9 @@ class Bucket:
             arrived, due = self._arrived[id(slot.parameter)], self._due[id(slot.parameter)]
             if arrived != due:
                 name = slot.parameter.sharding.name
-                raise MegaliteError(f"{name} received {arrived} gradients where {due} were due: is it used in forward?")
+                raise MegaliteError(
+                    f"{name} received {arrived} gradients in this step where {due} were due: is it used in forward?"
+                )
         self._reduction = self.reduction.begin(self.gradients, None if self.stage >= 2 else self.gradient_shard)
         self._rounds += 1
         if self._rounds < self._rounds_due:
@@ -226,8 +231,7 @@ def make_buckets(
 ) -> list[Bucket]:
     """Move the parameters of `module` into flat buckets, in about backward's order.
 
-    `set_values` gives a parameter its initial values; where it is None they have them. At no time does a rank hold
-    more than it keeps and one bucket. Under ZeRO 3 no bucket holds parameters of two of the `blocks`.
+    `set_values` gives a parameter its values in its place; None: it has them. Under ZeRO 3 no bucket holds parameters of two of the `blocks`.
     """
     dense, expert = mesh.ranks("dp", "cp"), mesh.ranks("edp")
     buckets: list[Bucket] = []
@@ -242,10 +246,8 @@ def make_buckets(
                 shard_group,
                 ReduceScatter(shard_group, instance_group, replica_group),
                 counted_here=mesh.rank == min(record.copies) and instance_group.rank == 0,
+                set_values=set_values,
             )
-            for slot in bucket.slots if set_values is not None else ():
-                set_values(slot.parameter)
-            bucket.shard()
             buckets.append(bucket)
     return buckets
 

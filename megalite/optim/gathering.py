@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megalite.optim.buckets import Bucket
 
@@ -17,7 +16,7 @@ def gather_around_forward(network: nn.Module, blocks: Sequence[nn.Module], bucke
     """Make the modules of `network` wait for, or under ZeRO 3 bring about, the gathers of what they use."""
     if any(bucket.stage == 3 for bucket in buckets):
         BlockGathers(network, blocks, buckets)
-    else:
+    elif any(bucket.prefetch for bucket in buckets):
         _wait_before_use(network, buckets)
 
 

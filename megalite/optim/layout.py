@@ -6,7 +6,6 @@ about the order in which backward reaches them. All members of a shard group or 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,12 +52,14 @@ def lay_out(sizes: Sequence[int], bucket_size: int | None) -> list[list[tuple[in
     return buckets
 
 
-def bucket_length(end: int, shards: int) -> int:
-    """Elements of a bucket whose last parameter ends at `end`."""
-    return _round_up(end, math.lcm(shards, ALIGNMENT))
+def bucket_length(places: Sequence[tuple[int, int, int]], shards: int) -> int:
+    """Elements of a bucket with its padding: equal, aligned slices for all shards."""
+    return _round_up(places[-1][2], shards * ALIGNMENT)
 
 
-def bucket_layouts(module: nn.Module, bucket_size: int | None, shards: int, shards_of_experts: int) -> list[BucketLayout]:
+def bucket_layouts(
+    module: nn.Module, bucket_size: int | None, shards: int, shards_of_experts: int
+) -> list[BucketLayout]:
     """The buckets of the parameters of `module` that are in none yet, in about backward's order."""
     kinds: dict[tuple[object, ...], list[Parameter]] = {}
     for parameter in reversed(unique_parameters(module)):
@@ -70,7 +71,7 @@ def bucket_layouts(module: nn.Module, bucket_size: int | None, shards: int, shar
         parts = shards_of_experts if parameters[0].sharding.expert else shards
         for places in lay_out([parameter.numel() for parameter in parameters], bucket_size):
             slots = tuple(Slot(parameters[index], start, stop) for index, start, stop in places)
-            layouts.append(BucketLayout(slots, bucket_length(places[-1][2], parts)))
+            layouts.append(BucketLayout(slots, bucket_length(places, parts)))
     return layouts
 
 

@@ -1,20 +1,21 @@
 """The step of the optimizer on the slices that this rank owns: norm, clip, update in fp32, and back to the parameters.
 
-ZeRO 0 and 1 run the same sums over the same slices. ZeRO 1 (arXiv:1910.02054) updates its slice and gathers parameters;
-ZeRO 0 gathers the gradients and updates everything.
+All ZeRO stages run the same sums over the same slices. Stage 0 then gathers the gradients and updates everything; 1 and
+2 update their slices and gather the parameters; 3 leaves the gather to the next use.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.config.optimizer import OptimizerConfig
-from megalite.optim.buckets import Bucket
+from megalite.optim.buckets import Bucket, DataParallel, make_buckets
+from megalite.optim.gathering import gather_around_forward
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -32,23 +33,26 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StateSlice:
-    """A run of a parameter's elements and the optimizer state that stands for it on this rank."""
+    """A run of a parameter's elements, and what stands for it on this rank: flat views."""
 
     parameter: Parameter
     start: int
     stop: int
     """Elements [start, stop) of the local parameter, flattened."""
-    tensors: dict[str, Tensor]
-    """By name, flat views of the state: the optimizer's own, and `master` where the parameter is of lower precision."""
+    values: Tensor
+    """The parameter's own."""
+    state: dict[str, Tensor]
+    """By name: the optimizer's, and `master` where the parameter is of lower precision."""
 
 
 class Shard:
-    """What this rank updates of one bucket."""
+    """What this rank updates of one bucket: its slice, or under ZeRO 0 everything."""
 
-    def __init__(self, bucket: Bucket, *, sharded: bool, state_names: Sequence[str]) -> None:
+    def __init__(self, bucket: Bucket, state_names: Sequence[str]) -> None:
         self.bucket = bucket
-        self.parameters = bucket.owned(bucket.parameters) if sharded else bucket.parameters
-        self.gradients = bucket.owned(bucket.gradients) if sharded else bucket.gradients
+        sharded = bucket.stage > 0
+        self.parameters = bucket.parameter_shard if sharded else bucket.parameters
+        self.gradients = bucket.gradient_shard if sharded else bucket.gradients
         self.start = bucket.shard_group.rank * self.parameters.numel() if sharded else 0
         wide = torch.promote_types(self.parameters.dtype, torch.float32)
         self.master = self.parameters.to(wide)  # the parameters themselves where they are wide already
@@ -65,22 +69,26 @@ class Shard:
             if slot.parameter.sharding.weight_decay != decay:
                 yield from self._run(start, slot.start, decay)
                 start, decay = slot.start, not decay
-        yield from self._run(start, self.bucket.parameters.numel(), decay)
+        yield from self._run(start, self.start + self.master.numel(), decay)
 
     def _run(self, start: int, stop: int, decay: bool) -> Iterator[tuple[slice, bool]]:
         low, high = max(start - self.start, 0), min(stop - self.start, self.master.numel())
         if low < high:
             yield slice(low, high), decay
 
-    def slices(self) -> Iterator[StateSlice]:
-        """This shard by parameter."""
-        tensors = dict(self.state) | ({"master": self.master} if self.has_master else {})
+    def slices(self, *, owned: bool) -> Iterator[StateSlice]:
+        """This shard by parameter; with `owned` only what no other rank of the shard group is to answer for."""
+        begin, length = self.start, self.master.numel()
+        if owned:
+            length = self.bucket.parameter_shard.numel()
+            begin = self.bucket.shard_group.rank * length
+        state = dict(self.state) | ({"master": self.master} if self.has_master else {})
         for slot in self.bucket.slots:
-            low, high = max(slot.start, self.start), min(slot.stop, self.start + self.master.numel())
+            low, high = max(slot.start, begin), min(slot.stop, begin + length)
             if low < high:
                 own = slice(low - self.start, high - self.start)
-                views = {name: tensor[own] for name, tensor in tensors.items()}
-                yield StateSlice(slot.parameter, low - slot.start, high - slot.start, views)
+                views = {name: tensor[own] for name, tensor in state.items()}
+                yield StateSlice(slot.parameter, low - slot.start, high - slot.start, self.parameters[own], views)
 
 
 def state_names(config: OptimizerConfig) -> tuple[str, ...]:
@@ -94,15 +102,15 @@ class Optimizer:
     """AdamW or SGD over flat shards, with clipping by the global norm and a common decision to skip."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], mesh: ParallelMesh, config: OptimizerConfig, *, sharded: bool, overlap: bool
+        self, buckets: Sequence[Bucket], mesh: ParallelMesh, config: OptimizerConfig, *, overlap_gather: bool
     ) -> None:
-        """`sharded`: ZeRO 1. `overlap`: leave the gather of the parameters running into the next forward."""
+        """`overlap_gather`: leave the gather of the parameters running into the next forward."""
         self.buckets, self.mesh, self.config = buckets, mesh, config
-        self.sharded, self.overlap = sharded, overlap
+        self._overlap_gather = overlap_gather
         self.steps = 0
         """Updates made; a skipped step is none."""
         names = state_names(config)
-        self.shards = [Shard(bucket, sharded=sharded, state_names=names) for bucket in buckets]
+        self.shards = [Shard(bucket, names) for bucket in buckets]
         self._runs = [(shard, run, decay) for shard in self.shards for run, decay in shard.runs()]
         self._masters = [shard.master[run].requires_grad_() for shard, run, _ in self._runs]
         self._torch = self._build(names)
@@ -135,8 +143,15 @@ class Optimizer:
                 state["step"].fill_(steps)
 
     def slices(self) -> Iterator[StateSlice]:
+        """All that this rank updates, by parameter."""
         for shard in self.shards:
-            yield from shard.slices()
+            yield from shard.slices(owned=False)
+
+    def owned_slices(self) -> Iterator[StateSlice]:
+        """Over all ranks, each element of each global tensor once."""
+        for shard in self.shards:
+            if shard.bucket.counted_here:
+                yield from shard.slices(owned=True)
 
     def begin_step(self, micro_batches: int) -> None:
         for bucket in self.buckets:
@@ -149,9 +164,8 @@ class Optimizer:
         norm = self._gradient_norm()
         if not math.isfinite(norm):
             return StepResult(norm, skipped=True)
-        if not self.sharded:
-            for pending in [bucket.gather(bucket.gradients) for bucket in self.buckets]:
-                pending.wait()
+        for pending in [bucket.gather(bucket.gradients) for bucket in self.buckets if bucket.stage == 0]:
+            pending.wait()
         self._clip(norm)
         self._update(learning_rate)
         return StepResult(norm, skipped=False)
@@ -161,7 +175,7 @@ class Optimizer:
         total = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
         for bucket in self.buckets:
             if bucket.counted_here:
-                for chunk in bucket.owned(bucket.gradients).split(NORM_CHUNK_ELEMENTS):
+                for chunk in bucket.gradient_shard.split(NORM_CHUNK_ELEMENTS):
                     wide = chunk.double()
                     total += torch.dot(wide, wide)
         return math.sqrt(collectives.all_reduce_(total, self.mesh.world()).item())
@@ -184,13 +198,39 @@ class Optimizer:
         for shard in self.shards:
             if shard.has_master:
                 shard.parameters.copy_(shard.master)
-        if self.sharded:
-            for bucket in reversed(self.buckets):
+        self.begin_parameter_gather()
+        if not self._overlap_gather:
+            self.finish_parameter_gather()
+
+    def begin_parameter_gather(self) -> None:
+        """Start to make whole, under ZeRO 1 and 2, the parameters whose slices have changed."""
+        for bucket in reversed(self.buckets):
+            if bucket.stage in (1, 2):
                 bucket.begin_parameter_gather()
-            if not self.overlap:
-                self.finish_parameter_gather()
 
     def finish_parameter_gather(self) -> None:
-        """Wait until every parameter is whole; whoever reads weights outside a forward pass calls this first."""
+        """Wait until every parameter that does not stay sharded is whole.
+
+        Whoever reads weights outside a forward pass calls this first.
+        """
         for bucket in self.buckets:
             bucket.finish_parameter_gather()
+
+
+def make_optimizer(
+    network: nn.Module,
+    mesh: ParallelMesh,
+    config: OptimizerConfig,
+    options: DataParallel,
+    *,
+    blocks: Sequence[nn.Module] = (),
+    set_values: Callable[[Parameter], None] | None = None,
+) -> Optimizer:
+    """Move the parameters of `network` into flat buckets and make the optimizer of this rank's part of them.
+
+    `blocks`: the parts of the network that run one after the other, which ZeRO 3 needs. `set_values` gives a parameter
+    its initial values; None where they have them.
+    """
+    buckets = make_buckets(network, mesh, options, blocks=blocks, set_values=set_values)
+    gather_around_forward(network, blocks, buckets)
+    return Optimizer(buckets, mesh, config, overlap_gather=options.overlap_gather)

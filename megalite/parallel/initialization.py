@@ -8,20 +8,25 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megalite.parallel.parameter import named_pieces
+from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import Box, Constant, LogicalTensor
 
 BLOCK_ELEMENTS = 1 << 16
 
 
 def initialize(module: nn.Module, seed: int) -> None:
-    """Fill every parameter of `module` with its initial values; padding becomes zero."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.zero_()
-        for parameter, piece in named_pieces(module):
-            if piece.box.numel:
-                piece.view(parameter).copy_(initial_values(piece.tensor, piece.box, seed))
+    """Give every parameter of `module` its initial values."""
+    for parameter in {id(parameter): parameter for parameter, _ in named_pieces(module)}.values():
+        set_initial_values(parameter, seed)
+
+
+@torch.no_grad()
+def set_initial_values(parameter: Parameter, seed: int) -> None:
+    """Fill one parameter; padding becomes zero."""
+    parameter.zero_()
+    for piece in parameter.sharding.pieces:
+        if piece.box.numel:
+            piece.view(parameter).copy_(initial_values(piece.tensor, piece.box, seed))
 
 
 def initial_values(tensor: LogicalTensor, box: Box, seed: int) -> Tensor:

@@ -76,8 +76,9 @@ class _RowParallel(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (input,) = ctx.saved_tensors
         gradient = collectives.all_gather(gradients[0], ctx.group) if ctx.sequence_parallel else gradients[0]
+        input_gradient = gradient @ ctx.weight  # first: the last gradient to be handed over may free the weight
         weight_gradient = hand_over(ctx.weight, ProductGradient(_matrix(gradient), _matrix(input)))
-        return gradient @ ctx.weight, weight_gradient, None, None
+        return input_gradient, weight_gradient, None, None
 
 
 def _split(matrix: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -14,9 +15,10 @@ from megalite.data.loader import MicroBatchLoader
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.model.gpt import GPT
 from megalite.model.recompute import Recompute
-from megalite.optim.buckets import gather_before_use, make_buckets
+from megalite.optim import optimizer
+from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer
-from megalite.parallel.initialization import initialize
+from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 
@@ -99,41 +101,40 @@ def make_recompute(config: RunConfig) -> Recompute:
 
 
 def make_model(config: RunConfig, model: ModelConfig, mesh: ParallelMesh) -> GPT:
-    """The rank's share of the network with its initial weights. `model` has the tokenizer's vocabulary filled in."""
-    network = GPT(
+    """The rank's share of the network, its values not yet set. `model` has the tokenizer's vocabulary filled in."""
+    return GPT(
         model,
         mesh,
         sequence_parallel=config.parallel.sequence_parallel,
         recompute=make_recompute(config),
         dtype=model_dtype(config),
     )
-    if mesh.device.type != "meta":
-        initialize(network, config.training.seed)
-    return network
 
 
 def make_optimizer(config: RunConfig, network: GPT, mesh: ParallelMesh) -> Optimizer:
-    """Move the network's parameters into flat buffers and make the optimizer of this rank's part of them."""
-    parallel = config.parallel
-    dtype = model_dtype(config)
-    low_precision = dtype == torch.bfloat16 and parallel.grad_reduce_in_bf16
-    buckets = make_buckets(
+    """Give the network its initial weights, in flat buffers, and make the optimizer of this rank's part of them."""
+    return optimizer.make_optimizer(
         network,
         mesh,
-        gradient_dtype=dtype if low_precision else torch.promote_types(dtype, torch.float32),
-        bucket_size=_bucket_size(config, mesh),
-        overlap=parallel.overlap_grad_reduce,
-    )
-    optimizer = Optimizer(
-        buckets,
-        mesh,
         config.optimizer,
-        sharded=parallel.use_distributed_optimizer,
-        overlap=parallel.overlap_param_gather,
+        data_parallel(config, mesh),
+        blocks=network.blocks(),
+        set_values=functools.partial(set_initial_values, seed=config.training.seed),
     )
-    if parallel.overlap_param_gather:
-        gather_before_use(network, buckets)
-    return optimizer
+
+
+def data_parallel(config: RunConfig, mesh: ParallelMesh) -> DataParallel:
+    """What the flags say of the data-parallel ranks."""
+    parallel, dtype = config.parallel, model_dtype(config)
+    low_precision = dtype == torch.bfloat16 and parallel.grad_reduce_in_bf16
+    return DataParallel(
+        gradient_dtype=dtype if low_precision else torch.promote_types(dtype, torch.float32),
+        stage=parallel.zero_stage,
+        instances=parallel.num_distributed_optimizer_instances,
+        bucket_size=_bucket_size(config, mesh),
+        overlap_reduce=parallel.overlap_grad_reduce,
+        overlap_gather=parallel.overlap_param_gather,
+    )
 
 
 def _bucket_size(config: RunConfig, mesh: ParallelMesh) -> int | None:

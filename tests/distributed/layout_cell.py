@@ -33,7 +33,8 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4),
     "sequence_parallel": (False, True),
     "dp": (1, 2, 3, 4, 8),
-    "zero": (0, 1),
+    "zero": (0, 1, 2, 3),
+    "instances": (1, 2),
     "overlap": ("none", "reduce", "reduce and gather"),
     "recompute": tuple(RECOMPUTE),
     "micro_batch_size": (1, 2),
@@ -65,6 +66,7 @@ class Cell:
     sequence_parallel: bool = False
     dp: int = 1
     zero: int = 0
+    instances: int = 1
     overlap: str = "none"
     recompute: str = "none"
     micro_batch_size: int = 1
@@ -115,7 +117,9 @@ def valid(row: Row) -> bool:
         return False
     if row["sequence_parallel"] and row["tp"] == 1:
         return False
-    if row["overlap"] == "reduce and gather" and row["zero"] != 1:
+    if row["overlap"] == "reduce and gather" and row["zero"] == 0:
+        return False
+    if row["instances"] > 1 and (row["zero"] == 0 or row["dp"] % row["instances"]):
         return False
     if KEY_VALUES[row["key_values"]][0] % row["tp"]:
         return False

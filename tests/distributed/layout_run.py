@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
-from megalite.optim.buckets import Bucket, gather_before_use, make_buckets
+from megalite.optim import optimizer as optim
+from megalite.optim.buckets import Bucket, DataParallel
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
 from megalite.parallel.initialization import initial_values, initialize
@@ -86,7 +87,7 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
     initialize(network, SEED)
     perturb_constants(network)
     initial = held(network, mesh, lambda parameter: parameter)
-    buckets, optimizer = make_optimizer(network, mesh, cell)
+    optimizer = make_optimizer(network, mesh, cell)
     gradients: list[Held] = []
     losses, norms, skipped = [], [], []
     sample_losses: dict[int, Tensor] = {}
@@ -110,26 +111,27 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
         norms.append(update.gradient_norm)
         skipped.append(update.skipped)
         if step == cell.first_step:
-            gradients = whole_gradients(network, mesh, buckets)
+            gradients = whole_gradients(network, mesh, optimizer.buckets)
     optimizer.finish_parameter_gather()
+    for bucket in optimizer.buckets:
+        if bucket.stage == 3:
+            bucket.begin_parameter_gather()
+            bucket.finish_parameter_gather()
     assert_padding_is_zero(network)
     return RankResult(initial, gradients, held(network, mesh, lambda p: p), losses, norms, skipped, sample_losses)
 
 
-def make_optimizer(network: nn.Module, mesh: ParallelMesh, cell: Cell) -> tuple[list[Bucket], Optimizer]:
+def make_optimizer(network: GPT, mesh: ParallelMesh, cell: Cell) -> Optimizer:
     overlap = cell.overlap != "none"
-    buckets = make_buckets(
-        network,
-        mesh,
+    options = DataParallel(
         gradient_dtype=torch.promote_types(cell.torch_dtype, torch.float32),
+        stage=cell.zero,
+        instances=cell.instances,
         bucket_size=BUCKET_SIZE if overlap else None,
-        overlap=overlap,
+        overlap_reduce=overlap,
+        overlap_gather=cell.overlap == "reduce and gather",
     )
-    gather = cell.overlap == "reduce and gather"
-    optimizer = Optimizer(buckets, mesh, optimizer_config(cell), sharded=cell.zero == 1, overlap=gather)
-    if gather:
-        gather_before_use(network, buckets)
-    return buckets, optimizer
+    return optim.make_optimizer(network, mesh, optimizer_config(cell), options, blocks=network.blocks())
 
 
 def local_micro_batches(cell: Cell, step: int, dp_rank: int) -> Iterator[MicroBatch]:
@@ -167,12 +169,17 @@ def held(network: nn.Module, mesh: ParallelMesh, tensor_of: Callable[[Parameter]
     return pieces
 
 
-def whole_gradients(network: nn.Module, mesh: ParallelMesh, buckets: Iterable[Bucket]) -> list[Held]:
+def whole_gradients(network: nn.Module, mesh: ParallelMesh, buckets: Sequence[Bucket]) -> list[Held]:
     """The reduced gradients, gathered from their owners."""
     bucket_of = {id(slot.parameter): bucket for bucket in buckets for slot in bucket.slots}
-    for bucket in dict.fromkeys(bucket_of.values()):
-        bucket.gather(bucket.gradients).wait()
-    return held(network, mesh, lambda parameter: bucket_of[id(parameter)].gradient(parameter))
+    whole = {id(bucket): collectives.all_gather(bucket.gradient_shard, bucket.shard_group) for bucket in buckets}
+
+    def gradient(parameter: Parameter) -> Tensor:
+        bucket = bucket_of[id(parameter)]
+        slot = next(slot for slot in bucket.slots if slot.parameter is parameter)
+        return whole[id(bucket)][slot.start : slot.stop].view(parameter.shape)
+
+    return held(network, mesh, gradient)
 
 
 def assert_padding_is_zero(network: nn.Module) -> None:

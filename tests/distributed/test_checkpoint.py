@@ -25,8 +25,8 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
-from megalite.optim.buckets import make_buckets
-from megalite.optim.optimizer import Optimizer
+from megalite.optim.buckets import DataParallel
+from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.initialization import initial_values, initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient, named_pieces
@@ -85,8 +85,8 @@ class Case:
         network = GPT(model, mesh, sequence_parallel=layout.sp, dtype=dtype)
         initialize(network, seed)
         wide = torch.promote_types(dtype, torch.float32)
-        buckets = make_buckets(network, mesh, gradient_dtype=wide, bucket_size=layout.bucket_size, overlap=False)
-        optimizer = Optimizer(buckets, mesh, ADAM, sharded=layout.zero == 1, overlap=layout.zero == 1)
+        options = DataParallel(wide, layout.zero, bucket_size=layout.bucket_size, overlap_gather=layout.zero > 0)
+        optimizer = make_optimizer(network, mesh, ADAM, options, blocks=network.blocks())
         return Case(network, optimizer, mesh)
 
     def step(self, number: int) -> None:
@@ -114,7 +114,7 @@ class Case:
         found: dict[str, Tensor] = {}
         held = [("model", p, p.detach()) for p in {id(p): p for p, _ in named_pieces(self.network)}.values()]
         for state in self.optimizer.slices():
-            for name, values in state.tensors.items():
+            for name, values in state.state.items():
                 local = torch.full((state.parameter.numel(),), torch.nan, dtype=values.dtype)
                 local[state.start : state.stop] = values
                 held.append((f"optimizer/{name}", state.parameter, local.view(state.parameter.shape)))

@@ -17,7 +17,7 @@ from tests.harness.covering_array import Row, covering_array, uncovered
 from tests.harness.rank_pool import RankPools
 
 RANKS = ("tp", "sequence_parallel", "dp")
-COMMUNICATION = ("zero", "overlap")
+COMMUNICATION = ("zero", "instances", "overlap")
 VARIANT_FACTORS = MODEL_FACTORS | {name: LAYOUT_FACTORS[name] for name in ("recompute", "micro_batch_size")}
 VARIANTS = covering_array(VARIANT_FACTORS, lambda row: True)
 

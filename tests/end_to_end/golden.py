@@ -17,9 +17,9 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.data.mock_dataset import MockDataset
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
-from megalite.optim.buckets import make_buckets
+from megalite.optim.buckets import DataParallel
 from megalite.optim.learning_rate import LearningRateSchedule
-from megalite.optim.optimizer import Optimizer
+from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
@@ -56,8 +56,7 @@ def _train(config: ModelConfig, dtype: torch.dtype) -> list[float]:
     mesh = ParallelMesh()
     network = GPT(config, mesh, dtype=dtype)
     initialize(network, SEED)
-    buckets = make_buckets(network, mesh, gradient_dtype=dtype, bucket_size=None, overlap=False)
-    optimizer = Optimizer(buckets, mesh, OptimizerConfig(lr=0.0), sharded=False, overlap=False)
+    optimizer = make_optimizer(network, mesh, OptimizerConfig(lr=0.0), DataParallel(gradient_dtype=dtype))
     schedule = LearningRateSchedule(
         maximum=1e-2, minimum=1e-3, warmup_samples=5 * BATCH, decay_samples=STEPS * BATCH, style="cosine"
     )

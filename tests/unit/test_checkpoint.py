@@ -19,8 +19,8 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
-from megalite.optim.buckets import make_buckets
-from megalite.optim.optimizer import Optimizer
+from megalite.optim.buckets import DataParallel
+from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 
@@ -40,11 +40,10 @@ def build(
     network = GPT(model, MESH, dtype=dtype)
     initialize(network, seed)
     wide = torch.promote_types(dtype, torch.float32)
-    buckets = make_buckets(network, MESH, gradient_dtype=wide, bucket_size=500, overlap=False)
-    made = Optimizer(buckets, MESH, optimizer, sharded=False, overlap=False)
+    made = make_optimizer(network, MESH, optimizer, DataParallel(gradient_dtype=wide, bucket_size=500))
     generator = torch.Generator().manual_seed(seed)
     for state in made.slices():
-        for values in state.tensors.values():
+        for values in state.state.values():
             for piece in state.parameter.sharding.pieces:
                 view = piece.view(values.view(state.parameter.shape))
                 view.copy_(torch.randn(view.shape, generator=generator))
@@ -52,7 +51,7 @@ def build(
 
 
 def bits(network: GPT, optimizer: Optimizer | None) -> list[torch.Tensor]:
-    states = [values.clone() for state in optimizer.slices() for values in state.tensors.values()] if optimizer else []
+    states = [values.clone() for state in optimizer.slices() for values in state.state.values()] if optimizer else []
     return [parameter.detach().clone() for parameter in network.parameters()] + states
 
 

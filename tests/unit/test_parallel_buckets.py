@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megalite.errors import MegaliteError
-from megalite.optim.buckets import ALIGNMENT, Bucket, bucket_length, lay_out, make_buckets
+from megalite.optim.buckets import Bucket, DataParallel, make_buckets
+from megalite.optim.layout import ALIGNMENT, bucket_length, lay_out
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, RowsGradient
 from megalite.parallel.placement import replicated
@@ -55,7 +56,7 @@ class Two(nn.Module):
 
 
 def one_bucket(module: nn.Module, dtype: torch.dtype = torch.float32) -> Bucket:
-    (bucket,) = make_buckets(module, ParallelMesh(), gradient_dtype=dtype, bucket_size=None, overlap=False)
+    (bucket,) = make_buckets(module, ParallelMesh(), DataParallel(gradient_dtype=dtype))
     return bucket
 
 

@@ -95,8 +95,8 @@ from torch.testing._internal.distributed import fake_pg  # registers the backend
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.model.gpt import GPT
-from megalite.optim.buckets import gather_before_use, make_buckets
-from megalite.optim.optimizer import Optimizer
+from megalite.optim.buckets import DataParallel
+from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.mesh import ParallelMesh
 
 rank, world_size = int(sys.argv[1]), 16384
@@ -112,10 +112,9 @@ config = ModelConfig(  # Llama 3.1 405B's sizes, 16 of its layers
     untie_embeddings_and_output_weights=True, vocab_size=128256,
 )
 network = GPT(config, mesh, sequence_parallel=True, dtype=torch.bfloat16)
-buckets = make_buckets(network, mesh, gradient_dtype=torch.float32, bucket_size=256_000_000, overlap=True)
-optimizer = Optimizer(buckets, mesh, OptimizerConfig(lr=1e-4), sharded=True, overlap=True)
-gather_before_use(network, buckets)
-assert all(bucket.parameters.is_meta for bucket in buckets)
+options = DataParallel(torch.float32, stage=1, bucket_size=256_000_000, overlap_reduce=True, overlap_gather=True)
+optimizer = make_optimizer(network, mesh, OptimizerConfig(lr=1e-4), options)
+assert all(bucket.parameters.is_meta for bucket in optimizer.buckets)
 elements = sum(shard.master.numel() for shard in optimizer.shards)
 layer = 16384 * 128 * (128 + 128 + 8 + 8) + 3 * 16384 * 53248
 expected = (16 * layer + 2 * 128256 * 16384) / 8 / 256  # over tp, then over dp x cp
