@@ -31,7 +31,7 @@ class DataParallel:
     instances: int = 1
     """Groups of ranks that each hold a whole set of shards (hybrid sharding)."""
     bucket_size: int | None = None
-    """Elements at which a bucket is closed; None: one bucket, under ZeRO 3 one a block."""
+    """Elements at which a bucket is closed; None: one bucket, under ZeRO 2 and 3 one a block."""
     overlap_reduce: bool = False
     """Reduce a bucket as soon as its last gradient has arrived."""
     overlap_gather: bool = False
@@ -231,11 +231,11 @@ def make_buckets(
 ) -> list[Bucket]:
     """Move the parameters of `module` into flat buckets, in about backward's order.
 
-    `set_values` gives a parameter its values in its place; None: it has them. Under ZeRO 3 no bucket holds parameters of two of the `blocks`.
+    `set_values` gives a parameter its values in its place; None: it has them. Under ZeRO 2 and 3 no bucket holds parameters of two of the `blocks`.
     """
     dense, expert = mesh.ranks("dp", "cp"), mesh.ranks("edp")
     buckets: list[Bucket] = []
-    for part in [*(reversed(blocks) if options.stage == 3 else ()), module]:
+    for part in [*(reversed(blocks) if options.stage >= 2 else ()), module]:
         for layout in bucket_layouts(part, options.bucket_size, len(dense), len(expert)):
             record = layout.slots[0].parameter.sharding
             shard_group, instance_group = _instance(mesh, expert if record.expert else dense, options.instances)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -171,13 +172,13 @@ class Optimizer:
         return StepResult(norm, skipped=False)
 
     def _gradient_norm(self) -> float:
-        """The norm over the whole model, each unique element once: squares are added in float64."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
-        for bucket in self.buckets:
-            if bucket.counted_here:
-                for chunk in bucket.gradient_shard.split(NORM_CHUNK_ELEMENTS):
-                    wide = chunk.double()
-                    total += torch.dot(wide, wide)
+        """The norm over the whole model, each unique element once: squares are added in float64.
+
+        Buckets' sums are added exactly, so that their order does not matter.
+        """
+        sums = [_sum_of_squares(bucket.gradient_shard) for bucket in self.buckets if bucket.counted_here]
+        local = math.fsum(torch.stack(sums).tolist()) if sums else 0.0
+        total = torch.tensor([local], dtype=torch.float64, device=self.mesh.device)
         return math.sqrt(collectives.all_reduce_(total, self.mesh.world()).item())
 
     def _clip(self, norm: float) -> None:
@@ -208,13 +209,33 @@ class Optimizer:
             if bucket.stage in (1, 2):
                 bucket.begin_parameter_gather()
 
-    def finish_parameter_gather(self) -> None:
-        """Wait until every parameter that does not stay sharded is whole.
+    @contextmanager
+    def whole_parameters(self) -> Iterator[None]:
+        """Within it every parameter is whole, for whoever reads weights outside a forward pass."""
+        self.finish_parameter_gather()
+        for bucket in self.buckets:
+            if bucket.stage == 3:
+                bucket.begin_parameter_gather()
+        self.finish_parameter_gather()
+        try:
+            yield
+        finally:
+            for bucket in self.buckets:
+                bucket.free_parameters()
 
-        Whoever reads weights outside a forward pass calls this first.
-        """
+    def finish_parameter_gather(self) -> None:
+        """Wait for the gathers that overlap what comes after the step."""
         for bucket in self.buckets:
             bucket.finish_parameter_gather()
+
+
+def _sum_of_squares(values: Tensor) -> Tensor:
+    """In float64, by chunks that stay in a processor's cache."""
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    for chunk in values.split(NORM_CHUNK_ELEMENTS):
+        wide = chunk.double()
+        total += torch.dot(wide, wide)
+    return total
 
 
 def make_optimizer(

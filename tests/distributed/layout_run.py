@@ -112,13 +112,10 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
         skipped.append(update.skipped)
         if step == cell.first_step:
             gradients = whole_gradients(network, mesh, optimizer.buckets)
-    optimizer.finish_parameter_gather()
-    for bucket in optimizer.buckets:
-        if bucket.stage == 3:
-            bucket.begin_parameter_gather()
-            bucket.finish_parameter_gather()
-    assert_padding_is_zero(network)
-    return RankResult(initial, gradients, held(network, mesh, lambda p: p), losses, norms, skipped, sample_losses)
+    with optimizer.whole_parameters():
+        assert_padding_is_zero(network)
+        final = held(network, mesh, lambda parameter: parameter)
+    return RankResult(initial, gradients, final, losses, norms, skipped, sample_losses)
 
 
 def make_optimizer(network: GPT, mesh: ParallelMesh, cell: Cell) -> Optimizer:
@@ -127,7 +124,7 @@ def make_optimizer(network: GPT, mesh: ParallelMesh, cell: Cell) -> Optimizer:
         gradient_dtype=torch.promote_types(cell.torch_dtype, torch.float32),
         stage=cell.zero,
         instances=cell.instances,
-        bucket_size=BUCKET_SIZE if overlap else None,
+        bucket_size=1 if cell.overlap == "single parameters" else BUCKET_SIZE if overlap else None,
         overlap_reduce=overlap,
         overlap_gather=cell.overlap == "reduce and gather",
     )

@@ -52,6 +52,7 @@ class Layout:
     world: int
     tp: int = 1
     zero: int = 0
+    instances: int = 1
     sp: bool = False
     bucket_size: int | None = None
 
@@ -67,6 +68,9 @@ LAYOUTS = [
     Layout(4, tp=2),
     Layout(4, tp=2, zero=1, sp=True, bucket_size=100),
     Layout(4, tp=4, zero=1),
+    Layout(4, tp=2, zero=2, bucket_size=100),
+    Layout(2, zero=3),
+    Layout(4, zero=3, instances=2),
 ]
 
 
@@ -85,7 +89,9 @@ class Case:
         network = GPT(model, mesh, sequence_parallel=layout.sp, dtype=dtype)
         initialize(network, seed)
         wide = torch.promote_types(dtype, torch.float32)
-        options = DataParallel(wide, layout.zero, bucket_size=layout.bucket_size, overlap_gather=layout.zero > 0)
+        options = DataParallel(
+            wide, layout.zero, layout.instances, bucket_size=layout.bucket_size, overlap_gather=layout.zero > 0
+        )
         optimizer = make_optimizer(network, mesh, ADAM, options, blocks=network.blocks())
         return Case(network, optimizer, mesh)
 
@@ -110,9 +116,10 @@ class Case:
 
     def by_name(self) -> dict[str, Tensor]:
         """The global tensors, NaN where this rank holds nothing; put together by pieces, not by the checkpoint."""
-        self.optimizer.finish_parameter_gather()
         found: dict[str, Tensor] = {}
-        held = [("model", p, p.detach()) for p in {id(p): p for p, _ in named_pieces(self.network)}.values()]
+        with self.optimizer.whole_parameters():
+            parameters = {id(p): p for p, _ in named_pieces(self.network)}.values()
+            held = [("model", p, p.detach().clone()) for p in parameters]
         for state in self.optimizer.slices():
             for name, values in state.state.items():
                 local = torch.full((state.parameter.numel(),), torch.nan, dtype=values.dtype)
