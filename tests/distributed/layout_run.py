@@ -121,7 +121,7 @@ def make_optimizer(network: nn.Module, mesh: ParallelMesh, cell: Cell) -> tuple[
     buckets = make_buckets(
         network,
         mesh,
-        gradient_dtype=torch.promote_types(cell.torch_dtype, torch.float32),
+        gradient_dtype=cell.torch_gradient_dtype,
         bucket_size=BUCKET_SIZE if overlap else None,
         overlap=overlap,
     )
