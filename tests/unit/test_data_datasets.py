@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megalite.data.blend import build_blend_index, normalize, parse_blend
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
 from megalite.data.index_cache import IndexCache
-from megalite.data.indexed_dataset import IndexedDatasetWriter
+from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.data.mock_dataset import MockDataset
 from megalite.data.parts import Part, parse_split, read_parts
 from megalite.data.tokenizers.bytes import ByteTokenizer

@@ -22,7 +22,8 @@ from megalite.data.gpt_dataset import (
     plan_epochs,
 )
 from megalite.data.index_cache import IndexCache
-from megalite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.data.parts import read_parts
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.errors import DataError
