@@ -16,18 +16,22 @@ class TemporaryFile:
 
     Args:
         path: the final path. Missing folders are made.
+        temporary: the path until then, on the same file system; None: one beside the final path.
+        size: bytes of an earlier `temporary` to go on from; what it has beyond them is cut off.
 
     Raises:
         FileError: the folder cannot be written to.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, temporary: Path | None = None, size: int = 0) -> None:
         self.path = path
         # The same folder, so that the rename is atomic; the process id, so that two writers do not share a file.
-        self._temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        self.temporary = temporary or path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._temporary.open("wb")
+            self.temporary.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.temporary.open("r+b" if size else "wb")
+            self._file.truncate(size)
+            self._file.seek(size)
         except OSError as error:
             raise FileError(f"{path} cannot be written ({error.strerror}): choose another output path") from error
 
@@ -35,6 +39,13 @@ class TemporaryFile:
         """Append."""
         try:
             self._file.write(data)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def flush(self) -> None:
+        """Hand what was written to the operating system: after this, a kill of the process cannot lose it."""
+        try:
+            self._file.flush()
         except OSError as error:
             raise self._failure(error) from error
 
@@ -50,15 +61,19 @@ class TemporaryFile:
     def rename(self) -> None:
         """Give the synced file its final name, replacing what had it."""
         try:
-            os.replace(self._temporary, self.path)
+            os.replace(self.temporary, self.path)
         except OSError as error:
             raise self._failure(error) from error
 
+    def close(self) -> None:
+        """Close the file where it is."""
+        with suppress(OSError):  # what could not be flushed (a full disk) is not counted on
+            self._file.close()
+
     def discard(self) -> None:
         """Close and remove the file if it was not renamed."""
-        with suppress(OSError):  # what could not be flushed (a full disk) is removed anyway
-            self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        self.close()
+        self.temporary.unlink(missing_ok=True)
 
     def _failure(self, error: OSError) -> FileError:
         return FileError(f"writing {self.path} failed ({error.strerror}): free space or choose another output path")

@@ -1,14 +1,18 @@
-"""Tokenize JSON lines into the .bin and .idx files that training reads.
+"""Tokenize a corpus into the .bin and .idx files that training reads.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model --workers 8
+
+A run that was stopped leaves what it has done in PREFIX.partial; the same command with --resume goes on from there.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -20,30 +24,65 @@ class Arguments:
     """The flags, named as Megatron-LM's."""
 
     input: tuple[str, ...]
-    """Files of one JSON object a line; those that end in .gz are decompressed."""
+    """Files, patterns or directories: JSON lines, .txt (a file is a document), also as .gz or .zst, and .parquet."""
     output_prefix: str
     """Where to write: PREFIX_KEY_document.bin, .idx and .json for every key."""
-    tokenizer_type: str
-    """SentencePieceTokenizer (also as Llama2Tokenizer), ByteTokenizer or NullTokenizer."""
+    tokenizer_type: Literal[
+        "SentencePieceTokenizer",
+        "GPTSentencePieceTokenizer",
+        "Llama2Tokenizer",
+        "HuggingFaceTokenizer",
+        "GPT2BPETokenizer",
+        "TikTokenizer",
+        "ByteTokenizer",
+        "NullTokenizer",
+    ]
+    """Kind of tokenizer; the three with SentencePiece or Llama2 in their names are one."""
     tokenizer_model: str | None = None
-    """The model file of a SentencePiece tokenizer."""
+    """Its file: .model of SentencePiece, tokenizer.json (or its folder) of Hugging Face, .json or .tiktoken of ranks."""
+    vocab_file: str | None = None
+    """The vocab.json of a GPT2BPETokenizer."""
+    merge_file: str | None = None
+    """The merges.txt of a GPT2BPETokenizer."""
     vocab_size: int | None = None
-    """The number of tokens of a NullTokenizer."""
+    """The number of tokens of a NullTokenizer; how many to take of a TikTokenizer."""
+    tiktoken_pattern: str = "v2"
+    """What cuts words for a TikTokenizer: v1, v2, gpt2, cl100k, or a regular expression."""
+    tiktoken_num_special_tokens: int = 1000
+    """Special tokens of a TikTokenizer's .json file."""
+    tokenizer_special_tokens: tuple[str, ...] = ()
+    """The names of a TikTokenizer's special tokens, where they are not the usual ones."""
+    tokenizer_hf_include_special_tokens: bool = True
+    """Put around each document what a HuggingFaceTokenizer's own template says (for many, a token at its begin)."""
+    fast_encoding: Literal["auto", "require", "off"] = "auto"
+    """Encode byte-level BPE through tiktoken and SentencePiece BPE by words: where this gives the same tokens; always,
+    refused if it might not; never."""
     json_keys: tuple[str, ...] = ("text",)
-    """The fields of a line to tokenize, each into files of its own."""
+    """The fields of a record to tokenize, each into files of its own."""
     append_eod: bool = False
     """End every document with the end-of-document token."""
-    workers: int = 1
-    """Processes that tokenize. The output does not depend on it."""
-    log_interval: int = 1000
+    workers: int = len(os.sched_getaffinity(0))
+    """Processes that tokenize; by default one for each core. The output does not depend on it."""
+    partitions: int = 1
+    """Accepted for Megatron-LM's sake: one reader keeps all workers busy, and the order of the input."""
+    keep_sequential_samples: bool = True
+    """The same: the order is always kept."""
+    log_interval: int = 10_000
     """Documents between two lines of progress where the output is not a terminal."""
+    skip_bad_lines: bool = False
+    """Leave out, name and count what is no document, instead of stopping."""
+    resume: bool = False
+    """Go on where a run with the same flags was stopped, if one was."""
 
 
 def main() -> None:
-    """Parse, preprocess, and say what to train with."""
+    """Parse, preprocess, and say what was written and what to train with."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    from megalite.data.preprocess import Encoding, output_prefix_of, preprocess
+    from megalite.data.encoding import Encoding
+    from megalite.data.partial_output import partial_folder
+    from megalite.data.preprocess import output_prefix_of, preprocess
     from megalite.data.preprocess_progress import show_progress
+    from megalite.data.tokenizers import TokenizerOptions
     from megalite.errors import ConfigurationError
 
     if arguments.workers < 1 or arguments.log_interval < 1:
@@ -54,11 +93,24 @@ def main() -> None:
         arguments.tokenizer_type,
         arguments.tokenizer_model,
         arguments.vocab_size,
+        TokenizerOptions.of(arguments),
+        arguments.skip_bad_lines,
     )
-    with show_progress(arguments.input, arguments.log_interval) as report:
-        total = preprocess(arguments.input, arguments.output_prefix, encoding, arguments.workers, report)
-    rate = total.tokens / max(total.seconds, 1e-9)
-    print(f"{total.documents:,} documents, {total.tokens:,} tokens, {rate:,.0f} tokens/s")
+    try:
+        with show_progress(arguments.log_interval) as observer:
+            summary = preprocess(
+                arguments.input, arguments.output_prefix, encoding, arguments.workers, arguments.resume, observer
+            )
+    except BaseException:
+        folder = partial_folder(arguments.output_prefix)
+        if folder.exists():
+            print(f"what is done is in {folder}: the same command with --resume goes on from there", file=sys.stderr)
+        raise
+    print(f"{summary.documents:,} documents, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
+    if summary.tokens:
+        print(f"{summary.text_bytes / summary.tokens:.2f} bytes a token; sequences of {summary.lengths}")
+    if summary.skipped:
+        print(f"{summary.skipped:,} bad lines were left out")
     for key in arguments.json_keys:
         print(f"--data-path {output_prefix_of(arguments.output_prefix, key)}")
 

@@ -19,6 +19,20 @@ class DataConfig:
     """Tokens of a training sample."""
     data_path: tuple[str, ...] = ()
     """Prefixes of .bin and .idx files; of several, each with its weight before it or none."""
+    train_data_path: tuple[str, ...] = ()
+    """The same for training alone, instead of data-path with split."""
+    valid_data_path: tuple[str, ...] = ()
+    """The same for validation."""
+    test_data_path: tuple[str, ...] = ()
+    """The same for the test at the end of training."""
+    data_args_path: str | None = None
+    """A file that holds what would follow data-path."""
+    per_split_data_args_path: str | None = None
+    """A JSON file of what would follow train-, valid- and test-data-path, under "train", "valid" and "test"."""
+    data_cache_path: str | None = None
+    """Directory of the sample indices; unset: a folder `cache` beside the data."""
+    mid_level_dataset_surplus: float = 0.005
+    """Share that is drawn from each dataset of a blend beyond its weight."""
     mock_data: bool = False
     """Train on generated tokens instead of files."""
     split: str = "969, 30, 1"
@@ -37,6 +51,11 @@ class DataConfig:
     """Kind of tokenizer; Llama2Tokenizer is a SentencePiece model, NullTokenizer stands for data already in tokens."""
     tokenizer_model: str | None = None
     """File of the tokenizer."""
+
+    @property
+    def divided(self) -> bool:
+        """Whether `split` divides one blend into training, validation and test."""
+        return bool(self.data_path or self.data_args_path)
 
     def split_shares(self) -> tuple[float, float, float]:
         """The shares of training, validation and test as written, 0 where left out. Raises ConfigurationError."""

@@ -25,6 +25,7 @@ ALIASES: Mapping[str, str] = {
 
 SHORTHANDS: Mapping[str, Sequence[str]] = {
     "disable-bias-linear": ("--no-add-bias-linear",),
+    "dataloader-inter-document-masking": ("--reset-attention-mask",),
     "disable-manual-gc-eval": ("--no-manual-gc-eval",),
     "recompute-activations": ("--recompute-granularity", "selective"),
     "use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
@@ -49,7 +50,8 @@ ALREADY_SO: Mapping[str, str] = {
     "SIGTERM, SIGINT and SIGUSR1 always save and exit": "exit-signal-handler",
     "ranks are read from the environment that torchrun sets": "local-rank=1",
     "masks are made from document ids where attention needs them": "no-create-attention-mask-in-dataloader",
-    "sample indices are computed in memory at the start, there is nothing to cache": "data-cache-path=1",
+    "sample indices are computed at once, found by content and mapped into memory": """
+    num-dataset-builder-threads=1 dataloader-fast-cache-load dataloader-defer-npy-index-mmap""",
     "the tokenizer is always the one of --tokenizer-model": """
     no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-checkpoint-args""",
     "every step records its throughput and its peak memory": "log-throughput log-memory-to-tensorboard",
@@ -62,6 +64,8 @@ CONTEXT = "arrives with context parallelism"
 EXPERTS = "arrives with mixture of experts"
 ENGINE = "arrives with the full data-parallel engine (ZeRO 2 and 3, mixed precision, more optimizers)"
 DATA = "arrives with the data capability (blends, more tokenizers, packing, batch-size ramps)"
+ORDER = "is not there: the order of samples is fixed when the run starts, and one number resumes it"
+EVALUATION = "is not there: every evaluation reads --eval-iters batches of one set"
 CHECKPOINTS = "arrives with the checkpoints capability (any layout into any other, asynchronous, partial loads)"
 FAMILIES = "arrives with the model families and their conversion"
 KERNELS = "arrives with the fused kernels"
@@ -91,10 +95,9 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
     "context-parallel-size": ("1", CONTEXT),
     "expert-model-parallel-size": ("1", EXPERTS),
     "expert-tensor-parallel-size": ("1", EXPERTS),
-    "num-distributed-optimizer-instances": ("1", ENGINE),
     "outer-dp-sharding-strategy": ("no_shard", ENGINE),
     "weight-decay-incr-style": ("constant", ENGINE),
-    "dataloader-type": ("single", DATA),
+    "dataloader-type": ("single", ORDER),
     "ckpt-format": ("megalite", CHECKPOINTS),
     "timing-log-level": ("0", CLUSTER),
     "tensorboard-log-interval": ("1", CLUSTER),
@@ -165,21 +168,20 @@ REFUSED: Mapping[str, str] = {
     muon-coefficient-type muon-num-ns-steps muon-tp-mode muon-use-syrk muon-extra-scale-factor muon-scalar-optimizer
     no-weight-decay-cond-type start-weight-decay end-weight-decay decoupled-lr decoupled-min-lr loss-scale
     initial-loss-scale min-loss-scale loss-scale-window hysteresis fp16-lm-cross-entropy use-megatron-fsdp
-    use-torch-fsdp2 ddp-num-buckets data-parallel-sharding-strategy enable-full-sharding-in-hsdp
+    use-torch-fsdp2 ddp-num-buckets enable-full-sharding-in-hsdp
     torch-fsdp2-no-reshard-after-forward log-params-norm log-num-zeros-in-grad use-precision-aware-optimizer
     main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
     """,
     DATA: """
-    rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed full-validation multiple-validation-sets
-    validation-set-names phase-transition-iterations train-data-path valid-data-path test-data-path data-args-path
-    per-split-data-args-path per-dataset-sequences-path dataloader-fast-cache-load dataloader-defer-npy-index-mmap
-    dataloader-inter-document-masking num-dataset-builder-threads mid-level-dataset-surplus allow-ambiguous-pad-tokens
     fim-data fim-rate fim-spm-rate fim-split-sample fim-fragment-rate fim-no-prefix fim-prefix-token fim-middle-token
     fim-suffix-token fim-pad-token fim-eod-token vocab-file merge-file tokenizer-metadata tokenizer-special-tokens
     tiktoken-pattern tiktoken-num-special-tokens tokenizer-sentencepiece-legacy
     no-tokenizer-sentencepiece-ignore-extra-whitespaces disable-tokenizer-sentencepiece-ignore-extra-whitespaces
     tokenizer-hf-no-use-fast tokenizer-hf-no-include-special-tokens null-tokenizer-eod-id null-tokenizer-pad-id
     chat-template use-gigatoken sft sft-tokenizer-prompt-format
+    """,
+    EVALUATION: """
+    full-validation multiple-validation-sets validation-set-names
     """,
     CHECKPOINTS: """
     override-opt-param-scheduler use-checkpoint-opt-param-scheduler save-retain-interval non-persistent-save-interval
@@ -299,10 +301,12 @@ REFUSED: Mapping[str, str] = {
     log-max-attention-logit hybrid-layer-pattern hybrid-override-pattern
     """,
     MACHINERY: """
-    tensor-parallel-num-weight-shards no-initialization cpu-offloading-retain-pinned-cpu-buffers flash-attention-version
-    embedding-init-method-std init-model-with-meta-device use-mup mup-width-mult mup-base-hidden-size mup-embedding-mult
-    mup-output-mult mup-base-head-dim mup-attn-scale-power disable-bf16-reduced-precision-matmul
-    distribute-saved-activations gtp-remat-opt-in-modules enable-cuda-graph cuda-graph-warmup-steps external-cuda-graph
+    step-batch-size-schedule decrease-batch-size-if-needed phase-transition-iterations per-dataset-sequences-path
+    allow-ambiguous-pad-tokens tensor-parallel-num-weight-shards no-initialization
+    cpu-offloading-retain-pinned-cpu-buffers flash-attention-version embedding-init-method-std
+    init-model-with-meta-device use-mup mup-width-mult mup-base-hidden-size mup-embedding-mult mup-output-mult
+    mup-base-head-dim mup-attn-scale-power disable-bf16-reduced-precision-matmul distribute-saved-activations
+    gtp-remat-opt-in-modules enable-cuda-graph cuda-graph-warmup-steps external-cuda-graph
     no-clone-scatter-output-in-embedding disable-clone-scatter-output-in-embedding config-logger-dir
     batch-invariant-mode batch-invariant-backend mlp-chunks-for-training fine-grained-activation-offloading
     offload-modules min-offloaded-tensor-size delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks

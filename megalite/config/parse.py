@@ -105,7 +105,7 @@ def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:
 def _field_arguments(flag: str, kind: Any, values: list[str]) -> list[str]:
     if kind is bool:
         return [f"--{flag}", *_none(flag, values)]
-    if get_origin(kind) is tuple:
+    if any(get_origin(option) is tuple for option in (kind, *get_args(kind))):
         return [f"--{flag}", *values]
     value = _single(flag, values)
     reason = megatron_flags.refused_value(flag, value)

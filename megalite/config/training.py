@@ -14,6 +14,8 @@ class TrainingConfig:
     """Samples one forward of one rank takes."""
     global_batch_size: int | None = None
     """Samples of one step over all ranks; unset: micro-batch-size x data-parallel size."""
+    rampup_batch_size: tuple[int, int, int] | None = None
+    """Grow the global batch from the first number, by the second in equal parts, over so many samples."""
     train_iters: int | None = None
     """Steps to train; either this or train-samples."""
     train_samples: int | None = None
@@ -51,8 +53,3 @@ class TrainingConfig:
     def dtype(self) -> str:
         """Name of torch's dtype for weights and activations."""
         return "bfloat16" if self.bf16 else "float64" if self.fp64 else "float32"
-
-    def num_micro_batches(self, data_parallel_size: int) -> int:
-        """Forwards of each rank in a step."""
-        per_forward = self.micro_batch_size * data_parallel_size
-        return 1 if self.global_batch_size is None else self.global_batch_size // per_forward

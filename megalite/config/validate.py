@@ -8,18 +8,19 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import get_args
 
-from megalite.config.data import TokenizerType
+from megalite.config.data import DataConfig, TokenizerType
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig, fields_by_name
 from megalite.errors import ConfigurationError
 
 _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups
     max_position_embeddings vocab_size make_vocab_size_divisible_by tensor_model_parallel_size ddp_bucket_size
+    num_distributed_optimizer_instances
     distributed_timeout_minutes seq_length lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
     micro_batch_size global_batch_size train_iters train_samples eval_interval exit_interval recompute_num_layers
     save_interval log_interval"""
 _AT_LEAST_ZERO = """norm_epsilon init_method_std num_workers lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init
-    weight_decay clip_grad adam_eps eval_iters seed manual_gc_interval"""
+    weight_decay clip_grad adam_eps eval_iters seed manual_gc_interval mid_level_dataset_surplus"""
 _ABOVE_ZERO = "rotary_base rope_scaling_factor exit_duration_in_mins"
 _FROM_ZERO_BELOW_ONE = "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum"
 
@@ -52,7 +53,19 @@ def validate(config: RunConfig, world_size: int) -> None:
     Relations are looked at once every number by itself is in its range.
     """
     _raise(_ranges(config))
-    checks = (_model, _layout, _steps, _schedule, _data, _tokenizer, _evaluation, _precision, _recompute, _saving)
+    checks = (
+        _model,
+        _layout,
+        _steps,
+        _ramp,
+        _schedule,
+        _data,
+        _tokenizer,
+        _evaluation,
+        _precision,
+        _recompute,
+        _saving,
+    )
     _raise([*_division(config, world_size), *(problem for check in checks for problem in check(config))])
 
 
@@ -98,13 +111,43 @@ def _division(config: RunConfig, world_size: int) -> Iterator[str]:
         return
     copies = config.parallel.data_parallel_size(world_size)
     batch = training.global_batch_size or training.micro_batch_size * copies
-    if batch % (training.micro_batch_size * copies):
+    sizes = [("--global-batch-size", batch)]
+    if training.rampup_batch_size is not None:
+        start, increment, _ = training.rampup_batch_size
+        sizes += [("--rampup-batch-size: the start", start), ("--rampup-batch-size: the increment", increment)]
+    for name, size in sizes:
+        if size % (training.micro_batch_size * copies):
+            yield (
+                f"{name} {size} is not a multiple of --micro-batch-size {training.micro_batch_size} x "
+                f"{copies} data-parallel ranks"
+            )
+    instances = config.parallel.num_distributed_optimizer_instances
+    if copies % instances:
+        yield f"--num-distributed-optimizer-instances {instances} does not divide {copies} data-parallel ranks"
+    if instances > 1 and config.parallel.zero_stage == 0:
         yield (
-            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {training.micro_batch_size} x "
-            f"{copies} data-parallel ranks"
+            f"--num-distributed-optimizer-instances {instances} needs shards: --use-distributed-optimizer or another "
+            "--data-parallel-sharding-strategy than no_shard"
         )
-    if training.train_samples is not None and training.train_samples < batch:
+    if training.train_samples is not None and training.train_samples < batch and training.rampup_batch_size is None:
         yield f"--train-samples {training.train_samples} is less than one --global-batch-size {batch}"
+
+
+def _ramp(config: RunConfig) -> Iterator[str]:
+    training = config.training
+    if training.rampup_batch_size is None:
+        return
+    start, increment, samples = training.rampup_batch_size
+    flag = f"--rampup-batch-size {start} {increment} {samples}"
+    if training.train_samples is None:
+        yield f"{flag} needs --train-samples: steps of different sizes do not tell how much is trained on"
+    elif training.train_samples < start:
+        yield f"--train-samples {training.train_samples} is less than the first batch of {flag}"
+    final = training.global_batch_size or start
+    if min(start, increment, samples) < 1:
+        yield f"{flag}: the start, the increment and the samples must be at least 1"
+    elif start > final or (final - start) % increment:
+        yield f"{flag} does not lead from {start} in steps of {increment} to --global-batch-size {final}"
 
 
 def _model(config: RunConfig) -> Iterator[str]:
@@ -145,7 +188,9 @@ def _layout(config: RunConfig) -> Iterator[str]:
     for flag, size in split:
         if size % tensor:
             yield f"--{flag} {size} does not divide over --tensor-model-parallel-size {tensor}"
-    if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):
+    if parallel.use_distributed_optimizer and parallel.zero_stage == 0:
+        yield "--use-distributed-optimizer shards what --data-parallel-sharding-strategy no_shard does not: drop one"
+    if parallel.overlap_param_gather and not (parallel.zero_stage > 0 and parallel.overlap_grad_reduce):
         yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
 
 
@@ -189,8 +234,19 @@ def _phases(config: RunConfig, unit: str) -> Iterator[str]:
 
 def _data(config: RunConfig) -> Iterator[str]:
     data = config.data
-    if data.mock_data == bool(data.data_path):
-        yield f"give the data as --data-path or as --mock-data{_not_both(data.mock_data)}"
+    each = any((data.train_data_path, data.valid_data_path, data.test_data_path))
+    ways = sum(map(bool, (data.data_path, data.data_args_path, each, data.per_split_data_args_path, data.mock_data)))
+    if ways == 0:
+        yield "give the data as --data-path or as --mock-data"
+    elif ways > 1:
+        yield (
+            "the data is given in more than one way: keep one of --data-path, --data-args-path, --train-data-path "
+            + ("(with --valid-data-path and --test-data-path), --per-split-data-args-path and --mock-data")
+        )
+    if each and not data.train_data_path:
+        yield "--valid-data-path and --test-data-path need --train-data-path"
+    if data.split != DataConfig.split and not (data.divided or data.mock_data):
+        yield f"--split {data.split!r} divides --data-path or --data-args-path: leave it out"
     try:
         data.split_shares()
     except ConfigurationError as error:
@@ -213,8 +269,10 @@ def _tokenizer(config: RunConfig) -> Iterator[str]:
 def _evaluation(config: RunConfig) -> Iterator[str]:
     data, training = config.data, config.training
     with suppress(ConfigurationError):  # a split that cannot be read is reported with the data
-        if training.eval_iters and not data.mock_data and data.split_shares()[1] == 0:
+        if training.eval_iters and data.divided and data.split_shares()[1] == 0:
             yield f"--split {data.split!r} leaves nothing to validate on: give a second share, or --eval-iters 0"
+    if training.eval_iters and data.train_data_path and not data.valid_data_path:
+        yield "there is nothing to validate on: give --valid-data-path, or --eval-iters 0"
 
 
 def _precision(config: RunConfig) -> Iterator[str]:

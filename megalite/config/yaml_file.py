@@ -119,15 +119,23 @@ def _convert(value: Any, kind: Any) -> Any:
             raise TypeError("one of " + ", ".join(options))
         return value
     if origin is tuple:
-        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-            raise TypeError("a list of texts (numbers in quotes)")
-        return tuple(value)
+        return _convert_list(value, options)
     if kind is float and type(value) in (int, float, str):
         return _number(value)  # YAML 1.1 reads 1e-4 as a text
     if type(value) is not kind:
         words = {int: "a whole number", bool: "true or false", str: "a text (in quotes)", float: "a number"}
         raise TypeError(words[kind])
     return value
+
+
+def _convert_list(value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A tuple of as many numbers as `kinds`, or of any number of texts."""
+    if kinds[-1] is Ellipsis:
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            raise TypeError("a list of texts (numbers in quotes)")
+    elif not isinstance(value, list) or [type(entry) for entry in value] != list(kinds):
+        raise TypeError(f"a list of {len(kinds)} whole numbers")
+    return tuple(value)
 
 
 def _number(value: float | str) -> float:

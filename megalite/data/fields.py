@@ -6,6 +6,8 @@ from typing import TypedDict
 
 import numpy as np
 
+from megalite.data.blend import Dataset
+
 
 class SampleFields(TypedDict):
     """A sample, or a stack of samples with a leading dimension.
@@ -59,3 +61,31 @@ def sample_fields(
         positions=positions,
         document_ids=documents if reset_attention_mask else None,
     )
+
+
+class FieldsDataset:
+    """The fields of the samples of a dataset of tokens.
+
+    Args:
+        tokens: samples int64 [sequence_length + 1].
+        eod, reset_position_ids, reset_attention_mask, eod_mask_loss: see `sample_fields`.
+    """
+
+    def __init__(
+        self,
+        tokens: Dataset[np.ndarray],
+        eod: int,
+        reset_position_ids: bool = False,
+        reset_attention_mask: bool = False,
+        eod_mask_loss: bool = False,
+    ) -> None:
+        self.tokens = tokens
+        self.arguments = (eod, reset_position_ids, reset_attention_mask, eod_mask_loss)
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return len(self.tokens)
+
+    def __getitem__(self, sample: int) -> SampleFields:
+        """The fields of a sample. Raises IndexError where there is no such sample."""
+        return sample_fields(self.tokens[sample], *self.arguments)

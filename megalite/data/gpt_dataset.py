@@ -8,10 +8,11 @@ so that the order is that of Megatron-LM's `GPTDataset` for the same seed, to th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from megalite.data.index_cache import Arrays, IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.errors import DataError
 
@@ -102,13 +103,20 @@ class GPTDataset:
         num_samples: samples needed, which decides the number of epochs; None for one epoch. The dataset may be longer.
         sequence_length: tokens the model sees in a sample.
         seed: seed of the order; Megatron-LM uses `--seed` for every dataset of a run.
+        cache: keeps the indices.
 
     Raises:
         DataError: the split has no tokens, or they do not make a single sample.
     """
 
     def __init__(
-        self, indexed: IndexedDataset, sequences: range, num_samples: int | None, sequence_length: int, seed: int
+        self,
+        indexed: IndexedDataset,
+        sequences: range,
+        num_samples: int | None,
+        sequence_length: int,
+        seed: int,
+        cache: IndexCache,
     ) -> None:
         self.indexed = indexed
         self.sequence_length = sequence_length
@@ -119,11 +127,28 @@ class GPTDataset:
                 "tokens: give this part a larger share in --split, or add documents"
             )
         self.epochs = plan_epochs(tokens, num_samples, sequence_length)
+        description = {
+            "kind": "GPT samples",
+            "version": 1,
+            "sequence_lengths": indexed.lengths_sha256,
+            "sequences": [sequences.start, sequences.stop],
+            "epochs": asdict(self.epochs),
+            "sequence_length": sequence_length,
+            "seed": seed,
+        }
+        indices = cache.get(indexed.prefix, description, lambda: self._build_indices(sequences, seed))
+        self.document_index, self.sample_index = indices["document_index"], indices["sample_index"]
+        self.shuffle_index = indices["shuffle_index"]
+
+    def _build_indices(self, sequences: range, seed: int) -> Arrays:
         random = np.random.RandomState(seed)
-        self.document_index = build_document_index(sequences, self.epochs, random)
-        lengths = indexed.sequence_lengths[self.document_index]
-        self.sample_index = build_sample_index(lengths, self.epochs.samples, sequence_length)
-        self.shuffle_index = build_shuffle_index(self.epochs, random)
+        document_index = build_document_index(sequences, self.epochs, random)
+        lengths = self.indexed.sequence_lengths[document_index]
+        return {
+            "document_index": document_index,
+            "sample_index": build_sample_index(lengths, self.epochs.samples, self.sequence_length),
+            "shuffle_index": build_shuffle_index(self.epochs, random),
+        }
 
     def __len__(self) -> int:
         """The number of samples, at least as many as were asked for."""

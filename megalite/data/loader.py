@@ -8,7 +8,7 @@ from types import TracebackType
 import numpy as np
 
 from megalite.data.blend import Dataset
-from megalite.data.fields import SampleFields, sample_fields
+from megalite.data.fields import SampleFields
 from megalite.data.sampler import micro_batch_samples
 from megalite.errors import DataError
 
@@ -34,22 +34,17 @@ class MicroBatchLoader:
         data_parallel_rank: this rank's place among those that share a step's samples.
         data_parallel_size: the number of those ranks.
         vocab_size: larger tokens are refused: data without a record of its tokenizer may hold them.
-        eod, reset_position_ids, reset_attention_mask, eod_mask_loss: see `sample_fields`.
         num_workers: threads that read the next step's micro-batches during this one; 0 reads when asked.
     """
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: Dataset[SampleFields],
         *,
         micro_batch_size: int,
         data_parallel_rank: int,
         data_parallel_size: int,
         vocab_size: int,
-        eod: int,
-        reset_position_ids: bool = False,
-        reset_attention_mask: bool = False,
-        eod_mask_loss: bool = False,
         num_workers: int = 0,
     ) -> None:
         self.dataset = dataset
@@ -57,8 +52,6 @@ class MicroBatchLoader:
         self.data_parallel_rank = data_parallel_rank
         self.data_parallel_size = data_parallel_size
         self.vocab_size = vocab_size
-        self.eod = eod
-        self.masks = (reset_position_ids, reset_attention_mask, eod_mask_loss)
         self.num_workers = num_workers
         self._executor: ThreadPoolExecutor | None = None
         self._ahead: dict[range, Future[MicroBatchArrays]] = {}
@@ -93,17 +86,18 @@ class MicroBatchLoader:
                 f"the run reads samples {samples.start} to {samples.stop - 1}, but the dataset, of a shorter run, "
                 f"has {len(self.dataset)}: give --train-iters or --train-samples as at its start"
             )
-        tokens = np.stack([self.dataset[sample] for sample in samples])
-        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+        rows = [self.dataset[sample] for sample in samples]
+        tokens, labels = np.stack([row["tokens"] for row in rows]), np.stack([row["labels"] for row in rows])
+        least, most = min(tokens.min(), labels.min()), max(tokens.max(), labels.max())
+        if least < 0 or most >= self.vocab_size:
             raise DataError(
-                f"samples {samples.start} to {samples.stop - 1} hold tokens from {tokens.min()} to {tokens.max()}, but "
-                f"the tokenizer's vocabulary is {self.vocab_size}: the data was made with another tokenizer"
+                f"samples {samples.start} to {samples.stop - 1} hold tokens from {least} to {most}, but the "
+                f"tokenizer's vocabulary is {self.vocab_size}: the data was made with another tokenizer"
             )
-        rows = [sample_fields(row, self.eod, *self.masks) for row in tokens]
         documents = [row["document_ids"] for row in rows if row["document_ids"] is not None]
         return MicroBatchArrays(
-            tokens=tokens[:, :-1],
-            labels=tokens[:, 1:],
+            tokens=tokens,
+            labels=labels,
             loss_mask=np.stack([row["loss_mask"] for row in rows]),
             positions=np.stack([row["positions"] for row in rows]),
             document_ids=np.stack(documents) if documents else None,

@@ -1,8 +1,7 @@
-"""JSON lines to token files: documents are tokenized by many processes and written in their order by one."""
+"""A corpus to token files: many processes tokenize, one reads before them and writes behind them, in order."""
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import signal
@@ -12,56 +11,70 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import chain
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from megalite.data.indexed_dataset import IndexedDatasetWriter, token_dtype
-from megalite.data.json_lines import Chunk, line_error, read_chunks, texts_of_chunk
-from megalite.data.tokenizers import Tokenizer, build_tokenizer
+from megalite.data.corpus import Chunk, find_inputs, read_chunks
+from megalite.data.documents import BadRecord
+from megalite.data.encoding import EncodedChunk, Encoding, cached_tokenizer, encode_chunk
+from megalite.data.indexed_dataset import token_dtype
+from megalite.data.length_statistics import LengthStatistics
+from megalite.data.partial_output import Entry, PartialOutput
 from megalite.errors import DataError
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """How a line becomes tokens; what every worker is told.
+class Progress:
+    """How far a run is.
 
     Attributes:
-        json_keys: the fields of a line to tokenize, each into a file of its own.
-        append_eod: end every document that has tokens with the tokenizer's `eod`.
-        tokenizer_type, tokenizer_model, vocab_size: see `build_tokenizer`.
+        documents: those written, all runs together.
+        tokens: those written, all keys and runs together.
+        tokens_per_second, documents_per_second: of this run.
+        fraction: of the input; 0 where its size is unknown.
+        seconds_left: as far as can be told.
     """
 
-    json_keys: tuple[str, ...]
-    append_eod: bool
-    tokenizer_type: str
-    tokenizer_model: str | None = None
-    vocab_size: int | None = None
-
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer."""
-        return build_tokenizer(self.tokenizer_type, self.tokenizer_model, self.vocab_size)
-
-
-class EncodedChunk(NamedTuple):
-    """The documents of a chunk: for every key their tokens end to end, and the length of each."""
-
-    tokens: list[np.ndarray]
-    lengths: list[np.ndarray]
-    text_bytes: int
+    documents: int
+    tokens: int
+    documents_per_second: float
+    tokens_per_second: float
+    fraction: float
+    seconds_left: float | None
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What has been written so far."""
+class Summary:
+    """What was written, all keys together.
+
+    Attributes:
+        documents: records that are documents.
+        tokens: tokens.
+        text_bytes: the texts' UTF-8.
+        skipped: records left out.
+        lengths: of the sequences.
+        seconds: that the run took; of one that was continued, the last part.
+        tokens_per_second: in that time.
+    """
 
     documents: int
     tokens: int
     text_bytes: int
+    skipped: int
+    lengths: LengthStatistics
     seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Observer:
+    """Who hears of a run as it goes; the functions are called in the process that writes."""
+
+    progress: Callable[[Progress], None] = lambda progress: None
+    resumed: Callable[[Entry], None] = lambda done: None
+    skipped: Callable[[BadRecord], None] = lambda record: None
 
 
 def output_prefix_of(prefix: str, key: str) -> str:
@@ -74,100 +87,129 @@ def preprocess(
     output_prefix: str,
     encoding: Encoding,
     workers: int,
-    report: Callable[[Progress], None] = lambda progress: None,
-) -> Progress:
-    """Tokenize JSON lines into `{output_prefix}_{key}_document.{bin,idx,json}`.
+    resume: bool = False,
+    observer: Observer | None = None,
+) -> Summary:
+    """Tokenize a corpus into `{output_prefix}_{key}_document.{bin,idx,json}`.
 
-    The files do not depend on the number of workers. They appear when all is written; after any error or interruption
-    nothing is left of them, and earlier files of the same names are as they were.
+    The files do not depend on the number of workers, nor on whether the run was stopped and continued. They appear when
+    all is written; until then earlier files of the same names are as they were. After an error, an interruption or a
+    kill, what is done stays in `{output_prefix}.partial`.
 
     Args:
-        inputs: files of one JSON object a line; those that end in .gz are decompressed. Blank lines are skipped.
+        inputs: files, patterns and directories; see `find_inputs` and `read_chunks`.
         output_prefix: where to write.
-        encoding: how a line becomes tokens.
-        workers: processes that tokenize; 1 tokenizes in this one.
-        report: called after every chunk.
-
-    Returns:
-        What was written, all keys together.
+        encoding: how records become tokens.
+        workers: processes that tokenize, beside this one, which reads and writes.
+        resume: go on from what a stopped run left, if there is anything.
+        observer: who hears of it.
 
     Raises:
-        DataError: a file cannot be read or written, or a line cannot be tokenized; the message names file and line.
+        DataError: a file cannot be read or written, or a record cannot be tokenized; the message names file and line.
+        ConfigurationError: the tokenizer's flags are wrong, or a library is not installed.
     """
-    tokenizer = encoding.tokenizer()
+    files, observer = find_inputs(inputs), observer or Observer()
+    prefixes = [output_prefix_of(output_prefix, key) for key in encoding.json_keys]
     start = time.monotonic()
-    progress = Progress(0, 0, 0, 0.0)
-    with ExitStack() as stack:
-        writers = []
-        for key in encoding.json_keys:
-            prefix, dtype = output_prefix_of(output_prefix, key), token_dtype(tokenizer.vocab_size)
-            writers.append(stack.enter_context(IndexedDatasetWriter(prefix, dtype, tokenizer.identity())))
-        text_bytes = 0
-        # Closed at once after an error, not when its traceback is: then no worker outlives the message.
-        chunks = stack.enter_context(closing(_encode_all(read_chunks(inputs), encoding, workers)))
-        for encoded in chunks:
-            for writer, tokens, lengths in zip(writers, encoded.tokens, encoded.lengths, strict=True):
-                writer.add_documents(tokens, lengths)
-            text_bytes += encoded.text_bytes
-            tokens_written = sum(writer.tokens for writer in writers)
-            progress = Progress(writers[0].documents, tokens_written, text_bytes, time.monotonic() - start)
-            report(progress)
-        if progress.documents == 0:
-            raise DataError(f"{', '.join(inputs)}: there is not one document: expected one JSON object a line")
-        for writer in writers:
-            writer.finish()
-    return progress
+    with _workers(workers, encoding) as pool:
+        tokenizer = encoding.tokenizer()
+        dtype = token_dtype(tokenizer.vocab_size)
+        run = _run(files, encoding)
+        with PartialOutput(output_prefix, prefixes, dtype, tokenizer.identity(), run, resume) as output:
+            before = output.done
+            if output.resumed:
+                observer.resumed(before)
+            if not output.finished:
+                chunks = read_chunks(files, encoding.json_keys, before.position)
+                # Closed at once after an error, not when its traceback is: then no worker outlives the message.
+                with closing(_encode_all(pool, chunks, encoding, workers)) as encoded:
+                    _write(output, encoded, files, observer, start)
+            if not _documents(output.done):
+                raise DataError(f"{', '.join(inputs)}: there is not one document: expected one JSON object a line")
+            lengths = output.finish()
+    return _summary(before, output.done, lengths, time.monotonic() - start)
 
 
-def encode_chunk(encoding: Encoding, chunk: Chunk) -> EncodedChunk:
-    """The tokens of a chunk's documents.
+def _write(
+    output: PartialOutput, encoded: Iterable[EncodedChunk], files: Sequence[str], observer: Observer, start: float
+) -> None:
+    before, sizes = output.done, [_size(path) for path in files]
+    first: tuple[float, float] | None = None
+    for chunk in encoded:
+        output.add(chunk)
+        for record in chunk.bad:
+            observer.skipped(record)
+        now = time.monotonic()
+        fraction = (sum(sizes[: chunk.end.file]) + chunk.bytes_read) / sum(sizes) if all(sizes) else 0.0
+        first = first or (fraction, now)
+        left = (now - first[1]) * (1 - fraction) / (fraction - first[0]) if fraction > first[0] else None
+        documents, tokens = _documents(output.done), _tokens(output.done)
+        done, seconds = (documents - _documents(before), tokens - _tokens(before)), now - start
+        observer.progress(Progress(documents, tokens, done[0] / seconds, done[1] / seconds, fraction, left))
 
-    Raises:
-        DataError: a line is not a JSON object with a text under every key, or its text cannot be tokenized.
-    """
-    tokenizer = _cached_tokenizer(encoding)
-    documents: list[list[list[int]]] = [[] for _ in encoding.json_keys]
-    for number, texts in texts_of_chunk(chunk, encoding.json_keys):
-        for text, of_key in zip(texts, documents, strict=True):
-            try:
-                ids = tokenizer.encode(text)
-            except ValueError as error:
-                raise line_error(chunk.path, number, error) from error
-            of_key.append([*ids, tokenizer.eod] if ids and encoding.append_eod else ids)
-    lengths = [np.fromiter(map(len, of_key), np.int64, len(of_key)) for of_key in documents]
-    tokens = [
-        np.fromiter(chain.from_iterable(of_key), np.int32, int(counts.sum()))
-        for of_key, counts in zip(documents, lengths, strict=True)
+
+def _run(files: Sequence[str], encoding: Encoding) -> dict[str, Any]:
+    """What must be equal for a stopped run to be continued, beside the tokenizer."""
+    facts = [Path(path).stat() if Path(path).exists() else None for path in files]
+    inputs = [
+        [os.path.abspath(path), fact and [fact.st_size, fact.st_mtime_ns]]
+        for path, fact in zip(files, facts, strict=True)
     ]
-    return EncodedChunk(tokens, lengths, sum(map(len, chunk.lines)))
+    return {"inputs": inputs, "json_keys": encoding.json_keys, "append_eod": encoding.append_eod}
 
 
-@functools.lru_cache(maxsize=1)
-def _cached_tokenizer(encoding: Encoding) -> Tokenizer:
-    return encoding.tokenizer()
+def _size(path: str) -> int:
+    return Path(path).stat().st_size if Path(path).is_file() else 0
 
 
-def _encode_all(chunks: Iterable[Chunk], encoding: Encoding, workers: int) -> Generator[EncodedChunk, None, None]:
-    if workers == 1:
-        yield from (encode_chunk(encoding, chunk) for chunk in chunks)
-        return
-    # Fresh processes: a forked one could inherit a lock that a thread of this one holds.
-    context = multiprocessing.get_context("spawn")
-    executor = ProcessPoolExecutor(workers, context, _prepare_worker)
-    pending: deque[Future[EncodedChunk]] = deque()
+def _documents(done: Entry) -> int:
+    return done.extents[0].documents
+
+
+def _tokens(done: Entry) -> int:
+    return sum(extent.tokens for extent in done.extents)
+
+
+def _summary(before: Entry, done: Entry, lengths: LengthStatistics, seconds: float) -> Summary:
+    rate = (_tokens(done) - _tokens(before)) / seconds
+    return Summary(_documents(done), _tokens(done), done.text_bytes, done.skipped, lengths, seconds, rate)
+
+
+def _encode_all(
+    pool: ProcessPoolExecutor, chunks: Iterable[Chunk], encoding: Encoding, workers: int
+) -> Generator[EncodedChunk, None, None]:
+    pending: deque[tuple[str, Future[EncodedChunk]]] = deque()
+    place = "the begin of the input"
     try:
         for chunk in chunks:
             with _interrupts_held():
-                pending.append(executor.submit(encode_chunk, encoding, chunk))
+                pending.append((chunk.place(chunk.first), pool.submit(encode_chunk, encoding, chunk)))
             # A bound on what is read and not yet written; the oldest first, which keeps the order.
-            if len(pending) > 4 * workers:
-                yield pending.popleft().result()
+            if len(pending) > 3 * workers:
+                place, future = pending.popleft()
+                yield future.result()
         while pending:
-            yield pending.popleft().result()
+            place, future = pending.popleft()
+            yield future.result()
     except BrokenProcessPool as error:
-        raise DataError("a worker process was killed, perhaps for want of memory: use fewer --workers") from error
+        raise DataError(
+            f"a worker process was killed at {place} or not far behind, perhaps for want of memory: use fewer "
+            "--workers, or shorten the documents there"
+        ) from error
+
+
+@contextmanager
+def _workers(count: int, encoding: Encoding) -> Iterator[ProcessPoolExecutor]:
+    """Processes that begin to load the tokenizer at once."""
+    # Fresh processes: a forked one could inherit a lock that a thread of this one holds.
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _prepare_worker)
+    try:
+        with _interrupts_held():
+            for _ in range(count):
+                pool.submit(_load, encoding)
+        yield pool
     finally:
-        executor.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
@@ -181,7 +223,13 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _load(encoding: Encoding) -> None:
+    cached_tokenizer(encoding)
+
+
 def _prepare_worker() -> None:
+    # Processes share the cores already.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from datetime import timedelta
 
-from megalite.data.preprocess import Progress
+from megalite.data.documents import BadRecord
+from megalite.data.partial_output import Entry
+from megalite.data.preprocess import Observer, Progress
+
+# Of records that are left out, so many are named.
+NAMED = 20
 
 
 @contextmanager
-def show_progress(inputs: Sequence[str], log_interval: int) -> Iterator[Callable[[Progress], None]]:
-    """Gives the function to report progress to.
+def show_progress(log_interval: int) -> Iterator[Observer]:
+    """Gives the observer that shows a run on standard error.
 
     Args:
-        inputs: the files; where all are plain, their sizes say how much there is.
         log_interval: documents between two lines where standard error is not a terminal.
     """
     if not sys.stderr.isatty():
-        yield _Lines(log_interval)
+        yield Observer(_Lines(log_interval), _tell_resumed, _Skipped(_print))
         return
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
-    plain = all(Path(path).is_file() and not path.endswith(".gz") for path in inputs)
-    total = sum(Path(path).stat().st_size for path in inputs) if plain else None
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=total)
-        yield lambda progress: bar.update(task, completed=progress.text_bytes, description=_describe(progress))
+        task = bar.add_task("starting", total=None)
+
+        def update(progress: Progress) -> None:
+            total = 1.0 if progress.fraction else None
+            bar.update(task, completed=progress.fraction, total=total, description=_describe(progress))
+
+        yield Observer(update, _tell_resumed, _Skipped(bar.console.print))
 
 
 class _Lines:
@@ -41,9 +48,32 @@ class _Lines:
     def __call__(self, progress: Progress) -> None:
         if progress.documents >= self.next:
             self.next = (progress.documents // self.log_interval + 1) * self.log_interval
-            print(_describe(progress), file=sys.stderr, flush=True)
+            _print(_describe(progress))
+
+
+class _Skipped:
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self.show, self.count = show, 0
+
+    def __call__(self, record: BadRecord) -> None:
+        self.count += 1
+        if self.count <= NAMED:
+            self.show(f"left out {record.place}: {record.reason}")
+        if self.count == NAMED:
+            self.show("more that are left out are only counted")
+
+
+def _tell_resumed(done: Entry) -> None:
+    _print(f"going on after {done.extents[0].documents:,} documents")
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _describe(progress: Progress) -> str:
-    rate = progress.tokens / max(progress.seconds, 1e-9)
-    return f"{progress.documents:,} documents, {progress.tokens:,} tokens, {rate:,.0f} tokens/s"
+    rates = f"{progress.documents_per_second:,.0f} documents/s, {progress.tokens_per_second:,.0f} tokens/s"
+    line = f"{progress.documents:,} documents, {progress.tokens:,} tokens, {rates}"
+    if progress.seconds_left is not None:
+        line += f", {timedelta(seconds=round(progress.seconds_left))} left"
+    return line

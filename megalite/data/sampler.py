@@ -6,6 +6,39 @@ data-parallel ranks together, is the next `micro_batch_size * data_parallel_size
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GlobalBatchSize:
+    """Samples of a step over all ranks, which may grow at the start of a run.
+
+    Attributes:
+        final: the size, from the end of the ramp on.
+        ramp: Megatron-LM's `--rampup-batch-size`: the first size, the increment, and the samples over which the size
+            grows in equal parts; None without.
+    """
+
+    final: int
+    ramp: tuple[int, int, int] | None = None
+
+    def at(self, consumed_samples: int) -> int:
+        """The size of the step that starts at `consumed_samples`."""
+        if self.ramp is None or self.ramp[0] == self.final or consumed_samples > self.ramp[2]:
+            return self.final
+        start, increment, samples = self.ramp
+        # The division is Megatron-LM's: rounded otherwise, a size could change a step earlier or later than there.
+        samples_of_a_size = samples / ((self.final - start) // increment)
+        return start + int(consumed_samples / samples_of_a_size) * increment
+
+    def steps(self, consumed_samples: int, train_samples: int) -> int:
+        """Steps from `consumed_samples` to `train_samples`; a remainder of less than a step is left out."""
+        steps = 0
+        while self.at(consumed_samples) != self.final and consumed_samples + self.at(consumed_samples) <= train_samples:
+            consumed_samples += self.at(consumed_samples)
+            steps += 1
+        return steps + max(0, train_samples - consumed_samples) // self.at(consumed_samples)
+
 
 def micro_batch_samples(
     consumed_samples: int, micro_batch: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int

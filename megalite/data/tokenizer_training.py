@@ -1,18 +1,24 @@
-"""Training a SentencePiece tokenizer on JSON lines."""
+"""Training tokenizers on a corpus: SentencePiece models, and byte-level BPE for Hugging Face's tokenizers."""
 
 from __future__ import annotations
 
 import io
+import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megalite.data.json_lines import read_chunks, texts_of_chunk
+from megalite.data.corpus import find_inputs, read_chunks
+from megalite.data.documents import BadRecord, read_documents
+from megalite.data.optional import optional_import
+from megalite.data.tokenizers.byte_level_bpe import LLAMA3_PATTERN
 from megalite.errors import DataError
 from megalite.files import write_atomically
 
 # As Llama's tokenizers have them.
 UNKNOWN, BEGINNING, END_OF_DOCUMENT = 0, 1, 2
+END_OF_TEXT = "<|endoftext|>"
 
 
 def train_tokenizer(
@@ -23,14 +29,14 @@ def train_tokenizer(
     model_type: str = "bpe",
     num_threads: int = 1,
 ) -> int:
-    """Train a model and write `{output_prefix}.model` and `.vocab`.
+    """Train a SentencePiece model and write `{output_prefix}.model` and `.vocab`.
 
     Nothing of a text is lost in it: spaces and line ends are kept, and bytes stand for characters it does not know.
     The same input gives the same files at one thread.
 
     Args:
-        inputs: files of one JSON object a line; those that end in .gz are decompressed.
-        json_keys: the fields of a line to train on.
+        inputs: the corpus, as for `preprocess`.
+        json_keys: the fields of a record to train on.
         output_prefix: where to write.
         vocab_size: pieces of the model, with its special ones.
         model_type: "bpe" or "unigram".
@@ -78,16 +84,68 @@ def train_tokenizer(
     return len(pieces)
 
 
+def train_byte_level_bpe(
+    inputs: Sequence[str], json_keys: Sequence[str], output_prefix: str, vocab_size: int, num_threads: int = 1
+) -> int:
+    """Train a byte-level BPE and write `{output_prefix}/tokenizer.json` and `tokenizer_config.json`.
+
+    Words are cut as Llama 3 does it; nothing of a text is lost. Documents end with <|endoftext|>.
+
+    Args:
+        inputs, json_keys, output_prefix, num_threads: as for `train_tokenizer`.
+        vocab_size: tokens: 256 bytes, the end of a document and merges.
+
+    Returns:
+        The number of tokens.
+
+    Raises:
+        DataError: a file cannot be read or written, or there is too little text for the vocabulary's size.
+        ConfigurationError: the library is not installed.
+    """
+    tokenizers = optional_import("tokenizers", "tokenizers", "--model-type byte-level-bpe")
+    if vocab_size < 257:
+        raise DataError(f"--vocab-size {vocab_size} is too small: the bytes and the end of a document are 257 tokens")
+    # Read by the library when it starts its first threads.
+    os.environ["RAYON_NUM_THREADS"] = str(num_threads)
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(LLAMA3_PATTERN), behavior="isolated")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(inputs, json_keys), trainer)
+    tokens: int = tokenizer.get_vocab_size()
+    if tokens < vocab_size:
+        where = ", ".join(inputs)
+        raise DataError(f"{where}: too little text for --vocab-size {vocab_size}; at most {tokens} with this text")
+    folder = Path(output_prefix)
+    write_atomically(folder / "tokenizer.json", tokenizer.to_str(pretty=True).encode())
+    write_atomically(folder / "tokenizer_config.json", json.dumps({"eos_token": END_OF_TEXT}).encode())
+    return tokens
+
+
+def _texts(inputs: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
+    for chunk in read_chunks(find_inputs(inputs), keys):
+        for record in read_documents(chunk, keys):
+            if isinstance(record, BadRecord):
+                raise record.error()
+            for texts in record.texts:
+                yield from texts
+
+
 def _lines(inputs: Sequence[str], keys: Sequence[str], interruptions: list[BaseException]) -> Iterator[str]:
     """The lines of the texts, with their ends: whole files would be beyond the trainer's limit, and its patience.
 
     The trainer turns whatever is raised here, Ctrl-C too, into a RuntimeError; `interruptions` keeps it as it was.
     """
     try:
-        for chunk in read_chunks(inputs):
-            for _, texts in texts_of_chunk(chunk, keys):
-                for text in texts:
-                    yield from text.splitlines(keepends=True)
+        for text in _texts(inputs, keys):
+            yield from text.splitlines(keepends=True)
     except BaseException as error:
         interruptions.append(error)
         raise

@@ -231,7 +231,8 @@ def make_buckets(
 ) -> list[Bucket]:
     """Move the parameters of `module` into flat buckets, in about backward's order.
 
-    `set_values` gives a parameter its values in its place; None: it has them. Under ZeRO 2 and 3 no bucket holds parameters of two of the `blocks`.
+    `set_values` gives a parameter its values in its place; None: it has them. Under ZeRO 2 and 3 no bucket holds
+    parameters of two of the `blocks`.
     """
     dense, expert = mesh.ranks("dp", "cp"), mesh.ranks("edp")
     buckets: list[Bucket] = []

@@ -45,7 +45,8 @@ def make_deterministic(enabled: bool) -> None:
     """
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be reproducible
-    torch.use_deterministic_algorithms(enabled)
+    if enabled != torch.are_deterministic_algorithms_enabled():  # for the call imports the compiler, a second
+        torch.use_deterministic_algorithms(enabled)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megalite.training.metrics import StepMetrics, ValidationMetrics
+from megalite.training.metrics import StepMetrics, TestMetrics, ValidationMetrics
 
 _WIDTH = 40  # of the bar, and of the curve below it
 _RECENT_STEPS = 20  # the remaining time is reckoned from the mean of so many
@@ -88,12 +88,15 @@ class Display:
             self._show(metrics)
 
     def validation(self, metrics: ValidationMetrics) -> None:
+        self._evaluation("validation", metrics.iteration, metrics.valid_loss)
+
+    def test(self, metrics: TestMetrics) -> None:
+        self._evaluation("test", metrics.iteration, metrics.test_loss)
+
+    def _evaluation(self, name: str, iteration: int, loss: float) -> None:
         if self._enabled:
-            perplexity = math.exp(min(metrics.valid_loss, 700.0))  # beyond it a float overflows
-            self._console.print(
-                f"[bold]validation at step {metrics.iteration}[/] | loss {metrics.valid_loss:.4f}"
-                f" | perplexity {perplexity:.4g}"
-            )
+            perplexity = math.exp(min(loss, 700.0))  # beyond it a float overflows
+            self._console.print(f"[bold]{name} at step {iteration}[/] | loss {loss:.4f} | perplexity {perplexity:.4g}")
 
     def _line(self, metrics: StepMetrics) -> str:
         digits = len(str(self._total))

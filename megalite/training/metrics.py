@@ -57,6 +57,17 @@ class ValidationMetrics:
     extra: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class TestMetrics:
+    """The evaluation on test data, after the last step."""
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    test_loss: float
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
 class MetricsWriter:
     """Appends records to `path` (each line flushed) and to TensorBoard; a destination that is None is left out.
 
@@ -88,7 +99,7 @@ class MetricsWriter:
                 "--metrics-path or --tensorboard-dir"
             ) from error
 
-    def write(self, metrics: StepMetrics | ValidationMetrics) -> None:
+    def write(self, metrics: StepMetrics | ValidationMetrics | TestMetrics) -> None:
         record = asdict(metrics)
         record |= record.pop("extra")
         with self._writing():

@@ -10,7 +10,7 @@ from megalite.config.yaml_file import dump
 from megalite.errors import EXIT_FINISHED, CheckpointError, ConfigurationError
 from megalite.files import write_atomically
 from megalite.parallel.mesh import ParallelMesh
-from megalite.training.construction import RunData, train_iterations
+from megalite.training.construction import RunData, last_iteration
 from megalite.training.display import Display
 from megalite.training.launch import join, leave
 from megalite.training.place import Place
@@ -21,22 +21,27 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
     """Build, resume, train and save; the same on every rank. Returns the exit code."""
     mesh = join(config.parallel, place, dump(config))
     start = checkpoint_to_load(config, mesh)
-    iteration = 0 if start is None else checkpoint.read_manifest(start).training.iteration
-    with Display(
-        train_iterations(config), config.logging.log_interval, start_iteration=iteration, enabled=mesh.rank == 0
-    ) as display:
-        for note in notes:
+    iteration, samples = (0, 0) if start is None else _progress(start)
+    last = last_iteration(config, iteration, samples)
+    with Display(last, config.logging.log_interval, start_iteration=iteration, enabled=mesh.rank == 0) as display:
+        for note in (*notes, *data.notes):
             display.message(note)
-        if iteration < train_iterations(config):
+        if iteration < last:
             code = _train(config, data, mesh, start, display)
         else:
             code = EXIT_FINISHED
             display.message(f"finished already: {start} is after step {iteration}. A longer --train-iters goes on")
         if code == EXIT_FINISHED and config.checkpoint.save is not None and mesh.rank == 0:
-            write_atomically(Path(config.checkpoint.save) / "DONE", f"{train_iterations(config)}\n".encode())
+            write_atomically(Path(config.checkpoint.save) / "DONE", f"{last}\n".encode())
             display.message(f"everything is in {config.checkpoint.save}")
     leave(mesh)
     return code
+
+
+def _progress(start: Path) -> tuple[int, int]:
+    """The steps and samples that a checkpoint stands after."""
+    training = checkpoint.read_manifest(start).training
+    return training.iteration, training.consumed_samples
 
 
 def _train(config: RunConfig, data: RunData, mesh: ParallelMesh, start: Path | None, display: Display) -> int:

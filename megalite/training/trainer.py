@@ -11,6 +11,8 @@ import torch
 
 from megalite import checkpoint
 from megalite.config import RunConfig
+from megalite.data.blend import Dataset
+from megalite.data.fields import SampleFields
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.optim.learning_rate import learning_rate_schedule
 from megalite.parallel import collectives, device
@@ -21,15 +23,15 @@ from megalite.training.construction import (
     RunData,
     count_parameters,
     global_batch_size,
+    last_iteration,
     make_loader,
     make_model,
     make_optimizer,
     model_dtype,
-    train_iterations,
 )
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
-from megalite.training.metrics import MetricsWriter, StepMetrics, ValidationMetrics
+from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
 
 MAX_CONSECUTIVE_SKIPS = 10
@@ -50,9 +52,8 @@ class Trainer:
         self.network = make_model(config, self.model_config, mesh)
         self.optimizer = make_optimizer(config, self.network, mesh)
         self.batch_size = global_batch_size(config)
-        self.num_micro_batches = config.training.num_micro_batches(mesh.size("dp"))
-        self.schedule = learning_rate_schedule(config.optimizer, config.training, self.batch_size)
-        self.iterations = train_iterations(config)
+        self.schedule = learning_rate_schedule(config.optimizer, config.training, self.batch_size.final)
+        self.iterations = last_iteration(config)
         self.iteration = 0
         self.consumed_samples = 0
         self.skips_in_a_row = 0
@@ -65,7 +66,8 @@ class Trainer:
     def step(self) -> StepMetrics:
         """One optimizer step over one global batch."""
         began = time.perf_counter()
-        arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches)
+        batch_size = self.batch_size.at(self.consumed_samples)
+        arrays = self.loader.micro_batches(self.consumed_samples, self._num_micro_batches(batch_size))
         micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
         data_parallel = self.mesh.group("dp", "cp")
         count = collectives.all_reduce_(valid_tokens(micro_batches, self.mesh.device), data_parallel).item()
@@ -79,25 +81,30 @@ class Trainer:
 
         loss = collectives.all_reduce_(loss_sum.view(1), data_parallel).item() / max(count, 1.0)
         self.iteration += 1
-        self.consumed_samples += self.batch_size
+        self.consumed_samples += batch_size
         seconds = time.perf_counter() - began
-        return self._metrics(loss, update.gradient_norm, learning_rate, update.skipped, seconds)
+        return self._metrics(loss, update.gradient_norm, learning_rate, update.skipped, batch_size, seconds)
 
-    def evaluate(self) -> ValidationMetrics:
-        """The mean loss over `eval_iters` global batches of validation data, always from its first sample on."""
-        if self.data.valid is None:
-            raise ValueError("the run has no validation data")
+    def _num_micro_batches(self, batch_size: int) -> int:
+        """Forwards of each rank in a step of `batch_size` samples."""
+        return batch_size // (self.config.training.micro_batch_size * self.mesh.size("dp"))
+
+    def evaluate(self, dataset: Dataset[SampleFields]) -> float:
+        """The mean loss over `eval_iters` global batches of the dataset, always from its first sample on."""
         self.network.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        actions = schedules.forward_only(self.num_micro_batches)
-        with make_loader(self.config, self.mesh, self.data.tokenizer, self.data.valid) as loader:
+        batch_size = self.batch_size.final
+        num_micro_batches = self._num_micro_batches(batch_size)
+        actions = schedules.forward_only(num_micro_batches)
+        with make_loader(self.config, self.mesh, self.data.tokenizer, dataset) as loader:
             for batch in range(self.config.training.eval_iters):
-                arrays = loader.micro_batches(batch * self.batch_size, self.num_micro_batches)
+                arrays = loader.micro_batches(batch * batch_size, num_micro_batches)
                 micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
                 totals[0] += engine.run(actions, self.network, micro_batches, loss_scale=1.0)
                 totals[1] += valid_tokens(micro_batches, self.mesh.device)[0]
         loss_sum, count = collectives.all_reduce_(totals, self.mesh.group("dp", "cp")).tolist()
-        return ValidationMetrics(self.iteration, self.consumed_samples, self._tokens(), loss_sum / max(count, 1.0))
+        mean: float = loss_sum / max(count, 1.0)
+        return mean
 
     # ------------------------------------------------------------------------------------------------ the loop
 
@@ -113,8 +120,8 @@ class Trainer:
                 self._refuse_to_diverge(metrics)
                 if self._collects_garbage_now():
                     gc.collect()
-                if self._evaluates_now():
-                    validation = self.evaluate()
+                if self.data.valid is not None and self._evaluates_now():
+                    validation = ValidationMetrics(*self._where(), self.evaluate(self.data.valid))
                     writer.write(validation)
                     display.validation(validation)
                 if self._stops_now(stop):
@@ -124,12 +131,15 @@ class Trainer:
                     return EXIT_RESUMABLE
                 if self._saves_now():
                     self.save(display)
+            if self.data.test is not None:
+                test = TestMetrics(*self._where(), self.evaluate(self.data.test))
+                writer.write(test)
+                display.test(test)
         return EXIT_FINISHED
 
     def _evaluates_now(self) -> bool:
-        interval = self.config.training.eval_interval
-        due = self.iteration % interval == 0 or self.iteration == self.iterations
-        return due and self.data.valid is not None and self.config.training.eval_iters > 0
+        due = self.iteration % self.config.training.eval_interval == 0 or self.iteration == self.iterations
+        return due and self.data.valid is not None
 
     def _collects_garbage_now(self) -> bool:
         """With --manual-gc Python's collector is off, so that ranks do not pause at different times."""
@@ -178,16 +188,20 @@ class Trainer:
         checkpoint.check_compatible(path, self.model_config)
         state = checkpoint.load(path, self.network, self.optimizer, self.mesh)
         self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
+        self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
 
     # ------------------------------------------------------------------------------------------------ what is told
 
     def _tokens(self) -> int:
         return self.consumed_samples * self.config.data.seq_length
 
+    def _where(self) -> tuple[int, int, int]:
+        return self.iteration, self.consumed_samples, self._tokens()
+
     def _metrics(
-        self, loss: float, gradient_norm: float, learning_rate: float, skipped: bool, seconds: float
+        self, loss: float, gradient_norm: float, learning_rate: float, skipped: bool, batch_size: int, seconds: float
     ) -> StepMetrics:
-        tokens_per_second = self.batch_size * self.config.data.seq_length / seconds
+        tokens_per_second = batch_size * self.config.data.seq_length / seconds
         per_device = tokens_per_second / self.mesh.world_size
         padded = self.model_config.padded_vocab_size(self.mesh.size("tp"))
         flops = per_device * flops_per_token(self.model_config, padded, self.config.data.seq_length)
@@ -223,11 +237,16 @@ class Trainer:
         """What the run is, for the screen."""
         mesh, parallel = self.mesh, self.config.parallel
         layout = f"TP {mesh.size('tp')}{' with SP' if parallel.sequence_parallel else ''} x DP {mesh.size('dp')}"
-        zero = "ZeRO 1" if parallel.use_distributed_optimizer else "ZeRO 0"
+        zero = f"ZeRO {parallel.zero_stage}"
+        if parallel.num_distributed_optimizer_instances > 1:
+            zero += f" in {parallel.num_distributed_optimizer_instances} instances"
         model = self.model_config
-        micro_batches = "1 micro-batch" if self.num_micro_batches == 1 else f"{self.num_micro_batches} micro-batches"
-        steps = f"{self.iterations} steps of {self.batch_size} samples"
+        batch = self.batch_size
+        growing = f"{batch.ramp[0]} to {batch.final}" if batch.ramp else f"{batch.final}"
+        steps = f"{self.iterations} steps of {growing} samples"
         parameters = f"{count_parameters(self.network):,} parameters"
+        count = self._num_micro_batches(batch.final)
+        micro_batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
         return {
             "model": f"{parameters}: {model.num_layers} layers, hidden {model.hidden_size}",
             "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",

@@ -82,6 +82,7 @@ class Cell:
     dropout: float = 0.0  # hidden and attention
     attention_dropout: float | None = None  # where it differs from hidden
     dtype: str = "float64"
+    gradient_dtype: str | None = None  # where it is not dtype, or fp32 for what is narrower
     infinity_on: int | None = None  # the rank on which step 0 meets an infinite gradient
 
     @property
@@ -95,6 +96,13 @@ class Cell:
     @property
     def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def torch_gradient_dtype(self) -> torch.dtype:
+        if self.gradient_dtype is None:
+            return torch.promote_types(self.torch_dtype, torch.float32)
+        dtype: torch.dtype = getattr(torch, self.gradient_dtype)
         return dtype
 
     def alone(self) -> Cell:

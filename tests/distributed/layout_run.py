@@ -121,7 +121,7 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
 def make_optimizer(network: GPT, mesh: ParallelMesh, cell: Cell) -> Optimizer:
     overlap = cell.overlap != "none"
     options = DataParallel(
-        gradient_dtype=torch.promote_types(cell.torch_dtype, torch.float32),
+        gradient_dtype=cell.torch_gradient_dtype,
         stage=cell.zero,
         instances=cell.instances,
         bucket_size=1 if cell.overlap == "single parameters" else BUCKET_SIZE if overlap else None,

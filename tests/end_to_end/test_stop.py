@@ -109,7 +109,7 @@ def test_a_signal_while_the_program_starts_interrupts_it(spawn: Callable[..., Jo
     entry = tmp_path / "entry.py"  # a program that is at its start for long
     entry.write_text(
         "import time\nfrom megalite.training.failure import run_main\n"
-        "run_main(lambda: print('starting') or time.sleep(60))"
+        "run_main(lambda: [print('starting'), *(time.sleep(0.05) for _ in range(10**6))])"
     )
     for number in STOP_SIGNALS:
         job = spawn([entry], 1)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.data.datasets import Samples, build_datasets
+from megalite.data.datasets import Samples, build_token_datasets
+from megalite.data.index_cache import IndexCache
+from megalite.data.parts import read_parts
 from megalite.data.tokenizers import build_tokenizer
 from tests.end_to_end.runs import (
     GENERATE,
@@ -158,13 +160,13 @@ def test_the_validation_loss_is_the_oracles_mean_over_the_same_samples(
     }
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(corpus / "tokenizer.model"))
     steps, batches, batch_size = 2, 3, 8
-    _, valid, _ = build_datasets(
-        samples=Samples(train=62 * batch_size, valid=(62 // steps + 1) * batches * batch_size, test=0),
+    _, valid, _, _ = build_token_datasets(
+        read_parts(data_path=[str(corpus / "corpus_text_document")], split="90,10,0"),
+        Samples(train=62 * batch_size, valid=(62 // steps + 1) * batches * batch_size, test=0),
         sequence_length=16,
         seed=5,
         tokenizer=tokenizer,
-        data_path=[str(corpus / "corpus_text_document")],
-        split="90,10,0",
+        cache=IndexCache(str(tmp_path / "cache")),
     )
     assert valid is not None
     rows = torch.stack([torch.from_numpy(valid[sample]) for sample in range(batches * batch_size)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 import pytest
 
@@ -59,7 +59,8 @@ def test_fields_take_as_many_values_as_their_options() -> None:
     for name, place in fields_by_name().items():
         flag = name.replace("_", "-")
         if flag in ARITY:
-            expected = "0" if place.kind is bool else "*" if get_origin(place.kind) is tuple else "1"
+            three = tuple[int, int, int] in get_args(place.kind)
+            expected = "0" if place.kind is bool else "*" if get_origin(place.kind) is tuple else "3" if three else "1"
             assert (flag, ARITY[flag]) == (flag, expected)
 
 
@@ -120,6 +121,7 @@ def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
         ("--no-position-embedding", "position_embedding_type", "none"),
         ("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
         ("--recompute-activations", "recompute_granularity", "selective"),
+        ("--dataloader-inter-document-masking", "reset_attention_mask", True),
     ],
 )
 def test_flags_of_another_sense_or_spelling_change_their_field(flag: str, field: str, value: object) -> None:

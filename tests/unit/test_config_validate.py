@@ -12,6 +12,10 @@ VALID = (
     "--train-iters 100 --data-path text_document --tokenizer-type ByteTokenizer --max-position-embeddings 32"
 )
 WITHOUT_LENGTH = VALID.replace("--train-iters 100", "")
+TWO_WAYS = (
+    "the data is given in more than one way: keep one of --data-path, --data-args-path, --train-data-path (with "
+    "--valid-data-path and --test-data-path), --per-split-data-args-path and --mock-data"
+)
 WITHOUT_DATA = VALID.replace("--data-path text_document", "")
 
 
@@ -46,6 +50,12 @@ def problems(flags: str, world_size: int = 1, base: str = VALID) -> list[str]:
         ("--train-iters None --train-samples 2000 --lr-warmup-samples 100 --lr-decay-samples 1000", 2),
         ("--split 100,0,0 --eval-iters 0", 1),
         ("--split 1 --mock-data --data-path", 1),
+        ("--data-path --train-data-path 1 a 2 b --valid-data-path c --data-cache-path d", 1),
+        ("--data-path --train-data-path a --eval-iters 0", 1),
+        ("--data-path --data-args-path a --split 90,10", 1),
+        ("--data-path --per-split-data-args-path a", 1),
+        ("--rampup-batch-size 4 4 100 --global-batch-size 12 --train-iters None --train-samples 200", 2),
+        ("--rampup-batch-size 12 6 100 --global-batch-size 12 --train-iters None --train-samples 200", 1),
         ("--tokenizer-type NullTokenizer --vocab-size 100", 1),
         ("--tokenizer-type Llama2Tokenizer --tokenizer-model m.model", 1),
         ("--save d --save-interval 5 --resume auto --load e", 1),
@@ -117,7 +127,30 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--lr-decay-style WSD --lr-wsd-decay-iters 95 --lr-warmup-iters 10",
             "warm-up 10 and --lr-wsd-decay-iters 95 do not fit into the decay's 100 iters",
         ),
-        ("--mock-data", "give the data as --data-path or as --mock-data, not both"),
+        ("--mock-data", TWO_WAYS),
+        (
+            "--train-data-path a --valid-data-path b",
+            TWO_WAYS,
+        ),
+        (
+            "--data-path --train-data-path a",
+            "there is nothing to validate on: give --valid-data-path, or --eval-iters 0",
+        ),
+        ("--data-path --valid-data-path a", "--valid-data-path and --test-data-path need --train-data-path"),
+        (
+            "--data-path --per-split-data-args-path a --split 9,1",
+            "--split '9,1' divides --data-path or --data-args-path: leave it out",
+        ),
+        (
+            "--data-path --data-args-path a --split 9",
+            "--split '9' leaves nothing to validate on: give a second share, or --eval-iters 0",
+        ),
+        ("--mid-level-dataset-surplus -1", "--mid-level-dataset-surplus -1.0: must be at least 0"),
+        (
+            "--rampup-batch-size 2 2 100 --global-batch-size 8",
+            "--rampup-batch-size 2 2 100 needs --train-samples: steps of different sizes do not tell how much is "
+            "trained on",
+        ),
         ("--split 1,x", "--split '1,x': give the shares of training, validation and test: 969,30,1"),
         ("--split 0,1", "--split '0,1': give the shares of training, validation and test: 969,30,1"),
         (
@@ -193,6 +226,27 @@ def test_neither_length_nor_data_is_a_problem_each() -> None:
     assert problems("", base=WITHOUT_DATA) == ["give the data as --data-path or as --mock-data"]
 
 
+@pytest.mark.parametrize(
+    ("ramp", "problem"),
+    [
+        ("4 4 0", "--rampup-batch-size 4 4 0: the start, the increment and the samples must be at least 1"),
+        (
+            "4 6 10",
+            "--rampup-batch-size: the increment 6 is not a multiple of --micro-batch-size 2 x 2 data-parallel ranks",
+        ),
+        (
+            "2 4 10",
+            "--rampup-batch-size: the start 2 is not a multiple of --micro-batch-size 2 x 2 data-parallel ranks",
+        ),
+        ("4 8 10", "--rampup-batch-size 4 8 10 does not lead from 4 in steps of 8 to --global-batch-size 16"),
+        ("20 4 10", "--rampup-batch-size 20 4 10 does not lead from 20 in steps of 4 to --global-batch-size 16"),
+    ],
+)
+def test_ramps_that_do_not_fit(ramp: str, problem: str) -> None:
+    flags = f"--rampup-batch-size {ramp} --global-batch-size 16 --train-samples 100"
+    assert problem in problems(flags, 2, WITHOUT_LENGTH)
+
+
 def test_lengths_in_samples_refuse_lengths_in_iterations() -> None:
     flags = "--train-samples 100 --lr-decay-iters 5 --lr-warmup-iters 1"
     assert problems(flags, base=WITHOUT_LENGTH) == [
@@ -208,11 +262,11 @@ def test_all_problems_are_told_at_once() -> None:
 def test_resolve_fills_in_the_global_batch_and_turns_idle_flags_off() -> None:
     config = config_of("--tp 2 --sequence-parallel")
     resolved = resolve(config, 6)
-    assert (resolved.training.global_batch_size, resolved.training.num_micro_batches(3)) == (6, 1)
+    assert resolved.training.global_batch_size == 6
     assert resolved.parallel == config.parallel
     assert resolve(resolved, 6) == resolved
     validate(resolved, 6)
-    assert resolve(config_of("--global-batch-size 24"), 3).training.num_micro_batches(3) == 4
+    assert resolve(config_of("--global-batch-size 24"), 3).training.global_batch_size == 24
 
 
 def test_derived_sizes_are_megatrons() -> None:

@@ -36,7 +36,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     if origin is Literal:
         return st.sampled_from(options)
     if origin is tuple:
-        return st.lists(st.text()).map(tuple)
+        return st.lists(st.text()).map(tuple) if Ellipsis in options else st.tuples(*map(values, options))
     return {int: st.integers(), float: st.floats(allow_nan=False), bool: st.booleans(), str: st.text()}[kind]
 
 

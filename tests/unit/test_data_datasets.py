@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.blend import build_blend_index, normalize, parse_blend
-from megalite.data.datasets import Samples, build_datasets, parse_split, target_samples
-from megalite.data.indexed_dataset import IndexedDatasetWriter
+from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
+from megalite.data.index_cache import IndexCache
+from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.mock_dataset import MockDataset
+from megalite.data.parts import Part, parse_split, read_parts
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.errors import ConfigurationError, DataError
@@ -27,18 +30,25 @@ def write(prefix: Path, documents: int, token: int, tokenizer: dict[str, Any] | 
     return str(prefix)
 
 
-def build(samples: Samples, **arguments: Any) -> Any:
-    defaults: dict[str, Any] = {"sequence_length": 10, "seed": 1234, "tokenizer": NullTokenizer(99)}
-    return build_datasets(samples=samples, **(defaults | arguments))
+def build(samples: Samples, tokenizer: Any = None, surplus: float = 0.005, **flags: Any) -> Datasets[np.ndarray]:
+    return build_token_datasets(
+        read_parts(**flags),
+        samples,
+        sequence_length=10,
+        seed=1234,
+        tokenizer=tokenizer or NullTokenizer(99),
+        cache=IndexCache(),
+        surplus=surplus,
+    )
 
 
 def test_blend_index_by_hand() -> None:
     """The orders Megatron-LM's own function gives for these weights."""
-    datasets, samples = build_blend_index([0.5, 0.3, 0.2], 20)
+    datasets, samples, _ = build_blend_index([0.5, 0.3, 0.2], 20)
     assert datasets.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0, 0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
     for dataset in range(3):
         assert samples[datasets == dataset].tolist() == list(range((datasets == dataset).sum()))
-    exhausted, _ = build_blend_index(normalize([5, 3, 2]), 10, [5, 3, 2])
+    exhausted, _, _ = build_blend_index(normalize([5, 3, 2]), 10, [5, 3, 2])
     assert exhausted.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
 
 
@@ -46,7 +56,7 @@ def test_blend_index_by_hand() -> None:
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.data())
 def test_blend_by_length_takes_every_sample_once(limits: list[int], data: st.DataObject) -> None:
     size = data.draw(st.integers(0, sum(limits)))
-    datasets, samples = build_blend_index(normalize(limits), size, limits)
+    datasets, samples, _ = build_blend_index(normalize(limits), size, limits)
     pairs = set(zip(datasets.tolist(), samples.tolist(), strict=True))
     assert len(pairs) == size
     assert all(sample < limits[dataset] for dataset, sample in pairs)
@@ -57,21 +67,21 @@ def test_blend_by_length_takes_every_sample_once(limits: list[int], data: st.Dat
 def test_weighted_blend_never_asks_for_more_than_is_drawn(weights: list[float], size: int) -> None:
     """Megatron-LM's surplus covers what the first `size` samples ask of each dataset."""
     shares = normalize(weights)
-    datasets, _ = build_blend_index(shares, size)
+    datasets, _, counts = build_blend_index(shares, size)
     for dataset, share in enumerate(shares):
-        assert (datasets == dataset).sum() <= math.ceil(math.ceil(size * share) * 1.005)
+        assert counts[dataset] == (datasets == dataset).sum() <= math.ceil(math.ceil(size * share) * 1.005)
 
 
 def test_blend_gives_samples_in_proportion(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", 20, 1), write(tmp_path / "b", 20, 2)
-    train, _, _ = build(Samples(100, 0, 0), data_path=["30", a, "70", b], split="1")
+    train, *_ = build(Samples(100, 0, 0), data_path=["30", a, "70", b], split="1")
     assert len(train) == 100
     assert [sum(int(train[i][0]) == token for i in range(100)) for token in (1, 2)] == [30, 70]
 
 
 def test_prefixes_alone_are_taken_once(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", 10, 1), write(tmp_path / "b", 30, 2)
-    train, _, _ = build(Samples(40, 0, 0), data_path=[a, b, a], split="1")
+    train, *_ = build(Samples(40, 0, 0), data_path=[a, b, a], split="1")
     assert len(train) == 40
     with pytest.raises(DataError, match=r"needs 500 samples.*once: give weights"):
         build(Samples(500, 0, 0), data_path=[a, b, a], split="1")
@@ -116,13 +126,13 @@ def test_splits_share_no_document(tmp_path: Path) -> None:
             writer.add_document(np.full(11, document))
         writer.finish()
     sets = build(Samples(200, 40, 10), data_path=[str(tmp_path / "a")], split="80,15,5")
-    seen = [{int(token) for i in range(len(dataset)) for token in dataset[i]} for dataset in sets]
+    seen = [{int(token) for i in range(len(dataset)) for token in dataset[i]} for dataset in sets[:3]]
     assert [max(seen[0]), min(seen[1]), max(seen[1]), min(seen[2])] == [79, 80, 94, 95]
 
 
 def test_each_split_can_have_files_of_its_own(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", 20, 1), write(tmp_path / "b", 20, 2)
-    train, valid, test = build(Samples(30, 5, 5), train_data_path=[a], valid_data_path=["1", a, "1", b])
+    train, valid, test, _ = build(Samples(30, 5, 5), train_data_path=[a], valid_data_path=["1", a, "1", b])
     assert test is None
     assert {int(train[i][0]) for i in range(30)} == {1}
     assert {int(valid[i][0]) for i in range(5)} == {1, 2}
@@ -130,22 +140,37 @@ def test_each_split_can_have_files_of_its_own(tmp_path: Path) -> None:
 
 def test_split_without_documents_is_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", 10, 1)
-    with pytest.raises(DataError, match="the test data would be none of the 10 sequences"):
-        build(Samples(5, 1, 1), data_path=[prefix], split="90,10,.1")
-    assert build(Samples(5, 1, 0), data_path=[prefix], split="90,10,.1")[2] is None
+    for split, name in (("1,99,0", "train"), ("99,1,0", "valid")):
+        with pytest.raises(DataError, match=f"the {name} data would be none of the 10 sequences"):
+            build(Samples(5, 1, 1), data_path=[prefix], split=split)
+
+
+def test_a_test_set_without_documents_is_left_out_with_a_note(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 10, 1)
+    sets = build(Samples(5, 1, 1), data_path=[prefix], split="90,10,.1")
+    assert (sets.test, len(sets.notes)) == (None, 1)
+    assert sets.notes[0].startswith("no test at the end of training: the test data would be none of the 10 sequences")
+    assert build(Samples(5, 1, 0), data_path=[prefix], split="90,10,.1").notes == ()
 
 
 def test_data_is_given_in_one_way(tmp_path: Path) -> None:
-    for arguments in ({}, {"data_path": ["a"], "mock_data": True}, {"data_path": ["a"], "valid_data_path": ["a"]}):
+    one = {"data_path": ["a"]}
+    for more in ({"valid_data_path": ["a"]}, {"data_args_path": "a"}, {"per_split_data_args_path": "a"}):
         with pytest.raises(ConfigurationError, match="give the data in one way"):
-            build(Samples(1, 0, 0), **arguments)
+            read_parts(**(one | more))
+    with pytest.raises(ConfigurationError, match="give the data in one way"):
+        read_parts()
     prefix = write(tmp_path / "a", 10, 1)
     with pytest.raises(ConfigurationError, match="there is no training data"):
         build(Samples(1, 1, 0), valid_data_path=[prefix])
 
 
 def test_mock_data_needs_no_files() -> None:
-    train, valid, test = build(Samples(10, 5, 0), mock_data=True)
+    train, valid, test, _ = build_mock_datasets(
+        Samples(10, 5, 0), sequence_length=10, seed=1, tokenizer=NullTokenizer(99)
+    )
+    assert isinstance(train, MockDataset)
+    assert valid is not None
     assert (len(train), len(valid), test) == (10, 5, None)
     assert not np.array_equal(train[0], valid[0])
     assert train.eod == 99
@@ -168,11 +193,47 @@ def test_data_without_a_record_is_taken_and_a_damaged_record_is_not(tmp_path: Pa
 
 
 def test_target_samples_are_megatrons() -> None:
-    by_iterations = target_samples(
-        train_samples=None, train_iters=100, global_batch_size=8, eval_interval=30, eval_iters=5
-    )
-    assert by_iterations == Samples(800, (100 // 30 + 1) * 5 * 8, 5 * 8)
-    by_samples = target_samples(
-        train_samples=777, train_iters=97, global_batch_size=8, eval_interval=None, eval_iters=5
-    )
-    assert by_samples == Samples(777, 0, 40)
+    samples = target_samples(train_samples=777, train_iters=100, global_batch_size=8, eval_interval=30, eval_iters=5)
+    assert samples == Samples(777, (100 // 30 + 1) * 5 * 8, 5 * 8, 5 * 8)
+
+
+def test_paths_may_stand_in_files(tmp_path: Path) -> None:
+    (tmp_path / "blend").write_text("0.3 a\n0.7 b\n")
+    assert read_parts(data_args_path=str(tmp_path / "blend"), split="1") == [
+        Part(["a", "b"], [0.3, 0.7], 0.0, 1.0),
+        None,
+        None,
+    ]
+    (tmp_path / "each").write_text('{"train": [0.3, "a", "0.7", "b"], "test": ["c"]}')
+    each = [Part(["a", "b"], [0.3, 0.7]), None, Part(["c"], None)]
+    assert read_parts(per_split_data_args_path=str(tmp_path / "each")) == each
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "problem"),
+    [
+        ("data_args_path", None, "cannot be read: No such file"),
+        ("data_args_path", " \n", "is empty"),
+        ("data_args_path", "1 a b c", "give weight and prefix in turn"),
+        ("per_split_data_args_path", "[", "expected JSON like"),
+        ("per_split_data_args_path", "[]", "expected JSON like"),
+        ("per_split_data_args_path", '{"train": "a"}', "'a' is no list"),
+        ("per_split_data_args_path", '{"train": ["a"], "vaild": ["b"]}', "has a key 'vaild'"),
+    ],
+)
+def test_files_of_paths_that_mean_nothing_are_refused(
+    tmp_path: Path, flag: str, text: str | None, problem: str
+) -> None:
+    if text is not None:
+        (tmp_path / "paths").write_text(text)
+    with pytest.raises(DataError, match=problem):
+        read_parts(**{flag: str(tmp_path / "paths")})
+
+
+def test_prefixes_alone_validate_on_what_there_is(tmp_path: Path) -> None:
+    """Megatron-LM counts every validation's samples, but each begins anew: one validation must find enough."""
+    a, b = write(tmp_path / "a", 20, 1), write(tmp_path / "b", 20, 2)
+    samples = Samples(5, 500, 0, evaluation=20)
+    assert len(build(samples, data_path=[a, b], split="50,50").valid or ()) == 20
+    with pytest.raises(DataError, match=r"needs 21 samples.*once: give weights"):
+        build(Samples(5, 500, 0, evaluation=21), data_path=[a, b], split="50,50")

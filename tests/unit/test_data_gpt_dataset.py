@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.datasets import Samples, build_datasets
+from megalite.data.datasets import Samples, build_token_datasets
 from megalite.data.fields import sample_fields
 from megalite.data.gpt_dataset import (
     Epochs,
@@ -21,7 +21,10 @@ from megalite.data.gpt_dataset import (
     build_shuffle_index,
     plan_epochs,
 )
-from megalite.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megalite.data.index_cache import IndexCache
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.parts import read_parts
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.errors import DataError
 
@@ -61,15 +64,15 @@ def test_samples_are_those_of_megatron(tmp_path: Path, case: dict[str, Any]) -> 
         write(Path(path[place]), documents(count, number))
         files = [sha256(Path(f"{path[place]}.{suffix}").read_bytes()) for suffix in ("bin", "idx")]
         assert files == case["files_sha256"][number]
-    sets = build_datasets(
-        samples=Samples(*case["samples"]),
+    sets = build_token_datasets(
+        read_parts(data_path=path, split=case["split"]),
+        Samples(*case["samples"]),
         sequence_length=case["sequence_length"],
         seed=case["seed"],
         tokenizer=NullTokenizer(999),
-        data_path=path,
-        split=case["split"],
+        cache=IndexCache(),
     )
-    for dataset, expected, count in zip(sets, case["splits"], case["samples"], strict=True):
+    for dataset, expected, count in zip(sets[:3], case["splits"], case["samples"], strict=True):
         if expected is None:
             assert dataset is None
             continue
@@ -112,7 +115,7 @@ def test_samples_are_those_of_the_naive_walk(
     # The token says which document and which place it comes from.
     write(prefix, [document * 10 + np.arange(length) for document, length in enumerate(lengths)])
     kept = [(document, length) for document, length in enumerate(lengths) if length]
-    dataset = GPTDataset(IndexedDataset(prefix), range(len(kept)), num_samples, sequence_length, seed)
+    dataset = GPTDataset(IndexedDataset(prefix), range(len(kept)), num_samples, sequence_length, seed, IndexCache())
 
     needed, total, count = (num_samples or 0) * sequence_length + 1, sum(lengths), 1
     while num_samples is not None and count * total < needed:
@@ -143,7 +146,7 @@ def test_last_epoch_is_apart_when_little_of_it_is_needed() -> None:
 
 def test_epoch_apart_comes_after_the_others(tmp_path: Path) -> None:
     write(tmp_path / "tokens", [np.full(10, document) for document in range(10)])
-    dataset = GPTDataset(IndexedDataset(tmp_path / "tokens"), range(10), 12, 10, seed=1)
+    dataset = GPTDataset(IndexedDataset(tmp_path / "tokens"), range(10), 12, 10, 1, IndexCache())
     assert dataset.epochs.samples_before_last == 9
     assert sorted(dataset.document_index[:10]) == list(range(10))
     assert sorted(dataset.shuffle_index[:9]) == list(range(9))
@@ -167,4 +170,4 @@ def test_shuffle_keeps_32_bits_while_they_suffice() -> None:
 def test_no_tokens_is_an_error_and_not_an_endless_loop(tmp_path: Path) -> None:
     write(tmp_path / "tokens", [np.arange(3)])
     with pytest.raises(DataError, match="hold no tokens: give this part a larger share in --split"):
-        GPTDataset(IndexedDataset(tmp_path / "tokens"), range(1, 1), 5, 4, 0)
+        GPTDataset(IndexedDataset(tmp_path / "tokens"), range(1, 1), 5, 4, 0, IndexCache())

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.indexed_dataset import HEADER, IndexedDataset, IndexedDatasetWriter, token_dtype
+from megalite.data.indexed_dataset import HEADER, IndexedDataset, token_dtype
+from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.errors import DataError, FileError
 
 

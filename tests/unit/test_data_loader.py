@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.data.fields import FieldsDataset
 from megalite.data.loader import MicroBatchLoader
 from megalite.data.mock_dataset import MockDataset
-from megalite.data.sampler import micro_batch_samples
+from megalite.data.sampler import GlobalBatchSize, micro_batch_samples
 from megalite.errors import DataError
 
 
@@ -48,9 +49,9 @@ def loader(dataset: Any, num_workers: int = 0, **arguments: Any) -> MicroBatchLo
         "data_parallel_rank": 1,
         "data_parallel_size": 2,
         "vocab_size": 50,
-        "eod": 49,
     }
-    return MicroBatchLoader(dataset, num_workers=num_workers, **(defaults | arguments))
+    fields = FieldsDataset(dataset, 49, reset_attention_mask=True, eod_mask_loss=True)
+    return MicroBatchLoader(fields, num_workers=num_workers, **(defaults | arguments))
 
 
 def mock(num_samples: int = 100) -> MockDataset:
@@ -60,7 +61,7 @@ def mock(num_samples: int = 100) -> MockDataset:
 @pytest.mark.parametrize("num_workers", [0, 3])
 def test_micro_batches_hold_the_samplers_samples(num_workers: int) -> None:
     dataset = mock()
-    with loader(dataset, num_workers, reset_attention_mask=True, eod_mask_loss=True) as batches:
+    with loader(dataset, num_workers) as batches:
         for consumed in (0, 12, 24, 12, 60):  # on, on, back, elsewhere
             loaded = batches.micro_batches(consumed, 3)
             assert [batch["sample_id"] for batch in loaded] == [consumed + 2, consumed + 6, consumed + 10]
@@ -142,3 +143,27 @@ def test_tokens_beyond_the_vocabulary_are_refused() -> None:
         pytest.raises(DataError, match=r"vocabulary is 30.*another tokenizer"),
     ):
         batches.micro_batches(0, 3)
+
+
+# ---------------------------------------------------------------------------------------------------- batch sizes
+
+
+def test_the_ramp_is_megatrons() -> None:
+    """From 16 by 16 over 3000 samples to 128, as Megatron-LM's calculator gives it."""
+    size = GlobalBatchSize(128, (16, 16, 3000))
+    consumed = (0, 428, 429, 500, 1000, 1500, 2000, 2500, 3000, 3001, 10**9)
+    assert [size.at(samples) for samples in consumed] == [16, 16, 32, 32, 48, 64, 80, 96, 128, 128, 128]
+    assert GlobalBatchSize(128).at(0) == GlobalBatchSize(128, (128, 16, 3000)).at(0) == 128
+
+
+@settings(deadline=None)
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 12), st.integers(1, 3000), st.integers(0, 5000))
+def test_steps_are_those_that_the_samples_allow(start: int, increment: int, count: int, over: int, total: int) -> None:
+    size = GlobalBatchSize(start + count * increment, (start, increment, over))
+    consumed, trail = 0, [0]
+    while consumed + size.at(consumed) <= total:
+        assert start <= size.at(consumed) <= size.final
+        consumed += size.at(consumed)
+        trail.append(consumed)
+    for step, samples in enumerate(trail):
+        assert size.steps(samples, total) == len(trail) - 1 - step

@@ -2,49 +2,113 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
 from megalite.data.tokenizers.bytes import ByteTokenizer
+from megalite.data.tokenizers.huggingface import FastEncoding, load_gpt2, load_tokenizer_json
 from megalite.data.tokenizers.interface import Tokenizer
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.data.tokenizers.sentencepiece import SentencePieceTokenizer
+from megalite.data.tokenizers.tiktoken import TikTokenizer
 from megalite.errors import ConfigurationError
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-TOKENIZER_TYPES = (*SENTENCEPIECE_TYPES, "ByteTokenizer", "NullTokenizer")
+TOKENIZER_TYPES = (
+    *SENTENCEPIECE_TYPES,
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "TikTokenizer",
+    "ByteTokenizer",
+    "NullTokenizer",
+)
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """The flags that only some tokenizer types read, by their names.
+
+    Attributes:
+        vocab_file, merge_file: of a `GPT2BPETokenizer`; see `load_gpt2`.
+        tiktoken_pattern, tiktoken_num_special_tokens, tokenizer_special_tokens: of a `TikTokenizer`; see there.
+        tokenizer_hf_include_special_tokens: of a `HuggingFaceTokenizer`; see there.
+        fast_encoding: whether documents are encoded by words of SentencePiece and through tiktoken: where it gives the
+            same tokens ("auto"), "off", or "require".
+    """
+
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tiktoken_pattern: str = "v2"
+    tiktoken_num_special_tokens: int = 1000
+    tokenizer_special_tokens: tuple[str, ...] = ()
+    tokenizer_hf_include_special_tokens: bool = True
+    fast_encoding: FastEncoding = "auto"
+
+    @classmethod
+    def of(cls, flags: object) -> TokenizerOptions:
+        """The options among the fields of a dataclass or the keys of a mapping; those it lacks are as by default."""
+        given: Mapping[str, Any] = flags if isinstance(flags, Mapping) else vars(flags)
+        known = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        return cls(**known | {"tokenizer_special_tokens": tuple(known.get("tokenizer_special_tokens") or ())})
 
 
 def build_tokenizer(
-    tokenizer_type: str, tokenizer_model: str | None = None, vocab_size: int | None = None
+    tokenizer_type: str,
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+    options: TokenizerOptions | None = None,
 ) -> Tokenizer:
     """The tokenizer that the flags name.
 
     Args:
         tokenizer_type: one of `TOKENIZER_TYPES`.
-        tokenizer_model: the SentencePiece model file.
-        vocab_size: the number of ordinary tokens of a `NullTokenizer`; the other types know their own, and refuse
-            another.
+        tokenizer_model: the file of the vocabulary.
+        vocab_size: the number of ordinary tokens of a `NullTokenizer`, the tokens to take of a `TikTokenizer`; the
+            other types know their own, and refuse another.
+        options: what only some types read.
 
     Raises:
-        ConfigurationError: the type is unknown, or lacks the flag it needs.
-        DataError: the model file cannot be used.
+        ConfigurationError: the type is unknown, or lacks a flag or a library it needs.
+        DataError: a file cannot be used.
     """
+    options = options or TokenizerOptions()
     if tokenizer_type == "NullTokenizer":
         if not vocab_size or vocab_size < 1:
             raise ConfigurationError("--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens")
         return NullTokenizer(vocab_size)
-    tokenizer: Tokenizer
-    if tokenizer_type in SENTENCEPIECE_TYPES:
-        if not tokenizer_model:
-            raise ConfigurationError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model, a .model file")
-        tokenizer = SentencePieceTokenizer(tokenizer_model)
-    elif tokenizer_type == "ByteTokenizer":
-        tokenizer = ByteTokenizer()
-    else:
-        raise ConfigurationError(
-            f"--tokenizer-type {tokenizer_type} is unknown: use one of {', '.join(TOKENIZER_TYPES)}"
-        )
+    tokenizer = _from_files(tokenizer_type, tokenizer_model, vocab_size, options)
     if vocab_size is not None and vocab_size != tokenizer.vocab_size:
         raise ConfigurationError(
             f"--vocab-size {vocab_size}, but the {tokenizer_type} has {tokenizer.vocab_size} tokens: leave "
             "--vocab-size out"
         )
     return tokenizer
+
+
+def _from_files(
+    tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None, options: TokenizerOptions
+) -> Tokenizer:
+    if tokenizer_type == "ByteTokenizer":
+        return ByteTokenizer()
+    if tokenizer_type == "GPT2BPETokenizer":
+        if not options.vocab_file or not options.merge_file:
+            raise ConfigurationError("--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file")
+        return load_gpt2(options.vocab_file, options.merge_file, options.fast_encoding)
+    if tokenizer_type not in TOKENIZER_TYPES:
+        known = ", ".join(TOKENIZER_TYPES)
+        raise ConfigurationError(f"--tokenizer-type {tokenizer_type} is unknown: use one of {known}")
+    if not tokenizer_model:
+        raise ConfigurationError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model, its file")
+    if tokenizer_type in SENTENCEPIECE_TYPES:
+        return SentencePieceTokenizer(tokenizer_model, word_cache=options.fast_encoding != "off")
+    if tokenizer_type == "HuggingFaceTokenizer":
+        special = options.tokenizer_hf_include_special_tokens
+        return load_tokenizer_json(tokenizer_model, special, options.fast_encoding)
+    return TikTokenizer(
+        tokenizer_model,
+        options.tiktoken_pattern,
+        options.tiktoken_num_special_tokens,
+        options.tokenizer_special_tokens,
+        vocab_size,
+    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 
 class ByteTokenizer:
     """Tokens 0 to 255 are the bytes of the text in UTF-8, 256 ends a document."""
@@ -16,6 +18,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         """The bytes of a text."""
         return list(text.encode())
+
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The bytes of texts."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of bytes. Bytes that are no UTF-8, as a model may sample, become the replacement character."""

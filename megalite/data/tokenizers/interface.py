@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
+Ids = Sequence[int] | np.ndarray
+"""The tokens of a text, in the form that the tokenizer's library gives them in."""
+
 
 class Tokenizer(Protocol):
     """Text to tokens and back."""
@@ -26,6 +31,14 @@ class Tokenizer(Protocol):
 
         Raises:
             ValueError: the text cannot be encoded.
+        """
+
+    def encode_documents(self, texts: Sequence[str]) -> Sequence[Ids]:
+        """The tokens of many whole documents, with what the tokenizer itself puts around each (few do), in native code
+        where there is any.
+
+        Raises:
+            ValueError: a text cannot be encoded.
         """
 
     def decode(self, ids: Sequence[int]) -> str:

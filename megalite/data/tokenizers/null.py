@@ -28,6 +28,10 @@ class NullTokenizer:
             raise ValueError(f"token {outside[0]} is not in [0, {self.vocab_size})")
         return ids
 
+    def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
+        """The numbers in texts."""
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: Sequence[int]) -> str:
         """The numbers as text."""
         return " ".join(str(int(token)) for token in ids)

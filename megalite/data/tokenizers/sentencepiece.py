@@ -5,11 +5,13 @@ As in Megatron-LM since its core 0.16, the three are one: no beginning-of-sequen
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
+from megalite.data.tokenizers.files import fingerprint, read_tokenizer_file
+from megalite.data.tokenizers.interface import Ids
+from megalite.data.tokenizers.word_cache import WordCache, refusal
 from megalite.errors import DataError
 
 
@@ -18,26 +20,22 @@ class SentencePieceTokenizer:
 
     Args:
         model_path: the `.model` file.
+        word_cache: let `encode_documents` remember the tokens of words, where this gives the same tokens.
 
     Raises:
         DataError: the file is missing, is no SentencePiece model, or has no end-of-sequence token.
     """
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, word_cache: bool = True) -> None:
         from sentencepiece import SentencePieceProcessor
 
+        what = "the .model file that tools/train_tokenizer.py or the model's publisher wrote"
+        self._model = read_tokenizer_file(model_path, "--tokenizer-model", what)
+        self._word_cache = word_cache
         try:
-            model = Path(model_path).read_bytes()
-        except OSError as error:
-            raise DataError(
-                f"the tokenizer model {model_path} cannot be read ({error.strerror}): --tokenizer-model is the .model "
-                "file that tools/train_tokenizer.py or the model's publisher wrote"
-            ) from error
-        try:
-            self._processor = SentencePieceProcessor(model_proto=model)
+            self._processor = SentencePieceProcessor(model_proto=self._model)
         except RuntimeError as error:
-            raise DataError(f"{model_path} is not a SentencePiece model ({len(model)} bytes)") from error
-        self.model_sha256 = hashlib.sha256(model).hexdigest()
+            raise DataError(f"{model_path} is not a SentencePiece model ({len(self._model)} bytes)") from error
         self.vocab_size: int = self._processor.get_piece_size()
         self.eod: int = self._processor.eos_id()
         if self.eod < 0:
@@ -53,6 +51,19 @@ class SentencePieceTokenizer:
         ids: list[int] = self._processor.encode(text)
         return ids
 
+    def encode_documents(self, texts: Sequence[str]) -> Sequence[Ids]:
+        """The tokens of texts."""
+        if self._words is not None:
+            return [self._words.encode(text) for text in texts]
+        batch: list[list[int]] = self._processor.encode(list(texts), num_threads=1)
+        return batch
+
+    @cached_property
+    def _words(self) -> WordCache | None:
+        if not self._word_cache or refusal(self._model) is not None:
+            return None
+        return WordCache(self._processor, self._model)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens; control tokens give none."""
         text: str = self._processor.decode([int(token) for token in ids])
@@ -60,4 +71,5 @@ class SentencePieceTokenizer:
 
     def identity(self) -> dict[str, Any]:
         """The model file's hash decides; its path does not."""
-        return {"type": "SentencePieceTokenizer", "vocab_size": self.vocab_size, "model_sha256": self.model_sha256}
+        sha256 = fingerprint(self._model)
+        return {"type": "SentencePieceTokenizer", "vocab_size": self.vocab_size, "model_sha256": sha256}

@@ -1,0 +1,233 @@
+"""The files of a corpus, read piece by piece: JSON lines and text, plain or compressed, and Parquet."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+from megalite.data.optional import optional_import
+from megalite.errors import DataError
+
+# Large enough that sending a chunk to another process costs little, small enough that all finish together.
+CHUNK_BYTES = 1 << 19
+# A text file is one document, which is tokenized as a whole.
+LARGEST_TEXT = 1 << 30
+COMPRESSIONS = (".gz", ".zst")
+SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
+
+Kind = Literal["lines", "text", "rows"]
+
+
+class Position(NamedTuple):
+    """A place between two records: in file number `file`, after `offset` bytes (uncompressed) or rows, which hold
+    `records` lines or rows."""
+
+    file: int = 0
+    offset: int = 0
+    records: int = 0
+
+
+class Chunk(NamedTuple):
+    """Consecutive records of one file.
+
+    Attributes:
+        path: the file.
+        kind: "lines" of JSON, a whole "text", or "rows" of a table.
+        first: the number of the first line or row, from 1.
+        data: bytes, or a `pyarrow.RecordBatch` of rows.
+        end: the place after it.
+        bytes_read: how far the file, as it is on disk, has been read for it.
+    """
+
+    path: str
+    kind: Kind
+    first: int
+    data: Any
+    end: Position
+    bytes_read: int
+
+    def place(self, number: int) -> str:
+        """How a message names a record."""
+        return {"lines": f"{self.path}:{number}", "text": self.path, "rows": f"{self.path}: row {number}"}[self.kind]
+
+
+def find_inputs(patterns: Sequence[str]) -> list[str]:
+    """The files that paths, glob patterns and directories name, in this order; those of one pattern by their paths.
+
+    A directory stands for all files below it that end in one of `SUFFIXES`, compressed or not, and are not hidden.
+
+    Raises:
+        DataError: a pattern names no file.
+    """
+    return [path for pattern in patterns for path in _matches(pattern)]
+
+
+def _matches(pattern: str) -> list[str]:
+    path = Path(pattern)
+    if path.is_dir():
+        found = [
+            str(file)
+            for file in sorted(path.rglob("*"))
+            if _suffix(file.name) in SUFFIXES
+            and file.is_file()
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
+        wanted = f"holds no file that ends in {', '.join(SUFFIXES)} (or these and {' or '.join(COMPRESSIONS)})"
+    elif path.exists() or not glob.has_magic(pattern):
+        return [pattern]
+    else:
+        found = [name for name in sorted(glob.glob(pattern, recursive=True)) if not Path(name).is_dir()]
+        wanted = "matches no file"
+    if not found:
+        raise DataError(f"--input {pattern} {wanted}")
+    return found
+
+
+def _suffix(name: str) -> str:
+    """The suffix that tells the format: without that of a compression."""
+    path = Path(name.lower())
+    return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
+
+
+def read_chunks(inputs: Sequence[str], keys: Sequence[str], start: Position | None = None) -> Iterator[Chunk]:
+    """The records of the files, in order, from `start` on.
+
+    JSON lines and rows come in chunks of about `CHUNK_BYTES`, a text as a whole. What ends in .txt is text, .parquet a
+    table, all else JSON lines; .gz and .zst are decompressed.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    start = start or Position()
+    for number, path in enumerate(inputs[start.file :], start.file):
+        begin = start if number == start.file else Position(number)
+        with _reading_errors(path):
+            if _suffix(path) == ".parquet":
+                yield from _rows(path, keys, begin)
+            elif _suffix(path) == ".txt":
+                yield from _text(path, begin)
+            else:
+                yield from _lines(path, begin)
+
+
+def _lines(path: str, begin: Position) -> Iterator[Chunk]:
+    with open(path, "rb") as stored, _decompressed(path, stored) as file:
+        _skip(file, begin.offset)
+        while data := file.read(CHUNK_BYTES):
+            data += file.readline()
+            ends = data.count(b"\n") + (not data.endswith(b"\n"))
+            end = Position(begin.file, begin.offset + len(data), begin.records + ends)
+            yield Chunk(path, "lines", begin.records + 1, data, end, _tell(stored))
+            begin = end
+
+
+def _text(path: str, begin: Position) -> Iterator[Chunk]:
+    if begin.records:
+        return
+    with open(path, "rb") as stored, _decompressed(path, stored) as file:
+        data = file.read(LARGEST_TEXT + 1)
+        if len(data) > LARGEST_TEXT:
+            raise DataError(
+                f"{path} is one document of more than {LARGEST_TEXT >> 20} MiB: write its documents as JSON lines, "
+                '{"text": "..."}'
+            )
+        yield Chunk(path, "text", 1, data, Position(begin.file, len(data), 1), _tell(stored))
+
+
+def _rows(path: str, keys: Sequence[str], begin: Position) -> Iterator[Chunk]:
+    parquet = optional_import("pyarrow.parquet", "pyarrow", f"{path} is a Parquet file")
+    with open(path, "rb") as stored, parquet.ParquetFile(stored) as table:
+        missing = [key for key in keys if key not in table.schema_arrow.names]
+        if missing:
+            names = ", ".join(map(repr, table.schema_arrow.names))
+            raise DataError(f"{path}: no column {missing[0]!r} (--json-keys) among {names}")
+        size, rows_before = Path(path).stat().st_size, 0
+        for group in range(table.num_row_groups):
+            facts = table.metadata.row_group(group)
+            skipped = max(begin.records - rows_before, 0)
+            rows_before += facts.num_rows
+            if skipped >= facts.num_rows:
+                continue
+            per_chunk = max(1, CHUNK_BYTES * facts.num_rows // max(facts.total_byte_size, 1))
+            for batch in table.iter_batches(per_chunk, row_groups=[group], columns=list(keys)):
+                batch, skipped = batch.slice(skipped), max(skipped - batch.num_rows, 0)
+                if batch.num_rows:
+                    row = begin.records + batch.num_rows
+                    end = Position(begin.file, row, row)
+                    yield Chunk(path, "rows", begin.records + 1, batch, end, size * row // table.metadata.num_rows)
+                    begin = end
+
+
+@contextmanager
+def _reading_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"{path} cannot be read ({reason}): --input takes JSON lines, .txt (plain, .gz or .zst) and .parquet"
+        ) from error
+
+
+@contextmanager
+def _decompressed(path: str, stored: IO[bytes]) -> Iterator[io.BufferedIOBase | IO[bytes]]:
+    if path.lower().endswith(".gz"):
+        with gzip.open(stored, "rb") as file:
+            yield file
+    elif path.lower().endswith(".zst"):
+        zstandard = optional_import("zstandard", "zstandard", f"{path} is compressed with zstd")
+        try:
+            yield io.BufferedReader(_ZstdStream(stored, zstandard), 1 << 17)
+        except zstandard.ZstdError as error:
+            raise ValueError(error) from error
+    else:
+        yield stored
+
+
+class _ZstdStream(io.RawIOBase):
+    """The library's own stream takes a file that ends in the middle of a frame for a whole one."""
+
+    def __init__(self, file: IO[bytes], zstandard: Any) -> None:
+        self._file, self._zstandard = file, zstandard
+        self._frame: Any = None
+        self._compressed, self._ready = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            self._compressed = self._compressed or self._file.read(1 << 17)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise EOFError("it ends in the middle of a frame")
+                return 0
+            self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
+            self._ready = memoryview(self._frame.decompress(self._compressed))
+            self._compressed = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+
+def _skip(file: io.BufferedIOBase | IO[bytes], count: int) -> None:
+    if count and file.seekable():
+        file.seek(count)
+        return
+    while count:
+        some = len(file.read(min(count, 1 << 20)))
+        if not some:
+            raise EOFError("it has become shorter")
+        count -= some
+
+
+def _tell(file: IO[bytes]) -> int:
+    return file.tell() if file.seekable() else 0

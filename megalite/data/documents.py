@@ -1,0 +1,79 @@
+"""The documents in a chunk of a corpus."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from megalite.data.corpus import Chunk
+from megalite.errors import DataError
+
+
+class Document(NamedTuple):
+    """The texts of a record: for every key its sequences, one unless the record gives a list."""
+
+    number: int
+    texts: list[list[str]]
+
+
+class BadRecord(NamedTuple):
+    """A record that is no document, and why."""
+
+    number: int
+    place: str
+    reason: str
+
+    def error(self) -> DataError:
+        """What ends a run that must not leave a record out."""
+        return DataError(
+            f"{self.place}: {self.reason}. Correct or remove it; tools/preprocess_data.py --skip-bad-lines leaves such "
+            "lines out"
+        )
+
+
+def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | BadRecord]:
+    """The documents of a chunk in their order; blank lines are none. A text file has its text under every key."""
+    for number, record in _records(chunk):
+        try:
+            yield Document(number, _texts(chunk, record, keys))
+        except (ValueError, RecursionError) as error:
+            yield BadRecord(number, chunk.place(number), str(error))
+
+
+def _records(chunk: Chunk) -> Iterable[tuple[int, Any]]:
+    if chunk.kind == "rows":
+        return enumerate(chunk.data.to_pylist(), chunk.first)
+    if chunk.kind == "text":
+        return [(1, chunk.data)] if chunk.data else []
+    return ((number, line) for number, line in enumerate(chunk.data.split(b"\n"), chunk.first) if line.strip())
+
+
+def _texts(chunk: Chunk, record: Any, keys: Sequence[str]) -> list[list[str]]:
+    if chunk.kind == "text":
+        return [[record.decode("utf-8-sig")]] * len(keys)
+    fields = _parsed(record) if chunk.kind == "lines" else record
+    return [_sequences(fields, key) for key in keys]
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not a JSON object ({error.msg}, column {error.colno})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON {type(record).__name__}, not an object")
+    return record
+
+
+def _sequences(fields: dict[str, Any], key: str) -> list[str]:
+    if key not in fields:
+        raise ValueError(f"no field {key!r} (--json-keys) among {', '.join(map(repr, fields))}")
+    value = fields[key]
+    sequences = value if isinstance(value, list) else [value]
+    for text in sequences:
+        if not isinstance(text, str):
+            raise ValueError(f"the field {key!r} is a {type(text).__name__}, not a text")
+        # JSON can escape half of a surrogate pair, which is no character and which no tokenizer takes.
+        text.encode()
+    return sequences

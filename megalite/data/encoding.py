@@ -1,0 +1,145 @@
+"""From a chunk of a corpus to tokens: what each worker process of preprocessing does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megalite.data.corpus import Chunk, Position
+from megalite.data.documents import BadRecord, Document, read_documents
+from megalite.data.indexed_dataset import token_dtype
+from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
+from megalite.data.tokenizers.interface import Ids
+from megalite.errors import DataError
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How records become tokens; what every worker is told.
+
+    Attributes:
+        json_keys: the fields of a record to tokenize, each into a file of its own.
+        append_eod: end every document that has tokens with the tokenizer's `eod`.
+        tokenizer_type, tokenizer_model, vocab_size, options: see `build_tokenizer`.
+        skip_bad_lines: leave out what is no document instead of raising an error.
+    """
+
+    json_keys: tuple[str, ...]
+    append_eod: bool
+    tokenizer_type: str
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
+    options: TokenizerOptions = field(default_factory=TokenizerOptions)
+    skip_bad_lines: bool = False
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer."""
+        return build_tokenizer(self.tokenizer_type, self.tokenizer_model, self.vocab_size, self.options)
+
+
+class Tokens(NamedTuple):
+    """Documents of one key: their tokens end to end, the length of each sequence, the sequences of each document."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    sequences: np.ndarray
+
+
+class EncodedChunk(NamedTuple):
+    """The documents of a chunk.
+
+    Attributes:
+        keys: the tokens of each key.
+        text_bytes: what the texts of all keys take as UTF-8.
+        bad: what was left out.
+        end, bytes_read: those of the chunk.
+    """
+
+    keys: list[Tokens]
+    text_bytes: int
+    bad: list[BadRecord]
+    end: Position
+    bytes_read: int
+
+
+def encode_chunk(encoding: Encoding, chunk: Chunk) -> EncodedChunk:
+    """The tokens of a chunk's documents.
+
+    Raises:
+        DataError: a record is no document, or its text cannot be tokenized, and `skip_bad_lines` is off.
+    """
+    tokenizer = cached_tokenizer(encoding)
+    documents: list[Document] = []
+    bad: list[BadRecord] = []
+    for record in read_documents(chunk, encoding.json_keys):
+        if isinstance(record, Document):
+            documents.append(record)
+        else:
+            bad.append(record)
+    try:
+        encoded = [_encode(tokenizer, documents, key) for key in range(len(encoding.json_keys))]
+    except ValueError:
+        refused = {document.number: reason for document in documents if (reason := _refusal(tokenizer, document))}
+        bad = sorted([*bad, *(BadRecord(number, chunk.place(number), reason) for number, reason in refused.items())])
+        documents = [document for document in documents if document.number not in refused]
+        encoded = [_encode(tokenizer, documents, key) for key in range(len(encoding.json_keys))]
+    if bad and not encoding.skip_bad_lines:
+        raise bad[0].error()
+    keys = [
+        _assemble(ids, [len(document.texts[key]) for document in documents], tokenizer, encoding.append_eod)
+        for key, ids in enumerate(encoded)
+    ]
+    text_bytes = sum(len(text.encode()) for document in documents for texts in document.texts for text in texts)
+    return EncodedChunk(keys, text_bytes, bad, chunk.end, chunk.bytes_read)
+
+
+@lru_cache(maxsize=1)
+def cached_tokenizer(encoding: Encoding) -> Tokenizer:
+    """The tokenizer of this process, ready to encode."""
+    tokenizer = encoding.tokenizer()
+    tokenizer.encode_documents([])
+    return tokenizer
+
+
+def _encode(tokenizer: Tokenizer, documents: Sequence[Document], key: int) -> Sequence[Ids]:
+    return tokenizer.encode_documents([text for document in documents for text in document.texts[key]])
+
+
+def _refusal(tokenizer: Tokenizer, document: Document) -> str | None:
+    try:
+        for texts in document.texts:
+            tokenizer.encode_documents(texts)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _assemble(ids: Sequence[Ids], texts: Sequence[int], tokenizer: Tokenizer, append_eod: bool) -> Tokens:
+    """Tokens as they are stored, from those of each text and the number of texts of each document."""
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    tokens = _joined(ids, int(lengths.sum()))
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
+        raise DataError(
+            f"tokens from {tokens.min()} to {tokens.max()}, but the tokenizer says that it has {tokenizer.vocab_size}: "
+            "its file is damaged"
+        )
+    document = np.repeat(np.arange(len(texts)), texts)[lengths > 0]
+    sequences, lengths = np.bincount(document, minlength=len(texts)), lengths[lengths > 0]
+    if append_eod:
+        last = np.cumsum(sequences)[sequences > 0] - 1
+        tokens = np.insert(tokens, np.cumsum(lengths)[last], tokenizer.eod)
+        lengths[last] += 1
+    dtype = token_dtype(tokenizer.vocab_size)
+    return Tokens(tokens.astype(dtype, copy=False), lengths.astype(np.int32), sequences.astype(np.int32))
+
+
+def _joined(ids: Sequence[Ids], count: int) -> np.ndarray:
+    if ids and all(isinstance(part, np.ndarray) for part in ids):
+        return np.concatenate([np.asarray(part, np.int32) for part in ids])
+    flat: Any = chain.from_iterable(ids)
+    return np.fromiter(flat, np.int32, count)

@@ -1,0 +1,134 @@
+"""Computed arrays kept on disk and mapped into memory, found by what they were computed from.
+
+    {directory}/{key}/description.json      what they were computed from, and the CRC-32 of each file
+    {directory}/{key}/{name}.npy            an array
+
+The key is a hash of the description, which holds hashes of content and never a path: data that is moved keeps its
+indices, data that is replaced gets others. A folder gets its name by one rename when it is complete, so that a process
+killed at any moment leaves no folder or a whole one. The lock only spares processes of a node the same work: where it
+does not hold (a network file system without locks) two of them compute the same arrays, and one folder stays.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class IndexCache:
+    """Arrays by what they are computed from.
+
+    Attributes:
+        notes: what a user should know: arrays that could not be kept, or were damaged.
+
+    Args:
+        directory: where to keep them; None for a folder `cache` beside the data they belong to.
+    """
+
+    def __init__(self, directory: str | None = None) -> None:
+        self.directory = directory
+        self.notes: list[str] = []
+
+    def get(self, data_path: str, description: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
+        """The arrays that `build` gives, from disk where they are there, read-only.
+
+        Args:
+            data_path: the data they belong to.
+            description: all that they depend on, as JSON values.
+            build: computes them.
+        """
+        directory = Path(self.directory) if self.directory else Path(data_path).parent / "cache"
+        text = json.dumps(description, sort_keys=True)
+        folder = directory / hashlib.sha256(text.encode()).hexdigest()[:32]
+        arrays = self._load(folder, text)
+        if arrays is not None:
+            return arrays
+        with _lock(folder):
+            arrays = self._load(folder, text)  # another process may have been faster
+            return self._keep(folder, text, build()) if arrays is None else arrays
+
+    def _load(self, folder: Path, description: str) -> Arrays | None:
+        try:
+            record = json.loads((folder / "description.json").read_text())
+            if record["description"] != description:
+                raise ValueError("it describes other arrays")
+            return {name: _map_array(folder / f"{name}.npy", crc) for name, crc in record["crc32"].items()}
+        except (FileNotFoundError, NotADirectoryError):
+            if folder.exists():
+                self._note(f"{folder} was not complete and is computed again")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._note(f"{folder} was damaged ({error}) and is computed again")
+        return None
+
+    def _keep(self, folder: Path, description: str, arrays: Arrays) -> Arrays:
+        try:
+            with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent) as temporary:
+                _write(Path(temporary) / "new", description, arrays)
+                with suppress(FileNotFoundError):
+                    os.rename(folder, Path(temporary) / "damaged")
+                os.rename(Path(temporary) / "new", folder)
+        except OSError as error:
+            self._note(
+                f"sample indices cannot be kept in {folder.parent} ({error.strerror}), so each process computes them "
+                "in memory at every start: give --data-cache-path, a directory that can be written"
+            )
+            return arrays
+        return self._load(folder, description) or arrays
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """One process at a time; the system releases the lock of one that dies."""
+    path = folder.with_name(f"{folder.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("wb")
+    except OSError:  # what cannot be written will not be kept either, which is noted there
+        yield
+        return
+    with file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _remove_leftovers(folder)
+        yield
+        path.unlink(missing_ok=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What processes left behind that were killed while they held the lock."""
+    for leftover in folder.parent.glob(f"{folder.name}.*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _write(folder: Path, description: str, arrays: Arrays) -> None:
+    folder.mkdir()
+    checksums = {}
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array, allow_pickle=False)
+        checksums[name] = zlib.crc32(np.memmap(folder / f"{name}.npy", np.uint8, mode="r").data)
+    record = {"description": description, "crc32": checksums}
+    (folder / "description.json").write_text(json.dumps(record))
+
+
+def _map_array(path: Path, crc32: int) -> np.ndarray:
+    if zlib.crc32(np.memmap(path, np.uint8, mode="r").data) != crc32:
+        raise ValueError(f"{path.name} has another checksum than recorded")
+    # A plain array over the map: np.memmap's own indexing costs several times as much.
+    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)).view(np.ndarray)

@@ -1,0 +1,207 @@
+"""Writing token files (their format: `megalite/data/indexed_dataset.py`) in memory that does not grow with them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megalite.data.indexed_dataset import DTYPE_CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
+from megalite.data.side_file import side_file_path, write_side_file
+from megalite.errors import DataError, FileError
+from megalite.files import TemporaryFile, sync_directory
+
+# Lengths that are read back at a time when the index is made of them.
+BLOCK = 1 << 20
+
+
+class Extent(NamedTuple):
+    """How much a dataset has."""
+
+    tokens: int = 0
+    sequences: int = 0
+    documents: int = 0
+
+
+class IndexedDatasetWriter:
+    """Writes a token file; the final names appear, complete and synced to disk, at `finish` and not before.
+
+    A context manager: leaving it by an exception, or without `finish`, removes what was written and leaves files that
+    had the final names before as they were.
+
+    Args:
+        prefix: the path of the .bin and .idx to write, without the suffix. Missing folders are made.
+        dtype: the type of the stored tokens, one of `DTYPES`.
+        tokenizer: what identifies the tokenizer (`Tokenizer.identity()`), recorded in the side file.
+        folder: where the files grow, on the file system of `prefix`, and stay if the writer is left without `finish`;
+            None: a folder beside the final names, removed in the end.
+        extent: how much of an earlier writer's files in `folder` to go on from.
+    """
+
+    def __init__(
+        self,
+        prefix: str | Path,
+        dtype: Any,
+        tokenizer: dict[str, Any] | None = None,
+        folder: Path | None = None,
+        extent: Extent | None = None,
+    ) -> None:
+        self.prefix = str(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.tokenizer = tokenizer
+        if self.dtype not in DTYPE_CODES:
+            known = ", ".join(map(str, DTYPE_CODES))
+            raise DataError(f"tokens cannot be stored as {np.dtype(dtype)}: use one of {known}")
+        self.extent = extent or Extent()
+        self._kept = folder is not None
+        self._folder = folder or Path(f"{prefix}.{os.getpid()}.tmp")
+        # One after another: what the .bin holds, the lengths of the sequences, where each document ends.
+        sizes = (self.extent.tokens * self.dtype.itemsize, self.extent.sequences * 4, self.extent.documents * 8)
+        self._bin, self._lengths, self._documents = self._files = tuple(
+            TemporaryFile(bin_path(prefix), path, size)
+            for path, size in zip(growing_files(prefix, self._folder), sizes, strict=True)
+        )
+
+    def add_document(self, tokens: np.ndarray | list[int], lengths: list[int] | None = None) -> None:
+        """Add a document of one sequence, or of the sequences whose `lengths` sum to its number of tokens.
+
+        Raises:
+            DataError: a token does not fit the stored type, or the lengths do not sum to the number of tokens.
+        """
+        tokens = np.asarray(tokens)
+        sequences = np.array([len(tokens)] if lengths is None and len(tokens) else lengths or [], dtype=np.int64)
+        self.add_documents(tokens, sequences, np.array([len(sequences)]))
+
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray | None = None) -> int:
+        """Add many documents.
+
+        Args:
+            tokens: those of all documents, one after another.
+            lengths: the tokens of each sequence.
+            sequences: the sequences of each document; without it each length is a document, of none if it is 0.
+
+        Returns:
+            The CRC-32 of what was written.
+
+        Raises:
+            DataError: as for `add_document`.
+        """
+        if sequences is None:
+            sequences, lengths = lengths > 0, lengths[lengths > 0]
+        if lengths.sum() != len(tokens):
+            raise DataError(f"the lengths of the sequences sum to {lengths.sum()}, their tokens are {len(tokens)}")
+        ends = self.extent.sequences + np.cumsum(sequences, dtype=np.int64)
+        checksum = 0
+        added = (self._stored(tokens), lengths.astype("<i4", copy=False), ends.astype("<i8", copy=False))
+        for file, array in zip(self._files, added, strict=True):
+            data = array.tobytes()
+            file.write(data)
+            checksum = zlib.crc32(data, checksum)
+        self.extent = Extent(*(before + len(array) for before, array in zip(self.extent, added, strict=True)))
+        return checksum
+
+    def _stored(self, tokens: np.ndarray) -> np.ndarray:
+        if tokens.dtype == self.dtype:
+            return tokens
+        stored = tokens.astype(self.dtype)
+        if not np.array_equal(stored, tokens):
+            raise DataError(
+                f"tokens from {tokens.min()} to {tokens.max()} do not fit {self.dtype.name}, the type {self.prefix} is "
+                "written in: the tokenizer gives tokens beyond its own vocabulary size"
+            )
+        return stored
+
+    def flush(self) -> None:
+        """Hand everything to the operating system: after this, a kill of the process loses nothing of it."""
+        for file in self._files:
+            file.flush()
+
+    def finish(self) -> None:
+        """Write the index and the side file, sync them, and give all three their final names."""
+        self.complete()
+        publish(self.prefix, self._folder)
+
+    def complete(self) -> None:
+        """Write the index and the side file beside the tokens, and put all of it on disk: `publish` is what is left."""
+        self.flush()
+        with (
+            closing(self._beside(idx_path(self.prefix))) as index,
+            closing(self._beside(side_file_path(self.prefix))) as side,
+        ):
+            self._write_index(index)
+            write_side_file(side, self.tokenizer, self.extent.tokens, self.extent.documents)
+            for file in (self._bin, index, side):
+                file.sync()
+
+    def _beside(self, path: Path) -> TemporaryFile:
+        return TemporaryFile(path, self._folder / path.name)
+
+    def _write_index(self, file: TemporaryFile) -> None:
+        _, sequences, documents = self.extent
+        file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], sequences, documents + 1))
+        for lengths in read_lengths(self._lengths.temporary):
+            file.write(lengths.tobytes())
+        position = 0
+        for lengths in read_lengths(self._lengths.temporary):
+            ends = position + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            file.write((ends - lengths.astype(np.int64) * self.dtype.itemsize).astype("<i8").tobytes())
+            position = int(ends[-1])
+        file.write(bytes(8))
+        for ends in _blocks(self._documents.temporary, np.dtype("<i8")):
+            file.write(ends.tobytes())
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files:
+            file.close()
+        if not self._kept:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def growing_files(prefix: str | Path, folder: Path) -> tuple[Path, Path, Path]:
+    """Where a writer in `folder` keeps the tokens, the lengths of the sequences and the ends of the documents."""
+    name = Path(prefix).name
+    return folder / f"{name}.bin", folder / f"{name}.lengths", folder / f"{name}.documents"
+
+
+def publish(prefix: str | Path, folder: Path) -> None:
+    """Give the files that `IndexedDatasetWriter.complete` left in `folder` their final names.
+
+    After a kill in the middle, doing it again completes it.
+
+    Raises:
+        FileError: a file cannot be moved.
+    """
+    index = idx_path(prefix)
+    try:
+        # A reader needs the .idx, so it goes first and comes last: no moment shows the index of other tokens.
+        if (folder / index.name).exists():
+            index.unlink(missing_ok=True)
+        for path in (bin_path(prefix), side_file_path(prefix), index):
+            if (folder / path.name).exists():
+                os.replace(folder / path.name, path)
+        sync_directory(index.parent)
+    except OSError as error:
+        raise FileError(f"{prefix} cannot be given its name ({error.strerror}): is the folder writable?") from error
+
+
+def read_lengths(path: Path) -> Iterator[np.ndarray]:
+    """The lengths of the sequences, int32, in blocks, from the file of a writer."""
+    return _blocks(path, np.dtype("<i4"))
+
+
+def _blocks(path: Path, dtype: np.dtype[Any]) -> Iterator[np.ndarray]:
+    with path.open("rb") as file:
+        while len(block := np.fromfile(file, dtype, BLOCK)):
+            yield block

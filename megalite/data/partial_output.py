@@ -1,0 +1,258 @@
+"""Token files that grow together and outlive a kill: a later run goes on where they end.
+
+They grow in a folder beside the final names, with a journal: a line that says which run it is, then a line for each
+chunk of the corpus, appended after its tokens: where in the input it ends, how far each file goes, and a checksum of
+what was added. A run that goes on reads the files again and trusts the journal as far as the checksums agree, whatever
+a kill, a full disk or a loss of power left of them. When the files are complete and on disk, a last line says so; from
+then on only renames are left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from megalite.data.corpus import Position
+from megalite.data.encoding import EncodedChunk
+from megalite.data.indexed_writer import Extent, IndexedDatasetWriter, growing_files, publish, read_lengths
+from megalite.data.length_statistics import LengthStatistics, length_statistics
+from megalite.errors import DataError, FileError
+
+
+class Entry(NamedTuple):
+    """What has been written after a chunk.
+
+    Attributes:
+        position: where in the input the chunk ends.
+        text_bytes: of all texts so far.
+        skipped: records left out so far.
+        extents: how much each file has.
+        checksums: of what the chunk added to each file.
+    """
+
+    position: Position = Position()
+    text_bytes: int = 0
+    skipped: int = 0
+    extents: tuple[Extent, ...] = ()
+    checksums: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, line: list[Any]) -> Entry:
+        """An entry from its JSON."""
+        position, text_bytes, skipped, extents, checksums = line
+        return cls(Position(*position), text_bytes, skipped, tuple(Extent(*e) for e in extents), tuple(checksums))
+
+
+JOURNAL = "journal"
+COMPLETE = b'{"complete": true}\n'
+
+
+def partial_folder(output_prefix: str) -> Path:
+    """Where unfinished output is."""
+    return Path(f"{output_prefix}.partial")
+
+
+class PartialOutput:
+    """The output of a run, from its start or from where an earlier one was stopped.
+
+    A context manager. Left without `finish`, it keeps what is done, if anything is.
+
+    Args:
+        output_prefix: names the folder of unfinished files.
+        prefixes: the token files to write.
+        dtype: the type of the stored tokens.
+        tokenizer: what identifies the tokenizer.
+        run: what must be equal for a later run to go on, as JSON values.
+        resume: go on from what an earlier run left, if there is anything; otherwise that is removed.
+
+    Attributes:
+        done: what is written.
+        resumed: whether an earlier run wrote some of it.
+
+    Raises:
+        DataError: another run is writing it, or what is there is of a different run.
+        FileError: the folder cannot be written to.
+    """
+
+    def __init__(
+        self,
+        output_prefix: str,
+        prefixes: Sequence[str],
+        dtype: np.dtype[Any],
+        tokenizer: dict[str, Any],
+        run: dict[str, Any],
+        resume: bool,
+    ) -> None:
+        self.folder, self._prefixes, self._itemsize = partial_folder(output_prefix), prefixes, dtype.itemsize
+        self.done = Entry(extents=(Extent(),) * len(prefixes))
+        self._complete = False
+        header = json.loads(json.dumps(run | {"tokenizer": tokenizer, "dtype": dtype.name, "files": list(prefixes)}))
+        with ExitStack() as stack:
+            self._journal = stack.enter_context(_locked_journal(self.folder))
+            self.resumed = resume and self._read_journal(header)
+            if not self.resumed:
+                self._start(header)
+            self._writers = [
+                stack.enter_context(IndexedDatasetWriter(prefix, dtype, tokenizer, self.folder, extent))
+                for prefix, extent in zip(prefixes, self.done.extents, strict=True)
+                if not self._complete
+            ]
+            self._open = stack.pop_all()
+
+    def _start(self, header: dict[str, Any]) -> None:
+        for path in self.folder.iterdir():
+            if path.name != JOURNAL:
+                path.unlink()
+        self._journal.truncate(0)
+        self._append(json.dumps(header).encode() + b"\n")
+
+    def _read_journal(self, header: dict[str, Any]) -> bool:
+        """Find how far the files can be trusted, and cut the journal there. False if there is no run to go on from."""
+        content = _lines(self._journal)
+        found, end = next(content, (None, 0))
+        if found is None:
+            return False
+        if differing := [key for key in header if found.get(key) != header[key]]:
+            raise DataError(
+                f"{self.folder} is of a run with other {', '.join(differing)}: give the flags and the input files of "
+                "that run, unchanged, or leave --resume out to start again"
+            )
+        self._complete = _ends_with(self._journal, COMPLETE)
+        with ExitStack() as stack:
+            files = [[stack.enter_context(_opened(path)) for path in self._files(prefix)] for prefix in self._prefixes]
+            for line, after in content:
+                if "entry" not in line:
+                    break
+                entry = Entry.parse(line["entry"])
+                if not self._complete and self._checksums(files, entry) != entry.checksums:
+                    break
+                self.done, end = entry, after
+        if not self._complete:
+            self._journal.truncate(end)
+        return True
+
+    def _files(self, prefix: str) -> tuple[Path, Path, Path]:
+        return growing_files(prefix, self.folder)
+
+    def _checksums(self, files: list[list[IO[bytes]]], entry: Entry) -> tuple[int, ...]:
+        """Those of what the files have between the last entry and this one."""
+        checksums = []
+        for of_key, before, after in zip(files, self.done.extents, entry.extents, strict=True):
+            checksum = 0
+            for file, first, last, size in zip(of_key, before, after, (self._itemsize, 4, 8), strict=True):
+                checksum = zlib.crc32(file.read((last - first) * size), checksum)
+            checksums.append(checksum)
+        return tuple(checksums)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the earlier run had all but given the files their names: there is nothing to `add`."""
+        return self._complete
+
+    def add(self, chunk: EncodedChunk) -> None:
+        """Write the tokens of the next chunk."""
+        checksums = []
+        for writer, key in zip(self._writers, chunk.keys, strict=True):
+            checksums.append(writer.add_documents(key.tokens, key.lengths, key.sequences))
+            writer.flush()
+        self.done = Entry(
+            chunk.end,
+            self.done.text_bytes + chunk.text_bytes,
+            self.done.skipped + len(chunk.bad),
+            tuple(writer.extent for writer in self._writers),
+            tuple(checksums),
+        )
+        self._append(json.dumps({"entry": self.done}).encode() + b"\n")
+
+    def finish(self) -> LengthStatistics:
+        """Give the files their final names, complete and on disk. Returns the statistics of the sequences' lengths."""
+        if not self._complete:
+            for writer in self._writers:
+                writer.complete()
+            self._append(COMPLETE)
+            os.fsync(self._journal.fileno())
+        lengths = (read_lengths(self._files(prefix)[1]) for prefix in self._prefixes)
+        statistics = length_statistics(chain.from_iterable(lengths))
+        for prefix in self._prefixes:
+            publish(prefix, self.folder)
+        shutil.rmtree(self.folder)
+        return statistics
+
+    def _append(self, line: bytes) -> None:
+        try:
+            self._journal.write(line)
+            self._journal.flush()
+        except OSError as error:
+            raise FileError(
+                f"writing {self._journal.name} failed ({error.strerror}): free space or choose another output path"
+            ) from error
+
+    def __enter__(self) -> PartialOutput:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not any(extent.documents for extent in self.done.extents):
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._open.close()
+
+
+@contextmanager
+def _locked_journal(folder: Path) -> Iterator[IO[bytes]]:
+    """The journal, which one run at a time may have; a kill of the process gives it free."""
+    path = folder / JOURNAL
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b")
+    except OSError as error:
+        raise FileError(f"{path} cannot be written ({error.strerror}): choose another --output-prefix") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DataError(
+                f"another run is writing {folder}: wait for it, or choose another --output-prefix"
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        yield file
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[dict[str, Any], int]]:
+    """The lines of a journal as far as they are whole, and where each ends."""
+    file.seek(0)
+    end = 0
+    for line in file:
+        end += len(line)
+        try:
+            parsed = json.loads(line)
+        except ValueError:
+            return
+        if not line.endswith(b"\n") or not isinstance(parsed, dict):
+            return
+        yield parsed, end
+
+
+def _ends_with(file: IO[bytes], ending: bytes) -> bool:
+    position = file.tell()
+    file.seek(max(file.seek(0, os.SEEK_END) - len(ending), 0))
+    found = file.read() == ending
+    file.seek(position)
+    return found
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return path.open("rb") if path.exists() else io.BytesIO()

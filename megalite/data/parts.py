@@ -1,0 +1,123 @@
+"""What the training, validation and test sets are made of, as the flags say: prefixes, weights, shares of each file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.data.blend import normalize, parse_blend
+from megalite.errors import ConfigurationError, DataError
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one split is made of: the sequences from `begin` to `end`, as fractions, of each prefix."""
+
+    prefixes: list[str]
+    weights: list[float] | None
+    begin: float = 0.0
+    end: float = 1.0
+
+    def sequences(self, count: int) -> range:
+        """The part of a file of `count` sequences, rounded as Megatron-LM rounds it."""
+        return range(round(self.begin * count), round(self.end * count))
+
+
+def read_parts(
+    *,
+    data_path: Sequence[str] = (),
+    split: str = "969, 30, 1",
+    train_data_path: Sequence[str] = (),
+    valid_data_path: Sequence[str] = (),
+    test_data_path: Sequence[str] = (),
+    data_args_path: str | None = None,
+    per_split_data_args_path: str | None = None,
+) -> list[Part | None]:
+    """The parts of train, valid and test; None where nothing is given.
+
+    Args:
+        data_path: one prefix, weights and prefixes in turn, or prefixes; divided by `split`.
+        split: shares of train, valid and test.
+        train_data_path, valid_data_path, test_data_path: instead of `data_path`, a blend for each.
+        data_args_path: a file that holds `data_path`, between white space.
+        per_split_data_args_path: a JSON file of lists under the keys "train", "valid" and "test".
+
+    Raises:
+        ConfigurationError: data is given in no way, or in two.
+        DataError: a blend means nothing, or a file cannot be read.
+    """
+    each = (train_data_path, valid_data_path, test_data_path)
+    if sum(map(bool, (data_path, any(each), data_args_path, per_split_data_args_path))) != 1:
+        raise ConfigurationError(
+            "give the data in one way: --data-path or --data-args-path (with --split), --train-data-path with "
+            "--valid-data-path and --test-data-path, --per-split-data-args-path, or --mock-data"
+        )
+    if data_args_path:
+        data_path = _read("--data-args-path", data_args_path).split()
+    if per_split_data_args_path:
+        each = _read_each("--per-split-data-args-path", per_split_data_args_path)
+    if data_path:
+        blend = parse_blend(data_path)
+        return [Part(*blend, *bounds) if bounds else None for bounds in parse_split(split)]
+    return [_whole(path) if path else None for path in each]
+
+
+def parse_split(split: str) -> list[tuple[float, float] | None]:
+    """The shares of the file that train, valid and test are, as fractions where each begins and ends.
+
+    "969, 30, 1" gives (0, 0.969), (0.969, 0.999), (0.999, 1); what is left out or 0 gives None.
+
+    Raises:
+        ConfigurationError: there are no, too many, or only zero shares.
+    """
+    shares = [float(share) for share in re.findall(r"\d+\.?\d*|\.\d+", split)]
+    if not 1 <= len(shares) <= len(SPLITS) or sum(shares) == 0 or re.search(r"[^\d.,\s]", split):
+        raise ConfigurationError(f"--split {split!r}: give one to three shares for train, valid, test, as in 969,30,1")
+    bounds: list[float] = [0]
+    for share in normalize(shares + [0.0] * (len(SPLITS) - len(shares))):
+        bounds.append(bounds[-1] + share)
+    return [(begin, end) if end > begin else None for begin, end in itertools.pairwise(bounds)]
+
+
+def _whole(path: Sequence[str]) -> Part:
+    prefixes, weights = parse_blend(path)
+    # As in Megatron-LM, where the weight of a lone prefix counts in --data-path and not here: it changes how many
+    # samples are drawn, and with that the order.
+    return Part(prefixes, None if len(prefixes) == 1 else weights)
+
+
+def _read(flag: str, path: str) -> str:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{flag} {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not text.strip():
+        raise DataError(f"{flag} {path} is empty: write prefixes, with weights or without, into it")
+    return text
+
+
+def _read_each(flag: str, path: str) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
+    expected = '{"train": ["0.7", "a_text_document", "0.3", "b_text_document"], "valid": [...], "test": [...]}'
+    try:
+        blends = json.loads(_read(flag, path))
+        unknown = set(blends) - set(SPLITS)
+        train, valid, test = ([str(word) for word in _list(blends.get(name))] for name in SPLITS)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{flag} {path} is not what it should be ({error}): expected JSON like {expected}") from error
+    if unknown:
+        raise DataError(f"{flag} {path} has a key {sorted(unknown)[0]!r}: expected JSON like {expected}")
+    return train, valid, test
+
+
+def _list(value: object) -> list[object]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is no list")
+    return value

@@ -1,0 +1,225 @@
+"""A faster road for the byte-level BPE vocabularies of Hugging Face's tokenizers: tiktoken, given the converted merges.
+
+Both merge neighbours until no rule applies, the best rule first and the leftmost place first. They differ in what a
+rule is: for tokenizers a pair of tokens, for tiktoken any two neighbours whose bytes together are a token. The two give
+the same where every token has one way to come about: then no other pair of its parts ever stand side by side. It has
+one if its rules follow each other in the list, after those of its parts (checked here), and if its own bytes alone
+merge into it (checked with the library itself). A token that its bytes do not merge into is never the result of a
+merge: it is left out, or, if the vocabulary takes whole words from the list first (`ignore_merges`), must be one that
+merges do not come near. By induction over the list, every text is then in the same state after each rule.
+
+The regular expressions that cut words are those of a closed list. Two libraries may still class a character differently
+(they follow different versions of Unicode): texts with such characters, and those in which an added token is spelled
+out, go the slow road. So the tokens are always the slow road's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megalite.data.optional import optional_import
+from megalite.data.tokenizers.interface import Ids
+
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+# Beyond, Unicode has no characters, and those that are written nevertheless go the slow road.
+LAST_COMPARED = 0x3FFFF
+PATTERNS = {
+    GPT2_PATTERN,
+    LLAMA3_PATTERN,
+    LLAMA3_PATTERN.replace("{1,3}", ""),  # Qwen's
+    *(  # with and without contractions and groups of digits: GPT-4o's, Mistral's and others
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{tail}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{tail}|"
+        rf"\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+        for tail in ("", _CONTRACTIONS + "?")
+        for digits in ("", "{1,3}")
+    ),
+}
+"""Expressions that leave no character out and mean the same in both libraries but for the classes of characters."""
+
+
+class NotIdentical(ValueError):
+    """Why tiktoken cannot be trusted to give the same tokens."""
+
+
+class FastByteLevelBPE:
+    """Encodes as a `tokenizers.Tokenizer` does.
+
+    Args:
+        tokenizer: the tokenizer.
+        add_special_tokens: as it is given to `tokenizer.encode_batch`.
+
+    Raises:
+        NotIdentical: some text could get other tokens.
+        ConfigurationError: tiktoken is not installed.
+    """
+
+    def __init__(self, tokenizer: Any, add_special_tokens: bool) -> None:
+        tiktoken = optional_import("tiktoken", "tiktoken>=0.9", "the fast encoder")
+        self._tokenizer, self._add_special_tokens = tokenizer, add_special_tokens
+        description = json.loads(tokenizer.to_str())
+        pattern = _pattern(description)
+        _check_normalizer(description)
+        self._before, self._after = _surroundings(tokenizer, description, add_special_tokens)
+        tokens = _reachable(description)
+        self._ids = np.array([description["model"]["vocab"][token] for token in tokens], np.int32)
+        ranks = {bytes(map(_BYTE_OF.__getitem__, token)): rank for rank, token in enumerate(tokens)}
+        self._encoding = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        self._disputed = _disputed(pattern, tiktoken).search
+        spelled_out = "|".join(re.escape(token["content"]) for token in description["added_tokens"])
+        self._added = re.compile(spelled_out).search if spelled_out else None
+
+    def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
+        """The tokens of texts."""
+        found = [self._encode(text) for text in texts]
+        rest = [text for text, ids in zip(texts, found, strict=True) if ids is None]
+        slow = self._tokenizer.encode_batch_fast(rest, add_special_tokens=self._add_special_tokens) if rest else []
+        others = iter(slow)
+        return [next(others).ids if ids is None else ids for ids in found]
+
+    def _encode(self, text: str) -> np.ndarray | None:
+        if self._is_slow(text):
+            return None
+        if self._tokenizer.normalizer is not None and not text.isascii():
+            text = self._tokenizer.normalizer.normalize_str(text)
+            if self._is_slow(text):
+                return None
+        try:
+            ranks = self._encoding.encode_to_numpy(text, disallowed_special=())
+        except BaseException as error:
+            # The stack of the regular expression's engine is finite; some versions panic, which is no Exception.
+            if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+                raise
+            return None
+        ids = self._ids[ranks]
+        return np.concatenate([self._before, ids, self._after]) if len(self._before) + len(self._after) else ids
+
+    def _is_slow(self, text: str) -> bool:
+        added = self._added is not None and self._added(text) is not None
+        return added or (not text.isascii() and self._disputed(text) is not None)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character that stands for each byte in a byte-level vocabulary: itself if it is printable Latin-1."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _pattern(description: dict[str, Any]) -> str:
+    """The regular expression that cuts words."""
+    pre = description["pre_tokenizer"] or {}
+    steps = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
+    last = steps[-1] if steps else {}
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
+        raise NotIdentical("its words are not those of a byte-level vocabulary without a space put before a text")
+    if len(steps) == 1 and last["use_regex"]:
+        return GPT2_PATTERN
+    if len(steps) == 2 and steps[0]["type"] == "Split" and not last["use_regex"]:
+        split = steps[0]
+        pattern: str = split["pattern"].get("Regex", "")
+        if split["behavior"] == "Isolated" and not split["invert"] and pattern in PATTERNS:
+            return pattern
+    raise NotIdentical("the regular expression that cuts its words is not a known one")
+
+
+def _check_normalizer(description: dict[str, Any]) -> None:
+    normalizer = description["normalizer"]
+    if normalizer is None:
+        return
+    if normalizer["type"] not in ("NFC", "NFKC", "NFD", "NFKD"):
+        raise NotIdentical(f"it changes texts by {normalizer['type']}")
+    if any(token["normalized"] for token in description["added_tokens"]):
+        raise NotIdentical("it looks for added tokens in the normalized text")
+
+
+def _surroundings(tokenizer: Any, description: dict[str, Any], special: bool) -> tuple[np.ndarray, np.ndarray]:
+    """What is put before and after the tokens of each text."""
+    post = description["post_processor"]
+    steps = post["processors"] if post and post["type"] == "Sequence" else [post] if post else []
+    if any(step["type"] not in ("ByteLevel", "TemplateProcessing") for step in steps):
+        raise NotIdentical(f"it changes tokens by {', '.join(step['type'] for step in steps)}")
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a", add_special_tokens=special).ids
+    places = [i for i in range(len(whole)) if whole[i : i + len(plain)] == plain]
+    if len(places) != 1:
+        raise NotIdentical("it puts text tokens around each text")
+    return np.array(whole[: places[0]], np.int32), np.array(whole[places[0] + len(plain) :], np.int32)
+
+
+def _reachable(description: dict[str, Any]) -> list[str]:
+    """The tokens that tiktoken may give, best first."""
+    model = description["model"]
+    if model["type"] != "BPE" or any(
+        model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    ):
+        raise NotIdentical("its model is not plain byte-pair encoding")
+    vocabulary = model["vocab"]
+    if missing := [byte for byte in _BYTE_OF if byte not in vocabulary]:
+        raise NotIdentical(f"{len(missing)} of the 256 bytes are not in its vocabulary")
+    order = _in_order(model["merges"])
+    candidates = [*order, *(token for token in vocabulary if token not in order and _is_bytes(token))]
+    alone = _merged_alone(description, candidates)
+    if not model.get("ignore_merges"):
+        return [token for token in candidates if alone[token] == 1]
+    if unclear := [token for token in candidates if alone[token] == 2]:
+        raise NotIdentical(f"the token {unclear[0]!r} is two others that do not merge")
+    return candidates
+
+
+def _in_order(merges: list[Any]) -> dict[str, None]:
+    """The tokens in the order that merges make them, bytes first."""
+    order = dict.fromkeys(_BYTE_OF)
+    latest = ""
+    for merge in merges:
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        made = left + right
+        if made != latest and made in order:
+            raise NotIdentical(f"the merges that make {made!r} do not follow each other")
+        if left not in order or right not in order or made in (left, right):
+            raise NotIdentical(f"the merge {left!r} {right!r} comes before those of its parts")
+        order[made] = None
+        latest = made
+    return order
+
+
+def _is_bytes(token: str) -> bool:
+    return bool(token) and all(character in _BYTE_OF for character in token)
+
+
+def _merged_alone(description: dict[str, Any], tokens: list[str]) -> dict[str, int]:
+    """Into how many tokens the merges turn the bytes of each token, by the library itself."""
+    tokenizers = optional_import("tokenizers", "tokenizers", "the fast encoder")
+    bare = description | {"pre_tokenizer": None, "normalizer": None, "post_processor": None, "added_tokens": []}
+    bare["model"] = description["model"] | {"ignore_merges": False}
+    bare |= {"truncation": None, "padding": None}
+    encoded = tokenizers.Tokenizer.from_str(json.dumps(bare)).encode_batch_fast(tokens, add_special_tokens=False)
+    return {token: len(encoding.ids) for token, encoding in zip(tokens, encoded, strict=True)}
+
+
+def _disputed(pattern: str, tiktoken: Any) -> re.Pattern[str]:
+    """Matches the characters that the two libraries may put into different classes of the pattern."""
+    tokenizers = optional_import("tokenizers", "tokenizers", "the fast encoder")
+    everything = "".join(map(chr, [*range(0xD800), *range(0xE000, LAST_COMPARED + 1)]))
+    bytes_alone = {bytes([byte]): byte for byte in range(256)}
+    disputed: set[str] = set()
+    for characters in sorted({*re.findall(r"\\p\{\w+\}|\\s", pattern), "(?i:[sdmtlver])"}):
+        encoding = tiktoken.Encoding("", pat_str=characters, mergeable_ranks=bytes_alone, special_tokens={})
+        matched = bytes(encoding.encode_ordinary(everything)).decode()
+        expected = everything.translate(dict.fromkeys(map(ord, matched)))
+        rest = tokenizers.normalizers.Replace(tokenizers.Regex(characters), "").normalize_str(everything)
+        if rest != expected:
+            disputed |= set(rest) ^ set(expected)
+    return re.compile(f"[{re.escape(''.join(sorted(disputed)))}{chr(LAST_COMPARED + 1)}-{chr(sys.maxunicode)}]")

@@ -1,0 +1,178 @@
+"""Vocabularies of Hugging Face's `tokenizers` library: `HuggingFaceTokenizer` and `GPT2BPETokenizer`.
+
+As in Megatron-LM: the end of a document is the vocabulary's end-of-sequence token, the pad token is the vocabulary's
+own if it has one, and special tokens that are spelled out in a text are recognized in it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from megalite.data.optional import optional_import
+from megalite.data.tokenizers.byte_level_bpe import FastByteLevelBPE, NotIdentical
+from megalite.data.tokenizers.files import fingerprint, read_tokenizer_file
+from megalite.data.tokenizers.interface import Ids
+from megalite.errors import ConfigurationError, DataError
+
+FastEncoding = Literal["auto", "require", "off"]
+END_OF_TEXT = "<|endoftext|>"
+# Where no configuration names it.
+USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of the `tokenizers` library; `load_tokenizer_json` and `load_gpt2` make one.
+
+    Args:
+        tokenizer: the `tokenizers.Tokenizer`.
+        eod: the token that ends a document.
+        pad: the token that fills up.
+        identity: what `identity` gives, without the end of a document.
+        include_special_tokens: whether `encode_documents` puts around each text what the vocabulary's own template
+            says, such as a token for its beginning.
+        fast_encoding: whether `encode_documents` goes through tiktoken: where the tokens are the same, never, or
+            always, which is refused if they could differ.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        eod: int,
+        pad: int | None,
+        identity: dict[str, Any],
+        include_special_tokens: bool = True,
+        fast_encoding: FastEncoding = "auto",
+    ) -> None:
+        # Some files ask for it, and documents would be cut.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.eod, self.pad = eod, pad
+        self._identity = identity
+        self._include_special_tokens, self._fast_encoding = include_special_tokens, fast_encoding
+        # Ids need not be without gaps.
+        self.vocab_size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_documents(self, texts: Sequence[str]) -> Sequence[Ids]:
+        """The tokens of texts."""
+        if self.fast is not None:
+            return self.fast.encode_documents(texts)
+        special = self._include_special_tokens
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)]
+
+    @cached_property
+    def fast(self) -> FastByteLevelBPE | None:
+        """The fast encoder, where it gives the same tokens. Raises ConfigurationError if it is required and is none."""
+        if self._fast_encoding == "off":
+            return None
+        try:
+            return FastByteLevelBPE(self._tokenizer, self._include_special_tokens)
+        except NotIdentical as error:
+            if self._fast_encoding == "require":
+                raise ConfigurationError(
+                    f"--fast-encoding require: tiktoken may not give this vocabulary's tokens: {error}"
+                ) from error
+        except ConfigurationError:
+            if self._fast_encoding == "require":
+                raise
+        return None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens; special ones give none."""
+        text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
+        return text
+
+    def identity(self) -> dict[str, Any]:
+        """The hash of the vocabulary's file and the end of a document decide."""
+        return self._identity | {"vocab_size": self.vocab_size, "eod": self.eod}
+
+
+def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: FastEncoding) -> HuggingFaceTokenizer:
+    """A `tokenizer.json`, or the folder that holds it; tokenizer_config.json beside it names the special tokens.
+
+    Raises:
+        DataError: it cannot be read, or does not tell what ends a document.
+    """
+    tokenizers = _tokenizers("HuggingFaceTokenizer")
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    what = "a tokenizer.json or the folder that holds it, on this machine (nothing is downloaded)"
+    content = read_tokenizer_file(file, "--tokenizer-model", what)
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the library raises Exception itself
+        raise DataError(f"{file} is not a tokenizer.json of Hugging Face's tokenizers ({error})") from error
+    names = _special_tokens(file.parent)
+    ends = [names["eos_token"]] if "eos_token" in names else _usual_ends(tokenizer)
+    if len(ends) != 1 or tokenizer.token_to_id(ends[0]) is None:
+        found = f"{' and '.join(ends)} could be it" if ends else "none of its special tokens is a usual one"
+        raise DataError(
+            f"{file} does not tell which token ends a document ({found}): put a tokenizer_config.json beside it, with "
+            f'{{"eos_token": "{END_OF_TEXT}"}} or what it is'
+        )
+    pad = tokenizer.token_to_id(names["pad_token"]) if "pad_token" in names else None
+    identity = {"type": "HuggingFaceTokenizer", "model_sha256": fingerprint(content)}
+    eod = tokenizer.token_to_id(ends[0])
+    return HuggingFaceTokenizer(tokenizer, eod, pad, identity, include_special_tokens, fast_encoding)
+
+
+def load_gpt2(vocab_file: str, merge_file: str, fast_encoding: FastEncoding) -> HuggingFaceTokenizer:
+    """GPT-2's two files. Documents end with <|endoftext|>, and nothing is put before them.
+
+    Raises:
+        DataError: a file cannot be read, or does not hold what it should.
+    """
+    tokenizers = _tokenizers("GPT2BPETokenizer")
+    vocabulary = read_tokenizer_file(vocab_file, "--vocab-file", "the vocab.json of a byte-level BPE")
+    merges = read_tokenizer_file(merge_file, "--merge-file", "the merges.txt of a byte-level BPE")
+    try:
+        ids = json.loads(vocabulary)
+        lines = [line for line in merges.decode().split("\n") if line and not line.startswith("#version")]
+        model = tokenizers.models.BPE(vocab=ids, merges=[tuple(line.split(" ")) for line in lines])
+    except Exception as error:  # as above
+        raise DataError(
+            f"{vocab_file} and {merge_file} are not vocab.json and merges.txt of a BPE ({error})"
+        ) from error
+    if END_OF_TEXT not in ids:
+        raise DataError(f"{vocab_file} has no {END_OF_TEXT}, which ends documents")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    identity = {"type": "GPT2BPETokenizer", "model_sha256": fingerprint(vocabulary, merges)}
+    return HuggingFaceTokenizer(tokenizer, ids[END_OF_TEXT], None, identity, False, fast_encoding)
+
+
+def _tokenizers(tokenizer_type: str) -> Any:
+    return optional_import(
+        "tokenizers", "tokenizers", f"--tokenizer-type {tokenizer_type} reads its files with a library"
+    )
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens that the files beside a tokenizer.json name."""
+    names: dict[str, str] = {}
+    for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
+        try:
+            fields = json.loads(file.read_bytes()) if file.exists() else {}
+        except (OSError, ValueError) as error:
+            raise DataError(f"{file} cannot be read as JSON ({error}): copy it again, or remove it") from error
+        for name in ("eos_token", "pad_token"):
+            value = fields.get(name)
+            value = value.get("content") if isinstance(value, dict) else value
+            if value is not None:
+                names[name] = value
+    return names
+
+
+def _usual_ends(tokenizer: Any) -> list[str]:
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    return [name for name in USUAL_ENDS if name in added]

@@ -1,0 +1,95 @@
+"""A faster road for SentencePiece's byte-pair encoding: the tokens of each word are computed once.
+
+SentencePiece writes a space as U+2581 and merges neighbours into pieces of its vocabulary, best score first. Where no
+piece has a U+2581 behind another character, no merge ever reaches across the begin of a run of spaces; what is before
+and what is behind do not see each other, and a text may be cut there. So the tokens of a text are those of its words,
+each with the spaces before it: the same tokens, in a fraction of the time, since most words are not new.
+
+`refusal` says for which models this holds. A unigram model is not among them: it adds up scores over the whole text,
+and their rounding depends on all of it.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+SPACE = "\u2581"
+_words = re.compile(f"[ {SPACE}]*[^ {SPACE}]+|[ {SPACE}]+").findall
+_crosses = re.compile(f"[^{SPACE}]{SPACE}").search
+# Some hundred megabytes at most: words that are longer are seldom met again.
+LARGEST_CACHE = 1 << 19
+LONGEST_WORD = 48
+# As the file format numbers them.
+BYTE_PAIR_ENCODING, NORMAL = 2, 1
+
+
+def refusal(model: bytes) -> str | None:
+    """Why words of this SentencePiece model must not be tokenized one by one, or None."""
+    try:
+        proto = _parsed(model)
+    except Exception:  # protobuf is missing, or too new or old for SentencePiece's own file
+        return "protobuf, which reads the model's settings, cannot be imported"
+    if proto.trainer_spec.model_type != BYTE_PAIR_ENCODING:
+        return "it is no byte-pair encoding"
+    normalizer = proto.normalizer_spec
+    if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces or not normalizer.escape_whitespaces:
+        return "it rewrites the text beyond its spaces"
+    if proto.trainer_spec.treat_whitespace_as_suffix:
+        return "spaces end its words"
+    pieces = {piece.piece: piece.type for piece in proto.pieces}
+    if pieces.get(SPACE) != NORMAL:
+        return "it has no piece for a space"
+    crossing = next(filter(_crosses, pieces), None)
+    return crossing and f"its piece {crossing!r} has a space behind another character"
+
+
+def _parsed(model: bytes) -> Any:
+    from sentencepiece import sentencepiece_model_pb2
+
+    messages: Any = sentencepiece_model_pb2
+    return messages.ModelProto.FromString(model)
+
+
+class WordCache:
+    """Tokenizes by words with a model that `refusal` has nothing against.
+
+    Args:
+        processor: the `sentencepiece.SentencePieceProcessor`.
+        model: what it was made from.
+    """
+
+    def __init__(self, processor: Any, model: bytes) -> None:
+        self._processor = processor
+        self._adds_space: bool = _parsed(model).normalizer_spec.add_dummy_prefix
+        self._space: list[int] = [processor.piece_to_id(SPACE)]
+        self._known = _Known(self._encode_word)
+
+    def encode(self, text: str) -> np.ndarray:
+        """The tokens of a text, int32."""
+        words = _words(text)
+        if not words:
+            return np.empty(0, np.int32)
+        first: list[int] = self._processor.encode(words[0])
+        return np.fromiter(chain(first, chain.from_iterable(map(self._known.__getitem__, words[1:]))), np.int32)
+
+    def _encode_word(self, word: str) -> list[int]:
+        # Where the model puts a space before every text, that is the first one of this word.
+        ids: list[int] = self._processor.encode(word[1:] if self._adds_space else word)
+        return ids or self._space
+
+
+class _Known(dict[str, list[int]]):
+    def __init__(self, encode: Any) -> None:
+        self._encode = encode
+
+    def __missing__(self, word: str) -> list[int]:
+        ids: list[int] = self._encode(word)
+        if len(word) <= LONGEST_WORD:
+            if len(self) >= LARGEST_CACHE:
+                self.clear()
+            self[word] = ids
+        return ids

@@ -1,0 +1,257 @@
+"""Indices on disk: built once, found by content, whole or absent whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.index_cache import Arrays, IndexCache
+from megalite.data.indexed_dataset import IndexedDataset
+from tests.harness.fork_server import fork_context
+from tests.unit.test_data_gpt_dataset import write
+
+ARRAYS = {"order": np.arange(1000, dtype=np.uint32), "places": np.arange(60, dtype=np.int64).reshape(30, 2)}
+
+
+def get(directory: Path, build: Callable[[], Arrays] = lambda: ARRAYS, **description: Any) -> tuple[Arrays, list[str]]:
+    cache = IndexCache(str(directory))
+    return cache.get("unused", description or {"a": 1}, build), cache.notes
+
+
+def never() -> Arrays:
+    raise AssertionError("these arrays are on disk")
+
+
+def assert_right(arrays: Arrays) -> None:
+    assert arrays.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert arrays[name].dtype == array.dtype
+        assert np.array_equal(arrays[name], array)
+
+
+def is_mapped(array: object) -> bool:
+    return isinstance(array, mmap.mmap) or (isinstance(array, np.ndarray) and is_mapped(array.base))
+
+
+def only_folder(directory: Path) -> Path:
+    (folder,) = directory.iterdir()
+    return folder
+
+
+def test_arrays_are_computed_once_and_mapped(tmp_path: Path) -> None:
+    for build in (lambda: ARRAYS, never):
+        arrays, notes = get(tmp_path / "cache", build)
+        assert_right(arrays)
+        assert notes == []
+        assert not arrays["order"].flags.writeable
+        assert is_mapped(arrays["order"])
+    assert {path.name for path in only_folder(tmp_path / "cache").iterdir()} == {
+        "description.json",
+        "order.npy",
+        "places.npy",
+    }
+
+
+def test_another_description_has_other_arrays(tmp_path: Path) -> None:
+    get(tmp_path, a=1)
+    other, _ = get(tmp_path, lambda: {"order": np.zeros(3)}, a=2)
+    assert other["order"].tolist() == [0, 0, 0]
+    assert_right(get(tmp_path, never, a=1)[0])
+
+
+def test_arrays_lie_beside_their_data_by_default(tmp_path: Path) -> None:
+    IndexCache().get(str(tmp_path / "data" / "tokens"), {}, lambda: ARRAYS)
+    assert only_folder(tmp_path / "data").name == "cache"
+
+
+def test_an_array_without_elements(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert get(tmp_path, lambda: {"order": np.zeros((0, 2))})[0]["order"].shape == (0, 2)
+
+
+def dataset(prefix: Path, cache: Path, seed: int = 1, num_samples: int = 50) -> GPTDataset:
+    indexed = IndexedDataset(prefix)
+    return GPTDataset(indexed, range(len(indexed)), num_samples, 8, seed, IndexCache(str(cache)))
+
+
+def test_data_replaced_under_its_path_gets_other_indices_and_moved_data_keeps_them(tmp_path: Path) -> None:
+    data, cache = tmp_path / "tokens", tmp_path / "cache"
+    write(data, [np.arange(n) for n in (5, 9, 30)])
+    before = [row.tolist() for row in map(dataset(data, cache).__getitem__, range(50))]
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{data}{suffix}", tmp_path / f"moved{suffix}")
+    assert [row.tolist() for row in map(dataset(tmp_path / "moved", cache).__getitem__, range(50))] == before
+    assert len(list(cache.iterdir())) == 1
+
+    times = os.stat(f"{data}.idx")
+    write(data, [np.arange(n) for n in (9, 5, 30)])
+    os.utime(f"{data}.idx", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert os.stat(f"{data}.idx").st_size == times.st_size
+    replaced = dataset(data, cache)
+    fresh = dataset(data, tmp_path / "empty")
+    assert np.array_equal(replaced.sample_index, fresh.sample_index)
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_indices_depend_on_what_they_are_computed_from_and_on_no_more(tmp_path: Path) -> None:
+    write(tmp_path / "tokens", [np.arange(n) for n in (5, 9, 30)])
+    lengths = []
+    # 44 tokens an epoch: 44 and 46 samples need nine of them, the last apart.
+    for seed, num_samples in ((1, 44), (1, 46), (2, 46), (1, 47)):
+        dataset(tmp_path / "tokens", tmp_path / "cache", seed, num_samples)
+        lengths.append(len(list((tmp_path / "cache").iterdir())))
+    assert lengths == [1, 1, 2, 3]
+
+
+# ---------------------------------------------------------------------------------------------------- damage
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def describe_otherwise(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"description": "{}"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("order.npy", cut),
+        ("order.npy", flip),
+        ("places.npy", Path.unlink),
+        ("places.npy", lambda path: path.write_bytes(b"")),
+        ("description.json", Path.unlink),
+        ("description.json", cut),
+        ("description.json", describe_otherwise),
+        ("description.json", lambda path: path.write_text("[]")),
+        ("description.json", lambda path: path.write_text('{"description": "{\\"a\\": 1}", "crc32": 5}')),
+    ],
+)
+def test_damaged_arrays_are_computed_again_with_a_note(
+    tmp_path: Path, name: str, damage: Callable[[Path], Any]
+) -> None:
+    get(tmp_path)
+    damage(only_folder(tmp_path) / name)
+    arrays, notes = get(tmp_path)
+    assert_right(arrays)
+    assert len(notes) == 1
+    assert "is computed again" in notes[0]
+    assert get(tmp_path, never)[1] == []
+    assert only_folder(tmp_path).is_dir()
+
+
+def test_a_directory_that_cannot_be_written_is_noted_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cache = IndexCache(str(tmp_path / "file" / "cache"))
+    for number in range(2):
+        assert_right(cache.get("unused", {"a": number}, lambda: ARRAYS))
+    assert len(cache.notes) == 1
+    assert "cannot be kept" in cache.notes[0]
+    assert "give --data-cache-path" in cache.notes[0]
+
+
+def test_a_full_disk_leaves_the_arrays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    arrays, notes = get(tmp_path)
+    assert_right(arrays)
+    assert "(No space left on device)" in notes[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------------- processes
+
+
+def die_at(directory: Path, event: int) -> None:
+    """Get the arrays, and end without a word at the `event`-th thing done to a file of the cache."""
+    seen = 0
+
+    def hook(name: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if name.startswith(("open", "os.", "shutil.", "tempfile.")) and str(directory) in str(arguments):
+            seen += 1
+            if seen == event:
+                os._exit(9)
+
+    sys.addaudithook(hook)
+    get(directory)
+
+
+def test_a_process_may_die_at_any_moment(tmp_path: Path) -> None:
+    deaths = 0
+    for event in range(1, 100):
+        directory = tmp_path / str(event)
+        process = fork_context().Process(target=die_at, args=(directory, event))
+        process.start()
+        process.join(60)
+        arrays, notes = get(directory)
+        assert_right(arrays)
+        assert notes == []
+        kept = [path for path in directory.rglob("*") if path.is_file() and path.suffix != ".lock"]
+        assert len(kept) == 3
+        if process.exitcode == 0:
+            break
+        deaths += 1
+    assert 8 < deaths < 99
+
+
+def build_slowly(directory: Path, log: Path, seconds: float) -> None:
+    def build() -> Arrays:
+        with log.open("a") as file:
+            file.write("built\n")
+        time.sleep(seconds)
+        return ARRAYS
+
+    arrays, notes = get(directory, build)
+    assert_right(arrays)
+    assert notes == []
+
+
+def test_processes_at_once_compute_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    arguments = (tmp_path / "cache", log, 0.3)
+    processes = [fork_context().Process(target=build_slowly, args=arguments) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert log.read_text() == "built\n"
+    assert only_folder(tmp_path / "cache").is_dir()
+
+
+def test_a_process_killed_while_it_computes_gives_way(tmp_path: Path) -> None:
+    log, cache = tmp_path / "log", tmp_path / "cache"
+    first = fork_context().Process(target=build_slowly, args=(cache, log, 100.0))
+    first.start()
+    while not log.exists():
+        time.sleep(0.01)
+    second = fork_context().Process(target=build_slowly, args=(cache, log, 0.0))
+    second.start()
+    time.sleep(0.2)
+    assert second.exitcode is None
+    assert log.read_text() == "built\n"
+    first.kill()
+    second.join(60)
+    assert second.exitcode == 0
+    assert log.read_text() == "built\n" * 2
