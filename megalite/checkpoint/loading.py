@@ -19,7 +19,12 @@ from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 
 _SHOWN = 8  # problems in one message
-_PRECISION_FLAGS = {"bfloat16": "with --bf16", "float64": "with --fp64", "float32": "without --bf16 and --fp64"}
+_PRECISION_FLAGS = {
+    "bfloat16": "with --bf16",
+    "float16": "with --fp16",
+    "float64": "with --fp64",
+    "float32": "without --bf16, --fp16 and --fp64",
+}
 
 Plan = dict[str, dict[SavedBox, list[Region]]]
 """By file: each saved box that is needed, and the regions that need it."""

@@ -3,7 +3,7 @@
 One JSON object with a checksum of its own. Version 1:
 
     format, version   "megalite", 1
-    training          iteration, consumed_samples, optimizer_steps
+    training          iteration, consumed_samples, optimizer_steps, loss_scale
     config            the run's configuration, by section
     files             size in bytes by file name
     tensors           by name: shape, dtype and boxes; of a box: offset, size, file and checksum (CRC-32 of its bytes)
@@ -37,6 +37,8 @@ class TrainingState:
     consumed_samples: int
     optimizer_steps: int
     """Updates made; a skipped step is none."""
+    loss_scale: dict[str, Any] | None = None
+    """The state of a dynamic loss scale."""
 
 
 @dataclass(frozen=True)

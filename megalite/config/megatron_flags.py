@@ -164,10 +164,10 @@ REFUSED: Mapping[str, str] = {
     moe-routing-trace-dump-weights
     """,
     ENGINE: """
-    fp16 apply-wd-to-qk-layernorm muon-momentum muon-no-split-qkv muon-nesterov muon-scale-mode muon-fp32-matmul-prec
+    apply-wd-to-qk-layernorm muon-momentum muon-no-split-qkv muon-nesterov muon-scale-mode muon-fp32-matmul-prec
     muon-coefficient-type muon-num-ns-steps muon-tp-mode muon-use-syrk muon-extra-scale-factor muon-scalar-optimizer
-    no-weight-decay-cond-type start-weight-decay end-weight-decay decoupled-lr decoupled-min-lr loss-scale
-    initial-loss-scale min-loss-scale loss-scale-window hysteresis fp16-lm-cross-entropy use-megatron-fsdp
+    no-weight-decay-cond-type start-weight-decay end-weight-decay decoupled-lr decoupled-min-lr
+    fp16-lm-cross-entropy use-megatron-fsdp
     use-torch-fsdp2 ddp-num-buckets enable-full-sharding-in-hsdp
     torch-fsdp2-no-reshard-after-forward log-params-norm log-num-zeros-in-grad use-precision-aware-optimizer
     main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype

@@ -32,6 +32,18 @@ class TrainingConfig:
     """Seed of initial weights, data order and dropout."""
     bf16: bool = False
     """Compute in bfloat16, with fp32 master weights."""
+    fp16: bool = False
+    """Weights and activations in fp16, the optimizer in fp32, the loss scaled against underflow."""
+    loss_scale: float | None = None
+    """With fp16: a constant loss scale; unset: a dynamic one."""
+    initial_loss_scale: float = 2.0**32
+    """Where a dynamic loss scale starts."""
+    min_loss_scale: float = 1.0
+    """A dynamic loss scale never goes below."""
+    loss_scale_window: int = 1000
+    """Steps without an overflow after which a dynamic loss scale doubles."""
+    hysteresis: int = 2
+    """Overflows since a dynamic loss scale last grew before it halves."""
     fp64: bool = False
     """Compute in float64, to compare layouts to the last digits."""
     deterministic_mode: bool = False
@@ -52,4 +64,4 @@ class TrainingConfig:
     @property
     def dtype(self) -> str:
         """Name of torch's dtype for weights and activations."""
-        return "bfloat16" if self.bf16 else "float64" if self.fp64 else "float32"
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float64" if self.fp64 else "float32"

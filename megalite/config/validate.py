@@ -11,6 +11,7 @@ from typing import get_args
 from megalite.config.data import DataConfig, TokenizerType
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig, fields_by_name
+from megalite.config.training import TrainingConfig
 from megalite.errors import ConfigurationError
 
 _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups
@@ -18,10 +19,10 @@ _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv
     num_distributed_optimizer_instances
     distributed_timeout_minutes seq_length lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
     micro_batch_size global_batch_size train_iters train_samples eval_interval exit_interval recompute_num_layers
-    save_interval log_interval"""
+    save_interval log_interval loss_scale_window hysteresis"""
 _AT_LEAST_ZERO = """norm_epsilon init_method_std num_workers lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init
     weight_decay clip_grad adam_eps eval_iters seed manual_gc_interval mid_level_dataset_surplus"""
-_ABOVE_ZERO = "rotary_base rope_scaling_factor exit_duration_in_mins"
+_ABOVE_ZERO = "loss_scale initial_loss_scale min_loss_scale rotary_base rope_scaling_factor exit_duration_in_mins"
 _FROM_ZERO_BELOW_ONE = "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum"
 
 
@@ -276,8 +277,19 @@ def _evaluation(config: RunConfig) -> Iterator[str]:
 
 
 def _precision(config: RunConfig) -> Iterator[str]:
-    if config.training.bf16 and config.training.fp64:
-        yield "--bf16 and --fp64 are two precisions: choose one"
+    training = config.training
+    chosen = [flag for flag in ("bf16", "fp16", "fp64") if getattr(training, flag)]
+    if len(chosen) > 1:
+        yield f"--{' and --'.join(chosen)} are {len(chosen)} precisions: choose one"
+    scaling = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    for name in scaling if not training.fp16 else ():
+        if getattr(training, name) != getattr(TrainingConfig, name):
+            yield f"--{name.replace('_', '-')} scales the loss of --fp16, which is not given"
+    if training.min_loss_scale > training.initial_loss_scale:
+        yield (
+            f"--min-loss-scale {training.min_loss_scale:g} is above --initial-loss-scale "
+            f"{training.initial_loss_scale:g}"
+        )
     if config.parallel.grad_reduce_in_bf16 and not config.training.bf16:
         yield "--grad-reduce-in-bf16 needs --bf16"
 

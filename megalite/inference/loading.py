@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megalite import checkpoint
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, TrainingConfig
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import GPT
@@ -36,9 +36,7 @@ def load_for_generation(path: Path, mesh: ParallelMesh, tokenizer_model: str | N
     for what, count in (("attention heads", config.num_attention_heads), ("feed-forward width", config.ffn_size)):
         if count % mesh.size("tp"):
             raise ConfigurationError(f"{count} {what} do not divide over {mesh.size('tp')} ranks: start fewer")
-    training = saved["training"]
-    dtype = torch.bfloat16 if training["bf16"] else torch.float64 if training["fp64"] else torch.float32
-    network = GPT(config, mesh, dtype=dtype)
+    network = GPT(config, mesh, dtype=getattr(torch, TrainingConfig(**saved["training"]).dtype))
     checkpoint.load(path, network, None, mesh)
     return network, tokenizer
 

@@ -158,16 +158,19 @@ class Optimizer:
         for bucket in self.buckets:
             bucket.begin_step(micro_batches)
 
-    def step(self, learning_rate: float) -> StepResult:
-        """Finish the gradients' reduction, clip and update. The same decision and the same bits on every rank."""
+    def step(self, learning_rate: float, loss_scale: float = 1.0) -> StepResult:
+        """Finish the gradients' reduction, clip and update. The same decision and the same bits on every rank.
+
+        `loss_scale` is what the loss was multiplied by: the gradients are divided by it.
+        """
         for bucket in self.buckets:
             bucket.finish_reduction()
-        norm = self._gradient_norm()
+        norm = self._gradient_norm() / loss_scale
         if not math.isfinite(norm):
             return StepResult(norm, skipped=True)
         for pending in [bucket.gather(bucket.gradients) for bucket in self.buckets if bucket.stage == 0]:
             pending.wait()
-        self._clip(norm)
+        self._scale(self._clipping(norm) / loss_scale)
         self._update(learning_rate)
         return StepResult(norm, skipped=False)
 
@@ -181,9 +184,11 @@ class Optimizer:
         total = torch.tensor([local], dtype=torch.float64, device=self.mesh.device)
         return math.sqrt(collectives.all_reduce_(total, self.mesh.world()).item())
 
-    def _clip(self, norm: float) -> None:
-        factor = self.config.clip_grad / (norm + 1e-6)
-        if self.config.clip_grad > 0.0 and factor < 1.0:
+    def _clipping(self, norm: float) -> float:
+        return min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0.0 else 1.0
+
+    def _scale(self, factor: float) -> None:
+        if factor != 1.0:
             for shard in self.shards:
                 shard.gradients.mul_(factor)
 

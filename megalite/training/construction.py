@@ -22,6 +22,7 @@ from megalite.model.gpt import GPT
 from megalite.model.recompute import Recompute
 from megalite.optim import optimizer
 from megalite.optim.buckets import DataParallel
+from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
@@ -165,6 +166,18 @@ def data_parallel(config: RunConfig, mesh: ParallelMesh) -> DataParallel:
         bucket_size=_bucket_size(config, mesh),
         overlap_reduce=parallel.overlap_grad_reduce,
         overlap_gather=parallel.overlap_param_gather,
+    )
+
+
+def make_loss_scale(config: RunConfig) -> LossScale:
+    """The first step's; 1 for every precision but fp16."""
+    training = config.training
+    if not training.fp16:
+        return LossScale()
+    if training.loss_scale is not None:
+        return LossScale(training.loss_scale)
+    return LossScale.dynamic(
+        training.initial_loss_scale, training.min_loss_scale, training.loss_scale_window, training.hysteresis
     )
 
 

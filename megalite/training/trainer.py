@@ -15,6 +15,8 @@ from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.optim.learning_rate import learning_rate_schedule
+from megalite.optim.loss_scale import LossScale
+from megalite.optim.optimizer import StepResult
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline import engine, schedules
@@ -25,6 +27,7 @@ from megalite.training.construction import (
     global_batch_size,
     last_iteration,
     make_loader,
+    make_loss_scale,
     make_model,
     make_optimizer,
     model_dtype,
@@ -56,6 +59,7 @@ class Trainer:
         self.iterations = last_iteration(config)
         self.iteration = 0
         self.consumed_samples = 0
+        self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
         self.loader = make_loader(config, mesh, data.tokenizer, data.train)
         self.directory = None if config.checkpoint.save is None else Path(config.checkpoint.save)
@@ -75,15 +79,19 @@ class Trainer:
         self.network.train()
         self.optimizer.begin_step(len(micro_batches))
         actions = schedules.no_pipelining(len(micro_batches))
-        loss_sum = engine.run(actions, self.network, micro_batches, loss_scale=1.0 / count if count else 0.0)
+        loss_scale = self.loss_scale.value
+        factor = loss_scale / count if count else 0.0
+        loss_sum = engine.run(actions, self.network, micro_batches, factor)
         learning_rate = self.schedule.at(self.consumed_samples)
-        update = self.optimizer.step(learning_rate)
+        update = self.optimizer.step(learning_rate, loss_scale)
+        self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not self.loss_scale.can_shrink else 0
+        self.loss_scale = self.loss_scale.after(overflow=update.skipped)
 
         loss = collectives.all_reduce_(loss_sum.view(1), data_parallel).item() / max(count, 1.0)
         self.iteration += 1
         self.consumed_samples += batch_size
         seconds = time.perf_counter() - began
-        return self._metrics(loss, update.gradient_norm, learning_rate, update.skipped, batch_size, seconds)
+        return self._metrics(loss, update, learning_rate, loss_scale, batch_size, seconds)
 
     def _num_micro_batches(self, batch_size: int) -> int:
         """Forwards of each rank in a step of `batch_size` samples."""
@@ -100,7 +108,7 @@ class Trainer:
             for batch in range(self.config.training.eval_iters):
                 arrays = loader.micro_batches(batch * batch_size, num_micro_batches)
                 micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
-                totals[0] += engine.run(actions, self.network, micro_batches, loss_scale=1.0)
+                totals[0] += engine.run(actions, self.network, micro_batches, 1.0)
                 totals[1] += valid_tokens(micro_batches, self.mesh.device)[0]
         loss_sum, count = collectives.all_reduce_(totals, self.mesh.group("dp", "cp")).tolist()
         mean: float = loss_sum / max(count, 1.0)
@@ -117,7 +125,7 @@ class Trainer:
                 metrics = self.step()
                 writer.write(metrics)
                 display.step(metrics)
-                self._refuse_to_diverge(metrics)
+                self._refuse_to_diverge()
                 if self._collects_garbage_now():
                     gc.collect()
                 if self.data.valid is not None and self._evaluates_now():
@@ -162,8 +170,7 @@ class Trainer:
         asked = collectives.all_reduce_(request, self.mesh.world(), "max").item() > 0
         return asked or interval_reached(self.iteration, training.exit_interval)
 
-    def _refuse_to_diverge(self, metrics: StepMetrics) -> None:
-        self.skips_in_a_row = self.skips_in_a_row + 1 if metrics.skipped else 0
+    def _refuse_to_diverge(self) -> None:
         if self.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise MegaliteError(
                 f"the gradient norm was not finite in the last {MAX_CONSECUTIVE_SKIPS} steps (now step "
@@ -178,7 +185,8 @@ class Trainer:
         if self.directory is None:
             return
         began = time.perf_counter()
-        state = checkpoint.TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps)
+        loss_scale = asdict(self.loss_scale) if self.loss_scale.window is not None else None
+        state = checkpoint.TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale)
         config = asdict(replace(self.config, model=self.model_config))
         path = checkpoint.save(self.directory, state, self.network, self.optimizer, self.mesh, config)
         display.message(f"saved {path} in {time.perf_counter() - began:.1f} s")
@@ -188,6 +196,8 @@ class Trainer:
         checkpoint.check_compatible(path, self.model_config)
         state = checkpoint.load(path, self.network, self.optimizer, self.mesh)
         self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
+        if state.loss_scale is not None and self.loss_scale.window is not None:
+            self.loss_scale = LossScale(**state.loss_scale)
         self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
 
     # ------------------------------------------------------------------------------------------------ what is told
@@ -199,7 +209,13 @@ class Trainer:
         return self.iteration, self.consumed_samples, self._tokens()
 
     def _metrics(
-        self, loss: float, gradient_norm: float, learning_rate: float, skipped: bool, batch_size: int, seconds: float
+        self,
+        loss: float,
+        update: StepResult,
+        learning_rate: float,
+        loss_scale: float,
+        batch_size: int,
+        seconds: float,
     ) -> StepMetrics:
         tokens_per_second = batch_size * self.config.data.seq_length / seconds
         per_device = tokens_per_second / self.mesh.world_size
@@ -211,10 +227,10 @@ class Trainer:
             consumed_samples=self.consumed_samples,
             consumed_tokens=self._tokens(),
             lm_loss=loss,
-            grad_norm=gradient_norm,
+            grad_norm=update.gradient_norm,
             learning_rate=learning_rate,
-            loss_scale=1.0,
-            skipped=skipped,
+            loss_scale=loss_scale,
+            skipped=update.skipped,
             iteration_time_s=seconds,
             tokens_per_second=tokens_per_second,
             tokens_per_second_per_device=per_device,

@@ -170,7 +170,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--tokenizer-type NullTokenizer",
             "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens in the data",
         ),
-        ("--bf16 --fp64", "--bf16 and --fp64 are two precisions: choose one"),
+        ("--bf16 --fp64", "--bf16 and --fp64 are 2 precisions: choose one"),
         ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 needs --bf16"),
         (
             "--recompute-granularity full --recompute-num-layers 1",
