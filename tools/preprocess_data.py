@@ -18,6 +18,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 
+MEGATRON_FLAGS = {
+    "tokenizer-hf-no-include-special-tokens": "--no-tokenizer-hf-include-special-tokens",
+    "use-gigatoken": "--fast-encoding=require",
+}
+"""Other names of flags."""
+ALREADY_SO = {
+    "partitions": "one reader keeps all workers busy",
+    "keep-sequential-samples": "the order of the input is always kept",
+    "tokenizer-hf-use-fast": "it is the only kind",
+}
+REFUSED = {
+    **dict.fromkeys(("split-sentences", "keep-newlines", "lang"), "is for BERT: give sentences as a list of texts"),
+    **dict.fromkeys(
+        ("find-optimal-num-workers", "workers-to-check", "max-documents", "performance-dir"),
+        "is not there: one worker for each core, the default, is the fastest",
+    ),
+}
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -39,7 +57,7 @@ class Arguments:
     ]
     """Kind of tokenizer; the three with SentencePiece or Llama2 in their names are one."""
     tokenizer_model: str | None = None
-    """Its file: .model of SentencePiece, tokenizer.json (or its folder) of Hugging Face, .json or .tiktoken of ranks."""
+    """Its file: .model of SentencePiece, tokenizer.json (or its folder) of Hugging Face, ranks of a TikTokenizer."""
     vocab_file: str | None = None
     """The vocab.json of a GPT2BPETokenizer."""
     merge_file: str | None = None
@@ -63,10 +81,6 @@ class Arguments:
     """End every document with the end-of-document token."""
     workers: int = len(os.sched_getaffinity(0))
     """Processes that tokenize; by default one for each core. The output does not depend on it."""
-    partitions: int = 1
-    """Accepted for Megatron-LM's sake: one reader keeps all workers busy, and the order of the input."""
-    keep_sequential_samples: bool = True
-    """The same: the order is always kept."""
     log_interval: int = 10_000
     """Documents between two lines of progress where the output is not a terminal."""
     skip_bad_lines: bool = False
@@ -75,9 +89,30 @@ class Arguments:
     """Go on where a run with the same flags was stopped, if one was."""
 
 
+def settle_megatron_flags(argv: list[str]) -> list[str]:
+    """The command line without Megatron-LM's flags that are no flags here; a line about each that changes nothing.
+
+    Raises ConfigurationError for those that are refused.
+    """
+    from megalite.errors import ConfigurationError
+
+    settled: list[str] = []
+    dropping = False
+    for argument in argv:
+        name = argument.removeprefix("--").split("=")[0].replace("_", "-") if argument.startswith("--") else ""
+        dropping = name in ALREADY_SO or (dropping and not name)
+        if name in REFUSED:
+            raise ConfigurationError(f"--{name} {REFUSED[name]}")
+        if name in ALREADY_SO:
+            print(f"--{name}: already so, {ALREADY_SO[name]}", file=sys.stderr)
+        elif not dropping:
+            settled.append(MEGATRON_FLAGS.get(name, argument))
+    return settled
+
+
 def main() -> None:
     """Parse, preprocess, and say what was written and what to train with."""
-    arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
+    arguments = parse_tool_arguments(Arguments, description=__doc__ or "", argv=settle_megatron_flags(sys.argv[1:]))
     from megalite.data.encoding import Encoding
     from megalite.data.partial_output import partial_folder
     from megalite.data.preprocess import output_prefix_of, preprocess

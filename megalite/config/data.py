@@ -8,7 +8,16 @@ from typing import Literal
 
 from megalite.errors import ConfigurationError
 
-TokenizerType = Literal["SentencePieceTokenizer", "Llama2Tokenizer", "ByteTokenizer", "NullTokenizer"]
+TokenizerType = Literal[
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "TikTokenizer",
+    "ByteTokenizer",
+    "NullTokenizer",
+]
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,17 @@ class DataConfig:
     tokenizer_type: TokenizerType | None = None
     """Kind of tokenizer; Llama2Tokenizer is a SentencePiece model, NullTokenizer stands for data already in tokens."""
     tokenizer_model: str | None = None
-    """File of the tokenizer."""
+    """Its file: .model of SentencePiece, tokenizer.json (or its folder) of Hugging Face, ranks of a TikTokenizer."""
+    vocab_file: str | None = None
+    """The vocab.json of a GPT2BPETokenizer."""
+    merge_file: str | None = None
+    """The merges.txt of a GPT2BPETokenizer."""
+    tiktoken_pattern: str = "v2"
+    """What cuts words for a TikTokenizer: v1, v2, gpt2, cl100k, or a regular expression."""
+    tiktoken_num_special_tokens: int = 1000
+    """Special tokens of a TikTokenizer's .json file."""
+    tokenizer_special_tokens: tuple[str, ...] = ()
+    """The names of a TikTokenizer's special tokens, where they are not the usual ones."""
 
     @property
     def divided(self) -> bool:

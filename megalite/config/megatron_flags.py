@@ -52,6 +52,10 @@ ALREADY_SO: Mapping[str, str] = {
     "masks are made from document ids where attention needs them": "no-create-attention-mask-in-dataloader",
     "sample indices are computed at once, found by content and mapped into memory": """
     num-dataset-builder-threads=1 dataloader-fast-cache-load dataloader-defer-npy-index-mmap""",
+    "tools/preprocess_data.py turns text into tokens, and takes this flag (--fast-encoding)": "use-gigatoken",
+    "tools/preprocess_data.py turns text into tokens, and takes this flag": "tokenizer-hf-no-include-special-tokens",
+    "a SentencePiece model treats spaces as it was trained to": """
+    no-tokenizer-sentencepiece-ignore-extra-whitespaces disable-tokenizer-sentencepiece-ignore-extra-whitespaces""",
     "the tokenizer is always the one of --tokenizer-model": """
     no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-checkpoint-args""",
     "every step records its throughput and its peak memory": "log-throughput log-memory-to-tensorboard",
@@ -63,6 +67,7 @@ PIPELINE = "arrives with the pipeline engine"
 CONTEXT = "arrives with context parallelism"
 EXPERTS = "arrives with mixture of experts"
 ENGINE = "arrives with the full data-parallel engine (ZeRO 2 and 3, mixed precision, more optimizers)"
+TOKENIZERS = "is not there: a tokenizer is its files, and encodes as its own library does"
 DATA = "arrives with the data capability (blends, more tokenizers, packing, batch-size ramps)"
 ORDER = "is not there: the order of samples is fixed when the run starts, and one number resumes it"
 EVALUATION = "is not there: every evaluation reads --eval-iters batches of one set"
@@ -121,8 +126,7 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "position-embedding-type": {"yarn": FAMILIES, **dict.fromkeys(("mrope", "relative"), NOT_GPT)},
     "tokenizer-type": {
-        **dict.fromkeys(("GPT2BPETokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer"), DATA),
-        **dict.fromkeys(("TikTokenizer", "SFTTokenizer"), DATA),
+        "SFTTokenizer": DATA,
         **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), NOT_GPT),
         **dict.fromkeys(("MultimodalTokenizer", "NullMultimodalTokenizer"), NOT_GPT),
     },
@@ -174,11 +178,11 @@ REFUSED: Mapping[str, str] = {
     """,
     DATA: """
     fim-data fim-rate fim-spm-rate fim-split-sample fim-fragment-rate fim-no-prefix fim-prefix-token fim-middle-token
-    fim-suffix-token fim-pad-token fim-eod-token vocab-file merge-file tokenizer-metadata tokenizer-special-tokens
-    tiktoken-pattern tiktoken-num-special-tokens tokenizer-sentencepiece-legacy
-    no-tokenizer-sentencepiece-ignore-extra-whitespaces disable-tokenizer-sentencepiece-ignore-extra-whitespaces
-    tokenizer-hf-no-use-fast tokenizer-hf-no-include-special-tokens null-tokenizer-eod-id null-tokenizer-pad-id
-    chat-template use-gigatoken sft sft-tokenizer-prompt-format
+    fim-suffix-token fim-pad-token fim-eod-token chat-template sft sft-tokenizer-prompt-format
+    """,
+    TOKENIZERS: """
+    tokenizer-metadata tokenizer-sentencepiece-legacy null-tokenizer-eod-id null-tokenizer-pad-id
+    tokenizer-hf-no-use-fast
     """,
     EVALUATION: """
     full-validation multiple-validation-sets validation-set-names

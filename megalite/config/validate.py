@@ -20,9 +20,19 @@ _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv
     distributed_timeout_minutes seq_length lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
     micro_batch_size global_batch_size train_iters train_samples eval_interval exit_interval recompute_num_layers
     save_interval log_interval loss_scale_window hysteresis"""
-_AT_LEAST_ZERO = """norm_epsilon init_method_std num_workers lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init
+_AT_LEAST_ZERO = """tiktoken_num_special_tokens
+    norm_epsilon init_method_std num_workers lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init
     weight_decay clip_grad adam_eps eval_iters seed manual_gc_interval mid_level_dataset_surplus"""
 _ABOVE_ZERO = "loss_scale initial_loss_scale min_loss_scale rotary_base rope_scaling_factor exit_duration_in_mins"
+_TOKENIZER_FLAGS = {
+    "tokenizer_model": "SentencePieceTokenizer GPTSentencePieceTokenizer Llama2Tokenizer HuggingFaceTokenizer "
+    "TikTokenizer",
+    "vocab_file": "GPT2BPETokenizer",
+    "merge_file": "GPT2BPETokenizer",
+    "tiktoken_pattern": "TikTokenizer",
+    "tiktoken_num_special_tokens": "TikTokenizer",
+    "tokenizer_special_tokens": "TikTokenizer",
+}
 _FROM_ZERO_BELOW_ONE = "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum"
 
 
@@ -255,15 +265,18 @@ def _data(config: RunConfig) -> Iterator[str]:
 
 
 def _tokenizer(config: RunConfig) -> Iterator[str]:
-    data = config.data
-    if data.tokenizer_type is None:
+    data, kind = config.data, config.data.tokenizer_type
+    if kind is None:
         yield f"give --tokenizer-type: {', '.join(get_args(TokenizerType))}"
-    elif data.tokenizer_type in ("SentencePieceTokenizer", "Llama2Tokenizer"):
-        if data.tokenizer_model is None:
-            yield f"--tokenizer-type {data.tokenizer_type} needs --tokenizer-model, its .model file"
-    elif data.tokenizer_model is not None:
-        yield f"--tokenizer-type {data.tokenizer_type} reads no --tokenizer-model ({data.tokenizer_model})"
-    if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is None:
+        return
+    for name, kinds in _TOKENIZER_FLAGS.items():
+        value, reads = getattr(data, name), kind in kinds.split()
+        flag = "--" + name.replace("_", "-")
+        if reads and value is None:
+            yield f"--tokenizer-type {kind} needs {flag}, its file"
+        elif not reads and value != getattr(DataConfig, name):
+            yield f"--tokenizer-type {kind} reads no {flag} ({value})"
+    if kind == "NullTokenizer" and config.model.vocab_size is None:
         yield "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens in the data"
 
 

@@ -190,9 +190,9 @@ def _build_split(
     if part.weights is None:
         datasets = [build(prefix, None) for prefix in part.prefixes]
         size = max(least, min(need, sum(map(len, datasets))))
-    else:
-        shares = [math.ceil(need * weight) for weight in normalize(part.weights)]
-        needs = [math.ceil(share * (1 + surplus)) for share in shares]
-        datasets = [build(prefix, count) for prefix, count in zip(part.prefixes, needs, strict=True)]
-        size = need
-    return BlendedDataset(datasets, part.weights, size, cache, part.prefixes[0])
+        return BlendedDataset(datasets, None, size, cache, part.prefixes[0])
+    # The blend normalizes them once more, as Megatron-LM's does: the last digit can decide between equals.
+    weights = normalize(part.weights)
+    needs = [math.ceil(math.ceil(need * weight) * (1 + surplus)) for weight in weights]
+    datasets = [build(prefix, count) for prefix, count in zip(part.prefixes, needs, strict=True)]
+    return BlendedDataset(datasets, weights, need, cache, part.prefixes[0])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megalite import checkpoint
 from megalite.config import ModelConfig, TrainingConfig
-from megalite.data.tokenizers import Tokenizer, build_tokenizer
+from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
@@ -41,11 +42,14 @@ def load_for_generation(path: Path, mesh: ParallelMesh, tokenizer_model: str | N
     return network, tokenizer
 
 
-def _tokenizer(data: dict[str, str | None], config: ModelConfig, tokenizer_model: str | None) -> Tokenizer:
+def _tokenizer(data: dict[str, Any], config: ModelConfig, tokenizer_model: str | None) -> Tokenizer:
     kind = data["tokenizer_type"] or "NullTokenizer"
-    # The model's vocabulary counts the end of document, which a NullTokenizer adds.
-    ordinary = config.vocab_size - 1 if kind == "NullTokenizer" and config.vocab_size is not None else None
-    tokenizer = build_tokenizer(kind, tokenizer_model or data["tokenizer_model"], ordinary)
+    size = config.vocab_size
+    if kind == "NullTokenizer" and size is not None:
+        size -= 1  # the model's vocabulary counts the end of document, which a NullTokenizer adds
+    elif kind != "TikTokenizer":
+        size = None  # compared below
+    tokenizer = build_tokenizer(kind, tokenizer_model or data["tokenizer_model"], size, TokenizerOptions.of(data))
     if tokenizer.vocab_size != config.vocab_size:
         raise ConfigurationError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {config.vocab_size}: give the one it was "

@@ -17,7 +17,7 @@ from megalite.data.index_cache import IndexCache
 from megalite.data.loader import MicroBatchLoader
 from megalite.data.parts import read_parts
 from megalite.data.sampler import GlobalBatchSize
-from megalite.data.tokenizers import Tokenizer, build_tokenizer
+from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
 from megalite.model.gpt import GPT
 from megalite.model.recompute import Recompute
 from megalite.optim import optimizer
@@ -58,7 +58,8 @@ def last_iteration(config: RunConfig, iteration: int = 0, consumed_samples: int 
 def open_data(config: RunConfig) -> RunData:
     """Open the tokenizer and the datasets. Raises DataError or ConfigurationError, the same on every rank."""
     data, training = config.data, config.training
-    tokenizer = build_tokenizer(data.tokenizer_type or "NullTokenizer", data.tokenizer_model, config.model.vocab_size)
+    kind, vocab_size = data.tokenizer_type or "NullTokenizer", config.model.vocab_size
+    tokenizer = build_tokenizer(kind, data.tokenizer_model, vocab_size, TokenizerOptions.of(data))
     batch_size, iterations = global_batch_size(config).final, last_iteration(config)
     samples = target_samples(
         train_samples=iterations * batch_size if training.train_samples is None else training.train_samples,

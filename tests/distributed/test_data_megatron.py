@@ -110,6 +110,15 @@ def test_samples_with_weights(
         assert_same(found, theirs, size)
 
 
+def test_weights_are_rounded_twice(rank_pools: RankPools, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """With these, a blend that normalizes its weights but once takes the other dataset at an equal."""
+    a, b = write([[1, 1, 7, 20, 2, 20], [50, 1, 20, 3, 2]], tmp_path_factory)
+    case = Case(["1.0", a, "0.3", b], "1", [], [60, 0, 0], 40, 372, 0.005)
+    (expected,) = rank_pools(1).run(megatron_data.samples, case)
+    assert normalize(normalize([1.0, 0.3])) != normalize([1.0, 0.3])
+    assert_same(ours(case).train, expected[0], 60)
+
+
 @many
 @given(lengths=st.lists(LENGTHS, min_size=FILES, max_size=FILES), data=st.data())
 def test_samples_of_prefixes_alone(

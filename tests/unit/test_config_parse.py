@@ -58,13 +58,24 @@ def test_none_gives_an_optional_field_back() -> None:
 
 
 def test_every_mistake_is_named_at_once_in_a_line_of_its_own() -> None:
-    flags = ["--hiden-sise", "3", "--swiglu", "true", "--save", "--num-layers", "1", "2", "--use-megatron-fsdp", "--qqqqqqqq"]
+    flags = [
+        "--hiden-sise",
+        "3",
+        "--swiglu",
+        "true",
+        "--save",
+        "--num-layers",
+        "1",
+        "2",
+        "--decoupled-lr",
+        "--qqqqqqqq",
+    ]
     assert failure([*MINIMAL, *flags]).splitlines() == [
         "unknown flag --hiden-sise, did you mean --hidden-size?",
         "--swiglu takes no value, got 'true' (--no-... turns a flag off)",
         "--save needs one value, got none",
         "--num-layers needs one value, got 1 2",
-        "--use-megatron-fsdp arrives with the full data-parallel engine (ZeRO 2 and 3, mixed precision, more optimizers)",
+        "--decoupled-lr arrives with the full data-parallel engine (ZeRO 2 and 3, mixed precision, more optimizers)",
         "unknown flag --qqqqqqqq",
     ]
 

@@ -159,13 +159,19 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ),
         (
             "--tokenizer-type None",
-            "give --tokenizer-type: SentencePieceTokenizer, Llama2Tokenizer, ByteTokenizer, NullTokenizer",
+            "give --tokenizer-type: SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, "
+            "HuggingFaceTokenizer, GPT2BPETokenizer, TikTokenizer, ByteTokenizer, NullTokenizer",
         ),
         (
             "--tokenizer-type Llama2Tokenizer",
-            "--tokenizer-type Llama2Tokenizer needs --tokenizer-model, its .model file",
+            "--tokenizer-type Llama2Tokenizer needs --tokenizer-model, its file",
         ),
         ("--tokenizer-model m", "--tokenizer-type ByteTokenizer reads no --tokenizer-model (m)"),
+        (
+            "--tokenizer-type GPT2BPETokenizer --vocab-file v",
+            "--tokenizer-type GPT2BPETokenizer needs --merge-file, its file",
+        ),
+        ("--tiktoken-pattern v1", "--tokenizer-type ByteTokenizer reads no --tiktoken-pattern (v1)"),
         (
             "--tokenizer-type NullTokenizer",
             "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens in the data",
