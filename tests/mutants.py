@@ -157,8 +157,8 @@ MUTANTS = (
     Mutant(
         "a tied weight is counted as used once",
         "megalite/model/gpt.py",
-        "replace(word.sharding, uses=2)",
-        "replace(word.sharding, uses=1)",
+        "replace(tied.sharding, uses=2)",
+        "replace(tied.sharding, uses=1)",
         _one_step("tp1-dp1"),
     ),
     Mutant(
@@ -185,8 +185,8 @@ MUTANTS = (
     Mutant(
         "gradients are not summed over data-parallel ranks",
         "megalite/optim/buckets.py",
-        'mesh.group("dp", "cp")',
-        'mesh.group("cp")',
+        'mesh.ranks("dp", "cp")',
+        'mesh.ranks("cp")',
         _one_step("tp1-dp2"),
     ),
     Mutant(
@@ -197,17 +197,52 @@ MUTANTS = (
         f"{_STEPS}[8]",
     ),
     Mutant(
+        "ZeRO 3 frees a block's weights before its last use of them",
+        "megalite/parallel/linear.py",
+        "input_gradient = gradient @ ctx.weight  # first",
+        "ctx.weight.gradient_buffer.free_parameters()\n        input_gradient = gradient @ ctx.weight  # first",
+        "tests/distributed/test_layouts_steps.py::test_zero_2_and_3_give_the_same_bits[1-2-1]",
+    ),
+    Mutant(
+        "ZeRO 2 forgets the micro-batches before the last",
+        "megalite/optim/buckets.py",
+        "add_to(self.gradient_shard, overwrite=self._rounds == 1)",
+        "add_to(self.gradient_shard, overwrite=True)",
+        _one_step("tp1-dp2"),
+    ),
+    Mutant(
+        "the instances of hybrid sharding are not summed",
+        "megalite/optim/reduction.py",
+        "collectives.all_reduce_(gradients, self.instance_group)",
+        "pass",
+        _one_step("tp1-dp4"),
+    ),
+    Mutant(
+        "the norm counts every instance of hybrid sharding",
+        "megalite/optim/buckets.py",
+        " and instance_group.rank == 0",
+        "",
+        _one_step("tp1-dp4"),
+    ),
+    Mutant(
+        "the loss scale is not taken out of the gradients",
+        "megalite/optim/optimizer.py",
+        "self._scale(self._clipping(norm) / loss_scale)",
+        "self._scale(self._clipping(norm))",
+        "tests/end_to_end/test_precision.py::test_the_loss_scale_leaves_no_trace",
+    ),
+    Mutant(
         "ZeRO 1 does not gather what the others have updated",
         "megalite/optim/optimizer.py",
-        "bucket.begin_parameter_gather()",
-        "bucket.finish_parameter_gather()",
+        "        self.begin_parameter_gather()\n        if not",
+        "        if not",
         _one_step("tp1-dp2"),
     ),
     Mutant(
         "the gradient is not clipped",
         "megalite/optim/optimizer.py",
-        "and factor < 1.0:",
-        "and factor < 0.0:",
+        "self._scale(self._clipping(norm) / loss_scale)",
+        "self._scale(1.0 / loss_scale)",
         f"{_STEPS}[3]",
     ),
     Mutant(

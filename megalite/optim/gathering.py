@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from megalite.optim.buckets import Bucket
 
@@ -37,7 +37,6 @@ class BlockGathers:
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(self._before_forward(index))
             block.register_forward_hook(self._after_forward(index))
-            block.register_full_backward_pre_hook(self._before_backward(index))
 
     def _enter(self, *, backward: bool) -> None:
         # Forwards of blocks outside the network's own are those of recomputation.
@@ -49,17 +48,14 @@ class BlockGathers:
 
         return hook
 
-    def _after_forward(self, index: int) -> Callable[[nn.Module, object, object], None]:
-        def hook(module: nn.Module, arguments: object, output: object) -> None:
-            if not self._in_backward:
-                for bucket in self._buckets[index]:
-                    bucket.free_parameters()
-
-        return hook
-
-    def _before_backward(self, index: int) -> Callable[[nn.Module, object], None]:
-        def hook(module: nn.Module, gradients: object) -> None:
-            self._make_whole(index, following=index - 1)
+    def _after_forward(self, index: int) -> Callable[[nn.Module, object, Tensor], None]:
+        def hook(module: nn.Module, arguments: object, output: Tensor) -> None:
+            if self._in_backward:
+                return
+            for bucket in self._buckets[index]:
+                bucket.free_parameters()
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self._make_whole(index, following=index - 1))
 
         return hook
 

@@ -63,7 +63,7 @@ def ended(job: Job, expected: int | None = 0, timeout: float = 60.0) -> Ended:
     if expected is not None:
         assert codes == [expected] * job.world_size, f"{codes}\n{job.stdout(0)}\n{stderr}"
         if expected in (0, 85):
-            assert stderr == ""
+            assert stderr == "", stderr
     assert all(job.stdout(rank) == "" for rank in range(1, job.world_size))
     return Ended(codes, job.stdout(0), stderr)
 

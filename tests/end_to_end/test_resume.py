@@ -25,21 +25,22 @@ from tests.harness.covering_array import Row, covering_array
 STEPS = 4
 BROKEN_AT = 2
 
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 FACTORS = {
     "family": ("gpt2", "llama"),
     "tensor_parallel": (1, 2),
     "data_parallel": (1, 2),
     "sequence_parallel": (False, True),
-    "zero": (0, 1),
+    "zero": (0, 1, 2, 3),
     "overlap": (False, True),
     "dropout": (0.0, 0.1),
-    "precision": ("fp32", "bf16", "fp64"),
+    "precision": ("fp32", "bf16", "fp16", "fp64"),
     "optimizer": ("adam", "sgd"),
 }
 
 
 def valid(row: Row) -> bool:
-    return (not row["sequence_parallel"] or row["tensor_parallel"] > 1) and (not row["overlap"] or row["zero"] == 1)
+    return (not row["sequence_parallel"] or row["tensor_parallel"] > 1) and (not row["overlap"] or row["zero"] > 0)
 
 
 ROWS = covering_array(FACTORS, valid)
@@ -48,7 +49,7 @@ ROWS = covering_array(FACTORS, valid)
 def layout_flags(row: Mapping[str, Any]) -> list[str]:
     found = ["--tp", str(row["tensor_parallel"])]
     found += ["--sequence-parallel"] * row["sequence_parallel"]
-    found += ["--use-distributed-optimizer"] * row["zero"]
+    found += ["--data-parallel-sharding-strategy", STRATEGIES[row["zero"]]]
     if row["overlap"]:
         found += ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "1000"]
     return found

@@ -1,0 +1,54 @@
+"""fp16 with a loss scale, and memory by ZeRO stage, in the whole program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megalite.optim.loss_scale import LossScale
+from tests.end_to_end.runs import LLAMA, NO_DROPOUT, Run, losses, metrics, words
+
+STEPS = 12
+PLAIN = (*LLAMA, *NO_DROPOUT, *words(f"--optimizer sgd --sgd-momentum 0 --clip-grad 0 --train-iters {STEPS}"))
+
+
+def train(run: Run, directory: Path, flags: str, world_size: int = 1) -> Path:
+    run(*PLAIN, "--save", directory, *words(flags), world_size=world_size)
+    return directory
+
+
+def test_the_loss_scale_leaves_no_trace(run: Run, tmp_path: Path) -> None:
+    """With plain SGD a scale left in the gradients is one in the updates; 1 % is what fp16's 11 bits leave."""
+    exact = losses(train(run, tmp_path / "fp32", "--lr 0.1"))
+    scaled = losses(train(run, tmp_path / "fp16", "--lr 0.1 --fp16 --loss-scale 1024"))
+    assert scaled == pytest.approx(exact, rel=0.01)
+    assert exact[0] - exact[-1] > 10 * max(abs(a - b) for a, b in zip(scaled, exact, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["", "--tp 2 --sequence-parallel", "--data-parallel-sharding-strategy optim_grads"])
+def test_a_dynamic_scale_finds_its_place_and_is_kept(layout: str, run: Run, tmp_path: Path) -> None:
+    """It starts too high, overflows, backs off by its rule, and goes on from where it was when the run is resumed."""
+    flags = f"--fp16 --initial-loss-scale {2.0**24} --hysteresis 2 --loss-scale-window 3 {layout}"
+    world_size = 2 if layout else 1
+    whole = metrics(train(run, tmp_path / "whole", flags, world_size))
+    broken = tmp_path / "broken"
+    run(*PLAIN, "--save", broken, *words(flags), "--exit-interval", 5, world_size=world_size, expected=85)
+    assert metrics(train(run, broken, f"{flags} --resume auto", world_size)) == whole
+    scale = LossScale.dynamic(2.0**24, 1.0, 3, 2)
+    for step in whole:
+        assert step["loss_scale"] == scale.value
+        scale = scale.after(overflow=step["skipped"])
+    skipped = [step["skipped"] for step in whole]
+    assert skipped[0]
+    assert not all(skipped)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_every_strategy_trains_the_same_model(strategy: str, run: Run, tmp_path: Path) -> None:
+    flags = f"--fp64 --data-parallel-sharding-strategy {strategy} --global-batch-size 8"
+    alone = losses(train(run, tmp_path / "alone", "--fp64 --global-batch-size 8"))
+    assert losses(train(run, tmp_path / "two", flags, world_size=2)) == pytest.approx(alone, rel=1e-10)
+    if strategy != "no_shard":
+        instances = f"{flags} --num-distributed-optimizer-instances 2"
+        assert losses(train(run, tmp_path / "four", instances, world_size=4)) == pytest.approx(alone, rel=1e-10)
