@@ -16,10 +16,13 @@ def main() -> int:
     arguments = parse_arguments(sys.argv[1:])
     config = resolve(arguments.config, place.world_size)
 
-    from megalite.training.construction import open_data
+    from megalite.training.data import open_data
+
+    data = open_data(config)
+
     from megalite.training.pretrain import pretrain
 
-    return pretrain(config, arguments.notes, open_data(config), place)
+    return pretrain(config, arguments.notes, data, place)
 
 
 if __name__ == "__main__":

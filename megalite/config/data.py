@@ -40,6 +40,32 @@ class DataConfig:
     """A JSON file of what would follow train-, valid- and test-data-path, under "train", "valid" and "test"."""
     data_cache_path: str | None = None
     """Directory of the sample indices; unset: a folder `cache` beside the data."""
+    sft: bool = False
+    """The data are JSONL files of conversations; the loss counts on answers only."""
+    chat_template: str | None = None
+    """With sft: Jinja template of a conversation, or a file that holds it; unset: the tokenizer's."""
+    fim_data: bool = False
+    """Rearrange documents to fill in their middle."""
+    fim_rate: float = 0.5
+    """Share of documents that are rearranged."""
+    fim_spm_rate: float = 0.5
+    """Share of those that are in the order suffix, prefix, middle; the others: prefix, suffix, middle."""
+    fim_split_sample: str | None = None
+    """Token that divides a document into fragments, each rearranged by itself."""
+    fim_fragment_rate: float | None = None
+    """Share of fragments that are rearranged in documents that are; unset: fim-rate."""
+    fim_no_prefix: str | None = None
+    """Leave texts that begin so as they are."""
+    fim_prefix_token: str = "<fim_prefix>"
+    """Token before the prefix."""
+    fim_middle_token: str = "<fim_middle>"
+    """Token before the middle."""
+    fim_suffix_token: str = "<fim_suffix>"
+    """Token before the suffix."""
+    fim_pad_token: str = "<fim_pad>"
+    """Token that fills up samples that become shorter; no loss counts there."""
+    fim_eod_token: str | None = None
+    """Token that ends documents; unset: the tokenizer's."""
     mid_level_dataset_surplus: float = 0.005
     """Share that is drawn from each dataset of a blend beyond its weight."""
     mock_data: bool = False

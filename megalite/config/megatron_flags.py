@@ -68,7 +68,6 @@ CONTEXT = "arrives with context parallelism"
 EXPERTS = "arrives with mixture of experts"
 ENGINE = "arrives with the full data-parallel engine (ZeRO 2 and 3, mixed precision, more optimizers)"
 TOKENIZERS = "is not there: a tokenizer is its files, and encodes as its own library does"
-DATA = "arrives with the data capability (blends, more tokenizers, packing, batch-size ramps)"
 ORDER = "is not there: the order of samples is fixed when the run starts, and one number resumes it"
 EVALUATION = "is not there: every evaluation reads --eval-iters batches of one set"
 CHECKPOINTS = "arrives with the checkpoints capability (any layout into any other, asynchronous, partial loads)"
@@ -88,6 +87,7 @@ REMOVED: Mapping[str, str] = {
     "checkpoint-activations": "--recompute-activations",
     "use-dist-ckpt": "--ckpt-format",
     "dist-ckpt-format": "--ckpt-format",
+    "sft-tokenizer-prompt-format": "--chat-template",
     "padded-vocab-size": "--make-vocab-size-divisible-by",
     "no-pad-vocab-size": "--make-vocab-size-divisible-by 1",
     "disable-pad-vocab-size": "--make-vocab-size-divisible-by 1",
@@ -126,7 +126,7 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "position-embedding-type": {"yarn": FAMILIES, **dict.fromkeys(("mrope", "relative"), NOT_GPT)},
     "tokenizer-type": {
-        "SFTTokenizer": DATA,
+        "SFTTokenizer": "is not there: --sft works with every tokenizer, and its chat template or --chat-template",
         **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), NOT_GPT),
         **dict.fromkeys(("MultimodalTokenizer", "NullMultimodalTokenizer"), NOT_GPT),
     },
@@ -175,10 +175,6 @@ REFUSED: Mapping[str, str] = {
     use-torch-fsdp2 ddp-num-buckets enable-full-sharding-in-hsdp
     torch-fsdp2-no-reshard-after-forward log-params-norm log-num-zeros-in-grad use-precision-aware-optimizer
     main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
-    """,
-    DATA: """
-    fim-data fim-rate fim-spm-rate fim-split-sample fim-fragment-rate fim-no-prefix fim-prefix-token fim-middle-token
-    fim-suffix-token fim-pad-token fim-eod-token chat-template sft sft-tokenizer-prompt-format
     """,
     TOKENIZERS: """
     tokenizer-metadata tokenizer-sentencepiece-legacy null-tokenizer-eod-id null-tokenizer-pad-id

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import get_args
 
 from megalite.config.data import DataConfig, TokenizerType
@@ -33,6 +33,7 @@ _TOKENIZER_FLAGS = {
     "tiktoken_num_special_tokens": "TikTokenizer",
     "tokenizer_special_tokens": "TikTokenizer",
 }
+_SHARES = "lr_warmup_fraction fim_rate fim_spm_rate fim_fragment_rate"
 _FROM_ZERO_BELOW_ONE = "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum"
 
 
@@ -100,7 +101,7 @@ def _range_missed(name: str, value: float) -> str | None:
     """The range that `value` should be in but is not."""
     if name == "rotary_percent" and not 0 < value <= 1:
         return "above 0, at most 1"
-    if name == "lr_warmup_fraction" and not 0 <= value <= 1:
+    if name in _SHARES.split() and not 0 <= value <= 1:
         return "from 0 to 1"
     if name == "seed" and value >= 2**32:
         return "below 2^32"
@@ -262,6 +263,20 @@ def _data(config: RunConfig) -> Iterator[str]:
         data.split_shares()
     except ConfigurationError as error:
         yield str(error)
+    yield from _forms_of_data(data)
+
+
+def _forms_of_data(data: DataConfig) -> Iterator[str]:
+    if data.sft and (data.mock_data or data.fim_data):
+        yield f"--sft reads conversations: leave {'--mock-data' if data.mock_data else '--fim-data'} out"
+    if data.sft and data.eod_mask_loss:
+        yield "--eod-mask-loss is for token files: with --sft the loss counts on answers alone"
+    if data.chat_template is not None and not data.sft:
+        yield "--chat-template needs --sft"
+    if not data.fim_data:
+        for field in fields(data):
+            if field.name.startswith("fim_") and getattr(data, field.name) != field.default:
+                yield f"--{field.name.replace('_', '-')} needs --fim-data"
 
 
 def _tokenizer(config: RunConfig) -> Iterator[str]:

@@ -34,6 +34,7 @@ def sample_fields(
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
     eod_mask_loss: bool = False,
+    pad: int | None = None,
 ) -> SampleFields:
     """The fields of a sample, as Megatron-LM's `_get_ltor_masks_and_position_ids` defines them.
 
@@ -43,12 +44,15 @@ def sample_fields(
         reset_position_ids: positions start at 0 in every document.
         reset_attention_mask: give `document_ids`.
         eod_mask_loss: no loss where the input is `eod`: what begins the next document cannot be known.
+        pad: the token that fills up a sample: no loss where it is the label. None where nothing is filled up.
     """
     tokens, labels = tokens_plus_one[:-1], tokens_plus_one[1:]
     ends = tokens == eod
     loss_mask = np.ones(len(tokens), np.float32)
     if eod_mask_loss:
         loss_mask[ends] = 0.0
+    if pad is not None:
+        loss_mask[labels == pad] = 0.0
     positions = np.arange(len(tokens), dtype=np.int64)
     documents = np.cumsum(ends, dtype=np.int64) - ends
     if reset_position_ids:
@@ -68,7 +72,7 @@ class FieldsDataset:
 
     Args:
         tokens: samples int64 [sequence_length + 1].
-        eod, reset_position_ids, reset_attention_mask, eod_mask_loss: see `sample_fields`.
+        eod, reset_position_ids, reset_attention_mask, eod_mask_loss, pad: see `sample_fields`.
     """
 
     def __init__(
@@ -78,9 +82,10 @@ class FieldsDataset:
         reset_position_ids: bool = False,
         reset_attention_mask: bool = False,
         eod_mask_loss: bool = False,
+        pad: int | None = None,
     ) -> None:
         self.tokens = tokens
-        self.arguments = (eod, reset_position_ids, reset_attention_mask, eod_mask_loss)
+        self.arguments = (eod, reset_position_ids, reset_attention_mask, eod_mask_loss, pad)
 
     def __len__(self) -> int:
         """The number of samples."""

@@ -31,10 +31,11 @@ class LengthStatistics(NamedTuple):
 
 def length_statistics(blocks: Iterable[np.ndarray]) -> LengthStatistics:
     """From the lengths in blocks; the memory it takes does not grow with their number."""
-    counts = np.zeros(LONGEST_COUNTED + 1, np.int64)
+    counts = np.zeros(1, np.int64)
     total = longest = 0
     for lengths in blocks:
-        counts += np.bincount(np.minimum(lengths, LONGEST_COUNTED), minlength=LONGEST_COUNTED + 1)
+        fewer, counts = sorted((counts, np.bincount(np.minimum(lengths, LONGEST_COUNTED))), key=len)
+        counts[: len(fewer)] += fewer
         total += int(lengths.sum(dtype=np.int64))
         longest = max(longest, int(lengths.max(initial=0)))
     below = np.cumsum(counts)

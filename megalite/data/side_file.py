@@ -25,28 +25,40 @@ def write_side_file(file: TemporaryFile, tokenizer: dict[str, Any] | None, token
     file.write((json.dumps(record, indent=2) + "\n").encode())
 
 
+def recorded_tokenizer(prefix: str | Path) -> dict[str, Any] | None:
+    """What identifies the tokenizer the data was made with (`Tokenizer.identity()`), or None where nothing says so.
+
+    Raises:
+        DataError: the side file cannot be read.
+    """
+    path = side_file_path(prefix)
+    try:
+        recorded: dict[str, Any] | None = json.loads(path.read_text())["tokenizer"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} cannot be read as the record of a tokenizer ({error!r}): run tools/preprocess_data.py again, or "
+            "remove it to skip the check"
+        ) from error
+    return recorded
+
+
 def check_tokenizer(prefix: str | Path, tokenizer: dict[str, Any]) -> None:
     """Refuse a tokenizer (`Tokenizer.identity()`) that is not the one the data was made with, where that is recorded.
 
     Raises:
         DataError: the tokenizers differ, or the side file cannot be read.
     """
-    path = side_file_path(prefix)
-    try:
-        recorded = json.loads(path.read_text())["tokenizer"]
-    except FileNotFoundError:
-        return
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path} cannot be read as the record of a tokenizer ({error!r}): run tools/preprocess_data.py again, or "
-            "remove it to skip the check"
-        ) from error
+    recorded = recorded_tokenizer(prefix)
     if recorded is not None and recorded != tokenizer:
         raise DataError(
-            f"{prefix} was made with the tokenizer {_describe(recorded)} (recorded in {path}), but this run uses "
-            f"{_describe(tokenizer)}: give --tokenizer-type and --tokenizer-model as then, or preprocess the text again"
+            f"{prefix} was made with the tokenizer {describe_tokenizer(recorded)} (recorded in "
+            f"{side_file_path(prefix)}), but this run uses {describe_tokenizer(tokenizer)}: give --tokenizer-type and "
+            "--tokenizer-model as then, or preprocess the text again"
         )
 
 
-def _describe(identity: dict[str, Any]) -> str:
+def describe_tokenizer(identity: dict[str, Any]) -> str:
+    """The identity for a person."""
     return ", ".join(f"{name} {value}" for name, value in identity.items())

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from megalite.config import ModelConfig, RunConfig
 from megalite.data.blend import Dataset
-from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
-from megalite.data.fields import FieldsDataset, SampleFields
-from megalite.data.index_cache import IndexCache
+from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
-from megalite.data.parts import read_parts
-from megalite.data.sampler import GlobalBatchSize
-from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
+from megalite.data.tokenizers import Tokenizer
 from megalite.model.gpt import GPT
 from megalite.model.recompute import Recompute
 from megalite.optim import optimizer
@@ -27,85 +21,6 @@ from megalite.optim.optimizer import Optimizer
 from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
-
-
-@dataclass(frozen=True)
-class RunData:
-    """What a run reads, opened and checked before any rank talks to another; notes are for the person who starts it."""
-
-    tokenizer: Tokenizer
-    train: Dataset[SampleFields]
-    valid: Dataset[SampleFields] | None
-    test: Dataset[SampleFields] | None
-    notes: tuple[str, ...] = ()
-
-
-def global_batch_size(config: RunConfig) -> GlobalBatchSize:
-    """Samples a step; `resolve` has filled it in."""
-    if config.training.global_batch_size is None:
-        raise ValueError("the configuration has not been resolved")
-    return GlobalBatchSize(config.training.global_batch_size, config.training.rampup_batch_size)
-
-
-def last_iteration(config: RunConfig, iteration: int = 0, consumed_samples: int = 0) -> int:
-    """The number of the last step of a run that stands after `iteration` steps and `consumed_samples`; a remainder of
-    --train-samples below one global batch is left out."""
-    if config.training.train_iters is not None:
-        return config.training.train_iters
-    return iteration + global_batch_size(config).steps(consumed_samples, config.training.train_samples or 0)
-
-
-def open_data(config: RunConfig) -> RunData:
-    """Open the tokenizer and the datasets. Raises DataError or ConfigurationError, the same on every rank."""
-    data, training = config.data, config.training
-    kind, vocab_size = data.tokenizer_type or "NullTokenizer", config.model.vocab_size
-    tokenizer = build_tokenizer(kind, data.tokenizer_model, vocab_size, TokenizerOptions.of(data))
-    batch_size, iterations = global_batch_size(config).final, last_iteration(config)
-    samples = target_samples(
-        train_samples=iterations * batch_size if training.train_samples is None else training.train_samples,
-        train_iters=iterations,
-        global_batch_size=batch_size,
-        eval_interval=training.eval_interval,
-        eval_iters=training.eval_iters,
-    )
-    tokens = _open_tokens(config, tokenizer, samples)
-    train, valid, test = (
-        None if part is None else _with_fields(config, tokenizer, part)
-        for part in (tokens.train, tokens.valid, tokens.test)
-    )
-    if train is None:
-        raise ValueError("a run of no steps has no data")
-    return RunData(tokenizer, train, valid, test, tokens.notes)
-
-
-def _open_tokens(config: RunConfig, tokenizer: Tokenizer, samples: Samples) -> Datasets[np.ndarray]:
-    data, seed = config.data, config.training.seed
-    if data.mock_data:
-        return build_mock_datasets(samples, sequence_length=data.seq_length, seed=seed, tokenizer=tokenizer)
-    parts = read_parts(
-        data_path=data.data_path,
-        split=data.split,
-        train_data_path=data.train_data_path,
-        valid_data_path=data.valid_data_path,
-        test_data_path=data.test_data_path,
-        data_args_path=data.data_args_path,
-        per_split_data_args_path=data.per_split_data_args_path,
-    )
-    return build_token_datasets(
-        parts,
-        samples,
-        sequence_length=data.seq_length,
-        seed=seed,
-        tokenizer=tokenizer,
-        cache=IndexCache(data.data_cache_path),
-        surplus=data.mid_level_dataset_surplus,
-        mmap_bin_files=data.mmap_bin_files,
-    )
-
-
-def _with_fields(config: RunConfig, tokenizer: Tokenizer, tokens: Dataset[np.ndarray]) -> FieldsDataset:
-    data = config.data
-    return FieldsDataset(tokens, tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
 
 
 def make_loader(

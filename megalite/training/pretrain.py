@@ -10,7 +10,7 @@ from megalite.config.yaml_file import dump
 from megalite.errors import EXIT_FINISHED, CheckpointError, ConfigurationError
 from megalite.files import write_atomically
 from megalite.parallel.mesh import ParallelMesh
-from megalite.training.construction import RunData, last_iteration
+from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
 from megalite.training.launch import join, leave
 from megalite.training.place import Place

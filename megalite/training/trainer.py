@@ -22,16 +22,14 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline import engine, schedules
 from megalite.training.batches import to_micro_batches, valid_tokens
 from megalite.training.construction import (
-    RunData,
     count_parameters,
-    global_batch_size,
-    last_iteration,
     make_loader,
     make_loss_scale,
     make_model,
     make_optimizer,
     model_dtype,
 )
+from megalite.training.data import RunData, global_batch_size, last_iteration
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics

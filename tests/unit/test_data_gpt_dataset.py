@@ -22,7 +22,7 @@ from megalite.data.gpt_dataset import (
     plan_epochs,
 )
 from megalite.data.index_cache import IndexCache
-from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
 from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.data.parts import read_parts
 from megalite.data.tokenizers.null import NullTokenizer
@@ -161,6 +161,38 @@ def test_indices_beyond_32_bits() -> None:
     flat = np.concatenate(([0], np.cumsum(half)))[index[:, 0]] + index[:, 1]
     assert np.array_equal(flat, np.arange(samples + 1) * 2**20)
     assert build_sample_index(np.array([2**31 + 5]), 4, 2**29).dtype == np.int64
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_files_beyond_2_to_the_31_tokens_and_bytes(tmp_path: Path, mmap: bool) -> None:
+    """4.3 billion tokens in 8.6 GB, nearly all of them holes; what is read at marked places is what stands there."""
+    lengths = np.array([2**31 - 1, 5, 2**31 - 1], np.int32)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    marks = {int(place): 7 + number for number, place in enumerate([0, 2**30, *(ends - 1), 2**31 + 9, 2**32 - 99])}
+    with (tmp_path / "tokens.bin").open("wb") as file:
+        file.truncate(2 * int(ends[-1]))
+        for place, mark in marks.items():
+            file.seek(2 * place)
+            file.write(np.uint16(mark).tobytes())
+    with (tmp_path / "tokens.idx").open("wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 8, 3, 4) + lengths.tobytes())
+        file.write((2 * (ends - lengths)).tobytes() + np.arange(4, dtype=np.int64).tobytes())
+
+    indexed, length = IndexedDataset(tmp_path / "tokens", mmap), 2**18
+    dataset = GPTDataset(indexed, range(3), None, length, 1, IndexCache())
+    assert indexed.tokens > 2**32
+    assert len(dataset) == (int(ends[-1]) - 1) // length
+    starts = dict(
+        zip(dataset.document_index.tolist(), np.cumsum([0, *lengths[dataset.document_index][:2]]), strict=True)
+    )
+    order = np.argsort(dataset.shuffle_index)
+    for place, mark in marks.items():
+        document = int(np.searchsorted(ends, place, side="right"))
+        offset = place - int(ends[document] - lengths[document])
+        sample, within = divmod(int(starts[document]) + offset, length)
+        assert indexed.get(document, offset, 1).tolist() == [mark]
+        if sample < len(dataset):  # what does not fill a sample is left out
+            assert dataset[int(order[sample])][within] == mark
 
 
 def test_shuffle_keeps_32_bits_while_they_suffice() -> None:

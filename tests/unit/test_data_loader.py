@@ -157,7 +157,7 @@ def test_the_ramp_is_megatrons() -> None:
 
 
 @settings(deadline=None)
-@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 12), st.integers(1, 3000), st.integers(0, 5000))
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 12), st.integers(1, 300), st.integers(0, 500))
 def test_steps_are_those_that_the_samples_allow(start: int, increment: int, count: int, over: int, total: int) -> None:
     size = GlobalBatchSize(start + count * increment, (start, increment, over))
     consumed, trail = 0, [0]
@@ -167,3 +167,61 @@ def test_steps_are_those_that_the_samples_allow(start: int, increment: int, coun
         trail.append(consumed)
     for step, samples in enumerate(trail):
         assert size.steps(samples, total) == len(trail) - 1 - step
+
+
+# ---------------------------------------------------------------------------------------------------- resuming
+
+
+class Numbered:
+    """Samples that say which they are."""
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        return np.full(5, sample)
+
+
+def global_batch(consumed: int, size: int, micro: int, ranks: int, num_workers: int) -> list[int]:
+    """The samples of a step in the order of micro-batches and ranks, from the loaders of all ranks."""
+    arguments = {"micro_batch_size": micro, "data_parallel_size": ranks, "vocab_size": 10**6}
+    of_ranks = []
+    for rank in range(ranks):
+        with loader(Numbered(), num_workers, data_parallel_rank=rank, **arguments) as batches:
+            loaded = batches.micro_batches(consumed, size // (micro * ranks))
+            assert all(batch["sample_id"] == batch["tokens"][0, 0] for batch in loaded)
+            of_ranks.append([batch["tokens"][:, 0].tolist() for batch in loaded])
+    return [sample for of_each in zip(*of_ranks, strict=True) for samples in of_each for sample in samples]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.integers(0, 2)), min_size=1, max_size=5
+    ),
+    st.none() | st.integers(1, 100),
+)
+def test_any_split_may_go_on_and_the_global_batches_stay(splits: list[tuple[int, int, int]], over: int | None) -> None:
+    """Micro-batches, ranks and workers change between steps, as at a checkpoint, also while the batch grows."""
+    size = GlobalBatchSize(72, None if over is None else (24, 24, over))
+    consumed = 0
+    for micro, ranks, num_workers in splits:
+        batch = global_batch(consumed, size.at(consumed), micro, ranks, num_workers)
+        assert batch == list(range(consumed, consumed + size.at(consumed)))
+        consumed += len(batch)
+
+
+def test_another_batch_size_goes_on_at_the_next_sample() -> None:
+    assert global_batch(24, 12, 2, 3, 1) + global_batch(36, 8, 1, 4, 0) == list(range(24, 44))
+
+
+def test_workers_load_the_same_in_the_same_order() -> None:
+    loaded = []
+    for num_workers in (0, 1, 4):
+        with loader(mock(), num_workers) as batches:
+            loaded.append([batches.micro_batches(consumed, 3) for consumed in (0, 12, 24, 36)])
+    for other in loaded[1:]:
+        for steps in zip(loaded[0], other, strict=True):
+            for a, b in zip(*steps, strict=True):
+                assert a["sample_id"] == b["sample_id"]
+                assert np.array_equal(a["tokens"], b["tokens"])

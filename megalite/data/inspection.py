@@ -1,0 +1,98 @@
+"""Looking into token files: what they hold, and whether every byte is where the index says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from megalite.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megalite.data.length_statistics import length_statistics
+from megalite.data.side_file import describe_tokenizer, recorded_tokenizer
+from megalite.errors import DataError
+
+# Entries of the index, and tokens, that are looked at a time.
+BLOCK = 1 << 22
+
+
+def describe(data: IndexedDataset) -> dict[str, str]:
+    """What a dataset holds, by name."""
+    documents = len(data.document_indices) - 1
+    lengths = length_statistics(data.sequence_lengths[first:last] for first, last in _blocks(len(data)))
+    tokenizer = recorded_tokenizer(data.prefix)
+    return {
+        "prefix": data.prefix,
+        "stored as": data.dtype.name,
+        "documents": f"{documents:,}",
+        "sequences": f"{len(data):,}",
+        "tokens": f"{data.tokens:,}",
+        "bytes": f"{bin_path(data.prefix).stat().st_size:,} and {idx_path(data.prefix).stat().st_size:,} of index",
+        "lengths": str(lengths),
+        "empty documents": f"{_empty_documents(data):,}",
+        "tokenizer": "not recorded" if tokenizer is None else describe_tokenizer(tokenizer),
+    }
+
+
+def document_tokens(data: IndexedDataset, document: int) -> list[np.ndarray]:
+    """The sequences of a document. Raises DataError where there is no such document."""
+    documents = len(data.document_indices) - 1
+    if not 0 <= document < documents:
+        raise DataError(f"--document {document}: {data.prefix} has documents 0 to {documents - 1}")
+    first, last = data.document_indices[document : document + 2].tolist()
+    return [data.get(sequence) for sequence in range(first, last)]
+
+
+def verify(data: IndexedDataset) -> None:
+    """Check every pointer, length and boundary of the index, and every token.
+
+    Raises:
+        DataError: a sequence is not where those before it end, documents go backwards, or a token is not of the
+            recorded tokenizer's vocabulary.
+    """
+    _verify_pointers(data)
+    for first, last in _blocks(len(data.document_indices) - 1):
+        steps = np.diff(data.document_indices[first : last + 1])
+        if len(steps) and steps.min() < 0:
+            document = first + int(np.argmin(steps))
+            raise DataError(f"{idx_path(data.prefix)}: document {document} ends before it begins")
+    _verify_tokens(data)
+
+
+def _verify_pointers(data: IndexedDataset) -> None:
+    position = 0
+    for first, last in _blocks(len(data)):
+        sizes = data.sequence_lengths[first:last].astype(np.int64) * data.dtype.itemsize
+        expected = position + np.cumsum(sizes) - sizes
+        wrong = np.flatnonzero(data.sequence_pointers[first:last] != expected)
+        if len(wrong):
+            at = int(wrong[0])
+            raise DataError(
+                f"{idx_path(data.prefix)}: sequence {first + at} is at byte {data.sequence_pointers[first + at]}, but "
+                f"the one before it ends at {expected[at]}"
+            )
+        position += int(sizes.sum())
+
+
+def _verify_tokens(data: IndexedDataset) -> None:
+    vocab_size = (recorded_tokenizer(data.prefix) or {}).get("vocab_size")
+    tokens: Any = np.memmap(bin_path(data.prefix), data.dtype, mode="r") if data.tokens else np.empty(0, data.dtype)
+    for first, last in _blocks(data.tokens):
+        block = tokens[first:last]
+        largest, smallest = int(block.max()), int(block.min())
+        if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
+            at = int(np.flatnonzero((block < 0) | (block >= (vocab_size or largest + 1)))[0])
+            raise DataError(
+                f"{bin_path(data.prefix)}: token number {first + at} is {block[at]}, which is none of the "
+                f"{vocab_size or ''} tokens of the vocabulary: the file is damaged, copy or preprocess it again"
+            )
+
+
+def _empty_documents(data: IndexedDataset) -> int:
+    boundaries = data.document_indices
+    blocks = _blocks(len(boundaries) - 1)
+    return sum(int(np.count_nonzero(np.diff(boundaries[first : last + 1]) == 0)) for first, last in blocks)
+
+
+def _blocks(count: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(first + BLOCK, count)) for first in range(0, count, BLOCK))

@@ -1,0 +1,237 @@
+"""Conversations packed into sequences: tokens attend within their conversation only, and the loss counts on answers.
+
+A conversation of n tokens takes n - 1 places, each an input and its label, so that no label belongs to another
+conversation. In each epoch conversations are shuffled and taken in turn; one that does not fit into what is left of a
+sequence begins the next. One that is longer than a sequence is cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megalite.data.chat import ChatTemplate, conversation_reader
+from megalite.data.datasets import SURPLUS, Datasets, Samples, build_datasets
+from megalite.data.fields import SampleFields
+from megalite.data.index_cache import Arrays, IndexCache
+from megalite.data.parts import Part
+from megalite.data.tokenizers import Tokenizer
+from megalite.errors import DataError
+
+
+def build_sft_datasets(
+    parts: Sequence[Part | None],
+    samples: Samples,
+    *,
+    sequence_length: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    cache: IndexCache,
+    surplus: float = SURPLUS,
+) -> Datasets[SampleFields]:
+    """The sets of a run on conversations; `parts` name JSONL files.
+
+    Raises:
+        ConfigurationError: there is no training data.
+        DataError: a file is missing, or a line is no conversation.
+    """
+    notes = []
+
+    def open_source(path: str) -> ConversationFile:
+        file = ConversationFile(path, tokenizer, template, sequence_length, seed, cache)
+        notes.extend(file.notes())
+        return file
+
+    datasets = build_datasets(parts, samples, open_source, cache, surplus)
+    return datasets._replace(notes=(*notes, *datasets.notes))
+
+
+class ConversationFile:
+    """A JSONL file of conversations in tokens, made into tokens once and kept with the sample indices.
+
+    Args:
+        path: the file.
+        tokenizer: makes it into tokens.
+        template: the chat template; None for the plain form of `megalite.data.chat`.
+        sequence_length: tokens the model sees in a sample.
+        seed: seed of the samples' order.
+        cache: keeps the tokens and the indices.
+
+    Raises:
+        DataError: the file cannot be read, or a line is no conversation.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        sequence_length: int,
+        seed: int,
+        cache: IndexCache,
+    ) -> None:
+        self.path, self.sequence_length, self.seed, self.cache = path, sequence_length, seed, cache
+        self.eod = tokenizer.eod
+        self.description = {
+            "kind": "conversations",
+            "version": 1,
+            "file_sha256": _sha256(path),
+            "tokenizer": tokenizer.identity(),
+            "template": None if template is None else [template.source, dict(template.special_tokens)],
+        }
+        arrays = cache.get(path, self.description, lambda: _read_conversations(path, tokenizer, template))
+        self.tokens, self.learned, self.ends = arrays["tokens"], arrays["learned"], arrays["ends"]
+
+    def __len__(self) -> int:
+        """The number of conversations."""
+        return len(self.ends)
+
+    def begin(self, conversation: int) -> int:
+        """Where a conversation starts in `tokens`."""
+        return int(self.ends[conversation - 1]) if conversation else 0
+
+    def places(self) -> np.ndarray:
+        """The places that each conversation takes in a sequence."""
+        return np.minimum(np.diff(self.ends, prepend=0) - 1, self.sequence_length)
+
+    def notes(self) -> list[str]:
+        """What a user should know about the file."""
+        cut = int((np.diff(self.ends, prepend=0) - 1 > self.sequence_length).sum())
+        longer = f"{self.path}: {cut} of {len(self)} conversations are longer than --seq-length and are cut"
+        return [longer] if cut else []
+
+    def dataset(self, sequences: range, num_samples: int | None) -> SFTDataset:
+        """At least `num_samples` samples of these conversations; None for those of one epoch."""
+        description = self.description | {
+            "kind": "packed conversations",
+            "conversations": [sequences.start, sequences.stop],
+            "num_samples": num_samples,
+            "sequence_length": self.sequence_length,
+            "seed": self.seed,
+        }
+        places = self.places()[sequences.start : sequences.stop]
+
+        def build() -> Arrays:
+            order, starts = pack(places, self.sequence_length, num_samples, self.seed)
+            return {"order": order + sequences.start, "starts": starts}
+
+        arrays = self.cache.get(self.path, description, build)
+        return SFTDataset(self, arrays["order"], arrays["starts"])
+
+
+def pack(lengths: np.ndarray, capacity: int, num_samples: int | None, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which conversations each sequence holds.
+
+    Args:
+        lengths: places that each conversation takes, from 1 to `capacity`.
+        capacity: places in a sequence.
+        num_samples: sequences needed; None for those of one epoch.
+        seed: seed of the order.
+
+    Returns:
+        order: conversations, int64, whole epochs of them.
+        starts: sequence k holds `order[starts[k]:starts[k + 1]]`, int64.
+    """
+    random = np.random.RandomState(seed)
+    epochs, starts = list[np.ndarray](), [0]
+    while len(starts) == 1 or (num_samples is not None and len(starts) <= num_samples):
+        order = random.permutation(len(lengths))
+        ends = np.cumsum(lengths[order])
+        first, at = len(epochs) * len(lengths), 0
+        while at < len(order):
+            filled = ends[at] - lengths[order[at]]
+            at = int(np.searchsorted(ends, filled + capacity, side="right"))
+            starts.append(first + at)
+        epochs.append(order)
+    return np.concatenate(epochs).astype(np.int64), np.array(starts, np.int64)
+
+
+@dataclass(frozen=True)
+class SFTDataset:
+    """Sequences of packed conversations, see `pack`."""
+
+    file: ConversationFile
+    order: np.ndarray
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return len(self.starts) - 1
+
+    def __getitem__(self, sample: int) -> SampleFields:
+        """A sequence; what the conversations leave empty is a document of its own, without loss.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of a dataset of {len(self)}")
+        file, length = self.file, self.file.sequence_length
+        fields = SampleFields(
+            tokens=np.full(length, file.eod, np.int64),
+            labels=np.full(length, file.eod, np.int64),
+            loss_mask=np.zeros(length, np.float32),
+            positions=np.arange(length, dtype=np.int64),
+            document_ids=np.zeros(length, np.int64),
+        )
+        documents = fields["document_ids"]
+        at = 0
+        for conversation in self.order[self.starts[sample] : self.starts[sample + 1]]:
+            begin = file.begin(int(conversation))
+            count = min(int(file.ends[conversation]) - begin - 1, length)
+            here, inputs, labels = (
+                slice(at, at + count),
+                slice(begin, begin + count),
+                slice(begin + 1, begin + count + 1),
+            )
+            fields["tokens"][here] = file.tokens[inputs]
+            fields["labels"][here] = file.tokens[labels]
+            fields["loss_mask"][here] = file.learned[labels]
+            at += count
+            fields["positions"][at:] = np.arange(length - at)
+            if documents is not None:
+                documents[at:] += 1
+        return fields
+
+
+def _sha256(path: str) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}): with --sft the data are JSONL files of conversations"
+        ) from error
+
+
+def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> Arrays:
+    spans_of = conversation_reader(template)
+    tokens, learned, ends = array("i"), bytearray(), array("q")
+    with Path(path).open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                for span in spans_of(json.loads(line)):
+                    ids = [*tokenizer.encode(span.text), *([tokenizer.eod] if span.ends else [])]
+                    tokens.extend(ids)
+                    learned.extend(bytes([span.learned]) * len(ids))
+            except ValueError as error:
+                raise DataError(f"{path} line {number} is no conversation: {error}") from error
+            if len(tokens) - (ends[-1] if ends else 0) < 2:
+                raise DataError(f"{path} line {number} is no conversation: it has no text")
+            ends.append(len(tokens))
+    if not ends:
+        raise DataError(f"{path} holds no conversations: with --sft the data are JSONL files of them")
+    return {
+        "tokens": np.frombuffer(tokens, np.int32),
+        "learned": np.frombuffer(learned, np.uint8),
+        "ends": np.frombuffer(ends, np.int64),
+    }

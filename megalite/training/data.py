@@ -1,0 +1,156 @@
+"""What a run trains on, from its configuration: opened and checked before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megalite.config import DataConfig, RunConfig
+from megalite.data.blend import Dataset
+from megalite.data.chat import ChatTemplate, find_template, given_template
+from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
+from megalite.data.fields import FieldsDataset, SampleFields
+from megalite.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleDataset, token_by_name
+from megalite.data.index_cache import IndexCache
+from megalite.data.parts import Part, read_parts
+from megalite.data.sampler import GlobalBatchSize
+from megalite.data.sft_dataset import build_sft_datasets
+from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads, opened and checked before any rank talks to another; notes are for the person who starts it."""
+
+    tokenizer: Tokenizer
+    train: Dataset[SampleFields]
+    valid: Dataset[SampleFields] | None
+    test: Dataset[SampleFields] | None
+    notes: tuple[str, ...] = ()
+
+
+def global_batch_size(config: RunConfig) -> GlobalBatchSize:
+    """Samples a step; `resolve` has filled it in."""
+    if config.training.global_batch_size is None:
+        raise ValueError("the configuration has not been resolved")
+    return GlobalBatchSize(config.training.global_batch_size, config.training.rampup_batch_size)
+
+
+def last_iteration(config: RunConfig, iteration: int = 0, consumed_samples: int = 0) -> int:
+    """The number of the last step of a run that stands after `iteration` steps and `consumed_samples`; a remainder of
+    --train-samples below one global batch is left out."""
+    if config.training.train_iters is not None:
+        return config.training.train_iters
+    return iteration + global_batch_size(config).steps(consumed_samples, config.training.train_samples or 0)
+
+
+def open_data(config: RunConfig) -> RunData:
+    """Open the tokenizer and the datasets. Raises DataError or ConfigurationError, the same on every rank."""
+    data, training = config.data, config.training
+    kind, vocab_size = data.tokenizer_type or "NullTokenizer", config.model.vocab_size
+    tokenizer = build_tokenizer(kind, data.tokenizer_model, vocab_size, TokenizerOptions.of(data))
+    batch_size, iterations = global_batch_size(config).final, last_iteration(config)
+    samples = target_samples(
+        train_samples=iterations * batch_size if training.train_samples is None else training.train_samples,
+        train_iters=iterations,
+        global_batch_size=batch_size,
+        eval_interval=training.eval_interval,
+        eval_iters=training.eval_iters,
+    )
+    train, valid, test, notes = _open_datasets(config, tokenizer, samples)
+    if train is None:
+        raise ValueError("a run of no steps has no data")
+    return RunData(tokenizer, train, valid, test, notes)
+
+
+def _open_datasets(config: RunConfig, tokenizer: Tokenizer, samples: Samples) -> Datasets[SampleFields]:
+    data, seed = config.data, config.training.seed
+    if data.mock_data:
+        mock = build_mock_datasets(samples, sequence_length=data.seq_length, seed=seed, tokenizer=tokenizer)
+        return _with_fields(data, seed, tokenizer, mock)
+    cache, parts, surplus = IndexCache(data.data_cache_path), _parts(data), data.mid_level_dataset_surplus
+    if data.sft:
+        return build_sft_datasets(
+            parts,
+            samples,
+            sequence_length=data.seq_length,
+            seed=seed,
+            tokenizer=tokenizer,
+            template=_chat_template(data),
+            cache=cache,
+            surplus=surplus,
+        )
+    tokens = build_token_datasets(
+        parts,
+        samples,
+        sequence_length=data.seq_length,
+        seed=seed,
+        tokenizer=tokenizer,
+        cache=cache,
+        surplus=surplus,
+        mmap_bin_files=data.mmap_bin_files,
+    )
+    return _with_fields(data, seed, tokenizer, tokens)
+
+
+def _parts(data: DataConfig) -> Sequence[Part | None]:
+    return read_parts(
+        data_path=data.data_path,
+        split=data.split,
+        train_data_path=data.train_data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+        data_args_path=data.data_args_path,
+        per_split_data_args_path=data.per_split_data_args_path,
+    )
+
+
+def _chat_template(data: DataConfig) -> ChatTemplate | None:
+    """The template that is given, or that of the tokenizer; others than Hugging Face's read no special tokens in it."""
+    model = data.tokenizer_model if data.tokenizer_type == "HuggingFaceTokenizer" else None
+    if data.chat_template is not None:
+        return given_template(data.chat_template, model)
+    return find_template(model) if model else None
+
+
+def _with_fields(
+    data: DataConfig, seed: int, tokenizer: Tokenizer, datasets: Datasets[np.ndarray]
+) -> Datasets[SampleFields]:
+    rules = _fill_in_the_middle(data, tokenizer) if data.fim_data else None
+
+    def with_fields(tokens: Dataset[np.ndarray] | None) -> FieldsDataset | None:
+        if tokens is None:
+            return None
+        if rules is not None:
+            tokens = FillInTheMiddleDataset(tokens, tokenizer, rules, seed)
+        return FieldsDataset(
+            tokens,
+            tokenizer.eod if rules is None else rules.eod,
+            data.reset_position_ids,
+            data.reset_attention_mask,
+            data.eod_mask_loss,
+            None if rules is None else rules.pad,
+        )
+
+    train, valid, test = map(with_fields, (datasets.train, datasets.valid, datasets.test))
+    return Datasets(train, valid, test, datasets.notes)
+
+
+def _fill_in_the_middle(data: DataConfig, tokenizer: Tokenizer) -> FillInTheMiddle:
+    def token(name: str, text: str) -> int:
+        return token_by_name(tokenizer, text, f"--fim-{name}")
+
+    return FillInTheMiddle(
+        prefix=token("prefix-token", data.fim_prefix_token),
+        middle=token("middle-token", data.fim_middle_token),
+        suffix=token("suffix-token", data.fim_suffix_token),
+        pad=token("pad-token", data.fim_pad_token),
+        eod=tokenizer.eod if data.fim_eod_token is None else token("eod-token", data.fim_eod_token),
+        rate=data.fim_rate,
+        spm_rate=data.fim_spm_rate,
+        separator=None if data.fim_split_sample is None else token("split-sample", data.fim_split_sample),
+        fragment_rate=data.fim_rate if data.fim_fragment_rate is None else data.fim_fragment_rate,
+        no_prefix=data.fim_no_prefix,
+    )

@@ -1,0 +1,175 @@
+"""Merging and inspecting token files, as commands and as functions, and damage that only a full check finds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.data import merging
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.inspection import verify
+from megalite.data.length_statistics import length_statistics
+from megalite.data.tokenizers.bytes import ByteTokenizer
+from megalite.errors import DataError
+
+ROOT = Path(__file__).resolve().parents[2]
+BYTES = ByteTokenizer().identity()
+
+
+def run(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / tool), *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def write(prefix: Path, documents: list[list[list[int]]], dtype: type = np.uint16, tokenizer: object = BYTES) -> None:
+    """Documents of sequences of tokens."""
+    with IndexedDatasetWriter(prefix, dtype, tokenizer) as writer:  # type: ignore[arg-type]
+        for document in documents:
+            tokens = [token for sequence in document for token in sequence]
+            writer.add_document(tokens, [len(sequence) for sequence in document])
+        writer.finish()
+
+
+DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 256), min_size=1, max_size=3), max_size=3), max_size=6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(parts=st.lists(DOCUMENTS, min_size=1, max_size=4), block=st.integers(1, 12))
+def test_merging_is_writing_all_documents_into_one(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[list[list[list[int]]]], block: int
+) -> None:
+    folder = tmp_path_factory.mktemp("data")
+    for i, documents in enumerate(parts):
+        write(folder / "parts" / f"part{i}", documents)
+    write(folder / "all", [document for documents in parts for document in documents])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merging, "BLOCK", block)
+        merging.merge(merging.find_prefixes([str(folder / "parts")]), str(folder / "merged"))
+    for suffix in ("bin", "idx", "json"):
+        assert (folder / f"merged.{suffix}").read_bytes() == (folder / f"all.{suffix}").read_bytes()
+
+
+def test_merging_a_directory_and_prefixes_in_their_order(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write(tmp_path / "parts" / name, [[[ord(name)]]])
+    write(tmp_path / "z", [[[1, 2]]])
+    result = run(
+        "tools/merge_datasets.py", "--input", tmp_path / "z", tmp_path / "parts", "--output-prefix", tmp_path / "m"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "3 datasets, 3 documents, 4 tokens" in result.stdout
+    assert f"--data-path {tmp_path / 'm'}\n" in result.stdout
+    data = IndexedDataset(tmp_path / "m")
+    assert [data.get(i).tolist() for i in range(3)] == [[1, 2], [ord("a")], [ord("b")]]
+
+
+def test_what_must_not_be_merged(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[[1]]])
+    write(tmp_path / "wide", [[[1]]], np.int32)
+    write(tmp_path / "other", [[[1]]], tokenizer={"type": "Other"})
+    write(tmp_path / "unrecorded", [[[1]]], tokenizer=None)
+    out = str(tmp_path / "out")
+    with pytest.raises(DataError, match=r"wide holds tokens as int32 and .*a as uint16"):
+        merging.merge([str(tmp_path / "a"), str(tmp_path / "wide")], out)
+    with pytest.raises(DataError, match=r"other was made with the tokenizer type Other, .*a with type ByteTokenizer"):
+        merging.merge([str(tmp_path / "a"), str(tmp_path / "other")], out)
+    with pytest.raises(DataError, match="is one of the inputs"):
+        merging.merge([str(tmp_path / "a")], str(tmp_path / "a"))
+    assert not list(tmp_path.glob("out*"))
+    merging.merge([str(tmp_path / "a"), str(tmp_path / "unrecorded")], out)
+    assert '"tokenizer": null' in (tmp_path / "out.json").read_text()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "x.bin").write_bytes(b"")
+    result = run("tools/merge_datasets.py", "--input", tmp_path / "half", "--output-prefix", out)
+    assert result.returncode == 64
+    assert "x.idx is missing" in result.stderr
+
+
+def test_the_header_a_document_and_a_check(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[[*b"one", 256]], [], [[*b"two"], [*b"three", 256]]])
+    shown = run("tools/inspect_dataset.py", "--prefix", tmp_path / "a", "--verify")
+    assert shown.returncode == 0, shown.stderr
+    lines = dict(line.split("  ", 1) for line in shown.stdout.splitlines() if "  " in line)
+    facts = {name: value.strip() for name, value in lines.items()}
+    assert facts["documents"] == "3"
+    assert facts["sequences"] == "3"
+    assert facts["tokens"] == "13"
+    assert facts["empty documents"] == "1"
+    assert facts["tokenizer"] == "type ByteTokenizer, vocab_size 257"
+    assert facts["lengths"].startswith("3 to 6 tokens, mean 4.3, median 4")
+    assert "every pointer and every token is right" in shown.stdout
+    tokens = run("tools/inspect_dataset.py", "--prefix", tmp_path / "a", "--document", 0)
+    assert tokens.stdout == "111 110 101 256\n"
+    text = run(
+        "tools/inspect_dataset.py", "--prefix", tmp_path / "a", "--document", 2, "--tokenizer-type", "ByteTokenizer"
+    )
+    assert text.stdout == "two\nthree\n"
+    missing = run("tools/inspect_dataset.py", "--prefix", tmp_path / "a", "--document", 3)
+    assert missing.returncode == 64
+    assert "has documents 0 to 2" in missing.stderr
+
+
+def test_a_sample_of_a_run(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[[*f"document {i:02}".encode(), 256]] for i in range(30)])
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "model: {num_layers: 1, hidden_size: 8, num_attention_heads: 1, max_position_embeddings: 24}\n"
+        f"data: {{seq_length: 24, data_path: [{tmp_path / 'a'}], split: '1', tokenizer_type: ByteTokenizer}}\n"
+        "training: {micro_batch_size: 1, global_batch_size: 1, train_iters: 10, eval_iters: 0}\n"
+        "optimizer: {lr: 1.0}\n"
+    )
+    shown = run("tools/inspect_dataset.py", "--config", config, "--sample", 3)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith("sample 3: 24 tokens, 24 count in the loss\n")
+    assert shown.stdout.count("document ") >= 1
+    beyond = run("tools/inspect_dataset.py", "--config", config, "--sample", 1000)
+    assert beyond.returncode == 64
+    assert "the run has samples 0 to" in beyond.stderr
+
+
+def test_damage_that_opening_does_not_see(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[[1]], [[2, 3]], [[4]]])
+    data = IndexedDataset(tmp_path / "a")
+    verify(data)
+    index = bytearray((tmp_path / "a.idx").read_bytes())
+    pointers = 34 + 4 * 3
+
+    def damaged(offset: int, value: int) -> IndexedDataset:
+        changed = bytearray(index)
+        changed[offset : offset + 8] = value.to_bytes(8, "little", signed=True)
+        (tmp_path / "a.idx").write_bytes(changed)
+        return IndexedDataset(tmp_path / "a")
+
+    with pytest.raises(DataError, match="sequence 1 is at byte 4, but the one before it ends at 2"):
+        verify(damaged(pointers + 8, 4))
+    with pytest.raises(DataError, match="document 1 ends before it begins"):
+        verify(damaged(pointers + 24 + 8, 3))
+    (tmp_path / "a.idx").write_bytes(index)
+    (tmp_path / "a.bin").write_bytes(np.array([1, 2, 257, 4], np.uint16).tobytes())
+    with pytest.raises(DataError, match="token number 2 is 257"):
+        verify(IndexedDataset(tmp_path / "a"))
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), cut=st.integers(0, 60))
+def test_statistics_are_those_of_the_sorted_lengths(lengths: list[int], cut: int) -> None:
+    blocks = [np.array(lengths[:cut], np.int32), np.array(lengths[cut:], np.int32)]
+    found = length_statistics(blocks)
+    ordered = sorted(lengths)
+    assert (found.sequences, found.shortest, found.longest) == (len(lengths), ordered[0], ordered[-1])
+    assert found.mean == pytest.approx(sum(lengths) / len(lengths))
+    assert found.median == ordered[(len(lengths) - 1) // 2]
+    assert sum(length <= found.percentile_99 for length in lengths) >= 0.99 * len(lengths)
+    assert sum(length < found.percentile_99 for length in lengths) < 0.99 * len(lengths)
+
+
+def test_statistics_of_nothing() -> None:
+    assert length_statistics([]).longest == 0

@@ -1,0 +1,114 @@
+"""Look into a token file, or at a sample of a training run.
+
+    python tools/inspect_dataset.py --prefix data/corpus_text_document --verify
+    python tools/inspect_dataset.py --prefix data/corpus_text_document --document 17 \\
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model
+    python tools/inspect_dataset.py --config run/small-llama/config.yaml --sample 17
+
+The second decodes a document; without a tokenizer it shows the tokens. The third decodes what the run with this
+configuration sees as its sample 17, counted from its beginning.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The flags."""
+
+    prefix: str | None = None
+    """The path of the .bin and .idx without the suffix."""
+    document: int | None = None
+    """The document to show, from 0."""
+    verify: bool = False
+    """Check every pointer of the index and every token."""
+    tokenizer_type: str | None = None
+    """As for tools/preprocess_data.py, and so the next ones."""
+    tokenizer_model: str | None = None
+    """The tokenizer's file."""
+    vocab_file: str | None = None
+    """The vocab.json of a GPT2BPETokenizer."""
+    merge_file: str | None = None
+    """The merges.txt of a GPT2BPETokenizer."""
+    vocab_size: int | None = None
+    """The number of tokens of a NullTokenizer."""
+    config: str | None = None
+    """The config.yaml that a run wrote."""
+    sample: int | None = None
+    """The sample of the run to show, from 0."""
+
+
+def main() -> None:
+    """Parse and show."""
+    arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
+    from megalite.errors import ConfigurationError
+
+    if (arguments.prefix is None) == (arguments.config is None):
+        raise ConfigurationError("give --prefix, or --config with --sample")
+    if (arguments.config is None) != (arguments.sample is None):
+        raise ConfigurationError("--config and --sample need each other")
+    if arguments.config is not None and arguments.sample is not None:
+        show_sample(Path(arguments.config), arguments.sample)
+    elif arguments.prefix is not None:
+        show_dataset(arguments, arguments.prefix)
+
+
+def show_dataset(arguments: Arguments, prefix: str) -> None:
+    """The header, or a document; then the outcome of the check that was asked for."""
+    from megalite.data.indexed_dataset import IndexedDataset
+    from megalite.data.inspection import describe, document_tokens, verify
+
+    data = IndexedDataset(prefix)
+    if arguments.document is None:
+        for name, value in describe(data).items():
+            print(f"{name:16} {value}")
+    else:
+        for sequence in document_tokens(data, arguments.document):
+            print(decoded(arguments, prefix, sequence.tolist()))
+    if arguments.verify:
+        verify(data)
+        print("every pointer and every token is right")
+
+
+def decoded(arguments: Arguments, prefix: str, tokens: list[int]) -> str:
+    """The text of tokens, or the tokens where no tokenizer is given."""
+    from megalite.data.side_file import check_tokenizer
+    from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
+
+    if arguments.tokenizer_type is None:
+        return " ".join(map(str, tokens))
+    options = TokenizerOptions(vocab_file=arguments.vocab_file, merge_file=arguments.merge_file)
+    tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model, arguments.vocab_size, options)
+    check_tokenizer(prefix, tokenizer.identity())
+    return tokenizer.decode(tokens)
+
+
+def show_sample(config_path: Path, sample: int) -> None:
+    """The tokens that a run sees as its sample, decoded, and how many of them count in the loss."""
+    from megalite.config import load_yaml
+    from megalite.errors import ConfigurationError
+    from megalite.training.data import open_data
+
+    try:
+        text = config_path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"--config {config_path} cannot be read ({error.strerror})") from error
+    data = open_data(load_yaml(text, str(config_path)))
+    if not 0 <= sample < len(data.train):
+        raise ConfigurationError(f"--sample {sample}: the run has samples 0 to {len(data.train) - 1}")
+    fields = data.train[sample]
+    counted, length = int(fields["loss_mask"].sum()), len(fields["tokens"])
+    print(f"sample {sample}: {length} tokens, {counted} count in the loss")
+    print(data.tokenizer.decode(fields["tokens"].tolist()))
+
+
+if __name__ == "__main__":
+    run_tool(main)
