@@ -54,6 +54,11 @@ def train(flags: str, processes: int, *, gpu: bool) -> list[dict[str, float]]:
 def layouts(gpus: int) -> list[tuple[str, str]]:
     """Flags of the layouts that so many GPUs allow."""
     found = [("1 GPU", "")] if gpus == 1 else [(f"DP {gpus}", ""), (f"DP {gpus} ZeRO 1", "--use-distributed-optimizer")]
+    if gpus > 1:
+        strategies = ("optim_grads", "optim_grads_params")
+        found += [(f"DP {gpus} {s}", f"--data-parallel-sharding-strategy {s}") for s in strategies]
+        overlapped = "--overlap-grad-reduce --overlap-param-gather --data-parallel-sharding-strategy optim_grads_params"
+        found += [(f"DP {gpus} ZeRO 3 overlapped", overlapped)]
     if gpus % 2 == 0:
         found += [("TP 2", "--tp 2"), ("TP 2 SP", "--tp 2 --sequence-parallel --use-distributed-optimizer")]
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"

@@ -75,8 +75,8 @@ def _check_optimizer(manifest: Manifest, regions: Iterable[Region]) -> None:
     saved, ours = kinds(manifest.tensors), kinds(region.name for region in regions)
     if saved != ours:
         raise CheckpointError(
-            f"of the optimizer it holds {saved} for each weight where this run needs {ours}: give --optimizer, --bf16 "
-            "and --sgd-momentum as in the run that saved it"
+            f"of the optimizer it holds {saved} for each weight where this run needs {ours}: give --optimizer, the "
+            "precision and --sgd-momentum as in the run that saved it"
         )
 
 

@@ -25,7 +25,8 @@ class ParallelConfig:
     overlap_param_gather: bool = False
     """Gather updated parameters while the next forward goes on."""
     ddp_bucket_size: int | None = None
-    """Parameters in a bucket of the gradient reduction; unset: max(40 million, 1 million x data-parallel size)."""
+    """Parameters in a bucket of the gradient reduction; unset, with overlap-grad-reduce: max(40 million,
+    1 million x data-parallel size); without, one bucket (one a block under ZeRO 2 and 3)."""
     grad_reduce_in_bf16: bool = False
     """With bf16: accumulate and reduce gradients in bf16 instead of fp32."""
     distributed_backend: Literal["nccl", "gloo"] | None = None

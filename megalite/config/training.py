@@ -59,7 +59,7 @@ class TrainingConfig:
     manual_gc_interval: int = 0
     """Steps between such collections; 0: none but those around evaluation."""
     manual_gc_eval: bool = True
-    """With manual-gc: also collect before and after evaluation."""
+    """With manual-gc: also collect before an evaluation."""
 
     @property
     def dtype(self) -> str:

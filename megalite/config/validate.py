@@ -202,8 +202,10 @@ def _layout(config: RunConfig) -> Iterator[str]:
             yield f"--{flag} {size} does not divide over --tensor-model-parallel-size {tensor}"
     if parallel.use_distributed_optimizer and parallel.zero_stage == 0:
         yield "--use-distributed-optimizer shards what --data-parallel-sharding-strategy no_shard does not: drop one"
-    if parallel.overlap_param_gather and not (parallel.zero_stage > 0 and parallel.overlap_grad_reduce):
-        yield "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce"
+    if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
+        yield "--overlap-param-gather needs --overlap-grad-reduce"
+    if parallel.overlap_param_gather and parallel.zero_stage == 0:
+        yield "--overlap-param-gather needs --use-distributed-optimizer (or another --data-parallel-sharding-strategy)"
 
 
 def _steps(config: RunConfig) -> Iterator[str]:
@@ -313,6 +315,9 @@ def _precision(config: RunConfig) -> Iterator[str]:
     for name in scaling if not training.fp16 else ():
         if getattr(training, name) != getattr(TrainingConfig, name):
             yield f"--{name.replace('_', '-')} scales the loss of --fp16, which is not given"
+    for name in scaling[1:] if training.loss_scale is not None else ():
+        if getattr(training, name) != getattr(TrainingConfig, name):
+            yield f"--{name.replace('_', '-')} steers a dynamic loss scale; --loss-scale makes it constant: drop one"
     if training.min_loss_scale > training.initial_loss_scale:
         yield (
             f"--min-loss-scale {training.min_loss_scale:g} is above --initial-loss-scale "

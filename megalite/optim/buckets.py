@@ -19,6 +19,9 @@ from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import DenseGradient, Gradient, Parameter
 
+REDUCTIONS_IN_FLIGHT = 2
+"""Under ZeRO 2 and 3: whole gradients of so many buckets are kept while they are reduced beside backward."""
+
 
 @dataclass(frozen=True)
 class DataParallel:
@@ -52,14 +55,19 @@ class Bucket:
         reduction: Reduction,
         *,
         counted_here: bool,
+        in_flight: list[Bucket] | None = None,
         set_values: Callable[[Parameter], None] | None = None,
     ) -> None:
-        """`set_values` gives a parameter its values in its place here; None: it brings them."""
+        """`set_values` gives a parameter its values in its place here; None: it brings them.
+
+        `in_flight` lists, for all buckets together, those of ZeRO 2 and 3 that are being reduced.
+        """
         self.slots, self.shard_group, self.reduction = layout.slots, shard_group, reduction
         self.stage = options.stage if shard_group.size > 1 else 0
         self.counted_here = counted_here
         """Whether the norm counts this rank's copy."""
         self._overlap = options.overlap_reduce
+        self._in_flight = in_flight if in_flight is not None else []
         self.prefetch = options.overlap_gather
         """Whether ZeRO 3 gathers it before its block's turn."""
         first = self.slots[0].parameter
@@ -128,6 +136,9 @@ class Bucket:
         where it overlaps backward, or where the next round needs the room.
         """
         key = id(parameter)
+        if self._arrived[key] == self._due[key]:
+            name = parameter.sharding.name
+            raise MegaliteError(f"{name} received more than the {self._due[key]} gradients due: its `uses` is wrong")
         if self.stage >= 2 and self._outstanding == sum(self._due.values()):
             self._make_room()
         gradient.add_to(self.gradient(parameter), overwrite=self._arrived[key] == 0)
@@ -149,15 +160,15 @@ class Bucket:
             arrived, due = self._arrived[id(slot.parameter)], self._due[id(slot.parameter)]
             if arrived != due:
                 name = slot.parameter.sharding.name
-                raise MegaliteError(
-                    f"{name} received {arrived} gradients in this step where {due} were due: is it used in forward?"
-                )
+                raise MegaliteError(f"{name} received {arrived} of the {due} gradients due: is it used in forward?")
         self._reduction = self.reduction.begin(self.gradients, None if self.stage >= 2 else self.gradient_shard)
         self._rounds += 1
         if self._rounds < self._rounds_due:
             self._begin_round(1)
-        if self.stage >= 2 and not self._overlap:
-            self._finish_round()
+        if self.stage >= 2:
+            self._in_flight.append(self)
+            while len(self._in_flight) > (REDUCTIONS_IN_FLIGHT if self._overlap else 0):
+                self._in_flight.pop(0)._finish_round()
 
     def _finish_round(self) -> None:
         """Wait for the reduction under way, if there is one; ZeRO 2 and 3 add its slice to this rank's and free the
@@ -236,6 +247,7 @@ def make_buckets(
     """
     dense, expert = mesh.ranks("dp", "cp"), mesh.ranks("edp")
     buckets: list[Bucket] = []
+    in_flight: list[Bucket] = []
     for part in [*(reversed(blocks) if options.stage >= 2 else ()), module]:
         for layout in bucket_layouts(part, options.bucket_size, len(dense), len(expert)):
             record = layout.slots[0].parameter.sharding
@@ -247,6 +259,7 @@ def make_buckets(
                 shard_group,
                 ReduceScatter(shard_group, instance_group, replica_group),
                 counted_here=mesh.rank == min(record.copies) and instance_group.rank == 0,
+                in_flight=in_flight,
                 set_values=set_values,
             )
             buckets.append(bucket)

@@ -30,6 +30,11 @@ class BlockGathers:
 
     def __init__(self, network: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
         bucket_of = {id(slot.parameter): bucket for bucket in buckets for slot in bucket.slots}
+        in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
+        for bucket in buckets:
+            for slot in bucket.slots:
+                if bucket.stage == 3 and id(slot.parameter) not in in_blocks:
+                    raise ValueError(f"ZeRO 3 would never gather {slot.parameter.sharding.name}: it is in no block")
         self._buckets = [tuple(dict.fromkeys(bucket_of[id(p)] for p in block.parameters())) for block in blocks]
         self._in_backward = False
         network.register_forward_pre_hook(lambda *_: self._enter(backward=False))

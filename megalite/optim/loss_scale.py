@@ -5,6 +5,7 @@ The loss is multiplied by it before backward, and the gradients are divided by i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 GROWTH, BACKOFF = 2.0, 0.5
@@ -26,6 +27,19 @@ class LossScale:
     @staticmethod
     def dynamic(initial: float, minimum: float, window: int, hysteresis: int) -> LossScale:
         return LossScale(initial, minimum, window, hysteresis, overflows_left=hysteresis)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps; the rule itself is the flags'."""
+        return {"value": self.value, "good_steps": self.good_steps, "overflows_left": self.overflows_left}
+
+    def restored(self, state: Mapping[str, float]) -> LossScale:
+        """The same rule, gone on from a state."""
+        return replace(
+            self,
+            value=float(state["value"]),
+            good_steps=int(state["good_steps"]),
+            overflows_left=int(state["overflows_left"]),
+        )
 
     @property
     def can_shrink(self) -> bool:

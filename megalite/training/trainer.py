@@ -15,7 +15,6 @@ from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.optim.learning_rate import learning_rate_schedule
-from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import StepResult
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
@@ -183,7 +182,7 @@ class Trainer:
         if self.directory is None:
             return
         began = time.perf_counter()
-        loss_scale = asdict(self.loss_scale) if self.loss_scale.window is not None else None
+        loss_scale = self.loss_scale.state() if self.loss_scale.window is not None else None
         state = checkpoint.TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale)
         config = asdict(replace(self.config, model=self.model_config))
         path = checkpoint.save(self.directory, state, self.network, self.optimizer, self.mesh, config)
@@ -195,7 +194,7 @@ class Trainer:
         state = checkpoint.load(path, self.network, self.optimizer, self.mesh)
         self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
         if state.loss_scale is not None and self.loss_scale.window is not None:
-            self.loss_scale = LossScale(**state.loss_scale)
+            self.loss_scale = self.loss_scale.restored(state.loss_scale)
         self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
 
     # ------------------------------------------------------------------------------------------------ what is told

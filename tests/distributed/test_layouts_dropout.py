@@ -19,6 +19,8 @@ LAYOUTS = [
     {"tp": 2, "dp": 1},
     {"tp": 2, "dp": 2, "sequence_parallel": True, "zero": 1, "overlap": "reduce and gather"},
     {"tp": 4, "dp": 1, "sequence_parallel": True},
+    {"tp": 1, "dp": 2, "zero": 2, "overlap": "reduce"},
+    {"tp": 2, "dp": 4, "zero": 3, "instances": 2, "overlap": "reduce and gather"},
 ]
 
 

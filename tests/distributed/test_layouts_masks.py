@@ -23,8 +23,10 @@ LAYOUTS = [
     {"tp": 2, "dp": 2, "zero": 1, "overlap": "reduce and gather"},
     {"tp": 4, "dp": 2, "sequence_parallel": True},
     {"tp": 1, "dp": 8},
+    {"tp": 1, "dp": 2, "zero": 2, "overlap": "reduce"},
+    {"tp": 2, "dp": 4, "zero": 3, "instances": 2, "overlap": "reduce and gather"},
 ]
-IDS = [f"tp{layout['tp']}-dp{layout['dp']}" for layout in LAYOUTS]
+IDS = [f"tp{layout['tp']}-dp{layout['dp']}" + "-sharded" * (layout.get("zero", 0) > 1) for layout in LAYOUTS]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)

@@ -108,7 +108,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ),
         (
             "--overlap-param-gather --use-distributed-optimizer",
-            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+            "--overlap-param-gather needs --overlap-grad-reduce",
         ),
         ("--train-samples 100", "give the length as --train-iters or as --train-samples, not both"),
         ("--lr-decay-samples 9", "--lr-decay-samples does not go with --train-iters: use --lr-decay-iters"),
