@@ -98,7 +98,8 @@ class PartialOutput:
         self.folder, self._prefixes, self._itemsize = partial_folder(output_prefix), prefixes, dtype.itemsize
         self.done = Entry(extents=(Extent(),) * len(prefixes))
         self._complete = False
-        header = json.loads(json.dumps(run | {"tokenizer": tokenizer, "dtype": dtype.name, "files": list(prefixes)}))
+        names = [Path(prefix).name for prefix in prefixes]
+        header = json.loads(json.dumps(run | {"tokenizer": tokenizer, "dtype": dtype.name, "files": names}))
         with ExitStack() as stack:
             self._journal = stack.enter_context(_locked_journal(self.folder))
             self.resumed = resume and self._read_journal(header)

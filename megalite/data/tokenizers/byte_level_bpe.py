@@ -2,11 +2,12 @@
 
 Both merge neighbours until no rule applies, the best rule first and the leftmost place first. They differ in what a
 rule is: for tokenizers a pair of tokens, for tiktoken any two neighbours whose bytes together are a token. The two give
-the same where every token has one way to come about: then no other pair of its parts ever stand side by side. It has
-one if its rules follow each other in the list, after those of its parts (checked here), and if its own bytes alone
-merge into it (checked with the library itself). A token that its bytes do not merge into is never the result of a
-merge: it is left out, or, if the vocabulary takes whole words from the list first (`ignore_merges`), must be one that
-merges do not come near. By induction over the list, every text is then in the same state after each rule.
+the same where every token has one way to come about: then no other two parts of it ever stand side by side. It has one
+if its rules follow each other in the list, after those of their parts (checked here), and if by these rules its own
+bytes alone merge into it (checked with the library itself); rules that come before those of their parts never apply
+then. A token that its bytes do not merge into is never the result of a merge: it is left out, or, if the vocabulary
+takes whole words from the list first (`ignore_merges`), must be one that merges do not come near. By induction over the
+list, every text is then in the same state after each rule.
 
 The regular expressions that cut words are those of a closed list. Two libraries may still class a character differently
 (they follow different versions of Unicode): texts with such characters, and those in which an added token is spelled
@@ -169,9 +170,11 @@ def _reachable(description: dict[str, Any]) -> list[str]:
     vocabulary = model["vocab"]
     if missing := [byte for byte in _BYTE_OF if byte not in vocabulary]:
         raise NotIdentical(f"{len(missing)} of the 256 bytes are not in its vocabulary")
-    order = _in_order(model["merges"])
+    order, merges, late = _in_order(model["merges"])
     candidates = [*order, *(token for token in vocabulary if token not in order and _is_bytes(token))]
-    alone = _merged_alone(description, candidates)
+    alone = _merged_alone(description, merges, candidates)
+    if unclear := [token for token in candidates if alone[token] > 1 and token in late]:
+        raise NotIdentical(f"a merge that makes {unclear[0]!r} comes before those of its parts")
     if not model.get("ignore_merges"):
         return [token for token in candidates if alone[token] == 1]
     if unclear := [token for token in candidates if alone[token] == 2]:
@@ -179,31 +182,35 @@ def _reachable(description: dict[str, Any]) -> list[str]:
     return candidates
 
 
-def _in_order(merges: list[Any]) -> dict[str, None]:
-    """The tokens in the order that merges make them, bytes first."""
+def _in_order(merges: list[Any]) -> tuple[dict[str, None], list[Any], set[str]]:
+    """The tokens in the order that merges make them, bytes first; the merges that come after those of their parts; and
+    what the others make."""
     order = dict.fromkeys(_BYTE_OF)
+    kept, late = list[Any](), set[str]()
     latest = ""
     for merge in merges:
         left, right = merge.split(" ") if isinstance(merge, str) else merge
         made = left + right
+        if left not in order or right not in order:
+            late.add(made)
+            continue
         if made != latest and made in order:
             raise NotIdentical(f"the merges that make {made!r} do not follow each other")
-        if left not in order or right not in order or made in (left, right):
-            raise NotIdentical(f"the merge {left!r} {right!r} comes before those of its parts")
+        kept.append(merge)
         order[made] = None
         latest = made
-    return order
+    return order, kept, late
 
 
 def _is_bytes(token: str) -> bool:
     return bool(token) and all(character in _BYTE_OF for character in token)
 
 
-def _merged_alone(description: dict[str, Any], tokens: list[str]) -> dict[str, int]:
+def _merged_alone(description: dict[str, Any], merges: list[Any], tokens: list[str]) -> dict[str, int]:
     """Into how many tokens the merges turn the bytes of each token, by the library itself."""
     tokenizers = optional_import("tokenizers", "tokenizers", "the fast encoder")
     bare = description | {"pre_tokenizer": None, "normalizer": None, "post_processor": None, "added_tokens": []}
-    bare["model"] = description["model"] | {"ignore_merges": False}
+    bare["model"] = description["model"] | {"ignore_merges": False, "merges": merges}
     bare |= {"truncation": None, "padding": None}
     encoded = tokenizers.Tokenizer.from_str(json.dumps(bare)).encode_batch_fast(tokens, add_special_tokens=False)
     return {token: len(encoding.ids) for token, encoding in zip(tokens, encoded, strict=True)}

@@ -1,0 +1,213 @@
+"""Every kind of input gives the same documents, and what cannot be read is told."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from megalite.data import corpus
+from megalite.data.corpus import Chunk, Position, find_inputs, read_chunks
+from megalite.data.documents import BadRecord, Document, read_documents
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.errors import ConfigurationError, DataError
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = ["first", "größe \u6f22", "", "a\nb" * 40, "last"] * 7
+
+
+def lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def write_zst(path: Path, content: bytes) -> None:
+    """Two frames, as concatenated files have."""
+    half = len(content) // 2
+    path.write_bytes(zstandard.compress(content[:half]) + zstandard.compress(content[half:]))
+
+
+def write_parquet(path: Path, texts: list[str | None]) -> None:
+    table = pyarrow.table({"text": texts, "number": list(range(len(texts)))})
+    parquet.write_table(table, path, row_group_size=10)
+
+
+def write_every_kind(folder: Path) -> dict[str, Path]:
+    kinds = {name: folder / f"corpus.{name}" for name in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")}
+    kinds["jsonl"].write_bytes(lines(TEXTS))
+    kinds["jsonl.gz"].write_bytes(gzip.compress(lines(TEXTS)))
+    write_zst(kinds["jsonl.zst"], lines(TEXTS))
+    write_parquet(kinds["parquet"], [*TEXTS])
+    return kinds
+
+
+def texts_of(chunks: list[Chunk]) -> list[str]:
+    return [document.texts[0][0] for chunk in chunks for document in documents_of(chunk)]
+
+
+def documents_of(chunk: Chunk) -> list[Document]:
+    documents = list(read_documents(chunk, ["text"]))
+    assert all(isinstance(document, Document) for document in documents)
+    return documents  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 19])
+def test_every_kind_gives_the_same_from_every_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", chunk_bytes)
+    for path in write_every_kind(tmp_path).values():
+        chunks = list(read_chunks([str(path)] * 2, ["text"]))
+        assert texts_of(chunks) == TEXTS * 2
+        assert len(chunks) > 2 or chunk_bytes > 100
+        numbers = [document.number for chunk in chunks for document in documents_of(chunk)]
+        assert numbers == [*range(1, len(TEXTS) + 1)] * 2
+        for i in range(0, len(chunks), 1 + len(chunks) // 8):
+            rest = list(read_chunks([str(path)] * 2, ["text"], chunks[i].end))
+            assert texts_of(rest) == texts_of(chunks[i + 1 :])
+
+
+def test_a_text_file_is_a_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\ufefffirst line\n\nthird", encoding="utf-8")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"packed"))
+    (tmp_path / "empty.txt").write_bytes(b"")
+    files = find_inputs([str(tmp_path)])
+    chunks = list(read_chunks(files, ["text"]))
+    assert texts_of(chunks) == ["first line\n\nthird", "packed"]
+    assert next(read_chunks(files, ["text"], Position(1, 6, 1))).path == files[2]
+    (tmp_path / "c.txt").write_bytes(b"latin \xff")
+    bad = next(read_documents(next(read_chunks([str(tmp_path / "c.txt")], ["text"])), ["text"]))
+    assert isinstance(bad, BadRecord)
+    assert bad.place == str(tmp_path / "c.txt")
+
+
+def test_a_text_file_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "LARGEST_TEXT", 10)
+    (tmp_path / "a.txt").write_bytes(b"x" * 11)
+    with pytest.raises(DataError, match="one document of more than 0 MiB: write its documents as JSON lines"):
+        list(read_chunks([str(tmp_path / "a.txt")], ["text"]))
+
+
+def test_patterns_and_directories(tmp_path: Path) -> None:
+    names = [
+        "b.jsonl",
+        "a.jsonl.gz",
+        "sub/c.parquet",
+        "sub/deep/d.txt.zst",
+        ".hidden/e.jsonl",
+        "notes.md",
+        "f.jsonl.bak",
+    ]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    expected = ["a.jsonl.gz", "b.jsonl", "sub/c.parquet", "sub/deep/d.txt.zst"]
+    assert find_inputs([str(tmp_path)]) == [str(tmp_path / name) for name in expected]
+    assert find_inputs([f"{tmp_path}/*.jsonl*"]) == [
+        str(tmp_path / name) for name in ("a.jsonl.gz", "b.jsonl", "f.jsonl.bak")
+    ]
+    assert find_inputs([f"{tmp_path}/**/*.parquet", f"{tmp_path}/b.jsonl"]) == [
+        str(tmp_path / "sub" / "c.parquet"),
+        str(tmp_path / "b.jsonl"),
+    ]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty holds no file that ends in"):
+        find_inputs([str(tmp_path / "empty")])
+    with pytest.raises(DataError, match=r"\*\.json matches no file"):
+        find_inputs([f"{tmp_path}/*.json"])
+
+
+def test_a_list_of_texts_is_a_document_of_as_many_sequences(tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_text('{"text": ["one", "", "three"]}\n{"text": []}\n{"text": "x"}\n')
+    arguments = ["--input", tmp_path / "c.jsonl", "--output-prefix", tmp_path / "c", "--append-eod", "--workers", 1]
+    run("--tokenizer-type", "ByteTokenizer", *arguments)
+    data = IndexedDataset(tmp_path / "c_text_document")
+    assert [bytes(data.get(i)[:-1].tolist()) for i in (1, 2)] == [b"three", b"x"]
+    assert [data.get(i).tolist()[-1] for i in range(3)] == [ord("e"), 256, 256]
+    assert data.document_indices.tolist() == [0, 2, 2, 3]
+
+
+@settings(max_examples=30)
+@given(content=st.binary(max_size=60))
+def test_no_bytes_make_the_reader_fail(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.mktemp("data") / "c.jsonl"
+    path.write_bytes(content)
+    chunks = list(read_chunks([str(path)], ["text"]))
+    assert sum(len(list(read_documents(chunk, ["text"]))) for chunk in chunks) == sum(
+        bool(line.strip()) for line in content.split(b"\n")
+    )
+
+
+def run(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools/preprocess_data.py"), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0 or not check, result.stderr
+    return result
+
+
+def test_a_line_of_a_hundred_megabytes(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    with path.open("w") as file:
+        file.write('{"text": "before"}\n{"text": "' + "0123456789" * 10_000_000 + '"}\n{"text": "behind"}\n')
+    arguments = ["--input", path, "--output-prefix", tmp_path / "c", "--workers", 2]
+    result = run("--tokenizer-type", "ByteTokenizer", *arguments)
+    assert "3 documents, 100,000,012 tokens" in result.stdout
+    data = IndexedDataset(tmp_path / "c_text_document")
+    assert data.sequence_lengths.tolist() == [6, 100_000_000, 6]
+    assert bytes(data.get(1, 99_999_990).tolist()) == b"0123456789"
+
+
+BAD_FILES: dict[str, tuple[str, bytes, str]] = {
+    "no Parquet": ("c.parquet", b"PAR1 or so", "c.parquet cannot be read"),
+    "no zstd": ("c.jsonl.zst", b"plain", "c.jsonl.zst cannot be read"),
+    "a cut zstd": ("c.jsonl.zst", zstandard.compress(lines(TEXTS))[:-5], "it ends in the middle of a frame"),
+    "a cut gzip": ("c.jsonl.gz", gzip.compress(lines(TEXTS))[:-9], "c.jsonl.gz cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_damaged_files_are_told(tmp_path: Path, name: str) -> None:
+    file, content, message = BAD_FILES[name]
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        list(read_chunks([str(tmp_path / file)], ["text"]))
+
+
+def test_parquet_names_its_columns_and_rows(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "c.parquet", ["good", None, "good"])
+    with pytest.raises(DataError, match=r"no column 'body' \(--json-keys\) among 'text', 'number'"):
+        list(read_chunks([str(tmp_path / "c.parquet")], ["body"]))
+    records = [
+        r for chunk in read_chunks([str(tmp_path / "c.parquet")], ["text"]) for r in read_documents(chunk, ["text"])
+    ]
+    assert isinstance(records[1], BadRecord)
+    assert records[1].place == f"{tmp_path / 'c.parquet'}: row 2"
+    assert "is a NoneType, not a text" in records[1].reason
+
+
+@pytest.mark.parametrize(("file", "library"), [("c.parquet", "pyarrow"), ("c.jsonl.zst", "zstandard")])
+def test_a_missing_library_is_named_with_what_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, library: str
+) -> None:
+    (tmp_path / file).write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.setitem(sys.modules, f"{library}.parquet", None)
+    with pytest.raises(ConfigurationError, match=rf"which needs {library}: pip install {library}"):
+        list(read_chunks([str(tmp_path / file)], ["text"]))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_file_without_permission(tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_bytes(lines(TEXTS))
+    (tmp_path / "c.jsonl").chmod(0)
+    with pytest.raises(DataError, match="cannot be read \\(Permission denied\\)"):
+        list(read_chunks([str(tmp_path / "c.jsonl")], ["text"]))

@@ -1,0 +1,235 @@
+"""A run that is stopped, at any moment and in any way, and then continued gives the files of an unbroken one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megalite.data import corpus
+from megalite.data.corpus import read_chunks
+from megalite.data.encoding import Encoding, encode_chunk
+from megalite.data.indexed_dataset import token_dtype
+from megalite.data.partial_output import PartialOutput, partial_folder
+from megalite.data.tokenizers.bytes import ByteTokenizer
+from megalite.errors import DataError
+
+ROOT = Path(__file__).resolve().parents[2]
+BYTES = ["--tokenizer-type", "ByteTokenizer", "--append-eod", "--workers", "2"]
+ENCODING = Encoding(("text", "title"), True, "ByteTokenizer")
+RUN = {"inputs": "the same"}
+
+
+def write_corpus(path: Path, count: int, size: int) -> Path:
+    randoms = random.Random(0)
+    texts = ["".join(randoms.choices("abc é\n", k=randoms.randrange(size))) for _ in range(count)]
+    path.write_text("".join(json.dumps({"text": text, "title": f"{i}"}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def output(prefix: Path, resume: bool, run: dict[str, str] = RUN) -> PartialOutput:
+    names = [f"{prefix}_{key}" for key in ENCODING.json_keys]
+    tokenizer = ByteTokenizer()
+    return PartialOutput(str(prefix), names, token_dtype(tokenizer.vocab_size), tokenizer.identity(), run, resume)
+
+
+def go_on(prefix: Path, source: Path, resume: bool = True) -> None:
+    with output(prefix, resume) as partial:
+        if not partial.finished:
+            for chunk in read_chunks([str(source)], ENCODING.json_keys, partial.done.position):
+                partial.add(encode_chunk(ENCODING, chunk))
+        partial.finish()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", 300)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_kill_at_every_write_and_with_any_loss_of_what_was_written_last(tmp_path: Path) -> None:
+    source = write_corpus(tmp_path / "corpus.jsonl", 60, 40)
+    go_on(tmp_path / "whole" / "c", source, resume=False)
+    expected = contents(tmp_path / "whole")
+    assert set(expected) == {f"c_{key}.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx", "json")}
+    snapshots = []
+    with output(tmp_path / "running" / "c", resume=False) as partial:
+        for i, chunk in enumerate(read_chunks([str(source)], ENCODING.json_keys)):
+            partial.add(encode_chunk(ENCODING, chunk))
+            snapshots.append(shutil.copytree(partial.folder, tmp_path / f"snapshot{i}"))
+    assert len(snapshots) > 10
+    randoms = random.Random(1)
+    for trial in range(60):
+        folder = tmp_path / f"trial{trial}"
+        shutil.copytree(randoms.choice(snapshots), partial_folder(str(folder / "c")))
+        # What a kill or a loss of power may do to each file: cut it, fill its end with zeros, add to it.
+        for path in partial_folder(str(folder / "c")).iterdir():
+            data = path.read_bytes()
+            keep = randoms.choice(
+                [len(data), max(len(data) - randoms.randrange(300), 0), randoms.randrange(len(data) + 1)]
+            )
+            tail = randoms.choice([b"", b"", bytes(len(data) - keep), b'{"entry": [[0, 1', b"\xff" * 9])
+            path.write_bytes(data[:keep] + tail)
+        go_on(folder / "c", source)
+        assert contents(folder) == expected
+        assert not partial_folder(str(folder / "c")).exists()
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_kill_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_corpus(tmp_path / "corpus.jsonl", 60, 40)
+    go_on(tmp_path / "whole" / "c", source, resume=False)
+    expected = contents(tmp_path / "whole")
+    calls = ["fsync", "replace", "unlink", "rmtree"]
+    for stop in range(40):
+        folder, count = tmp_path / f"at{stop}", 0
+        go_on(folder / "c", source, resume=False)  # an older output under the final names
+
+        class Killed(BaseException):
+            pass
+
+        def dying(real: object, stop: int = stop) -> object:
+            def call(*args: object, **kwargs: object) -> object:
+                nonlocal count
+                count += 1
+                if count > stop:
+                    raise Killed
+                return real(*args, **kwargs)  # type: ignore[operator]
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name in calls:
+                module = shutil if name == "rmtree" else Path if name == "unlink" else os
+                patch.setattr(module, name, dying(getattr(module, name)))
+            try:
+                go_on(folder / "c", source, resume=False)
+            except Killed:
+                died = True
+            else:
+                died = False
+        go_on(folder / "c", source) if partial_folder(str(folder / "c")).exists() else None
+        assert contents(folder) == expected
+        if not died:
+            assert stop > 8
+            return
+    pytest.fail("never finished")
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_different_run_is_not_continued(tmp_path: Path) -> None:
+    source = write_corpus(tmp_path / "corpus.jsonl", 60, 40)
+    with output(tmp_path / "c", resume=False) as partial:
+        partial.add(encode_chunk(ENCODING, next(read_chunks([str(source)], ENCODING.json_keys))))
+    with pytest.raises(DataError, match="of a run with other inputs: give the flags and the input files of that run"):
+        output(tmp_path / "c", resume=True, run={"inputs": "changed"})
+    with output(tmp_path / "c", resume=True) as partial, pytest.raises(DataError, match="another run is writing"):
+        assert partial.resumed
+        output(tmp_path / "c", resume=True)
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, str(ROOT / "tools/preprocess_data.py"), *map(str, arguments)]
+
+
+def test_kills_of_the_real_command(tmp_path: Path) -> None:
+    """SIGKILL to the command alone, again and again, until it gets through; its workers die with it."""
+    source = write_corpus(tmp_path / "corpus.jsonl", 40_000, 400)
+    assert source.stat().st_size > 8 * corpus.CHUNK_BYTES
+    subprocess.run(command("--input", source, "--output-prefix", tmp_path / "whole" / "c", *BYTES), check=True)
+    randoms, kills = random.Random(2), 0
+    journal = tmp_path / "out" / "c.partial" / "journal"
+    again = command("--input", source, "--output-prefix", tmp_path / "out" / "c", *BYTES, "--resume")
+    for attempt in range(12):
+        process = subprocess.Popen(again, start_new_session=True, stdout=subprocess.DEVNULL)
+        begin = journal.stat().st_size if journal.exists() else 0
+        while process.poll() is None and attempt < 5 and (not journal.exists() or journal.stat().st_size <= begin):
+            time.sleep(0.005)
+        time.sleep(randoms.random() * 0.02)
+        if attempt < 5 and process.poll() is None:
+            process.kill()
+            kills += 1
+            if attempt < 3:
+                assert not list((tmp_path / "out").glob("*.idx"))
+        if process.wait(timeout=120) == 0:
+            break
+    assert kills > 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not journal.parent.exists()
+
+
+def test_a_bad_line_then_without_it(tmp_path: Path) -> None:
+    source = write_corpus(tmp_path / "corpus.jsonl", 20_000, 400)
+    lines = source.read_text().splitlines(keepends=True)
+    source.write_text("".join([*lines[:15_000], '{"text": 7}\n', *lines[15_000:]]))
+    arguments = ("--input", source, *BYTES)
+    stopped = subprocess.run(
+        command(*arguments, "--output-prefix", tmp_path / "out" / "c"), capture_output=True, text=True
+    )
+    assert stopped.returncode == 64
+    assert f"error: {source}:15001: the field 'text' is a int, not a text. Correct or remove it" in stopped.stderr
+    assert "--skip-bad-lines" in stopped.stderr
+    assert "c.partial: the same command with --resume goes on from there" in stopped.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["c.partial"]
+    skipping = (*arguments, "--skip-bad-lines")
+    went_on = subprocess.run(
+        command(*skipping, "--output-prefix", tmp_path / "out" / "c", "--resume"), capture_output=True, text=True
+    )
+    assert went_on.returncode == 0, went_on.stderr
+    assert "going on after" in went_on.stderr
+    assert f"left out {source}:15001: the field 'text' is a int" in went_on.stderr
+    assert "1 bad lines were left out" in went_on.stdout
+    assert "20,000 documents" in went_on.stdout
+    subprocess.run(command(*skipping, "--output-prefix", tmp_path / "whole" / "c"), check=True, capture_output=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_full_disk_then_a_freed_one(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk."""
+    source = write_corpus(tmp_path / "corpus.jsonl", 20_000, 400)
+    arguments = command("--input", source, *BYTES)
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
+
+    full = subprocess.run(
+        [*arguments, "--output-prefix", str(tmp_path / "out" / "c")], capture_output=True, text=True, preexec_fn=limit
+    )
+    assert full.returncode == 93
+    assert "c_text_document.bin failed (File too large): free space or choose another output path" in full.stderr
+    assert "Traceback" not in full.stderr
+    subprocess.run([*arguments, "--output-prefix", str(tmp_path / "out" / "c"), "--resume"], check=True)
+    subprocess.run([*arguments, "--output-prefix", str(tmp_path / "whole" / "c")], check=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_worker_that_is_killed_ends_the_run_with_a_message(tmp_path: Path) -> None:
+    pipe = tmp_path / "corpus.jsonl"
+    os.mkfifo(pipe)
+    process = subprocess.Popen(
+        command("--input", pipe, "--output-prefix", tmp_path / "c", *BYTES), stderr=subprocess.PIPE, text=True
+    )
+    with pipe.open("wb") as source:
+        source.write(b'{"text": "a line to begin with"}\n' * 100_000)
+        source.flush()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        workers = [pid for pid in map(int, children) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(workers[0], signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 64
+    assert "a worker process was killed at " in stderr
+    assert "use fewer --workers" in stderr
