@@ -47,17 +47,18 @@ def sample_fields(
         pad: the token that fills up a sample: no loss where it is the label. None where nothing is filled up.
     """
     tokens, labels = tokens_plus_one[:-1], tokens_plus_one[1:]
-    ends = tokens == eod
     loss_mask = np.ones(len(tokens), np.float32)
     if eod_mask_loss:
-        loss_mask[ends] = 0.0
+        loss_mask[tokens == eod] = 0.0
     if pad is not None:
         loss_mask[labels == pad] = 0.0
-    positions = np.arange(len(tokens), dtype=np.int64)
-    documents = np.cumsum(ends, dtype=np.int64) - ends
-    if reset_position_ids:
-        starts = np.concatenate(([0], np.flatnonzero(ends) + 1))
-        positions = positions - starts[documents]
+    positions, documents = np.arange(len(tokens), dtype=np.int64), None
+    if reset_position_ids or reset_attention_mask:
+        ends = tokens == eod
+        documents = np.cumsum(ends, dtype=np.int64) - ends
+        if reset_position_ids:
+            starts = np.concatenate(([0], np.flatnonzero(ends) + 1))
+            positions = positions - starts[documents]
     return SampleFields(
         tokens=tokens,
         labels=labels,

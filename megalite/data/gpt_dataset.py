@@ -76,11 +76,17 @@ def build_sample_index(lengths: np.ndarray, samples: int, sequence_length: int) 
         sequence_length: tokens a sample advances.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
-    starts = np.arange(samples + 1, dtype=np.int64) * sequence_length
-    documents = np.searchsorted(ends, starts, side="right")
-    offsets = starts - (ends[documents] - lengths[documents])
+    inside = np.searchsorted(ends, samples * sequence_length, side="right")
+    # A document ends before sample k starts if its end, divided by the length and rounded up, is at most k: so that
+    # counting takes one pass over documents and one over samples.
+    counts = np.bincount(-(-ends[:inside] // sequence_length), minlength=samples + 1)
+    documents = np.cumsum(counts)
     largest = max(len(lengths), int(lengths.max()))
-    return np.stack([documents, offsets], axis=1).astype(np.int32 if largest <= INT32_MAX else np.int64)
+    index = np.empty((samples + 1, 2), np.int32 if largest <= INT32_MAX else np.int64)
+    index[:, 0] = documents
+    begins = np.concatenate(([0], ends))
+    np.subtract(np.arange(samples + 1) * sequence_length, begins[documents], out=index[:, 1], casting="same_kind")
+    return index
 
 
 def build_shuffle_index(epochs: Epochs, random: np.random.RandomState) -> np.ndarray:
@@ -159,16 +165,10 @@ class GPTDataset:
 
         Raises:
             IndexError: there is no such sample.
+            DataError: a part of it lies outside the .bin.
         """
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of a dataset of {len(self)}")
-        place = int(self.shuffle_index[sample])
-        first, start = map(int, self.sample_index[place])
-        last, end = map(int, self.sample_index[place + 1])
-        documents = [int(document) for document in self.document_index[first : last + 1]]
-        if len(documents) == 1:
-            return self.indexed.get(documents[0], start, end + 1 - start).astype(np.int64)
-        parts = [self.indexed.get(documents[0], start)]
-        parts += [self.indexed.get(document) for document in documents[1:-1]]
-        parts.append(self.indexed.get(documents[-1], 0, end + 1))
-        return np.concatenate(parts, dtype=np.int64)
+        place = self.shuffle_index.item(sample)
+        (first, start), (last, end) = self.sample_index[place : place + 2].tolist()
+        return self.indexed.join(self.document_index[first : last + 1].tolist(), start, end + 1)

@@ -104,6 +104,23 @@ class IndexedDataset:
             )
         return self._read(int(self.sequence_pointers[index]) + offset * self.dtype.itemsize, length)
 
+    def join(self, sequences: list[int], start: int, end: int) -> np.ndarray:
+        """Whole sequences laid end to end, from token `start` of the first up to token `end` of the last, int64.
+
+        Raises:
+            DataError: a sequence lies outside the .bin.
+        """
+        lengths, pointers, size = self.sequence_lengths.item, self.sequence_pointers.item, self.dtype.itemsize
+        ends = [*map(lengths, sequences[:-1]), end]
+        try:
+            parts = [self._read(pointers(sequences[0]) + start * size, ends[0] - start)]
+            parts += [
+                self._read(pointers(sequence), end) for sequence, end in zip(sequences[1:], ends[1:], strict=True)
+            ]
+        except (ValueError, OSError) as error:
+            _damaged(idx_path(self.prefix), f"sequences {sequences} inside the .bin", str(error))
+        return np.concatenate(parts, dtype=np.int64)
+
     @cached_property
     def lengths_sha256(self) -> str:
         """Tells datasets with other lengths of their sequences apart; takes a second for some 200 million of them."""
@@ -131,7 +148,16 @@ class IndexedDataset:
             data = _map_file(path)
             return lambda position, count: np.frombuffer(data, dtype, count, position)
         file = path.open("rb", buffering=0)
-        return lambda position, count: np.frombuffer(os.pread(file.fileno(), count * dtype.itemsize, position), dtype)
+        return lambda position, count: np.frombuffer(_read_at(file.fileno(), position, count, dtype), dtype, count)
+
+
+def _read_at(descriptor: int, position: int, count: int, dtype: np.dtype[Any]) -> bytes:
+    """`count` tokens as bytes; the system gives at most 2 GB at a time."""
+    left, parts = count * dtype.itemsize, list[bytes]()
+    while left and (part := os.pread(descriptor, left, position)):
+        parts.append(part)
+        left, position = left - len(part), position + len(part)
+    return b"".join(parts)
 
 
 def _read_header(path: Path, index: np.ndarray) -> tuple[np.dtype[Any], int, int]:

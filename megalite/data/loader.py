@@ -88,8 +88,9 @@ class MicroBatchLoader:
             )
         rows = [self.dataset[sample] for sample in samples]
         tokens, labels = np.stack([row["tokens"] for row in rows]), np.stack([row["labels"] for row in rows])
-        least, most = min(tokens.min(), labels.min()), max(tokens.max(), labels.max())
-        if least < 0 or most >= self.vocab_size:
+        # As unsigned numbers, so that one pass sees what is negative too.
+        if max(tokens.view(np.uint64).max(), labels.view(np.uint64).max()) >= self.vocab_size:
+            least, most = min(tokens.min(), labels.min()), max(tokens.max(), labels.max())
             raise DataError(
                 f"samples {samples.start} to {samples.stop - 1} hold tokens from {least} to {most}, but the "
                 f"tokenizer's vocabulary is {self.vocab_size}: the data was made with another tokenizer"

@@ -203,3 +203,27 @@ def test_no_tokens_is_an_error_and_not_an_endless_loop(tmp_path: Path) -> None:
     write(tmp_path / "tokens", [np.arange(3)])
     with pytest.raises(DataError, match="hold no tokens: give this part a larger share in --split"):
         GPTDataset(IndexedDataset(tmp_path / "tokens"), range(1, 1), 5, 4, 0, IndexCache())
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize("pointer", [10**6, -4, 2**62])
+def test_a_pointer_outside_the_tokens_is_an_error_where_it_is_read(tmp_path: Path, mmap: bool, pointer: int) -> None:
+    write(tmp_path / "tokens", [np.arange(9), np.arange(5), np.arange(9)])
+    with (tmp_path / "tokens.idx").open("r+b") as index:
+        index.seek(HEADER.size + 3 * 4 + 8)  # the second sequence's
+        index.write(np.int64(pointer).tobytes())
+    dataset = GPTDataset(IndexedDataset(tmp_path / "tokens", mmap), range(3), None, 22, 1, IndexCache())
+    with pytest.raises(DataError, match=r"tokens\.idx is damaged .*expected sequences .* inside the \.bin"):
+        dataset[0]
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_sequences_without_tokens_are_passed_over(tmp_path: Path, mmap: bool) -> None:
+    """Our writer writes none, other writers may."""
+    lengths = np.array([3, 0, 4, 0], np.int32)
+    (tmp_path / "tokens.bin").write_bytes(np.arange(7, dtype=np.uint16).tobytes())
+    with (tmp_path / "tokens.idx").open("wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 8, 4, 5) + lengths.tobytes())
+        file.write(np.array([0, 6, 6, 14]).tobytes() + np.arange(5).tobytes())
+    dataset = GPTDataset(IndexedDataset(tmp_path / "tokens", mmap), range(4), None, 6, 1, IndexCache())
+    assert sorted(dataset[0].tolist()) == list(range(7))
