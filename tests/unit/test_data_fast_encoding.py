@@ -206,13 +206,11 @@ def test_merges_that_no_training_makes_are_the_same_or_refused(data: st.DataObje
     assert [list(ids) for ids in fast.encode_documents(texts)] == [tokenizer.encode(text).ids for text in texts]
 
 
-def sentencepiece(path: Path, **settings: Any) -> bytes:
+def sentencepiece(path: Path, texts: list[str] = TRAINING, **settings: Any) -> bytes:
     """A model trained as others train theirs."""
     defaults = {"model_type": "bpe", "vocab_size": 380, "byte_fallback": True, "normalization_rule_name": "identity"}
     defaults |= {"remove_extra_whitespaces": False, "minloglevel": 2, "hard_vocab_limit": False}
-    SentencePieceTrainer.train(
-        sentence_iterator=iter(TRAINING), model_prefix=str(path / "model"), **(defaults | settings)
-    )
+    SentencePieceTrainer.train(sentence_iterator=iter(texts), model_prefix=str(path / "model"), **(defaults | settings))
     return (path / "model.model").read_bytes()
 
 
@@ -220,27 +218,45 @@ MODELS: dict[str, dict[str, Any]] = {
     "as Llama's": {"add_dummy_prefix": True},
     "no space before": {"add_dummy_prefix": False, "allow_whitespace_only_pieces": True},
     "unknown characters": {"byte_fallback": False, "character_coverage": 0.98},
+    "letters beside others": {"split_by_unicode_script": False, "split_by_number": False, "add_dummy_prefix": True},
+    "letters apart, space before": {"add_dummy_prefix": True, "vocab_size": 330},
+    "letters apart": {"add_dummy_prefix": False, "vocab_size": 330},
     "own symbols": {"user_defined_symbols": ["\u2581\u2581", "<x>", "ab"], "add_dummy_prefix": True},
 }
 
 
+ENGLISH = ["I'll go, I'll stay; it's (not) a_b 3x the there theta heat aaaa ab", "  <x> ... 12345 \u6f22\u5b57"] * 50
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def words(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, WordCache]:
-    model = sentencepiece(tmp_path_factory.mktemp("model"), **MODELS[request.param])
+    texts = ENGLISH if "apart" in request.param else TRAINING
+    model = sentencepiece(tmp_path_factory.mktemp("model"), texts, **MODELS[request.param])
     assert refusal(model) is None
     processor = SentencePieceProcessor(model_proto=model)
-    return processor, WordCache(processor, model)
+    cache = WordCache(processor, model)
+    assert (len(cache._cut("a,b")) == 3) == ("apart" in request.param)
+    return processor, cache
 
 
 @settings(deadline=None, max_examples=200)
 @given(text=TEXT)
 @example(text=" ")
 @example(text="x ")
+@example(text="don't 3x x3 _a a_ (a)b \u00e9e\u0301e \u6f22a")
 @example(text="x  <x>  ab \u2581 \u2581y")
 @example(text="\u0394\u0394 \u0394")
 def test_words_give_the_same_pieces(words: tuple[Any, WordCache], text: str) -> None:
     processor, cache = words
     assert cache.encode(text).tolist() == processor.encode(text)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_letters_are_cut_from_others_where_they_stay_apart(tmp_path: Path, apart: bool) -> None:
+    texts = ["I'll go, I'll stay; it's (not) a_b 3x"] * 50
+    model = sentencepiece(tmp_path, texts, vocab_size=320, split_by_unicode_script=apart)
+    words = ["I", "'", "ll", " go"] if apart else ["I'll", " go"]
+    assert WordCache(SentencePieceProcessor(model_proto=model), model)._cut("I'll go") == words
 
 
 def test_our_own_models_go_by_words(tmp_path: Path) -> None:
