@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.blend import build_blend_index, normalize, parse_blend
+from megalite.data.blend import BlendedDataset, build_blend_index, normalize, parse_blend
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_writer import IndexedDatasetWriter
@@ -70,6 +70,20 @@ def test_weighted_blend_never_asks_for_more_than_is_drawn(weights: list[float], 
     datasets, _, counts = build_blend_index(shares, size)
     for dataset, share in enumerate(shares):
         assert counts[dataset] == (datasets == dataset).sum() <= math.ceil(math.ceil(size * share) * 1.005)
+
+
+def test_a_blend_of_too_many_is_refused() -> None:
+    with pytest.raises(DataError, match="a blend of 32768 prefixes: at most 32767"):
+        BlendedDataset([[1]] * 2**15, [1.0] * 2**15, 5, IndexCache(), "unused")
+
+
+def test_a_blend_that_draws_too_little_names_the_flag(tmp_path: Path) -> None:
+    datasets: Any = [[1] * 5, [1] * 4]
+    BlendedDataset(datasets, [0.5, 0.5], 8, IndexCache(), str(tmp_path / "a"))
+    with pytest.raises(
+        DataError, match=r"takes 5 samples of its dataset 2, which has 4: .*--mid-level-dataset-surplus"
+    ):
+        BlendedDataset(datasets, [0.5, 0.5], 10, IndexCache(), str(tmp_path / "a"))
 
 
 def test_blend_gives_samples_in_proportion(tmp_path: Path) -> None:
