@@ -105,7 +105,12 @@ def test_any_reader_of_safetensors_finds_the_weights_by_global_name_unpadded(tmp
     assert {name.split("/")[0] for name in tensors} == {"model", "optimizer"}
     described = json.loads((path / "manifest.json").read_text())
     assert described["tensors"]["model/layers.1.attention.query"]["shape"] == [2, 4, 8]
-    assert described["training"] == {"iteration": 7, "consumed_samples": 28, "optimizer_steps": 6}
+    assert described["training"] == {
+        "iteration": 7,
+        "consumed_samples": 28,
+        "optimizer_steps": 6,
+        "loss_scale": None,
+    }
     assert checkpoint.read_config(path) == {"model": asdict(MODEL)}
     assert checkpoint.read_model_config(path) == MODEL
 
@@ -131,7 +136,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, change: dict[s
 
 def test_nothing_is_cast_and_no_optimizer_state_is_left_over(tmp_path: Path) -> None:
     path = save(tmp_path, *build())
-    with pytest.raises(CheckpointError, match=r"is float32 in it and float64 in this run.*without --bf16 and --fp64"):
+    with pytest.raises(
+        CheckpointError, match=r"is float32 in it and float64 in this run.*without --bf16, --fp16 and --fp64"
+    ):
         checkpoint.load(path, *build(dtype=torch.float64), MESH)
     with pytest.raises(CheckpointError, match="holds exp_avg, exp_avg_sq for each weight where this run needs nothing"):
         checkpoint.load(path, *build(optimizer=OptimizerConfig(lr=0.1, optimizer="sgd", sgd_momentum=0.0)), MESH)
