@@ -155,7 +155,12 @@ def _run(files: Sequence[str], encoding: Encoding) -> dict[str, Any]:
         [os.path.abspath(path), fact and [fact.st_size, fact.st_mtime_ns]]
         for path, fact in zip(files, facts, strict=True)
     ]
-    return {"inputs": inputs, "json_keys": encoding.json_keys, "append_eod": encoding.append_eod}
+    return {
+        "inputs": inputs,
+        "json_keys": encoding.json_keys,
+        "append_eod": encoding.append_eod,
+        "tokenizer_hf_include_special_tokens": encoding.options.tokenizer_hf_include_special_tokens,
+    }
 
 
 def _size(path: str) -> int:
