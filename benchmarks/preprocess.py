@@ -1,6 +1,6 @@
 """Tokens a second from JSON lines to token files: ours, the limit, and Megatron-LM's algorithm, in turn.
 
-    python benchmarks/preprocess.py [--megabytes 100] [--rounds 3] [--memory]
+    python -m benchmarks.preprocess [--megabytes 100] [--rounds 3] [--memory]
 
 The text is the Python sources on this machine (the standard library's first, then what is installed), cut into
 documents of 100 lines and shuffled; what is missing to the size is repeated, and the share of new text is printed. The
@@ -14,7 +14,7 @@ vocabularies, 16,384 tokens each, are trained on part of it. Every contender has
     fast       tools/preprocess_data.py; counted from the start of the process
 
 A figure is the median over the rounds. CPU time counts all processes: on a busy machine it is steadier than the clock.
---memory compares the peak memory of any process for 10 MB and 500 MB instead.
+--memory compares the peak memory of any process for 10 MB and 500 MB besides.
 """
 
 from __future__ import annotations
@@ -235,9 +235,11 @@ def main() -> None:
             rival(kind, Path(folder), Path(corpus), Path(folder) / "rival.bin")
         return
     with tempfile.TemporaryDirectory() as folder:
-        figures = memory(Path(folder)) if arguments.memory else speed(arguments, Path(folder))
-        libraries = {package: version(package) for package in ("tokenizers", "tiktoken", "sentencepiece")}
-        write_results("preprocess_memory" if arguments.memory else "preprocess", {"libraries": libraries, **figures})
+        figures = {package: version(package) for package in ("tokenizers", "tiktoken", "sentencepiece")}
+        figures |= speed(arguments, Path(folder))
+        if arguments.memory:
+            figures["peak_memory_bytes"] = memory(Path(folder))
+        write_results("preprocess", figures)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ _crosses_spaces = re.compile(f"[^{SPACE}]{SPACE}").search
 _crosses_letters = re.compile(f"{_LETTER}{_OTHER}|{_OTHER}{_LETTER}").search
 _words = re.compile(f"[ {SPACE}]*[^ {SPACE}]+|[ {SPACE}]+").findall
 _letters_and_others = re.compile(f"[ {SPACE}]*(?:{_LETTER}+|{_OTHER}+)|[ {SPACE}]+").findall
-# Some tens of megabytes at most: words that are longer are seldom met again.
-LARGEST_CACHE = 1 << 18
+# Some twenty megabytes at most: more gains little, and longer words are seldom met again.
+LARGEST_CACHE = 1 << 16
 LONGEST_WORD = 48
 # As the file format numbers them.
 BYTE_PAIR_ENCODING = 2
