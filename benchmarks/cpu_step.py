@@ -25,6 +25,7 @@ from megalite.config import ModelConfig, OptimizerConfig
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import DataParallel
+from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel import collectives
 from megalite.parallel.initialization import initialize
@@ -64,7 +65,7 @@ def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: boo
     def step() -> None:
         optimizer.begin_step(MICRO_BATCHES)
         engine.run(schedules.no_pipelining(MICRO_BATCHES), model, micro_batches, 1.0 / TOKENS)
-        optimizer.step(1e-3)
+        optimizer.step(Rates(1e-3, 1e-3, 0.01))
 
     return step
 

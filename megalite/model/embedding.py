@@ -21,7 +21,7 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         draw = Normal(config.init_method_std)
-        word = LogicalTensor("embedding.word", (vocab_size, config.hidden_size), draw, True)
+        word = LogicalTensor("embedding.word", (vocab_size, config.hidden_size), draw, True, token_table=True)
         self.word = VocabParallelEmbedding(
             split(mesh, word, 0, padded=config.padded_vocab_size(mesh.size("tp"))),
             mesh.group("tp"),

@@ -32,7 +32,7 @@ class Head(nn.Module):
         weight: Parameter | Sharding
         if tied is None:
             shape = (vocab_size, config.hidden_size)
-            output = LogicalTensor("output", shape, Normal(config.init_method_std), weight_decay=True)
+            output = LogicalTensor("output", shape, Normal(config.init_method_std), weight_decay=True, token_table=True)
             weight = split(mesh, output, 0, padded=config.padded_vocab_size(mesh.size("tp")))
         else:
             weight = tied

@@ -62,7 +62,8 @@ class Bucket:
 
         `in_flight` lists, for all buckets together, those of ZeRO 2 and 3 that are being reduced.
         """
-        self.slots, self.shard_group, self.reduction = layout.slots, shard_group, reduction
+        self.slots, self.length = layout.slots, layout.length
+        self.shard_group, self.reduction = shard_group, reduction
         self.stage = options.stage if shard_group.size > 1 else 0
         self.counted_here = counted_here
         """Whether the norm counts this rank's copy."""

@@ -25,6 +25,17 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 
 @dataclass(frozen=True)
+class Rates:
+    """By what one step of the optimizer multiplies."""
+
+    learning_rate: float
+    token_table_learning_rate: float
+    """Of the word embedding and the output layer (Megatron-LM's decoupled rate)."""
+    weight_decay: float
+    """Of what has any."""
+
+
+@dataclass(frozen=True)
 class LearningRateSchedule:
     """A linear warm-up, then a decay. All lengths are in samples, counted from the start of the run.
 

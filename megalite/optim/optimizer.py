@@ -6,6 +6,7 @@ All ZeRO stages run the same sums over the same slices. Stage 0 then gathers the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
 from megalite.optim.gathering import gather_around_forward
+from megalite.optim.learning_rate import Rates
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -46,6 +48,19 @@ class StateSlice:
     """By name: the optimizer's, and `master` where the parameter is of lower precision."""
 
 
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that the optimizer treats alike."""
+
+    weight_decay: bool
+    token_table: bool
+
+    @staticmethod
+    def of(parameter: Parameter) -> ParameterGroup:
+        record = parameter.sharding
+        return ParameterGroup(record.weight_decay, record.token_table)
+
+
 class Shard:
     """What this rank updates of one bucket: its slice, or under ZeRO 0 everything."""
 
@@ -63,19 +78,17 @@ class Shard:
     def has_master(self) -> bool:
         return self.master.dtype != self.parameters.dtype
 
-    def runs(self) -> Iterator[tuple[slice, bool]]:
-        """Runs of elements that share their weight-decay choice, in this shard's coordinates."""
-        start, decay = 0, self.bucket.slots[0].parameter.sharding.weight_decay
-        for slot in self.bucket.slots:
-            if slot.parameter.sharding.weight_decay != decay:
-                yield from self._run(start, slot.start, decay)
-                start, decay = slot.start, not decay
-        yield from self._run(start, self.start + self.master.numel(), decay)
-
-    def _run(self, start: int, stop: int, decay: bool) -> Iterator[tuple[slice, bool]]:
-        low, high = max(start - self.start, 0), min(stop - self.start, self.master.numel())
-        if low < high:
-            yield slice(low, high), decay
+    def runs(self) -> Iterator[tuple[ParameterGroup, slice]]:
+        """Runs of elements that are treated alike, in this shard's coordinates."""
+        starts = {0: ParameterGroup.of(self.bucket.slots[0].parameter)}
+        for before, slot in itertools.pairwise(self.bucket.slots):
+            group = ParameterGroup.of(slot.parameter)
+            if group != ParameterGroup.of(before.parameter):
+                starts[slot.start] = group
+        for (start, group), stop in zip(starts.items(), [*starts, self.bucket.length][1:], strict=True):
+            low, high = max(start - self.start, 0), min(stop - self.start, self.master.numel())
+            if low < high:
+                yield group, slice(low, high)
 
     def slices(self, *, owned: bool) -> Iterator[StateSlice]:
         """This shard by parameter; with `owned` only what no other rank of the shard group is to answer for."""
@@ -112,25 +125,22 @@ class Optimizer:
         """Updates made; a skipped step is none."""
         names = state_names(config)
         self.shards = [Shard(bucket, names) for bucket in buckets]
-        self._runs = [(shard, run, decay) for shard in self.shards for run, decay in shard.runs()]
-        self._masters = [shard.master[run].requires_grad_() for shard, run, _ in self._runs]
+        self._runs = [(group, shard, run) for shard in self.shards for group, run in shard.runs()]
+        self._masters = [shard.master[run].requires_grad_() for _, shard, run in self._runs]
         self._torch = self._build(names)
 
     def _build(self, names: Sequence[str]) -> torch.optim.Optimizer:
-        decays = {True: self.config.weight_decay, False: 0.0}
-        groups = [
-            {"params": [m for m, (_, _, d) in zip(self._masters, self._runs, strict=True) if d is kind],
-             "weight_decay": decay}
-            for kind, decay in decays.items()
-        ]  # fmt: skip
-        groups = [group for group in groups if group["params"]]
+        masters: dict[ParameterGroup, list[Tensor]] = {}
+        for (group, _, _), master in zip(self._runs, self._masters, strict=True):
+            masters.setdefault(group, []).append(master)
+        groups = [{"params": members, "kind": group} for group, members in masters.items()]
         made: torch.optim.Optimizer
         if self.config.optimizer == "adam":
             betas = (self.config.adam_beta1, self.config.adam_beta2)
             made = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=self.config.adam_eps, fused=True)
         else:
             made = torch.optim.SGD(groups, lr=0.0, momentum=self.config.sgd_momentum, fused=True)
-        for master, (shard, run, _) in zip(self._masters, self._runs, strict=True):
+        for master, (_, shard, run) in zip(self._masters, self._runs, strict=True):
             made.state[master] = {name: shard.state[name][run] for name in names}
             if self.config.optimizer == "adam":
                 made.state[master]["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
@@ -158,7 +168,7 @@ class Optimizer:
         for bucket in self.buckets:
             bucket.begin_step(micro_batches)
 
-    def step(self, learning_rate: float, loss_scale: float = 1.0) -> StepResult:
+    def step(self, rates: Rates, loss_scale: float = 1.0) -> StepResult:
         """Finish the gradients' reduction, clip and update. The same decision and the same bits on every rank.
 
         `loss_scale` is what the loss was multiplied by: the gradients are divided by it.
@@ -171,7 +181,7 @@ class Optimizer:
         for pending in [bucket.gather(bucket.gradients) for bucket in self.buckets if bucket.stage == 0]:
             pending.wait()
         self._scale(self._clipping(norm) / loss_scale)
-        self._update(learning_rate)
+        self._update(rates)
         return StepResult(norm, skipped=False)
 
     def _gradient_norm(self) -> float:
@@ -192,10 +202,12 @@ class Optimizer:
             for shard in self.shards:
                 shard.gradients.mul_(factor)
 
-    def _update(self, learning_rate: float) -> None:
+    def _update(self, rates: Rates) -> None:
         for group in self._torch.param_groups:
-            group["lr"] = learning_rate
-        for master, (shard, run, _) in zip(self._masters, self._runs, strict=True):
+            kind = group["kind"]
+            group["lr"] = rates.token_table_learning_rate if kind.token_table else rates.learning_rate
+            group["weight_decay"] = rates.weight_decay if kind.weight_decay else 0.0
+        for master, (_, shard, run) in zip(self._masters, self._runs, strict=True):
             master.grad = shard.gradients[run].to(master.dtype)
         self._torch.step()
         self.steps += 1

@@ -37,6 +37,8 @@ class LogicalTensor:
     weight_decay: bool
     matrices: str | None = None
     """An einops pattern to [matrices, rows, columns], what a matrix-wise optimizer sees; None for vectors, tables."""
+    token_table: bool = False
+    """Whether its rows stand for tokens, as the word embedding's and the output layer's do."""
 
     def as_matrices(self, values: Tensor) -> Tensor:
         """View a tensor of this shape as [matrices, rows, columns].
@@ -150,6 +152,10 @@ class Sharding:
     @property
     def weight_decay(self) -> bool:
         return self.pieces[0].tensor.weight_decay
+
+    @property
+    def token_table(self) -> bool:
+        return self.pieces[0].tensor.token_table
 
     @property
     def name(self) -> str:

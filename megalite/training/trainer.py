@@ -14,7 +14,7 @@ from megalite.config import RunConfig
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
-from megalite.optim.learning_rate import learning_rate_schedule
+from megalite.optim.learning_rate import Rates, learning_rate_schedule
 from megalite.optim.optimizer import StepResult
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
@@ -80,7 +80,8 @@ class Trainer:
         factor = loss_scale / count if count else 0.0
         loss_sum = engine.run(actions, self.network, micro_batches, factor)
         learning_rate = self.schedule.at(self.consumed_samples)
-        update = self.optimizer.step(learning_rate, loss_scale)
+        rates = Rates(learning_rate, learning_rate, self.config.optimizer.weight_decay)
+        update = self.optimizer.step(rates, loss_scale)
         self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not self.loss_scale.can_shrink else 0
         self.loss_scale = self.loss_scale.after(overflow=update.skipped)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.model.recompute import Recompute
+from megalite.optim.learning_rate import Rates
 from tests.harness.covering_array import Row
 from tests.oracle import Oracle
 
@@ -172,13 +173,13 @@ def model_config(cell: Cell) -> ModelConfig:
 
 def optimizer_config(cell: Cell) -> OptimizerConfig:
     # The epsilon is large enough that a gradient which is zero but for rounding (a key's bias) stays nearly that.
-    return OptimizerConfig(
-        lr=0.0, optimizer=cell.optimizer, weight_decay=0.1, clip_grad=cell.clip_grad, adam_eps=1e-6, sgd_momentum=0.9
-    )  # type: ignore[arg-type]
+    return OptimizerConfig(lr=0.0, optimizer=cell.optimizer, clip_grad=cell.clip_grad, adam_eps=1e-6, sgd_momentum=0.9)  # type: ignore[arg-type]
 
 
-def learning_rate(cell: Cell, step: int) -> float:
-    return (0.02 if cell.optimizer == "adam" else 0.1) * (1 + step % 3)
+def rates(cell: Cell, step: int) -> Rates:
+    """Another in every step, and another for the token tables."""
+    rate = (0.02 if cell.optimizer == "adam" else 0.1) * (1 + step % 3)
+    return Rates(rate, rate / 2, weight_decay=0.1 / (1 + step % 2))
 
 
 def oracle(cell: Cell) -> Oracle:

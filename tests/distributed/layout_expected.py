@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.sharding import Box
-from tests.distributed.layout_cell import Cell, batch, learning_rate, optimizer_config, oracle
+from tests.distributed.layout_cell import Cell, batch, optimizer_config, oracle, rates
 from tests.distributed.layout_run import Held, RankResult, run_cells
 from tests.harness.close import (
     assert_bits_equal,
@@ -130,8 +130,10 @@ def expected(alone: Cell) -> Expected:
                 _gradient(weight).mul_(min(1.0, alone.clip_grad / (norm + 1e-6)))
         if step == alone.first_step:
             gradients = {name: _gradient(weight).clone() for name, weight in weights.items()}
+        now = rates(alone, step)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(alone, step)
+            group["lr"] = now.token_table_learning_rate if group["table"] else now.learning_rate
+            group["weight_decay"] = 0.0 if group["free"] else now.weight_decay
         optimizer.step()
         losses.append(loss.item())
         norms.append(norm)
@@ -140,12 +142,15 @@ def expected(alone: Cell) -> Expected:
 
 
 def torch_optimizer(cell: Cell, weights: Tensors) -> torch.optim.Optimizer:
-    """Weight decay on everything but biases and norms."""
+    """Weight decay on everything but biases and norms; a rate of their own for the token tables."""
     config = optimizer_config(cell)
-    free = [name.endswith("bias") or "norm" in name for name in weights]
     groups = [
-        {"params": [w for w, f in zip(weights.values(), free, strict=True) if f is kind], "weight_decay": decay}
-        for kind, decay in ((False, config.weight_decay), (True, 0.0))
+        {
+            "params": [weight],
+            "free": name.endswith("bias") or "norm" in name,
+            "table": name in ("embedding.word", "output"),
+        }
+        for name, weight in weights.items()
     ]
     if cell.optimizer == "adam":
         return torch.optim.AdamW(groups, lr=0.0, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
@@ -182,5 +187,5 @@ def _assert_as_expected(cell: Cell, result: Result, wanted: Expected) -> None:
         assert_number_close(result.losses[step], wanted.losses[step], f"loss {step} steps later")
         assert_number_close(result.gradient_norms[step], wanted.gradient_norms[step], f"norm {step} steps later")
     for name in names:
-        rate = learning_rate(cell, 0)
+        rate = rates(cell, 0).learning_rate
         assert_parameter_close(result.final[name], wanted.final[name], rate, f"{name} after {cell.steps} steps")

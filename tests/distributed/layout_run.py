@@ -26,9 +26,9 @@ from tests.distributed.layout_cell import (
     RECOMPUTE,
     Cell,
     batch,
-    learning_rate,
     model_config,
     optimizer_config,
+    rates,
 )
 
 SEED = 1234
@@ -106,7 +106,7 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
         optimizer.begin_step(len(micro_batches))
         actions = schedules.no_pipelining(len(micro_batches))
         loss_sum = engine.run(actions, stage, micro_batches, 1.0 / count if count else 0.0)
-        update = optimizer.step(learning_rate(cell, step))
+        update = optimizer.step(rates(cell, step))
         losses.append(collectives.all_reduce_(loss_sum.view(1), mesh.group("dp")).item() / max(count, 1.0))
         norms.append(update.gradient_norm)
         skipped.append(update.skipped)

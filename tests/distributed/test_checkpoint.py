@@ -26,6 +26,7 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import DataParallel
+from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.initialization import initial_values, initialize
 from megalite.parallel.mesh import ParallelMesh
@@ -108,7 +109,7 @@ class Case:
             for slot in bucket.slots:
                 for _ in range(slot.parameter.sharding.uses):
                     bucket.accumulate(slot.parameter, DenseGradient(drawn[id(slot.parameter)]))
-        self.optimizer.step(0.01)
+        self.optimizer.step(Rates(0.01, 0.01, 0.01))
 
     def save(self, path: Path, iteration: int = 1) -> Path:
         state = TrainingState(iteration, 4 * iteration, self.optimizer.steps)

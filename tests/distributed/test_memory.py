@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megalite.config.optimizer import OptimizerConfig
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import REDUCTIONS_IN_FLIGHT, DataParallel
+from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
@@ -32,7 +33,7 @@ def kept(stage: int, overlap: bool) -> dict[str, float]:
     sizes = [bucket.gradients.untyped_storage().size() for bucket in optimizer.buckets]
     alive = sum(sizes)
     largest = sum(sorted(bucket.gradients.numel() * 4 for bucket in optimizer.buckets)[-REDUCTIONS_IN_FLIGHT:])
-    optimizer.step(0.01)
+    optimizer.step(Rates(0.01, 0.01, 0.01))
     optimizer.finish_parameter_gather()
     elements = sum(bucket.parameters.numel() for bucket in optimizer.buckets)
 

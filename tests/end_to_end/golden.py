@@ -18,7 +18,7 @@ from megalite.data.mock_dataset import MockDataset
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import DataParallel
-from megalite.optim.learning_rate import LearningRateSchedule
+from megalite.optim.learning_rate import LearningRateSchedule, Rates
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
@@ -67,7 +67,8 @@ def _train(config: ModelConfig, dtype: torch.dtype) -> list[float]:
         optimizer.begin_step(len(halves))
         count = BATCH * SEQUENCE
         loss_sum = engine.run(schedules.no_pipelining(len(halves)), network, halves, 1.0 / count)
-        optimizer.step(schedule.at(step * BATCH))
+        rate = schedule.at(step * BATCH)
+        optimizer.step(Rates(rate, rate, weight_decay=0.01))
         means.append(loss_sum.item() / count)
     return means
 
