@@ -3,7 +3,7 @@
     python -m benchmarks.data_parallel [--vocabulary 1024] [--rounds 9]
 
 The model, the rounds and what is counted are those of benchmarks/cpu_step.py; the rivals are its plain PyTorch model
-with fused AdamW and clipping. DDP reduces once a step, after the last micro-batch (no_sync before it); fully_shard, like
+with fused AdamW and clipping. DDP reduces once a step, in the last micro-batch (no_sync before it); fully_shard, like
 ZeRO 3, gathers before each use and reduces each micro-batch.
 """
 

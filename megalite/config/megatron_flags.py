@@ -173,7 +173,7 @@ REFUSED: Mapping[str, str] = {
     no-weight-decay-cond-type start-weight-decay end-weight-decay decoupled-lr decoupled-min-lr
     fp16-lm-cross-entropy use-megatron-fsdp
     use-torch-fsdp2 ddp-num-buckets enable-full-sharding-in-hsdp
-    torch-fsdp2-no-reshard-after-forward log-params-norm log-num-zeros-in-grad use-precision-aware-optimizer
+    torch-fsdp2-no-reshard-after-forward use-precision-aware-optimizer
     main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
     """,
     TOKENIZERS: """

@@ -6,8 +6,10 @@ about the order in which backward reaches them. All members of a shard group or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -27,12 +29,44 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that the optimizer treats alike."""
+
+    weight_decay: bool
+    token_table: bool
+
+    NAMES: ClassVar = ("weights", "vectors", "token_tables")
+
+    @staticmethod
+    def of(parameter: Parameter) -> ParameterGroup:
+        record = parameter.sharding
+        return ParameterGroup(record.weight_decay, record.token_table)
+
+    @property
+    def name(self) -> str:
+        """One of NAMES: what its figures are called."""
+        return "token_tables" if self.token_table else "weights" if self.weight_decay else "vectors"
+
+
+@dataclass(frozen=True)
 class BucketLayout:
     """The parameters that travel in one message."""
 
     slots: tuple[Slot, ...]
     length: int
     """Elements, with padding: an equal, aligned slice for each shard."""
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[ParameterGroup, slice]]:
+        """Runs of elements of one group, padding included, among [start, stop) and counted from `start`."""
+        begins = {0: ParameterGroup.of(self.slots[0].parameter)}
+        for before, slot in itertools.pairwise(self.slots):
+            group = ParameterGroup.of(slot.parameter)
+            if group != ParameterGroup.of(before.parameter):
+                begins[slot.start] = group
+        for (begin, group), end in zip(begins.items(), [*begins, self.length][1:], strict=True):
+            low, high = max(begin, start), min(end, stop)
+            if low < high:
+                yield group, slice(low - start, high - start)
 
 
 def lay_out(sizes: Sequence[int], bucket_size: int | None) -> list[list[tuple[int, int, int]]]:

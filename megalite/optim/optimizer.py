@@ -6,9 +6,8 @@ All ZeRO stages run the same sums over the same slices. Stage 0 then gathers the
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,22 +15,29 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config.optimizer import OptimizerConfig
+from megalite.optim import statistics
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
 from megalite.optim.gathering import gather_around_forward
+from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
-from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
-
-NORM_CHUNK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
 class StepResult:
-    gradient_norm: float
-    """Global norm before clipping, each element of the model once."""
-    skipped: bool
-    """Whether a non-finite gradient, anywhere, made every rank skip the update."""
+    gradient_norms: Mapping[str, float]
+    """By parameter group: norms before clipping, over the whole model, each of its elements once."""
+
+    @property
+    def gradient_norm(self) -> float:
+        """The global norm before clipping."""
+        return math.hypot(*self.gradient_norms.values())
+
+    @property
+    def skipped(self) -> bool:
+        """Whether a gradient that is not finite, anywhere, made every rank skip the update."""
+        return not math.isfinite(self.gradient_norm)
 
 
 @dataclass(frozen=True)
@@ -48,19 +54,6 @@ class StateSlice:
     """By name: the optimizer's, and `master` where the parameter is of lower precision."""
 
 
-@dataclass(frozen=True)
-class ParameterGroup:
-    """Parameters that the optimizer treats alike."""
-
-    weight_decay: bool
-    token_table: bool
-
-    @staticmethod
-    def of(parameter: Parameter) -> ParameterGroup:
-        record = parameter.sharding
-        return ParameterGroup(record.weight_decay, record.token_table)
-
-
 class Shard:
     """What this rank updates of one bucket: its slice, or under ZeRO 0 everything."""
 
@@ -69,7 +62,9 @@ class Shard:
         sharded = bucket.stage > 0
         self.parameters = bucket.parameter_shard if sharded else bucket.parameters
         self.gradients = bucket.gradient_shard if sharded else bucket.gradients
-        self.start = bucket.shard_group.rank * self.parameters.numel() if sharded else 0
+        self.start, self.stop = bucket.owned_range if sharded else (0, bucket.length)
+        self.runs = bucket.owned_runs if sharded else list(bucket.layout.runs(0, bucket.length))
+        """Its elements by group."""
         wide = torch.promote_types(self.parameters.dtype, torch.float32)
         self.master = self.parameters.to(wide)  # the parameters themselves where they are wide already
         self.state = {name: torch.zeros_like(self.master) for name in state_names}
@@ -78,27 +73,18 @@ class Shard:
     def has_master(self) -> bool:
         return self.master.dtype != self.parameters.dtype
 
-    def runs(self) -> Iterator[tuple[ParameterGroup, slice]]:
-        """Runs of elements that are treated alike, in this shard's coordinates."""
-        starts = {0: ParameterGroup.of(self.bucket.slots[0].parameter)}
-        for before, slot in itertools.pairwise(self.bucket.slots):
-            group = ParameterGroup.of(slot.parameter)
-            if group != ParameterGroup.of(before.parameter):
-                starts[slot.start] = group
-        for (start, group), stop in zip(starts.items(), [*starts, self.bucket.length][1:], strict=True):
-            low, high = max(start - self.start, 0), min(stop - self.start, self.master.numel())
-            if low < high:
-                yield group, slice(low, high)
+    @property
+    def owned_part(self) -> slice:
+        """What of this shard no other rank of the shard group is to answer for."""
+        start, stop = self.bucket.owned_range
+        return slice(start - self.start, stop - self.start)
 
     def slices(self, *, owned: bool) -> Iterator[StateSlice]:
         """This shard by parameter; with `owned` only what no other rank of the shard group is to answer for."""
-        begin, length = self.start, self.master.numel()
-        if owned:
-            length = self.bucket.parameter_shard.numel()
-            begin = self.bucket.shard_group.rank * length
+        begin, end = self.bucket.owned_range if owned else (self.start, self.stop)
         state = dict(self.state) | ({"master": self.master} if self.has_master else {})
         for slot in self.bucket.slots:
-            low, high = max(slot.start, begin), min(slot.stop, begin + length)
+            low, high = max(slot.start, begin), min(slot.stop, end)
             if low < high:
                 own = slice(low - self.start, high - self.start)
                 views = {name: tensor[own] for name, tensor in state.items()}
@@ -125,7 +111,7 @@ class Optimizer:
         """Updates made; a skipped step is none."""
         names = state_names(config)
         self.shards = [Shard(bucket, names) for bucket in buckets]
-        self._runs = [(group, shard, run) for shard in self.shards for group, run in shard.runs()]
+        self._runs = [(group, shard, run) for shard in self.shards for group, run in shard.runs]
         self._masters = [shard.master[run].requires_grad_() for _, shard, run in self._runs]
         self._torch = self._build(names)
 
@@ -175,24 +161,15 @@ class Optimizer:
         """
         for bucket in self.buckets:
             bucket.finish_reduction()
-        norm = self._gradient_norm() / loss_scale
-        if not math.isfinite(norm):
-            return StepResult(norm, skipped=True)
+        norms = statistics.norms([(bucket, bucket.gradient_shard) for bucket in self.buckets], self.mesh)
+        result = StepResult({name: norm / loss_scale for name, norm in norms.items()})
+        if result.skipped:
+            return result
         for pending in [bucket.gather(bucket.gradients) for bucket in self.buckets if bucket.stage == 0]:
             pending.wait()
-        self._scale(self._clipping(norm) / loss_scale)
+        self._scale(self._clipping(result.gradient_norm) / loss_scale)
         self._update(rates)
-        return StepResult(norm, skipped=False)
-
-    def _gradient_norm(self) -> float:
-        """The norm over the whole model, each unique element once: squares are added in float64.
-
-        Buckets' sums are added exactly, so that their order does not matter.
-        """
-        sums = [_sum_of_squares(bucket.gradient_shard) for bucket in self.buckets if bucket.counted_here]
-        local = math.fsum(torch.stack(sums).tolist()) if sums else 0.0
-        total = torch.tensor([local], dtype=torch.float64, device=self.mesh.device)
-        return math.sqrt(collectives.all_reduce_(total, self.mesh.world()).item())
+        return result
 
     def _clipping(self, norm: float) -> float:
         return min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0.0 else 1.0
@@ -240,19 +217,14 @@ class Optimizer:
             for bucket in self.buckets:
                 bucket.free_parameters()
 
+    def parameter_norms(self) -> dict[str, float]:
+        """Norms of the parameters, at the precision in which they are updated, by parameter group."""
+        return statistics.norms([(s.bucket, s.master[s.owned_part]) for s in self.shards], self.mesh)
+
     def finish_parameter_gather(self) -> None:
         """Wait for the gathers that overlap what comes after the step."""
         for bucket in self.buckets:
             bucket.finish_parameter_gather()
-
-
-def _sum_of_squares(values: Tensor) -> Tensor:
-    """In float64, by chunks that stay in a processor's cache."""
-    total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for chunk in values.split(NORM_CHUNK_ELEMENTS):
-        wide = chunk.double()
-        total += torch.dot(wide, wide)
-    return total
 
 
 def make_optimizer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from megalite.data.fields import SampleFields
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.optim.learning_rate import Rates, learning_rate_schedule
 from megalite.optim.optimizer import StepResult
+from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline import engine, schedules
@@ -235,7 +237,20 @@ class Trainer:
             model_tflops_per_device=flops / 1e12,
             mfu=None if peak is None else flops / peak,
             peak_memory_bytes=device.peak_memory_bytes(self.mesh.device),
+            extra=self._statistics(update),
         )
+
+    def _statistics(self, update: StepResult) -> dict[str, float]:
+        """The figures that are only recorded on request."""
+        figures: dict[str, float] = {}
+        if self.config.logging.log_params_norm:
+            parameter_norms = self.optimizer.parameter_norms()
+            figures["params_norm"] = math.hypot(*parameter_norms.values())
+            figures |= {f"params_norm/{group}": norm for group, norm in parameter_norms.items()}
+            figures |= {f"grad_norm/{group}": norm for group, norm in update.gradient_norms.items()}
+        if self.config.logging.log_num_zeros_in_grad:
+            figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.buckets, self.mesh)
+        return figures
 
     def _metrics_writer(self) -> MetricsWriter:
         if self.mesh.rank != 0:
