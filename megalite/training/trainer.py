@@ -23,7 +23,6 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline import engine, schedules
 from megalite.training.batches import to_micro_batches, valid_tokens
 from megalite.training.construction import (
-    count_parameters,
     make_loader,
     make_loss_scale,
     make_model,
@@ -70,7 +69,7 @@ class Trainer:
         """One optimizer step over one global batch."""
         began = time.perf_counter()
         batch_size = self.batch_size.at(self.consumed_samples)
-        arrays = self.loader.micro_batches(self.consumed_samples, self._num_micro_batches(batch_size))
+        arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches(batch_size))
         micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
         data_parallel = self.mesh.group("dp", "cp")
         count = collectives.all_reduce_(valid_tokens(micro_batches, self.mesh.device), data_parallel).item()
@@ -93,7 +92,7 @@ class Trainer:
         seconds = time.perf_counter() - began
         return self._metrics(loss, update, learning_rate, loss_scale, batch_size, seconds)
 
-    def _num_micro_batches(self, batch_size: int) -> int:
+    def num_micro_batches(self, batch_size: int) -> int:
         """Forwards of each rank in a step of `batch_size` samples."""
         return batch_size // (self.config.training.micro_batch_size * self.mesh.size("dp"))
 
@@ -102,7 +101,7 @@ class Trainer:
         self.network.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         batch_size = self.batch_size.final
-        num_micro_batches = self._num_micro_batches(batch_size)
+        num_micro_batches = self.num_micro_batches(batch_size)
         actions = schedules.forward_only(num_micro_batches)
         with make_loader(self.config, self.mesh, self.data.tokenizer, dataset) as loader:
             for batch in range(self.config.training.eval_iters):
@@ -261,27 +260,3 @@ class Trainer:
         if self.directory is not None:
             path, events = path or self.directory / "metrics.jsonl", events or self.directory / "tensorboard"
         return MetricsWriter(path, events, self.iteration)
-
-    def summary(self) -> dict[str, object]:
-        """What the run is, for the screen."""
-        mesh, parallel = self.mesh, self.config.parallel
-        layout = f"TP {mesh.size('tp')}{' with SP' if parallel.sequence_parallel else ''} x DP {mesh.size('dp')}"
-        zero = f"ZeRO {parallel.zero_stage}"
-        if parallel.num_distributed_optimizer_instances > 1:
-            zero += f" in {parallel.num_distributed_optimizer_instances} instances"
-        model = self.model_config
-        batch = self.batch_size
-        growing = f"{batch.ramp[0]} to {batch.final}" if batch.ramp else f"{batch.final}"
-        steps = f"{self.iterations} steps of {growing} samples"
-        parameters = f"{count_parameters(self.network):,} parameters"
-        count = self._num_micro_batches(batch.final)
-        micro_batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
-        return {
-            "model": f"{parameters}: {model.num_layers} layers, hidden {model.hidden_size}",
-            "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
-            "layout": f"{layout}, {zero}, {micro_batches} a rank",
-            "precision": self.config.training.dtype,
-            "device": f"{mesh.world_size} x {device.device_name(mesh.device)}",
-            "training": f"{steps} x {self.config.data.seq_length} tokens",
-            "saving": "nothing, without --save" if self.directory is None else f"to {self.directory}",
-        }

@@ -1,20 +1,28 @@
-"""What each ZeRO stage keeps between uses, in bytes."""
+"""What each ZeRO stage keeps between uses, and a micro-batch from forward to backward, in bytes."""
 
 from __future__ import annotations
+
+import functools
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
+from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import REDUCTIONS_IN_FLIGHT, DataParallel
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.randomness import RandomKey
 from megalite.pipeline import engine, schedules
-from tests.distributed.layout_cell import Cell, model_config
+from megalite.training import memory
+from megalite.training.memory import Memory
+from tests.distributed.layout_cell import RECOMPUTE, Cell, model_config
 from tests.distributed.layout_run import local_micro_batches
 from tests.harness.rank_pool import RankPools
 
@@ -64,3 +72,67 @@ def test_memory_is_the_formulas(
         assert found["optimizer"] == optimizer
         if stage >= 2:
             assert found["alive beyond two buckets"] <= 0
+
+
+WIDE = {"num_layers": 3, "hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 384, "vocab_size": 250}
+TOKENS = (2, 64)  # batch, sequence
+MODELS = {
+    "gpt2": ModelConfig(**WIDE, max_position_embeddings=64, hidden_dropout=0.0, attention_dropout=0.0),
+    "llama": ModelConfig(
+        **WIDE,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        qk_layernorm=True,
+        group_query_attention=True,
+        num_query_groups=2,
+        untie_embeddings_and_output_weights=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    ),
+}
+
+
+def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[tuple[str, Memory, Memory]]:
+    """For every model, precision and way to recompute."""
+    world_size = dist.get_world_size()
+    mesh = ParallelMesh(rank=dist.get_rank(), world_size=world_size, tensor_parallel_size=tp)
+    zeros = torch.zeros(TOKENS, dtype=torch.int64)
+    found = []
+    for (name, model), (way, recompute), dtype in itertools.product(
+        MODELS.items(), RECOMPUTE.items(), (torch.float32, torch.bfloat16)
+    ):
+        network = GPT(model, mesh, sequence_parallel=sequence_parallel, recompute=recompute, dtype=dtype)
+        initialize(network, seed=1)
+        options = DataParallel(torch.float32, stage)
+        optimizer = make_optimizer(network, mesh, OptimizerConfig(lr=0.01), options, blocks=network.blocks())
+        positions = torch.arange(TOKENS[1]).expand(TOKENS)
+        batch = MicroBatch(zeros, positions, None, zeros, torch.ones(TOKENS), RandomKey(1, 0))
+        seen = memory.measured(optimizer, functools.partial(network, None, batch))
+        activations = memory.activation_bytes(
+            model,
+            tokens=zeros.numel(),
+            dtype=dtype,
+            tensor_parallel_size=tp,
+            sequence_parallel=sequence_parallel,
+            recompute=recompute,
+        )
+        found.append((f"{name} {way} {dtype}", seen, Memory(*memory.state_bytes(optimizer), activations)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp", "sequence_parallel", "stage"),
+    [(2, 1, False, 0), (2, 2, False, 0), (2, 2, True, 0), (2, 1, False, 1), (2, 1, False, 3), (4, 2, True, 2)],
+)
+def test_the_report_at_the_start_is_right(
+    ranks: int, tp: int, sequence_parallel: bool, stage: int, rank_pools: RankPools
+) -> None:
+    """Within 1 %, and the padding of buckets: at most 64 elements a parameter and a shard, of 12 bytes."""
+    for rank in rank_pools(ranks).run(measured_and_expected, tp, sequence_parallel, stage):
+        for case, seen, expected in rank:
+            for kind in ("parameters", "gradients", "optimizer"):
+                padding = getattr(seen, kind) - getattr(expected, kind)
+                assert 0 <= padding <= 0.01 * getattr(expected, kind) + 12 * 64 * 40, (case, kind)
+            assert seen.activations == pytest.approx(expected.activations, rel=0.01), case
