@@ -58,6 +58,8 @@ ALREADY_SO: Mapping[str, str] = {
     no-tokenizer-sentencepiece-ignore-extra-whitespaces disable-tokenizer-sentencepiece-ignore-extra-whitespaces""",
     "the tokenizer is always the one of --tokenizer-model": """
     no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-checkpoint-args""",
+    "learning rate and weight decay follow the flags and the samples consumed: no checkpoint holds a schedule": """
+    override-opt-param-scheduler""",
     "every step records its throughput and its peak memory": "log-throughput log-memory-to-tensorboard",
     "nothing is reported to other services and no remote storage is used": "no-one-logger disable-msc",
 }
@@ -184,7 +186,7 @@ REFUSED: Mapping[str, str] = {
     full-validation multiple-validation-sets validation-set-names
     """,
     CHECKPOINTS: """
-    override-opt-param-scheduler use-checkpoint-opt-param-scheduler save-retain-interval non-persistent-save-interval
+    use-checkpoint-opt-param-scheduler save-retain-interval non-persistent-save-interval
     non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo
     finetune pretrained-checkpoint ckpt-step use-checkpoint-args use-mp-args-from-checkpoint-args
     exit-on-missing-checkpoint no-ckpt-fully-parallel-save async-save async-strategy use-persistent-ckpt-worker
