@@ -103,7 +103,6 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
     "expert-model-parallel-size": ("1", EXPERTS),
     "expert-tensor-parallel-size": ("1", EXPERTS),
     "outer-dp-sharding-strategy": ("no_shard", ENGINE),
-    "weight-decay-incr-style": ("constant", ENGINE),
     "dataloader-type": ("single", ORDER),
     "ckpt-format": ("megalite", CHECKPOINTS),
     "timing-log-level": ("0", CLUSTER),
@@ -172,8 +171,7 @@ REFUSED: Mapping[str, str] = {
     ENGINE: """
     apply-wd-to-qk-layernorm muon-momentum muon-no-split-qkv muon-nesterov muon-scale-mode muon-fp32-matmul-prec
     muon-coefficient-type muon-num-ns-steps muon-tp-mode muon-use-syrk muon-extra-scale-factor muon-scalar-optimizer
-    no-weight-decay-cond-type start-weight-decay end-weight-decay decoupled-lr decoupled-min-lr
-    fp16-lm-cross-entropy use-megatron-fsdp
+    no-weight-decay-cond-type fp16-lm-cross-entropy use-megatron-fsdp
     use-torch-fsdp2 ddp-num-buckets enable-full-sharding-in-hsdp
     torch-fsdp2-no-reshard-after-forward log-params-norm log-num-zeros-in-grad use-precision-aware-optimizer
     main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
