@@ -58,6 +58,8 @@ ALREADY_SO: Mapping[str, str] = {
     no-tokenizer-sentencepiece-ignore-extra-whitespaces disable-tokenizer-sentencepiece-ignore-extra-whitespaces""",
     "the tokenizer is always the one of --tokenizer-model": """
     no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-checkpoint-args""",
+    "learning rate and weight decay follow the flags and the samples consumed: no checkpoint holds a schedule": """
+    override-opt-param-scheduler""",
     "every step records its throughput and its peak memory": "log-throughput log-memory-to-tensorboard",
     "nothing is reported to other services and no remote storage is used": "no-one-logger disable-msc",
 }
@@ -101,7 +103,6 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
     "expert-model-parallel-size": ("1", EXPERTS),
     "expert-tensor-parallel-size": ("1", EXPERTS),
     "outer-dp-sharding-strategy": ("no_shard", ENGINE),
-    "weight-decay-incr-style": ("constant", ENGINE),
     "dataloader-type": ("single", ORDER),
     "ckpt-format": ("megalite", CHECKPOINTS),
     "timing-log-level": ("0", CLUSTER),
@@ -170,8 +171,7 @@ REFUSED: Mapping[str, str] = {
     ENGINE: """
     apply-wd-to-qk-layernorm muon-momentum muon-no-split-qkv muon-nesterov muon-scale-mode muon-fp32-matmul-prec
     muon-coefficient-type muon-num-ns-steps muon-tp-mode muon-use-syrk muon-extra-scale-factor muon-scalar-optimizer
-    no-weight-decay-cond-type start-weight-decay end-weight-decay decoupled-lr decoupled-min-lr
-    fp16-lm-cross-entropy use-megatron-fsdp
+    no-weight-decay-cond-type fp16-lm-cross-entropy use-megatron-fsdp
     use-torch-fsdp2 ddp-num-buckets enable-full-sharding-in-hsdp
     torch-fsdp2-no-reshard-after-forward use-precision-aware-optimizer
     main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
@@ -184,7 +184,7 @@ REFUSED: Mapping[str, str] = {
     full-validation multiple-validation-sets validation-set-names
     """,
     CHECKPOINTS: """
-    override-opt-param-scheduler use-checkpoint-opt-param-scheduler save-retain-interval non-persistent-save-interval
+    use-checkpoint-opt-param-scheduler save-retain-interval non-persistent-save-interval
     non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo
     finetune pretrained-checkpoint ckpt-step use-checkpoint-args use-mp-args-from-checkpoint-args
     exit-on-missing-checkpoint no-ckpt-fully-parallel-save async-save async-strategy use-persistent-ckpt-worker

@@ -33,7 +33,7 @@ class DenseGradient:
 
 @dataclass(frozen=True)
 class ProductGradient:
-    """The weight gradient of a linear layer, output_gradient.T @ input; on GPUs, and where dtypes agree, never stored."""
+    """The weight gradient of a linear layer, output_gradient.T @ input; on GPUs and where dtypes agree it is not stored."""
 
     output_gradient: Tensor
     """[tokens, out]"""

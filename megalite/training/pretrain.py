@@ -49,6 +49,8 @@ def _train(config: RunConfig, data: RunData, mesh: ParallelMesh, start: Path | N
     trainer = Trainer(config, data, mesh)
     if start is not None:
         trainer.load(start)
+    for note in trainer.notes():
+        display.message(note)
     display.summary("megalite", summary(trainer) | {"start": _describe_start(config, start)})
     if trainer.directory is not None and mesh.rank == 0:
         _record_run(trainer.directory, config)

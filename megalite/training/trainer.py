@@ -15,7 +15,7 @@ from megalite.config import RunConfig
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
-from megalite.optim.learning_rate import Rates, learning_rate_schedule
+from megalite.optim.learning_rate import rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, device
@@ -53,7 +53,12 @@ class Trainer:
         self.network = make_model(config, self.model_config, mesh)
         self.optimizer = make_optimizer(config, self.network, mesh)
         self.batch_size = global_batch_size(config)
-        self.schedule = learning_rate_schedule(config.optimizer, config.training, self.batch_size.final)
+        self.rates = rate_schedules(
+            config.optimizer,
+            config.training,
+            hidden_size=config.model.hidden_size,
+            global_batch_size=self.batch_size.final,
+        )
         self.iterations = last_iteration(config)
         self.iteration = 0
         self.consumed_samples = 0
@@ -80,8 +85,7 @@ class Trainer:
         loss_scale = self.loss_scale.value
         factor = loss_scale / count if count else 0.0
         loss_sum = engine.run(actions, self.network, micro_batches, factor)
-        learning_rate = self.schedule.at(self.consumed_samples)
-        rates = Rates(learning_rate, learning_rate, self.config.optimizer.weight_decay)
+        rates = self.rates.at(self.consumed_samples)
         update = self.optimizer.step(rates, loss_scale)
         self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not self.loss_scale.can_shrink else 0
         self.loss_scale = self.loss_scale.after(overflow=update.skipped)
@@ -90,7 +94,7 @@ class Trainer:
         self.iteration += 1
         self.consumed_samples += batch_size
         seconds = time.perf_counter() - began
-        return self._metrics(loss, update, learning_rate, loss_scale, batch_size, seconds)
+        return self._metrics(loss, update, rates.learning_rate, loss_scale, batch_size, seconds)
 
     def num_micro_batches(self, batch_size: int) -> int:
         """Forwards of each rank in a step of `batch_size` samples."""
@@ -260,3 +264,7 @@ class Trainer:
         if self.directory is not None:
             path, events = path or self.directory / "metrics.jsonl", events or self.directory / "tensorboard"
         return MetricsWriter(path, events, self.iteration)
+
+    def notes(self) -> tuple[str, ...]:
+        """What flags have made of the learning rates, a line each."""
+        return rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
