@@ -27,6 +27,7 @@ SHORTHANDS: Mapping[str, Sequence[str]] = {
     "disable-bias-linear": ("--no-add-bias-linear",),
     "dataloader-inter-document-masking": ("--reset-attention-mask",),
     "disable-manual-gc-eval": ("--no-manual-gc-eval",),
+    "use-torch-fsdp2": ("--data-parallel-sharding-strategy", "optim_grads_params"),
     "recompute-activations": ("--recompute-granularity", "selective"),
     "use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
 }
@@ -37,7 +38,8 @@ NO_POSITION_EMBEDDING = "no-position-embedding"
 
 ALREADY_SO: Mapping[str, str] = {
     "attention runs through torch's scaled_dot_product_attention, with its softmax in fp32": """
-    attention-backend=1 use-flash-attn attention-softmax-in-fp32 apply-query-key-layer-scaling""",
+    use-flash-attn attention-softmax-in-fp32 apply-query-key-layer-scaling""",
+    "one engine shards, as --data-parallel-sharding-strategy says": "use-megatron-fsdp",
     "the model has one implementation": "use-mcore-models",
     "no kernel is fused or compiled that this would switch off": """
     no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
@@ -69,6 +71,9 @@ PIPELINE = "arrives with the pipeline engine"
 CONTEXT = "arrives with context parallelism"
 EXPERTS = "arrives with mixture of experts"
 ENGINE = "arrives with more optimizers and precisions (ZeRO 2 and 3 are --data-parallel-sharding-strategy)"
+SHARDING = "is not there: shard by --data-parallel-sharding-strategy and --num-distributed-optimizer-instances"
+WEIGHT_DECAY = "is not there: matrices and token tables decay, biases and norms do not"
+WIDE_LOSS = "is not there: the loss is computed in fp32 or wider"
 TOKENIZERS = "is not there: a tokenizer is its files, and encodes as its own library does"
 ORDER = "is not there: the order of samples is fixed when the run starts, and one number resumes it"
 EVALUATION = "is not there: every evaluation reads --eval-iters batches of one set"
@@ -102,7 +107,8 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
     "context-parallel-size": ("1", CONTEXT),
     "expert-model-parallel-size": ("1", EXPERTS),
     "expert-tensor-parallel-size": ("1", EXPERTS),
-    "outer-dp-sharding-strategy": ("no_shard", ENGINE),
+    "attention-backend": ("auto flash fused unfused local", "is none of Megatron-LM's; torch chooses the kernel"),
+    "outer-dp-sharding-strategy": ("no_shard", SHARDING),
     "dataloader-type": ("single", ORDER),
     "ckpt-format": ("megalite", CHECKPOINTS),
     "timing-log-level": ("0", CLUSTER),
@@ -168,12 +174,13 @@ REFUSED: Mapping[str, str] = {
     moe-routing-trace-max-training-iters moe-routing-trace-capture-logits moe-routing-trace-capture-hidden-states
     moe-routing-trace-dump-weights
     """,
+    SHARDING: "ddp-num-buckets enable-full-sharding-in-hsdp torch-fsdp2-no-reshard-after-forward",
+    WEIGHT_DECAY: "apply-wd-to-qk-layernorm no-weight-decay-cond-type",
+    WIDE_LOSS: "fp16-lm-cross-entropy",
     ENGINE: """
-    apply-wd-to-qk-layernorm muon-momentum muon-no-split-qkv muon-nesterov muon-scale-mode muon-fp32-matmul-prec
+    muon-momentum muon-no-split-qkv muon-nesterov muon-scale-mode muon-fp32-matmul-prec
     muon-coefficient-type muon-num-ns-steps muon-tp-mode muon-use-syrk muon-extra-scale-factor muon-scalar-optimizer
-    no-weight-decay-cond-type fp16-lm-cross-entropy use-megatron-fsdp
-    use-torch-fsdp2 ddp-num-buckets enable-full-sharding-in-hsdp
-    torch-fsdp2-no-reshard-after-forward use-precision-aware-optimizer
+    use-precision-aware-optimizer
     main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
     """,
     TOKENIZERS: """
@@ -348,6 +355,8 @@ def settled(flag: str, values: Sequence[str]) -> str | None:
         count, why = _already_so()[flag]
         if len(values) != count:
             raise ConfigurationError(f"--{flag} takes {'one value' if count else 'no value'}, got {list(values)}")
+        if not all(value.removeprefix("-").isdigit() for value in values):
+            raise ConfigurationError(f"--{flag} takes a whole number, got {values[0]}")
         return f"--{flag}: already so, {why}"
     if flag in ACCEPTED_VALUES:
         accepted, why = ACCEPTED_VALUES[flag]

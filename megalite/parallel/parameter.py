@@ -33,7 +33,7 @@ class DenseGradient:
 
 @dataclass(frozen=True)
 class ProductGradient:
-    """The weight gradient of a linear layer, output_gradient.T @ input; on GPUs and where dtypes agree it is not stored."""
+    """The weight gradient of a linear layer, output_gradient.T @ input; not stored on GPUs or where dtypes agree."""
 
     output_gradient: Tensor
     """[tokens, out]"""
