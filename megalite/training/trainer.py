@@ -29,7 +29,7 @@ from megalite.training.construction import (
     make_optimizer,
     model_dtype,
 )
-from megalite.training.data import RunData, global_batch_size, last_iteration
+from megalite.training.data import RunData, global_batch_size, last_iteration, order_note, seen_samples
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
@@ -64,6 +64,7 @@ class Trainer:
         self.consumed_samples = 0
         self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
+        self._order_note: str | None = None
         self.loader = make_loader(config, mesh, data.tokenizer, data.train)
         self.directory = None if config.checkpoint.save is None else Path(config.checkpoint.save)
         self.started = time.monotonic()
@@ -189,7 +190,8 @@ class Trainer:
             return
         began = time.perf_counter()
         loss_scale = self.loss_scale.state() if self.loss_scale.window is not None else None
-        state = checkpoint.TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale)
+        seen = seen_samples(self.data.train, self.consumed_samples) if self.mesh.rank == 0 else None
+        state = checkpoint.TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen)
         config = asdict(replace(self.config, model=self.model_config))
         path = checkpoint.save(self.directory, state, self.network, self.optimizer, self.mesh, config)
         display.message(f"saved {path} in {time.perf_counter() - began:.1f} s")
@@ -201,6 +203,8 @@ class Trainer:
         self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
         if state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
+        if state.seen_samples is not None and self.mesh.rank == 0:
+            self._order_note = order_note(self.data.train, state.seen_samples)
         self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
 
     # ------------------------------------------------------------------------------------------------ what is told
@@ -266,5 +270,6 @@ class Trainer:
         return MetricsWriter(path, events, self.iteration)
 
     def notes(self) -> tuple[str, ...]:
-        """What flags have made of the learning rates, a line each."""
-        return rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
+        """What flags have made of the learning rates, and a changed order of the data, a line each."""
+        order = () if self._order_note is None else (self._order_note,)
+        return (*rate_notes(self.config.optimizer, self.rates, self.batch_size.final), *order)
