@@ -129,9 +129,9 @@ MUTANTS = (
     ),
     Mutant(
         "the gradient norm, and so the decision to skip, is each rank's own",
-        "megalite/optim/optimizer.py",
-        "math.sqrt(collectives.all_reduce_(total, self.mesh.world()).item())",
-        "math.sqrt(total.item())",
+        "megalite/optim/statistics.py",
+        "collectives.all_reduce_(total, mesh.world()).tolist()",
+        "total.tolist()",
         "tests/distributed/test_layouts_masks.py::test_an_infinity_on_one_rank_makes_all_skip[tp2-dp1]",
     ),
     Mutant(
@@ -193,8 +193,8 @@ MUTANTS = (
     Mutant(
         "a shard of the optimizer thinks that it starts one element later",
         "megalite/optim/optimizer.py",
-        "bucket.shard_group.rank * self.parameters.numel() if sharded",
-        "bucket.shard_group.rank * self.parameters.numel() + 1 if sharded",
+        "bucket.owned_range if sharded",
+        "(bucket.owned_range[0] + 1, bucket.owned_range[1] + 1) if sharded",
         f"{_STEPS}[8]",
     ),
     Mutant(
@@ -228,8 +228,8 @@ MUTANTS = (
     Mutant(
         "the loss scale is not taken out of the gradients",
         "megalite/optim/optimizer.py",
-        "self._scale(self._clipping(norm) / loss_scale)",
-        "self._scale(self._clipping(norm))",
+        "self._scale(self._clipping(result.gradient_norm) / loss_scale)",
+        "self._scale(self._clipping(result.gradient_norm))",
         "tests/end_to_end/test_precision.py::test_the_loss_scale_leaves_no_trace",
     ),
     Mutant(
@@ -240,9 +240,23 @@ MUTANTS = (
         _one_step("tp1-dp2"),
     ),
     Mutant(
+        "a module does not wait for the parameters that are gathered for it",
+        "megalite/optim/gathering.py",
+        "    def wait(module: nn.Module, arguments: object) -> None:\n        for bucket in buckets:",
+        "    def wait(module: nn.Module, arguments: object) -> None:\n        for bucket in ():",
+        "tests/distributed/test_late_gathers.py::test_every_reader_waits[1]",
+    ),
+    Mutant(
+        "a reader of weights forgets finish_parameter_gather()",
+        "megalite/optim/optimizer.py",
+        "        self.finish_parameter_gather()\n        try:",
+        "        try:",
+        "tests/distributed/test_late_gathers.py::test_every_reader_waits[3]",
+    ),
+    Mutant(
         "the gradient is not clipped",
         "megalite/optim/optimizer.py",
-        "self._scale(self._clipping(norm) / loss_scale)",
+        "self._scale(self._clipping(result.gradient_norm) / loss_scale)",
         "self._scale(1.0 / loss_scale)",
         f"{_STEPS}[3]",
     ),
