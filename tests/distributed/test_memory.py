@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 
 import pytest
@@ -28,7 +29,10 @@ from tests.harness.rank_pool import RankPools
 
 
 def kept(stage: int, overlap: bool) -> dict[str, float]:
-    """Bytes an element, on a rank after a step in bf16: parameters, gradients, optimizer; and gradients at the most."""
+    """Bytes an element, on a rank after a step in bf16: parameters, gradients, optimizer, all that the step has left
+    alive; and gradients at the most.
+    """
+    before = live_storages()
     mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size())
     cell = Cell(family="llama", tied=False, dp=2, dtype="bfloat16")
     network = GPT(model_config(cell), mesh, dtype=torch.bfloat16)
@@ -44,6 +48,7 @@ def kept(stage: int, overlap: bool) -> dict[str, float]:
     optimizer.step(Rates(0.01, 0.01, 0.01))
     optimizer.finish_parameter_gather()
     elements = sum(bucket.parameters.numel() for bucket in optimizer.buckets)
+    del micro_batches
 
     def size(tensors: list[torch.Tensor]) -> float:
         storages = {t.untyped_storage()._cdata: t.untyped_storage().size() for t in tensors}
@@ -54,8 +59,16 @@ def kept(stage: int, overlap: bool) -> dict[str, float]:
         "parameters": size([t for b in buckets for t in (b.parameters, b.parameter_shard)]),
         "gradients": size([t for b in buckets for t in (b.gradients, b.gradient_shard)]),
         "optimizer": size([t for s in shards for t in (s.master, *s.state.values())]),
+        "all": sum(size for storage, size in live_storages().items() if storage not in before) / elements,
         "alive beyond two buckets": alive - largest,
     }
+
+
+def live_storages() -> dict[int, int]:
+    """Bytes of the storage of every tensor of this process, once."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -70,6 +83,7 @@ def test_memory_is_the_formulas(
         assert found["parameters"] == parameters
         assert found["gradients"] == gradients
         assert found["optimizer"] == optimizer
+        assert found["all"] == pytest.approx(parameters + gradients + optimizer, rel=0.01)
         if stage >= 2:
             assert found["alive beyond two buckets"] <= 0
 
