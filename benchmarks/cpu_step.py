@@ -65,7 +65,13 @@ def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: boo
 
     def step() -> None:
         optimizer.begin_step(MICRO_BATCHES)
-        engine.run(schedules.no_pipelining(MICRO_BATCHES), model, micro_batches, 1.0 / TOKENS)
+        engine.run(
+            schedules.no_pipelining(MICRO_BATCHES, reduce_each=optimizer.reduces_each_micro_batch),
+            model,
+            micro_batches,
+            1.0 / TOKENS,
+            optimizer.reduce,
+        )
         optimizer.step(Rates(1e-3, 1e-3, 0.01))
 
     return step

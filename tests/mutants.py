@@ -81,8 +81,8 @@ MUTANTS = (
     Mutant(
         "the loss is divided by the number of micro-batches",
         "megalite/pipeline/engine.py",
-        "* loss_scale).backward()",
-        "* loss_scale / len(micro_batches)).backward()",
+        "* factor).backward()",
+        "* factor / len(micro_batches)).backward()",
         f"{_UNIT}engine.py::test_the_sum_of_losses_is_differentiated_at_the_given_scale",
     ),
     Mutant(

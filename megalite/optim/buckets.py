@@ -90,7 +90,7 @@ class Bucket:
         ends = [0, *(slot.stop for slot in self.slots)]
         starts = [*(slot.start for slot in self.slots), layout.length]
         self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
-        self._rounds = self._rounds_due = 0  # the step's reductions: begun, due
+        self._rounds = self._rounds_due = self._micro_batches_a_round = 0  # the step's reductions: begun, due
         self._arrived: dict[int, int] = {}
         self._due: dict[int, int] = {}
         self._outstanding = 0
@@ -128,7 +128,8 @@ class Bucket:
     def begin_step(self, micro_batches: int) -> None:
         """Expect one gradient for each use of each parameter in each of `micro_batches`."""
         self._rounds, self._rounds_due = 0, micro_batches if self.stage >= 2 else 1
-        self._begin_round(micro_batches // self._rounds_due)
+        self._micro_batches_a_round = micro_batches // self._rounds_due
+        self._begin_round(self._micro_batches_a_round)
 
     def _begin_round(self, micro_batches: int) -> None:
         self._arrived = dict.fromkeys(self._slot_of, 0)
@@ -191,10 +192,17 @@ class Bucket:
             DenseGradient(slice_of_sum).add_to(self.gradient_shard, overwrite=self._rounds == 1)
             _free(self.gradients)
 
-    def finish_reduction(self) -> None:
-        """Complete this rank's slice of the step's gradients. Raises MegaliteError where some have not arrived."""
-        if self._rounds < self._rounds_due:
+    def begin_reduction(self, micro_batches: int) -> None:
+        """Reduce what so many micro-batches complete, unless that has begun. Raises MegaliteError, naming a parameter,
+        where gradients have not arrived.
+        """
+        if self._rounds < micro_batches // self._micro_batches_a_round:
             self._begin_reduction()
+
+    def finish_reduction(self) -> None:
+        """Complete this rank's slice of the step's gradients."""
+        if self._rounds < self._rounds_due:
+            raise RuntimeError(f"of {self._rounds_due} reductions that a step has, {self._rounds} were begun")
         self._finish_round()
         self.reduction.finish(self.gradient_shard)
 

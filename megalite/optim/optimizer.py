@@ -109,6 +109,7 @@ class Optimizer:
         self._overlap_gather = overlap_gather
         self.steps = 0
         """Updates made; a skipped step is none."""
+        self._micro_batches = self._micro_batches_reduced = 0  # of the step
         names = state_names(config)
         self.shards = [Shard(bucket, names) for bucket in buckets]
         self._runs = [(group, shard, run) for shard in self.shards for group, run in shard.runs]
@@ -150,9 +151,22 @@ class Optimizer:
             if shard.bucket.counted_here:
                 yield from shard.slices(owned=True)
 
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Whether gradients are reduced behind each micro-batch (ZeRO 2 and 3), or once a step."""
+        return any(bucket.stage >= 2 for bucket in self.buckets)
+
     def begin_step(self, micro_batches: int) -> None:
+        """Expect the gradients of so many micro-batches."""
+        self._micro_batches, self._micro_batches_reduced = micro_batches, 0
         for bucket in self.buckets:
             bucket.begin_step(micro_batches)
+
+    def reduce(self) -> None:
+        """Begin the reductions that are due: once a step or, where that is so, behind each micro-batch."""
+        self._micro_batches_reduced += 1 if self.reduces_each_micro_batch else self._micro_batches
+        for bucket in self.buckets:
+            bucket.begin_reduction(self._micro_batches_reduced)
 
     def step(self, rates: Rates, loss_scale: float = 1.0) -> StepResult:
         """Finish the gradients' reduction, clip and update. The same decision and the same bits on every rank.

@@ -21,9 +21,10 @@ def run(
     actions: Sequence[Action],
     stage: Callable[[Tensor | None, MicroBatch], Tensor],
     micro_batches: Sequence[MicroBatch],
-    loss_scale: float,
+    factor: float = 1.0,
+    reduce: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Execute `actions`, differentiating loss_scale * (sum of losses).
+    """Execute `actions`, differentiating factor * (sum of losses); an R calls `reduce`, where there is any.
 
     Returns the unscaled sum of the losses, detached, in fp64 so that it does not depend on the split into micro-batches
     beyond the stage's own rounding.
@@ -38,8 +39,10 @@ def run(
                 total = loss.detach().double() if total is None else total + loss.detach().double()
                 if backward:
                     losses[action.micro_batch] = loss
-            else:
-                (losses.pop(action.micro_batch) * loss_scale).backward()
+            elif action.kind == "B":
+                (losses.pop(action.micro_batch) * factor).backward()
+            elif reduce is not None:
+                reduce()
     if total is None:
         raise ValueError("a schedule without a forward action has no loss")
     return total

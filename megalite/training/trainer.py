@@ -82,10 +82,11 @@ class Trainer:
 
         self.network.train()
         self.optimizer.begin_step(len(micro_batches))
-        actions = schedules.no_pipelining(len(micro_batches))
+        reduce_each = self.optimizer.reduces_each_micro_batch
+        actions = schedules.no_pipelining(len(micro_batches), reduce_each=reduce_each)
         loss_scale = self.loss_scale.value
         factor = loss_scale / count if count else 0.0
-        loss_sum = engine.run(actions, self.network, micro_batches, factor)
+        loss_sum = engine.run(actions, self.network, micro_batches, factor, self.optimizer.reduce)
         rates = self.rates.at(self.consumed_samples)
         update = self.optimizer.step(rates, loss_scale)
         self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not self.loss_scale.can_shrink else 0
@@ -112,7 +113,7 @@ class Trainer:
             for batch in range(self.config.training.eval_iters):
                 arrays = loader.micro_batches(batch * batch_size, num_micro_batches)
                 micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
-                totals[0] += engine.run(actions, self.network, micro_batches, 1.0)
+                totals[0] += engine.run(actions, self.network, micro_batches)
                 totals[1] += valid_tokens(micro_batches, self.mesh.device)[0]
         loss_sum, count = collectives.all_reduce_(totals, self.mesh.group("dp", "cp")).tolist()
         mean: float = loss_sum / max(count, 1.0)

@@ -39,7 +39,13 @@ def trajectory(tp: int, stage: int) -> list[tuple[float, bool, int]]:
             plant_infinity(network, active=step in OVERFLOWS)
         micro_batches = list(local_micro_batches(cell, step, mesh.coordinate("dp")))
         optimizer.begin_step(len(micro_batches))
-        engine.run(schedules.no_pipelining(len(micro_batches)), network, micro_batches, scale.value / 64)
+        engine.run(
+            schedules.no_pipelining(len(micro_batches), reduce_each=optimizer.reduces_each_micro_batch),
+            network,
+            micro_batches,
+            scale.value / 64,
+            optimizer.reduce,
+        )
         update = optimizer.step(Rates(0.01, 0.01, 0.0), scale.value)
         seen.append((scale.value, update.skipped, optimizer.steps))
         scale = scale.after(overflow=update.skipped)

@@ -42,7 +42,13 @@ def kept(stage: int, overlap: bool) -> dict[str, float]:
     optimizer = make_optimizer(network, mesh, OptimizerConfig(lr=0.01), options, blocks=network.blocks())
     micro_batches = list(local_micro_batches(cell, 0, mesh.coordinate("dp")))
     optimizer.begin_step(len(micro_batches))
-    engine.run(schedules.no_pipelining(len(micro_batches)), network, micro_batches, 1.0)
+    engine.run(
+        schedules.no_pipelining(len(micro_batches), reduce_each=optimizer.reduces_each_micro_batch),
+        network,
+        micro_batches,
+        1.0,
+        optimizer.reduce,
+    )
     sizes = [bucket.gradients.untyped_storage().size() for bucket in optimizer.buckets]
     alive = sum(sizes)
     largest = sum(sorted(bucket.gradients.numel() * 4 for bucket in optimizer.buckets)[-REDUCTIONS_IN_FLIGHT:])

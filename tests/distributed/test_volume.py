@@ -14,6 +14,7 @@ from torch import Tensor
 from megalite.config.optimizer import OptimizerConfig
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import DataParallel
+from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel import collectives
@@ -25,7 +26,7 @@ from tests.distributed.layout_run import local_micro_batches
 from tests.harness.rank_pool import RankPools
 
 PARAMETER, GRADIENT = 2, 4  # bytes of an element: bf16, fp32
-NORM = 8  # bytes of the sum of squares: one float64
+NORM = 8 * len(ParameterGroup.NAMES)  # bytes of the sums of squares: a float64 for each group
 
 
 class Sent:
@@ -74,7 +75,13 @@ def sent_in_a_step(dp: int, instances: int, stage: int, overlap: bool, recompute
         mock.patch.object(dist, "all_reduce", sent.all_reduce(dist.all_reduce)),
     ):
         optimizer.begin_step(len(micro_batches))
-        engine.run(schedules.no_pipelining(len(micro_batches)), network, micro_batches, 1.0)
+        engine.run(
+            schedules.no_pipelining(len(micro_batches), reduce_each=optimizer.reduces_each_micro_batch),
+            network,
+            micro_batches,
+            1.0,
+            optimizer.reduce,
+        )
         optimizer.step(Rates(0.01, 0.01, 0.01))
         optimizer.finish_parameter_gather()
     elements = sum(bucket.length for bucket in optimizer.buckets)

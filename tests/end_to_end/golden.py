@@ -66,7 +66,13 @@ def _train(config: ModelConfig, dtype: torch.dtype) -> list[float]:
         halves = [micro_batch(dataset, step * BATCH + half, dtype) for half in (0, BATCH // 2)]
         optimizer.begin_step(len(halves))
         count = BATCH * SEQUENCE
-        loss_sum = engine.run(schedules.no_pipelining(len(halves)), network, halves, 1.0 / count)
+        loss_sum = engine.run(
+            schedules.no_pipelining(len(halves), reduce_each=optimizer.reduces_each_micro_batch),
+            network,
+            halves,
+            1.0 / count,
+            optimizer.reduce,
+        )
         rate = schedule.at(step * BATCH)
         optimizer.step(Rates(rate, rate, weight_decay=0.01))
         means.append(loss_sum.item() / count)

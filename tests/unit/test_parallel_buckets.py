@@ -116,4 +116,4 @@ def test_a_missing_or_a_surplus_gradient_is_an_error_not_a_number(arrivals: int,
     with pytest.raises(MegaliteError, match=r"second received (0 of the 2|1 of the 2|more than the 2) gradients due"):
         for _ in range(arrivals):
             bucket.accumulate(module.second, DenseGradient(torch.ones(4, 3)))
-        bucket.finish_reduction()
+        bucket.begin_reduction(2)
