@@ -67,6 +67,7 @@ PIPELINE = "arrives with the pipeline engine"
 CONTEXT = "arrives with context parallelism"
 EXPERTS = "arrives with mixture of experts"
 ENGINE = "arrives with more optimizers and precisions (ZeRO 2 and 3 are --data-parallel-sharding-strategy)"
+MATRICES = "is not there: Muon acts on queries, keys, values, gates and ups each as a whole matrix, on any layout"
 TOKENIZERS = "is not there: a tokenizer is its files, and encodes as its own library does"
 ORDER = "is not there: the order of samples is fixed when the run starts, and one number resumes it"
 EVALUATION = "is not there: every evaluation reads --eval-iters batches of one set"
@@ -102,6 +103,8 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
     "expert-tensor-parallel-size": ("1", EXPERTS),
     "outer-dp-sharding-strategy": ("no_shard", ENGINE),
     "weight-decay-incr-style": ("constant", ENGINE),
+    "muon-tp-mode": ("duplicated", MATRICES),
+    "muon-scalar-optimizer": ("adam", MACHINERY),
     "dataloader-type": ("single", ORDER),
     "ckpt-format": ("megalite", CHECKPOINTS),
     "timing-log-level": ("0", CLUSTER),
@@ -121,9 +124,11 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
 
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "optimizer": {
-        **dict.fromkeys(("muon", "dist_muon"), ENGINE),
+        "dist_muon": "is --optimizer muon: with --use-distributed-optimizer its state is sharded like any other",
         **dict.fromkeys(("lion", "soap", "adaptive_muon"), MACHINERY),
     },
+    "muon-coefficient-type": {"aol": "is not there: they go with another normalization of the matrix"},
+    "muon-fp32-matmul-prec": {"low": "is no precision that torch knows (medium: bf16; high)"},
     "position-embedding-type": {"yarn": FAMILIES, **dict.fromkeys(("mrope", "relative"), NOT_GPT)},
     "tokenizer-type": {
         "SFTTokenizer": "is not there: --sft works with every tokenizer, and its chat template or --chat-template",
@@ -168,14 +173,14 @@ REFUSED: Mapping[str, str] = {
     moe-routing-trace-dump-weights
     """,
     ENGINE: """
-    apply-wd-to-qk-layernorm muon-momentum muon-no-split-qkv muon-nesterov muon-scale-mode muon-fp32-matmul-prec
-    muon-coefficient-type muon-num-ns-steps muon-tp-mode muon-use-syrk muon-extra-scale-factor muon-scalar-optimizer
+    apply-wd-to-qk-layernorm
     no-weight-decay-cond-type start-weight-decay end-weight-decay decoupled-lr decoupled-min-lr
     fp16-lm-cross-entropy use-megatron-fsdp
     use-torch-fsdp2 ddp-num-buckets enable-full-sharding-in-hsdp
     torch-fsdp2-no-reshard-after-forward log-params-norm log-num-zeros-in-grad use-precision-aware-optimizer
     main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
     """,
+    MATRICES: "muon-no-split-qkv",
     TOKENIZERS: """
     tokenizer-metadata tokenizer-sentencepiece-legacy null-tokenizer-eod-id null-tokenizer-pad-id
     tokenizer-hf-no-use-fast
@@ -205,7 +210,7 @@ REFUSED: Mapping[str, str] = {
     disable-strict-fsdp-dtensor-load dist-ckpt-save-pre-mcore-014 skip-train
     """,
     KERNELS: """
-    fused-residual-rmsnorm
+    fused-residual-rmsnorm muon-use-syrk
     """,
     CLUSTER: """
     profile profile-step-start profile-step-end use-pytorch-profiler pytorch-profiler-collect-shapes

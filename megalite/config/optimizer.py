@@ -12,8 +12,8 @@ class OptimizerConfig:
 
     lr: float
     """Highest learning rate."""
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """adam (with decoupled weight decay) or sgd."""
+    optimizer: Literal["adam", "sgd", "muon"] = "adam"
+    """adam (with decoupled weight decay), sgd, or muon: Muon for the matrices of the layers, adam for the rest."""
     min_lr: float = 0.0
     """Learning rate at and after the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
@@ -48,3 +48,17 @@ class OptimizerConfig:
     """Added to the root of Adam's second moment."""
     sgd_momentum: float = 0.9
     """Momentum of sgd."""
+    muon_momentum: float = 0.9
+    """Muon's decay of the momentum."""
+    muon_nesterov: bool = False
+    """Let the gradient count once more beside the momentum."""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz steps by which Muon makes an update orthogonal."""
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
+    """Coefficients of the steps: one set, five in turn, or eight of which the last repeats."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """Multiply updates [rows, columns] by the root of max(rows, columns), rows / columns, or max(1, rows / columns)."""
+    muon_extra_scale_factor: float = 1.0
+    """Multiply Muon's updates by this, too; 0.2 with spectral gives them the size of adam's."""
+    muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
+    """Newton-Schulz steps in bf16 (medium) or in fp32 (high)."""

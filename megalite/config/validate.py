@@ -19,11 +19,12 @@ _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv
     num_distributed_optimizer_instances
     distributed_timeout_minutes seq_length lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
     micro_batch_size global_batch_size train_iters train_samples eval_interval exit_interval recompute_num_layers
-    save_interval log_interval loss_scale_window hysteresis"""
+    save_interval log_interval loss_scale_window hysteresis muon_num_ns_steps"""
 _AT_LEAST_ZERO = """tiktoken_num_special_tokens
     norm_epsilon init_method_std num_workers lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init
     weight_decay clip_grad adam_eps eval_iters seed manual_gc_interval mid_level_dataset_surplus"""
-_ABOVE_ZERO = "loss_scale initial_loss_scale min_loss_scale rotary_base rope_scaling_factor exit_duration_in_mins"
+_ABOVE_ZERO = """loss_scale initial_loss_scale min_loss_scale rotary_base rope_scaling_factor exit_duration_in_mins
+    muon_extra_scale_factor"""
 _TOKENIZER_FLAGS = {
     "tokenizer_model": "SentencePieceTokenizer GPTSentencePieceTokenizer Llama2Tokenizer HuggingFaceTokenizer "
     "TikTokenizer",
@@ -34,7 +35,7 @@ _TOKENIZER_FLAGS = {
     "tokenizer_special_tokens": "TikTokenizer",
 }
 _SHARES = "lr_warmup_fraction fim_rate fim_spm_rate fim_fragment_rate"
-_FROM_ZERO_BELOW_ONE = "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum"
+_FROM_ZERO_BELOW_ONE = "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum muon_momentum"
 
 
 def resolve(config: RunConfig, world_size: int) -> RunConfig:
@@ -71,6 +72,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _steps,
         _ramp,
         _schedule,
+        _muon,
         _data,
         _tokenizer,
         _evaluation,
@@ -244,6 +246,18 @@ def _phases(config: RunConfig, unit: str) -> Iterator[str]:
         yield f"--lr-decay-style WSD and --lr-wsd-decay-{unit} need each other"
     elif last is not None and warmup + last > decay:
         yield f"warm-up {warmup} and --lr-wsd-decay-{unit} {last} do not fit into the decay's {decay} {unit}"
+
+
+def _muon(config: RunConfig) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.optimizer != "muon":
+        for field in fields(optimizer):
+            if field.name.startswith("muon_") and getattr(optimizer, field.name) != field.default:
+                yield f"--{field.name.replace('_', '-')} needs --optimizer muon"
+    kind, steps = optimizer.muon_coefficient_type, optimizer.muon_num_ns_steps
+    if (kind == "quintic" and steps % 5) or (kind == "polar_express" and steps < 8):
+        wanted = "a multiple of 5" if kind == "quintic" else "at least 8"
+        yield f"--muon-num-ns-steps {steps} cuts --muon-coefficient-type {kind} short: give {wanted}"
 
 
 def _data(config: RunConfig) -> Iterator[str]:

@@ -6,7 +6,7 @@ All ZeRO stages run the same sums over the same slices. Stage 0 then gathers the
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +19,8 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
 from megalite.optim.gathering import gather_around_forward
 from megalite.optim.learning_rate import Rates
+from megalite.optim.rules import all_state_names, make_rules, state_names
+from megalite.optim.shard import Shard, StateSlice
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -34,86 +36,8 @@ class StepResult:
     """Whether a non-finite gradient, anywhere, made every rank skip the update."""
 
 
-@dataclass(frozen=True)
-class StateSlice:
-    """A run of a parameter's elements, and what stands for it on this rank: flat views."""
-
-    parameter: Parameter
-    start: int
-    stop: int
-    """Elements [start, stop) of the local parameter, flattened."""
-    values: Tensor
-    """The parameter's own."""
-    state: dict[str, Tensor]
-    """By name: the optimizer's, and `master` where the parameter is of lower precision."""
-
-
-@dataclass(frozen=True)
-class ParameterGroup:
-    """Parameters that the optimizer treats alike."""
-
-    weight_decay: bool
-    token_table: bool
-
-    @staticmethod
-    def of(parameter: Parameter) -> ParameterGroup:
-        record = parameter.sharding
-        return ParameterGroup(record.weight_decay, record.token_table)
-
-
-class Shard:
-    """What this rank updates of one bucket: its slice, or under ZeRO 0 everything."""
-
-    def __init__(self, bucket: Bucket, state_names: Sequence[str]) -> None:
-        self.bucket = bucket
-        sharded = bucket.stage > 0
-        self.parameters = bucket.parameter_shard if sharded else bucket.parameters
-        self.gradients = bucket.gradient_shard if sharded else bucket.gradients
-        self.start = bucket.shard_group.rank * self.parameters.numel() if sharded else 0
-        wide = torch.promote_types(self.parameters.dtype, torch.float32)
-        self.master = self.parameters.to(wide)  # the parameters themselves where they are wide already
-        self.state = {name: torch.zeros_like(self.master) for name in state_names}
-
-    @property
-    def has_master(self) -> bool:
-        return self.master.dtype != self.parameters.dtype
-
-    def runs(self) -> Iterator[tuple[ParameterGroup, slice]]:
-        """Runs of elements that are treated alike, in this shard's coordinates."""
-        starts = {0: ParameterGroup.of(self.bucket.slots[0].parameter)}
-        for before, slot in itertools.pairwise(self.bucket.slots):
-            group = ParameterGroup.of(slot.parameter)
-            if group != ParameterGroup.of(before.parameter):
-                starts[slot.start] = group
-        for (start, group), stop in zip(starts.items(), [*starts, self.bucket.length][1:], strict=True):
-            low, high = max(start - self.start, 0), min(stop - self.start, self.master.numel())
-            if low < high:
-                yield group, slice(low, high)
-
-    def slices(self, *, owned: bool) -> Iterator[StateSlice]:
-        """This shard by parameter; with `owned` only what no other rank of the shard group is to answer for."""
-        begin, length = self.start, self.master.numel()
-        if owned:
-            length = self.bucket.parameter_shard.numel()
-            begin = self.bucket.shard_group.rank * length
-        state = dict(self.state) | ({"master": self.master} if self.has_master else {})
-        for slot in self.bucket.slots:
-            low, high = max(slot.start, begin), min(slot.stop, begin + length)
-            if low < high:
-                own = slice(low - self.start, high - self.start)
-                views = {name: tensor[own] for name, tensor in state.items()}
-                yield StateSlice(slot.parameter, low - slot.start, high - slot.start, self.parameters[own], views)
-
-
-def state_names(config: OptimizerConfig) -> tuple[str, ...]:
-    """The tensors that the optimizer keeps beside each parameter."""
-    if config.optimizer == "adam":
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if config.sgd_momentum > 0.0 else ()
-
-
 class Optimizer:
-    """AdamW or SGD over flat shards, with clipping by the global norm and a common decision to skip."""
+    """An update rule over flat shards, with clipping by the global norm and a common decision to skip."""
 
     def __init__(
         self, buckets: Sequence[Bucket], mesh: ParallelMesh, config: OptimizerConfig, *, overlap_gather: bool
@@ -122,36 +46,14 @@ class Optimizer:
         self.buckets, self.mesh, self.config = buckets, mesh, config
         self._overlap_gather = overlap_gather
         self.steps = 0
-        """Updates made; a skipped step is none."""
-        names = state_names(config)
-        self.shards = [Shard(bucket, names) for bucket in buckets]
-        self._runs = [(group, shard, run) for shard in self.shards for group, run in shard.runs()]
-        self._masters = [shard.master[run].requires_grad_() for _, shard, run in self._runs]
-        self._torch = self._build(names)
+        """Updates made; a skipped step is none. A checkpoint sets it with the state."""
+        self.shards = [Shard(bucket, functools.partial(state_names, config)) for bucket in buckets]
+        self._rules = make_rules(self.shards, mesh, config)
 
-    def _build(self, names: Sequence[str]) -> torch.optim.Optimizer:
-        masters: dict[ParameterGroup, list[Tensor]] = {}
-        for (group, _, _), master in zip(self._runs, self._masters, strict=True):
-            masters.setdefault(group, []).append(master)
-        groups = [{"params": members, "kind": group} for group, members in masters.items()]
-        made: torch.optim.Optimizer
-        if self.config.optimizer == "adam":
-            betas = (self.config.adam_beta1, self.config.adam_beta2)
-            made = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=self.config.adam_eps, fused=True)
-        else:
-            made = torch.optim.SGD(groups, lr=0.0, momentum=self.config.sgd_momentum, fused=True)
-        for master, (_, shard, run) in zip(self._masters, self._runs, strict=True):
-            made.state[master] = {name: shard.state[name][run] for name in names}
-            if self.config.optimizer == "adam":
-                made.state[master]["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-        return made
-
-    def load_steps(self, steps: int) -> None:
-        """Continue after `steps` updates; the state's values are written through `slices`."""
-        self.steps = steps
-        for state in self._torch.state.values():
-            if "step" in state:
-                state["step"].fill_(steps)
+    @property
+    def state_kinds(self) -> set[str]:
+        """The names of what is kept beside the parameters, on any rank."""
+        return all_state_names(self.config) | {"master" for shard in self.shards if shard.has_master}
 
     def slices(self) -> Iterator[StateSlice]:
         """All that this rank updates, by parameter."""
@@ -203,16 +105,9 @@ class Optimizer:
                 shard.gradients.mul_(factor)
 
     def _update(self, rates: Rates) -> None:
-        for group in self._torch.param_groups:
-            kind = group["kind"]
-            group["lr"] = rates.token_table_learning_rate if kind.token_table else rates.learning_rate
-            group["weight_decay"] = rates.weight_decay if kind.weight_decay else 0.0
-        for master, (_, shard, run) in zip(self._masters, self._runs, strict=True):
-            master.grad = shard.gradients[run].to(master.dtype)
-        self._torch.step()
         self.steps += 1
-        for master in self._masters:
-            master.grad = None
+        for rule in self._rules:
+            rule.update(rates, self.steps)
         for shard in self.shards:
             if shard.has_master:
                 shard.parameters.copy_(shard.master)

@@ -45,7 +45,7 @@ def kept(stage: int, overlap: bool) -> dict[str, float]:
     return {
         "parameters": size([t for b in buckets for t in (b.parameters, b.parameter_shard)]),
         "gradients": size([t for b in buckets for t in (b.gradients, b.gradient_shard)]),
-        "optimizer": size([t for s in shards for t in (s.master, *s.state.values())]),
+        "optimizer": size([t for s in shards for t in (s.master, *(t for run in s.runs for t in run.state.values()))]),
         "alive beyond two buckets": alive - largest,
     }
 

@@ -91,7 +91,7 @@ def test_weights_alone_load_from_a_full_checkpoint_and_from_one_without_an_optim
             parameter.detach().fill_(torch.nan)
         checkpoint.load(path, other, None, MESH)
         assert same(bits(network, None), bits(other, None))
-    with pytest.raises(CheckpointError, match="it holds nothing for each weight where this run needs exp_avg, exp_avg"):
+    with pytest.raises(CheckpointError, match="it holds nothing for the weights where this run needs exp_avg, exp_avg"):
         checkpoint.load(path, *build(), MESH)
 
 
@@ -140,7 +140,7 @@ def test_nothing_is_cast_and_no_optimizer_state_is_left_over(tmp_path: Path) -> 
         CheckpointError, match=r"is float32 in it and float64 in this run.*without --bf16, --fp16 and --fp64"
     ):
         checkpoint.load(path, *build(dtype=torch.float64), MESH)
-    with pytest.raises(CheckpointError, match="holds exp_avg, exp_avg_sq for each weight where this run needs nothing"):
+    with pytest.raises(CheckpointError, match="holds exp_avg, exp_avg_sq for the weights where this run needs nothing"):
         checkpoint.load(path, *build(optimizer=OptimizerConfig(lr=0.1, optimizer="sgd", sgd_momentum=0.0)), MESH)
 
 

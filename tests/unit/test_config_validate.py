@@ -46,6 +46,7 @@ def problems(flags: str, world_size: int = 1, base: str = VALID) -> list[str]:
         ("--recompute-activations --manual-gc --manual-gc-interval 5", 1),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 90 --lr-warmup-iters 10", 1),
         ("--lr-decay-style constant --lr-warmup-iters 500", 1),
+        ("--optimizer muon --muon-nesterov --muon-coefficient-type simple --muon-num-ns-steps 6", 1),
         ("--lr-warmup-fraction 0.1 --min-lr 1e-3 --lr-decay-iters 50", 1),
         ("--train-iters None --train-samples 2000 --lr-warmup-samples 100 --lr-decay-samples 1000", 2),
         ("--split 100,0,0 --eval-iters 0", 1),
@@ -128,6 +129,17 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         (
             "--lr-decay-style WSD --lr-wsd-decay-iters 95 --lr-warmup-iters 10",
             "warm-up 10 and --lr-wsd-decay-iters 95 do not fit into the decay's 100 iters",
+        ),
+        ("--muon-nesterov", "--muon-nesterov needs --optimizer muon"),
+        ("--muon-momentum 0.95", "--muon-momentum needs --optimizer muon"),
+        ("--muon-momentum 1", "--muon-momentum 1.0: must be at least 0 and below 1"),
+        (
+            "--optimizer muon --muon-num-ns-steps 6",
+            "--muon-num-ns-steps 6 cuts --muon-coefficient-type quintic short: give a multiple of 5",
+        ),
+        (
+            "--optimizer muon --muon-coefficient-type polar_express",
+            "--muon-num-ns-steps 5 cuts --muon-coefficient-type polar_express short: give at least 8",
         ),
         ("--mock-data", TWO_WAYS),
         ("--data-path --mock-data --sft", "--sft reads conversations: leave --mock-data out"),
