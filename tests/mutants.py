@@ -288,6 +288,20 @@ MUTANTS = (
         "tests/unit/test_muon.py::test_one_process_in_fp32_gives_torchs_bits[False]",
     ),
     Mutant(
+        "megalite's AdamW does not correct for moments that start at zero",
+        "megalite/optim/elementwise.py",
+        "value=-rate / (1.0 - config.adam_beta1**step)",
+        "value=-rate",
+        "tests/unit/test_optimizer_backends.py::test_torch_and_megalite_agree_to_rounding[adam]",
+    ),
+    Mutant(
+        "apex's count of updates goes on over skipped steps",
+        "megalite/optim/elementwise.py",
+        'group["step"] = step - 1',
+        'group["step"] = group.get("step", 0) + 1',
+        "tests/unit/test_optimizer_backends.py::test_apex_is_given_what_it_needs[adam]",
+    ),
+    Mutant(
         "a checkpoint leaves the optimizer's state out",
         "megalite/optim/shard.py",
         'state = run.state | ({"master": run.master} if self.has_master else {})',

@@ -14,6 +14,8 @@ class OptimizerConfig:
     """Highest learning rate."""
     optimizer: Literal["adam", "sgd", "muon"] = "adam"
     """adam (with decoupled weight decay), sgd, or muon: Muon for the matrices of the layers, adam for the rest."""
+    optimizer_backend: Literal["auto", "torch", "megalite", "apex"] = "auto"
+    """Whose adam and sgd: torch's fused kernels, megalite's plain operations, apex's kernels, or what serves (auto)."""
     min_lr: float = 0.0
     """Learning rate at and after the end of the decay."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"

@@ -73,6 +73,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _ramp,
         _schedule,
         _muon,
+        _backend,
         _data,
         _tokenizer,
         _evaluation,
@@ -258,6 +259,11 @@ def _muon(config: RunConfig) -> Iterator[str]:
     if (kind == "quintic" and steps % 5) or (kind == "polar_express" and steps < 8):
         wanted = "a multiple of 5" if kind == "quintic" else "at least 8"
         yield f"--muon-num-ns-steps {steps} cuts --muon-coefficient-type {kind} short: give {wanted}"
+
+
+def _backend(config: RunConfig) -> Iterator[str]:
+    if config.optimizer.optimizer_backend == "apex" and config.training.fp64:
+        yield "--optimizer-backend apex knows no --fp64: leave it out"
 
 
 def _data(config: RunConfig) -> Iterator[str]:

@@ -6,7 +6,6 @@ All ZeRO stages run the same sums over the same slices. Stage 0 then gathers the
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,8 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
 from megalite.optim.gathering import gather_around_forward
 from megalite.optim.learning_rate import Rates
-from megalite.optim.rules import all_state_names, make_rules, state_names
-from megalite.optim.shard import Shard, StateSlice
+from megalite.optim.rules import make_rules
+from megalite.optim.shard import Shard, StateSlice, all_state_names
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -47,7 +46,7 @@ class Optimizer:
         self._overlap_gather = overlap_gather
         self.steps = 0
         """Updates made; a skipped step is none. A checkpoint sets it with the state."""
-        self.shards = [Shard(bucket, functools.partial(state_names, config)) for bucket in buckets]
+        self.shards = [Shard(bucket, config) for bucket in buckets]
         self._rules = make_rules(self.shards, mesh, config)
 
     @property

@@ -1,4 +1,4 @@
-"""Which rule updates which parameters, and what state it keeps of them."""
+"""Which rule updates which parameters."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megalite.config.optimizer import OptimizerConfig
-from megalite.optim.elementwise import TorchRule
+from megalite.optim.elementwise import elementwise_rule
 from megalite.optim.learning_rate import Rates
 from megalite.optim.muon import Muon
-from megalite.optim.shard import ParameterGroup, Shard
+from megalite.optim.shard import Shard
 from megalite.parallel.mesh import ParallelMesh
 
 
@@ -20,24 +20,9 @@ class UpdateRule(Protocol):
         """`step` counts updates from 1. Every rank calls it: a rule may talk to other ranks."""
 
 
-def state_names(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
-    """The tensors that are kept beside each parameter of a group."""
-    if config.optimizer == "muon" and group.matrices:
-        return ("momentum_buffer",)
-    if config.optimizer == "sgd":
-        return ("momentum_buffer",) if config.sgd_momentum > 0.0 else ()
-    return ("exp_avg", "exp_avg_sq")
-
-
-def all_state_names(config: OptimizerConfig) -> set[str]:
-    """Those of all groups together."""
-    kinds = (ParameterGroup(decays=False, token_table=False, matrices=matrices) for matrices in (False, True))
-    return {name for group in kinds for name in state_names(config, group)}
-
-
 def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
     """The rules that together update all of the shards once."""
     runs = [run for shard in shards for run in shard.runs]
     if config.optimizer != "muon":
-        return [TorchRule(runs, config)]
-    return [Muon(shards, mesh, config), TorchRule([run for run in runs if not run.group.matrices], config)]
+        return [elementwise_rule(runs, config)]
+    return [Muon(shards, mesh, config), elementwise_rule([run for run in runs if not run.group.matrices], config)]

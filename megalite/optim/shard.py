@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.buckets import Bucket
 from megalite.optim.layout import Slot
 from megalite.optim.learning_rate import Rates
@@ -50,6 +51,21 @@ class ParameterGroup:
         return rates.weight_decay if self.decays else 0.0
 
 
+def state_names(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
+    """The tensors that are kept beside each parameter of a group."""
+    if config.optimizer == "muon" and group.matrices:
+        return ("momentum_buffer",)
+    if config.optimizer == "sgd":
+        return ("momentum_buffer",) if config.sgd_momentum > 0.0 else ()
+    return ("exp_avg", "exp_avg_sq")
+
+
+def all_state_names(config: OptimizerConfig) -> set[str]:
+    """Those of all groups together."""
+    kinds = (ParameterGroup(decays=False, token_table=False, matrices=matrices) for matrices in (False, True))
+    return {name for group in kinds for name in state_names(config, group)}
+
+
 @dataclass(frozen=True)
 class Run:
     """Consecutive elements of a shard that are treated alike: flat views, and the state that an update rule keeps."""
@@ -68,7 +84,7 @@ class Run:
 class Shard:
     """What this rank updates of one bucket: its slice, or under ZeRO 0 everything."""
 
-    def __init__(self, bucket: Bucket, state_names: Callable[[ParameterGroup], Sequence[str]]) -> None:
+    def __init__(self, bucket: Bucket, config: OptimizerConfig) -> None:
         self.bucket = bucket
         sharded = bucket.stage > 0
         self.parameters = bucket.parameter_shard if sharded else bucket.parameters
@@ -76,13 +92,13 @@ class Shard:
         self.start = bucket.shard_group.rank * self.parameters.numel() if sharded else 0
         wide = torch.promote_types(self.parameters.dtype, torch.float32)
         self.master = self.parameters.to(wide)  # the parameters themselves where they are wide already
-        self.runs = list(self._runs(state_names))
+        self.runs = list(self._runs(config))
 
     @property
     def has_master(self) -> bool:
         return self.master.dtype != self.parameters.dtype
 
-    def _runs(self, state_names: Callable[[ParameterGroup], Sequence[str]]) -> Iterator[Run]:
+    def _runs(self, config: OptimizerConfig) -> Iterator[Run]:
         by_group = itertools.groupby(self.bucket.slots, key=lambda slot: ParameterGroup.of(slot.parameter))
         groups = [(group, tuple(slots)) for group, slots in by_group]
         stops = [*(slots[0].start for _, slots in groups[1:]), self.bucket.length]
@@ -90,7 +106,7 @@ class Shard:
             start, stop = max(slots[0].start, self.start), min(end, self.start + self.master.numel())
             if start < stop:
                 own = slice(start - self.start, stop - self.start)
-                state = {name: torch.zeros_like(self.master[own]) for name in state_names(group)}
+                state = {name: torch.zeros_like(self.master[own]) for name in state_names(config, group)}
                 yield Run(group, slots, start, stop, self.master[own], self.gradients[own], state)
 
     def slices(self, *, owned: bool) -> Iterator[StateSlice]:

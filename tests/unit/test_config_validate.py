@@ -130,6 +130,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--lr-decay-style WSD --lr-wsd-decay-iters 95 --lr-warmup-iters 10",
             "warm-up 10 and --lr-wsd-decay-iters 95 do not fit into the decay's 100 iters",
         ),
+        ("--optimizer-backend apex --fp64", "--optimizer-backend apex knows no --fp64: leave it out"),
         ("--muon-nesterov", "--muon-nesterov needs --optimizer muon"),
         ("--muon-momentum 0.95", "--muon-momentum needs --optimizer muon"),
         ("--muon-momentum 1", "--muon-momentum 1.0: must be at least 0 and below 1"),
