@@ -283,8 +283,8 @@ MUTANTS = (
     Mutant(
         "Muon's momentum is not kept from step to step",
         "megalite/optim/muon.py",
-        "self.momentum.lerp_(gradients, 1 - momentum)",
-        "self.momentum.mul_(0.0).lerp_(gradients, 1 - momentum)",
+        "self.momentum.copy_(average.lerp_(gradients, 1 - momentum))",
+        "self.momentum.copy_(average.zero_().lerp_(gradients, 1 - momentum))",
         "tests/unit/test_muon.py::test_one_process_in_fp32_gives_torchs_bits[False]",
     ),
     Mutant(
@@ -293,6 +293,13 @@ MUTANTS = (
         "value=-rate / (1.0 - config.adam_beta1**step)",
         "value=-rate",
         "tests/unit/test_optimizer_backends.py::test_torch_and_megalite_agree_to_rounding[adam]",
+    ),
+    Mutant(
+        "arithmetic is in the precision in which moments are kept",
+        "megalite/optim/elementwise.py",
+        "values = [tensor.to(wide) for tensor in stored]",
+        "values = [tensor.clone() for tensor in stored]",
+        "tests/unit/test_optimizer_backends.py::test_lower_precision_rounds_what_is_kept_and_no_more",
     ),
     Mutant(
         "apex's count of updates goes on over skipped steps",

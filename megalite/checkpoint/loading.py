@@ -105,7 +105,7 @@ def _mismatch(manifest: Manifest, region: Region) -> str | None:
     if saved.shape != region.shape:
         return f"{region.name} has shape {list(saved.shape)} in it and {list(region.shape)} in this run's model"
     dtype = tensor_file.dtype_name(region.values.dtype)
-    if saved.dtype != dtype:
+    if saved.dtype != dtype and not region.name.startswith(OPTIMIZER):  # that is told in which precision to keep it
         flags = f"; start the run {_PRECISION_FLAGS[saved.dtype]}" if saved.dtype in _PRECISION_FLAGS else ""
         return f"{region.name} is {saved.dtype} in it and {dtype} in this run, and nothing is cast silently{flags}"
     if not covers((box.box for box in saved.boxes), region.box):

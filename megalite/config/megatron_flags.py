@@ -129,6 +129,11 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "muon-coefficient-type": {"aol": "is not there: they go with another normalization of the matrix"},
     "muon-fp32-matmul-prec": {"low": "is no precision that torch knows (medium: bf16; high)"},
+    "exp-avg-dtype": {"fp8": TRANSFORMER_ENGINE},
+    "exp-avg-sq-dtype": {
+        "fp8": TRANSFORMER_ENGINE,
+        "fp16": "is not there: squares below 6e-8, of gradients below 2e-4, would be zero (bf16 has fp32's range)",
+    },
     "position-embedding-type": {"yarn": FAMILIES, **dict.fromkeys(("mrope", "relative"), NOT_GPT)},
     "tokenizer-type": {
         "SFTTokenizer": "is not there: --sft works with every tokenizer, and its chat template or --chat-template",
@@ -177,8 +182,7 @@ REFUSED: Mapping[str, str] = {
     no-weight-decay-cond-type start-weight-decay end-weight-decay decoupled-lr decoupled-min-lr
     fp16-lm-cross-entropy use-megatron-fsdp
     use-torch-fsdp2 ddp-num-buckets enable-full-sharding-in-hsdp
-    torch-fsdp2-no-reshard-after-forward log-params-norm log-num-zeros-in-grad use-precision-aware-optimizer
-    main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
+    torch-fsdp2-no-reshard-after-forward log-params-norm log-num-zeros-in-grad
     """,
     MATRICES: "muon-no-split-qkv",
     TOKENIZERS: """

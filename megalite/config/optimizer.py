@@ -64,3 +64,19 @@ class OptimizerConfig:
     """Multiply Muon's updates by this, too; 0.2 with spectral gives them the size of adam's."""
     muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
     """Newton-Schulz steps in bf16 (medium) or in fp32 (high)."""
+    use_precision_aware_optimizer: bool = False
+    """With bf16 or fp16: let the optimizer keep what it keeps in the four dtypes that follow."""
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of the buffers in which gradients are added up and reduced."""
+    main_params_dtype: Literal["fp32", "fp16"] = "fp32"
+    """Of the master weights."""
+    exp_avg_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of Adam's average of gradients, or of the momentum of sgd and muon."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of Adam's average of their squares."""
+
+    @property
+    def narrow(self) -> dict[str, str]:
+        """The fields of the precision-aware optimizer that ask for less than fp32."""
+        names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        return {name: value for name in names if (value := getattr(self, name)) != "fp32"}

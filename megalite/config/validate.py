@@ -53,10 +53,14 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
 
 def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """`config` with flags off that have nothing to act on, as Megatron-LM does, and a line about each."""
+    lines: list[str] = []
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
-        off = replace(config, parallel=replace(config.parallel, sequence_parallel=False))
-        return off, ("--sequence-parallel: off, since --tensor-model-parallel-size is 1",)
-    return config, ()
+        config = replace(config, parallel=replace(config.parallel, sequence_parallel=False))
+        lines.append("--sequence-parallel: off, since --tensor-model-parallel-size is 1")
+    if config.optimizer.use_precision_aware_optimizer and not config.optimizer.narrow:
+        config = replace(config, optimizer=replace(config.optimizer, use_precision_aware_optimizer=False))
+        lines.append("--use-precision-aware-optimizer: off, since its dtypes are all fp32")
+    return config, tuple(lines)
 
 
 def validate(config: RunConfig, world_size: int) -> None:
@@ -73,7 +77,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _ramp,
         _schedule,
         _muon,
-        _backend,
+        _kept_by_the_optimizer,
         _data,
         _tokenizer,
         _evaluation,
@@ -261,9 +265,24 @@ def _muon(config: RunConfig) -> Iterator[str]:
         yield f"--muon-num-ns-steps {steps} cuts --muon-coefficient-type {kind} short: give {wanted}"
 
 
-def _backend(config: RunConfig) -> Iterator[str]:
-    if config.optimizer.optimizer_backend == "apex" and config.training.fp64:
+def _kept_by_the_optimizer(config: RunConfig) -> Iterator[str]:
+    """What its back end can keep, and in which precision."""
+    optimizer, training = config.optimizer, config.training
+    backend = optimizer.optimizer_backend
+    if backend == "apex" and training.fp64:
         yield "--optimizer-backend apex knows no --fp64: leave it out"
+    for name, dtype in optimizer.narrow.items():
+        flag = f"--{name.replace('_', '-')} {dtype}"
+        if not optimizer.use_precision_aware_optimizer:
+            yield f"{flag} needs --use-precision-aware-optimizer"
+        elif not (training.bf16 or training.fp16):
+            yield f"{flag} needs --bf16 or --fp16"
+        if name != "main_grads_dtype" and backend in ("torch", "apex"):
+            yield f"{flag} is kept by --optimizer-backend megalite (or auto), not by {backend}"
+    if optimizer.optimizer == "sgd" and "exp_avg_sq_dtype" in optimizer.narrow:
+        yield f"--exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: --optimizer sgd keeps no squares"
+    if training.fp16 and optimizer.main_params_dtype == "fp16":
+        yield "--main-params-dtype fp16 leaves --fp16 no weights but its own: use --bf16, or keep fp32"
 
 
 def _data(config: RunConfig) -> Iterator[str]:

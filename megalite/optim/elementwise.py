@@ -35,8 +35,10 @@ def require_backend(config: OptimizerConfig) -> None:
 
 
 def elementwise_rule(runs: Sequence[Run], config: OptimizerConfig) -> FusedRule | ChunkedRule:
-    """The rule of --optimizer-backend; auto: torch's kernels."""
-    return ChunkedRule(runs, config) if config.optimizer_backend == "megalite" else FusedRule(runs, config)
+    """The rule of --optimizer-backend; auto: torch's kernels where they can keep all that is to be kept."""
+    narrow = set(config.narrow) - {"main_grads_dtype"}
+    chunked = config.optimizer_backend == "megalite" or (config.optimizer_backend == "auto" and narrow)
+    return ChunkedRule(runs, config) if chunked else FusedRule(runs, config)
 
 
 class FusedRule:

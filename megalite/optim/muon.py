@@ -45,13 +45,16 @@ class Part:
 
     def next_update(self, momentum: float, *, nesterov: bool) -> Tensor:
         """Take the gradients into the momentum; what is to be made orthogonal of it."""
-        gradients = self.gradients.to(self.master.dtype)
-        self.momentum.lerp_(gradients, 1 - momentum)
-        return gradients.lerp(self.momentum, momentum) if nesterov else self.momentum
+        wide = torch.promote_types(self.master.dtype, torch.float32)
+        gradients, average = self.gradients.to(wide), self.momentum.to(wide)
+        self.momentum.copy_(average.lerp_(gradients, 1 - momentum))  # nothing to copy where it is wide itself
+        return gradients.lerp(average, momentum) if nesterov else average
 
     def apply(self, update: Tensor, rates: Rates) -> None:
+        """`update` is in the precision to compute in."""
         rate = self.group.learning_rate(rates)
-        self.master.mul_(1 - rate * self.group.weight_decay(rates)).add_(update, alpha=-rate)
+        weights = self.master.to(update.dtype).mul_(1 - rate * self.group.weight_decay(rates)).add_(update, alpha=-rate)
+        self.master.copy_(weights)
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,13 @@ def all_state_names(config: OptimizerConfig) -> set[str]:
     return {name for group in kinds for name in state_names(config, group)}
 
 
+def kept_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> torch.dtype:
+    """In what dtype a state, or `master`, is kept for parameters of one."""
+    chosen = {"master": config.main_params_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype)
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return narrow.get(chosen) or torch.promote_types(parameters, torch.float32)
+
+
 @dataclass(frozen=True)
 class Run:
     """Consecutive elements of a shard that are treated alike: flat views, and the state that an update rule keeps."""
@@ -90,8 +97,8 @@ class Shard:
         self.parameters = bucket.parameter_shard if sharded else bucket.parameters
         self.gradients = bucket.gradient_shard if sharded else bucket.gradients
         self.start = bucket.shard_group.rank * self.parameters.numel() if sharded else 0
-        wide = torch.promote_types(self.parameters.dtype, torch.float32)
-        self.master = self.parameters.to(wide)  # the parameters themselves where they are wide already
+        dtype = self.parameters.dtype
+        self.master = self.parameters.to(kept_dtype(config, "master", dtype))  # the parameters themselves where alike
         self.runs = list(self._runs(config))
 
     @property
@@ -106,8 +113,12 @@ class Shard:
             start, stop = max(slots[0].start, self.start), min(end, self.start + self.master.numel())
             if start < stop:
                 own = slice(start - self.start, stop - self.start)
-                state = {name: torch.zeros_like(self.master[own]) for name in state_names(config, group)}
-                yield Run(group, slots, start, stop, self.master[own], self.gradients[own], state)
+                master, gradients = self.master[own], self.gradients[own]
+                state = {
+                    name: torch.zeros_like(master, dtype=kept_dtype(config, name, self.parameters.dtype))
+                    for name in state_names(config, group)
+                }
+                yield Run(group, slots, start, stop, master, gradients, state)
 
     def slices(self, *, owned: bool) -> Iterator[StateSlice]:
         """This shard by parameter; with `owned` only what no other rank of the shard group is to answer for."""

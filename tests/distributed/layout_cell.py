@@ -84,6 +84,7 @@ class Cell:
     attention_dropout: float | None = None  # where it differs from hidden
     dtype: str = "float64"
     gradient_dtype: str | None = None  # where it is not dtype, or fp32 for what is narrower
+    narrow: bool = False  # moments in bf16, masters in fp16
     infinity_on: int | None = None  # the rank on which step 0 meets an infinite gradient
 
     @property
@@ -181,6 +182,10 @@ def optimizer_config(cell: Cell) -> OptimizerConfig:
         sgd_momentum=0.9,
         muon_nesterov=True,
         muon_extra_scale_factor=0.2,
+        use_precision_aware_optimizer=cell.narrow,
+        main_params_dtype="fp16" if cell.narrow else "fp32",
+        exp_avg_dtype="bf16" if cell.narrow else "fp32",
+        exp_avg_sq_dtype="bf16" if cell.narrow else "fp32",
     )
 
 

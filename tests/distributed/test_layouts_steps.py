@@ -89,14 +89,27 @@ def test_all_stages_give_the_same_bits_at_one_micro_batch(rank_pools: RankPools)
         assert_same_bits(result, first, f"ZeRO {stage} against ZeRO 0")
 
 
-@pytest.mark.parametrize("gradients", [None, "bfloat16"], ids=["fp32-gradients", "bf16-gradients"])
+@pytest.mark.parametrize(
+    ("optimizer", "narrow", "gradients"),
+    [
+        ("sgd", False, None),
+        ("sgd", False, "bfloat16"),
+        ("sgd", True, None),
+        ("adam", False, None),
+        ("adam", True, "bfloat16"),
+        ("muon", False, None),
+        ("muon", True, "bfloat16"),
+    ],
+)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_bf16_run_stays_near_fp32(family: str, gradients: str | None, rank_pools: RankPools) -> None:
-    """bf16 weights with fp32 masters; 2 % is what bf16's 8 bits leave of a loss of about 4."""
+def test_a_bf16_run_stays_near_fp32(
+    family: str, optimizer: str, narrow: bool, gradients: str | None, rank_pools: RankPools
+) -> None:
+    """bf16 weights with masters in fp32 or fp16; 2 % is what bf16's 8 bits leave of a loss of about 4."""
     layout = {"tp": 2, "dp": 2, "sequence_parallel": True, "zero": 1, "overlap": "reduce and gather"}
-    wide_cell = make_cell(layout | {"family": family, "dtype": "float32"}, steps=8)
-    narrow_cell = replace(wide_cell, dtype="bfloat16", gradient_dtype=gradients)
-    wide, narrow = run(rank_pools, [wide_cell, narrow_cell])
-    for step, (expected, actual) in enumerate(zip(wide.losses, narrow.losses, strict=True)):
+    wide_cell = make_cell(layout | {"family": family, "dtype": "float32"}, optimizer=optimizer, steps=8)
+    narrow_cell = replace(wide_cell, dtype="bfloat16", gradient_dtype=gradients, narrow=narrow)
+    wide, rounded = run(rank_pools, [wide_cell, narrow_cell])
+    for step, (expected, actual) in enumerate(zip(wide.losses, rounded.losses, strict=True)):
         assert_number_close(actual, expected, f"loss of step {step}", relative=0.02)
     assert wide.losses[-1] < wide.losses[0]

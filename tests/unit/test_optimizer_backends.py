@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.config import parse_arguments
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import ConfigurationError
@@ -23,6 +24,7 @@ from megalite.parallel import device
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient
+from megalite.training.construction import data_parallel
 
 MODEL = ModelConfig(
     num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, make_vocab_size_divisible_by=1,
@@ -65,6 +67,59 @@ def test_torch_and_megalite_agree_to_rounding(name: str, monkeypatch: pytest.Mon
     actual = stepped(replace(CONFIGS[name], optimizer_backend="megalite"))
     for ours, theirs in zip(actual, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+NARROW = {
+    "bf16 moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    "fp16 average": {"exp_avg_dtype": "fp16"},
+    "fp16 masters": {"main_params_dtype": "fp16"},
+}
+BITS = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_lower_precision_rounds_what_is_kept_and_no_more(name: str) -> None:
+    """Each step is torch's in fp32 from what was kept before, then rounded."""
+    config = OptimizerConfig(lr=0.0, use_precision_aware_optimizer=True, clip_grad=0.0, **NARROW[name])  # type: ignore[arg-type]
+    network = GPT(MODEL, ParallelMesh(), dtype=torch.bfloat16)
+    initialize(network, seed=1)
+    optimizer = make_optimizer(network, ParallelMesh(), config, DataParallel(torch.float32))
+    generator = torch.Generator().manual_seed(0)
+    (shard,) = optimizer.shards
+    for number in range(3):
+        before = [[tensor.clone().float() for tensor in (run.master, *run.state.values())] for run in shard.runs]
+        step(optimizer, generator, Rates(0.01, 0.02, weight_decay=0.1))
+        for run, (master, average, squares) in zip(shard.runs, before, strict=True):
+            rate = 0.02 if run.group.token_table else 0.01
+            torchs = torch.optim.AdamW([master], lr=rate, weight_decay=0.1 if run.group.decays else 0.0)
+            torchs.state[master] = {"step": torch.tensor(float(number)), "exp_avg": average, "exp_avg_sq": squares}
+            master.grad = run.gradients
+            torchs.step()
+            for kept, wide in zip((run.master, *run.state.values()), (master, average, squares), strict=True):
+                spacing = 2.0 ** -BITS[kept.dtype]
+                torch.testing.assert_close(kept.float(), wide, rtol=0.51 * spacing + 1e-6, atol=1e-7)
+    asked = {torch.float32, *(dtype for dtype in BITS if dtype_name(dtype) in NARROW[name].values())}
+    assert {tensor.dtype for run in shard.runs for tensor in (run.master, *run.state.values())} == asked
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ("--bf16", torch.float32),
+        ("--bf16 --grad-reduce-in-bf16", torch.bfloat16),
+        ("--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16", torch.bfloat16),
+        ("--fp16 --use-precision-aware-optimizer --main-grads-dtype bf16", torch.bfloat16),
+        ("--fp64", torch.float64),
+    ],
+)
+def test_gradients_are_gathered_in_the_dtype_asked_for(flags: str, dtype: torch.dtype) -> None:
+    sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
+    config = parse_arguments(f"{sizes} {flags}".split()).config
+    assert data_parallel(config, ParallelMesh()).gradient_dtype == dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")
 
 
 class StandIn(torch.optim.Optimizer):
