@@ -52,11 +52,9 @@ class FusedRule:
             members.setdefault(run.group, []).append(master)
         groups: list[dict[str, Any]] = [{"params": masters, "kind": group} for group, masters in members.items()]
         self._fused = _fused(groups, config) if groups else None  # there are shards of matrices alone
-        self._steps: list[Tensor] = []
-        for run, master in zip(runs, self._masters, strict=True):
-            steps = torch.zeros((), dtype=torch.float32, device=master.device)
-            self._steps.append(steps)
-            if self._fused is not None:
+        if self._fused is not None:
+            self._steps = torch.zeros(len(runs), device=runs[0].master.device)
+            for run, master, steps in zip(runs, self._masters, self._steps, strict=True):
                 self._fused.state[master] = run.state | {"step": steps}
 
     def update(self, rates: Rates, step: int) -> None:
@@ -66,8 +64,7 @@ class FusedRule:
             kind: ParameterGroup = group["kind"]
             group["lr"], group["weight_decay"] = kind.learning_rate(rates), kind.weight_decay(rates)
             group["step"] = step - 1  # where apex counts updates; torch does in each parameter's state
-        for steps in self._steps:
-            steps.fill_(step - 1)
+        self._steps.fill_(step - 1)
         for run, master in zip(self._runs, self._masters, strict=True):
             master.grad = run.gradients.to(master.dtype)
         self._fused.step()

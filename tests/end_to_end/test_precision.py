@@ -62,7 +62,7 @@ NARROW = words(
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_half_the_state_trains_nearly_the_same_and_is_kept(optimizer: str, run: Run, tmp_path: Path) -> None:
-    """2 % is what bf16's 8 bits leave of a loss of 4. Moments are saved as they are: a resumed run has the same bits."""
+    """2 % is what bf16's 8 bits leave of a loss of 4. Moments are saved as they are: a resumed run has its bits."""
     flags = (*LLAMA, *NO_DROPOUT, "--optimizer", optimizer, "--train-iters", STEPS)
     run(*flags, *words("--adam-beta2 0.95 --lr 3e-3"), "--save", tmp_path / "wide")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
