@@ -20,11 +20,9 @@ from megalite.optim.gathering import gather_around_forward
 from megalite.optim.learning_rate import Rates
 from megalite.optim.rules import make_rules
 from megalite.optim.shard import Shard, StateSlice, all_state_names
-from megalite.parallel import collectives
+from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
-
-NORM_CHUNK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ class Optimizer:
 def _sum_of_squares(values: Tensor) -> Tensor:
     """In float64, by chunks that stay in a processor's cache."""
     total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for chunk in values.split(NORM_CHUNK_ELEMENTS):
+    for chunk in values.split(device.chunk_elements(values.device)):
         wide = chunk.double()
         total += torch.dot(wide, wide)
     return total
