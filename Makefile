@@ -28,7 +28,7 @@ setup: .venv/installed
 
 .venv/installed-test: .venv/installed
 	@$(PIP) --editable '.[test]'
-	@$(PIP) --no-deps megatron-core==0.16.1 # the data tests' oracle; its dependencies are for what they do not use
+	@$(PIP) --no-deps megatron-core==0.16.1 # an oracle of the tests; its dependencies are for what they do not use
 	@touch $@
 
 train: .venv/installed

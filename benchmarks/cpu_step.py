@@ -1,6 +1,6 @@
 """CPU time of a training step, as ratios: against plain PyTorch, and against the same work without communication.
 
-    python benchmarks/cpu_step.py [--vocabulary 1024 32000] [--rounds 9]
+    python -m benchmarks.cpu_step [--vocabulary 1024 32000] [--rounds 9]
 
 Llama-style, 4 layers, hidden 256, 4 heads, ffn 688, sequence 256, 4 micro-batches of 4, fp32, AdamW, one thread a rank.
 Rivals step in turn in one process, round by round; a figure is the median over rounds, with quartiles. Counted is the
@@ -38,7 +38,7 @@ TOKENS = SEQUENCE * BATCH * MICRO_BATCHES
 Step = Callable[[], object]
 
 
-def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: bool, sharded: bool) -> Step:
+def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: bool = False, stage: int = 0) -> Step:
     config = ModelConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -55,7 +55,8 @@ def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: boo
     )
     model = GPT(config, mesh, sequence_parallel=sequence_parallel)
     initialize(model, seed=1)
-    optimizer = make_optimizer(model, mesh, OptimizerConfig(lr=1e-3), DataParallel(torch.float32, stage=int(sharded)))
+    options = DataParallel(torch.float32, stage)
+    optimizer = make_optimizer(model, mesh, OptimizerConfig(lr=1e-3), options, blocks=model.blocks())
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
     micro_batches = [
         MicroBatch(tokens, positions, None, labels, torch.ones(BATCH, SEQUENCE), RandomKey(1, index))
@@ -146,16 +147,16 @@ def quartiles(values: list[float]) -> str:
 
 def compare_one_rank(vocabulary: int, rounds: int) -> None:
     mesh = ParallelMesh()
-    ours = megalite_step(vocabulary, mesh, sequence_parallel=False, sharded=False)
+    ours = megalite_step(vocabulary, mesh)
     steps = {"megalite": ours, "plain": plain_step(vocabulary), "products": products_step(vocabulary)}
     times = measure(steps, rounds, mesh)
     per_token = 1e6 * statistics.median(times["megalite"]) / TOKENS
     print(f"vocabulary {vocabulary}, one rank: {per_token:.0f} µs a token")
-    print(f"  megalite / plain PyTorch        {quartiles(_ratios(times, 'megalite', 'plain'))}  (target 1.02)")
-    print(f"  plain PyTorch / bare products   {quartiles(_ratios(times, 'plain', 'products'))}")
+    print(f"  megalite / plain PyTorch        {quartiles(ratios(times, 'megalite', 'plain'))}  (target 1.02)")
+    print(f"  plain PyTorch / bare products   {quartiles(ratios(times, 'plain', 'products'))}")
 
 
-def _ratios(times: dict[str, list[float]], above: str, *below: str) -> list[float]:
+def ratios(times: dict[str, list[float]], above: str, *below: str) -> list[float]:
     return [value / sum(times[name][i] for name in below) for i, value in enumerate(times[above])]
 
 
@@ -165,13 +166,12 @@ def compare_two_ranks(rank: int, port: int, vocabulary: int, rounds: int) -> Non
     alone = ParallelMesh()
     data_parallel = ParallelMesh(rank=rank, world_size=2)
     tensor_parallel = ParallelMesh(rank=rank, world_size=2, tensor_parallel_size=2)
-    plain = {"sequence_parallel": False, "sharded": False}
     steps = {
-        "one rank": megalite_step(vocabulary, alone, **plain),
-        "DP2": megalite_step(vocabulary, data_parallel, **plain),
-        "DP2 ZeRO 1": megalite_step(vocabulary, data_parallel, sequence_parallel=False, sharded=True),
-        "TP2": megalite_step(vocabulary, tensor_parallel, **plain),
-        "TP2 SP": megalite_step(vocabulary, tensor_parallel, sequence_parallel=True, sharded=False),
+        "one rank": megalite_step(vocabulary, alone),
+        "DP2": megalite_step(vocabulary, data_parallel),
+        "DP2 ZeRO 1": megalite_step(vocabulary, data_parallel, stage=1),
+        "TP2": megalite_step(vocabulary, tensor_parallel),
+        "TP2 SP": megalite_step(vocabulary, tensor_parallel, sequence_parallel=True),
         "floor": collectives_step(vocabulary, tensor_parallel, sequence_parallel=False),
         "SP floor": collectives_step(vocabulary, tensor_parallel, sequence_parallel=True),
     }
@@ -183,13 +183,13 @@ def compare_two_ranks(rank: int, port: int, vocabulary: int, rounds: int) -> Non
         for name in ("DP2", "DP2 ZeRO 1"):
             cost = 1e6 * statistics.median(times[name]) / (2 * TOKENS)
             print(f"  {name:10} {cost:5.0f} µs a token   / two copies of one rank    "
-                  f"{quartiles(_ratios(times, name, 'two copies'))}  (target 1.04)")  # fmt: skip
+                  f"{quartiles(ratios(times, name, 'two copies'))}  (target 1.04)")  # fmt: skip
         for name, floor in (("TP2", "floor"), ("TP2 SP", "SP floor")):
             cost = 1e6 * statistics.median(times[name]) / TOKENS
             print(f"  {name:10} {cost:5.0f} µs a token   / one rank + collectives    "
-                  f"{quartiles(_ratios(times, name, 'one rank', floor))}  (target 1.06)")  # fmt: skip
+                  f"{quartiles(ratios(times, name, 'one rank', floor))}  (target 1.06)")  # fmt: skip
             print(f"  {'':10} {'':5}              / one rank alone          "
-                  f"{quartiles(_ratios(times, name, 'one rank'))}")  # fmt: skip
+                  f"{quartiles(ratios(times, name, 'one rank'))}")  # fmt: skip
     dist.destroy_process_group()
 
 

@@ -61,6 +61,11 @@ def step(model: PlainLlama, optimizer: torch.optim.Optimizer, batches: list[tupl
     """One optimizer step over the micro-batches, clipped at norm 1."""
     for tokens, labels in batches:
         (model(tokens, labels) / len(batches)).backward()
+    return update(model, optimizer)
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Clip, step, and forget the gradients."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("megalite", "kernels", "tests", "pyproject.toml")
+COPIED = ("megalite", "kernels", "tests", "pretrain_gpt.py", "pyproject.toml")
 TESTS_FAILED = 1  # pytest's exit code; anything else but 0 is a broken run, which proves nothing
 SECONDS = 180
 
@@ -47,6 +47,7 @@ def _one_step(layout: str) -> str:
 
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
 _UNIT = "tests/unit/test_parallel_"
+_RATES = "tests/distributed/test_rates_megatron.py::test_whole_runs"
 
 MUTANTS = (
     Mutant(
@@ -128,9 +129,9 @@ MUTANTS = (
     ),
     Mutant(
         "the gradient norm, and so the decision to skip, is each rank's own",
-        "megalite/optim/optimizer.py",
-        "math.sqrt(collectives.all_reduce_(total, self.mesh.world()).item())",
-        "math.sqrt(total.item())",
+        "megalite/optim/statistics.py",
+        "collectives.all_reduce_(total, mesh.world()).tolist()",
+        "total.tolist()",
         "tests/distributed/test_layouts_masks.py::test_an_infinity_on_one_rank_makes_all_skip[tp2-dp1]",
     ),
     Mutant(
@@ -192,8 +193,8 @@ MUTANTS = (
     Mutant(
         "a shard of the optimizer thinks that it starts one element later",
         "megalite/optim/shard.py",
-        "bucket.shard_group.rank * self.parameters.numel() if sharded",
-        "bucket.shard_group.rank * self.parameters.numel() + 1 if sharded",
+        "bucket.owned_range if sharded",
+        "(bucket.owned_range[0] + 1, bucket.owned_range[1] + 1) if sharded",
         f"{_STEPS}[8]",
     ),
     Mutant(
@@ -227,8 +228,8 @@ MUTANTS = (
     Mutant(
         "the loss scale is not taken out of the gradients",
         "megalite/optim/optimizer.py",
-        "self._scale(self._clipping(norm) / loss_scale)",
-        "self._scale(self._clipping(norm))",
+        "self._scale(self._clipping(result.gradient_norm) / loss_scale)",
+        "self._scale(self._clipping(result.gradient_norm))",
         "tests/end_to_end/test_precision.py::test_the_loss_scale_leaves_no_trace",
     ),
     Mutant(
@@ -239,11 +240,60 @@ MUTANTS = (
         _one_step("tp1-dp2"),
     ),
     Mutant(
+        "a module does not wait for the parameters that are gathered for it",
+        "megalite/optim/gathering.py",
+        "    def wait(module: nn.Module, arguments: object) -> None:\n        for bucket in buckets:",
+        "    def wait(module: nn.Module, arguments: object) -> None:\n        for bucket in ():",
+        "tests/distributed/test_late_gathers.py::test_every_reader_waits[1]",
+    ),
+    Mutant(
+        "a reader of weights forgets finish_parameter_gather()",
+        "megalite/optim/optimizer.py",
+        "        self.finish_parameter_gather()\n        try:",
+        "        try:",
+        "tests/distributed/test_late_gathers.py::test_every_reader_waits[3]",
+    ),
+    Mutant(
         "the gradient is not clipped",
         "megalite/optim/optimizer.py",
-        "self._scale(self._clipping(norm) / loss_scale)",
+        "self._scale(self._clipping(result.gradient_norm) / loss_scale)",
         "self._scale(1.0 / loss_scale)",
         f"{_STEPS}[3]",
+    ),
+    Mutant(
+        "the decoupled learning rate is everything's",
+        "megalite/optim/learning_rate.py",
+        "self.learning_rate.at(consumed_samples),",
+        "self.token_tables.at(consumed_samples),",
+        "tests/end_to_end/test_rates.py::test_a_decoupled_rate_of_zero_holds_the_token_tables_still[gpt2---tp 2]",
+    ),
+    Mutant(
+        "a decoupled learning rate of 0 is taken for none",
+        "megalite/optim/learning_rate.py",
+        "if optimizer.decoupled_lr is not None:",
+        "if optimizer.decoupled_lr:",
+        "tests/unit/test_learning_rate.py::test_a_decoupled_rate_of_zero_is_zero",
+    ),
+    Mutant(
+        "weight decay rises over the learning rate's decay and not over the run",
+        "megalite/optim/learning_rate.py",
+        "WeightDecaySchedule(start, end, run,",
+        "WeightDecaySchedule(start, end, decay,",
+        f"{_RATES}[linear-exponential-linear]",
+    ),
+    Mutant(
+        "the learning rate of a step counts the step's own samples",
+        "megalite/optim/learning_rate.py",
+        "        if consumed_samples <= self.warmup_samples and",
+        "        consumed_samples += self.step_samples\n        if consumed_samples <= self.warmup_samples and",
+        f"{_RATES}[cosine-exponential-constant]",
+    ),
+    Mutant(
+        "noam counts its steps from 0",
+        "megalite/optim/learning_rate.py",
+        "self._noam(consumed_samples + self.step_samples)",
+        "self._noam(max(consumed_samples, 1))",
+        "tests/unit/test_learning_rate.py::test_noam_is_the_papers_formula",
     ),
     Mutant(
         "norms decay",

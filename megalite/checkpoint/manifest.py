@@ -3,7 +3,7 @@
 One JSON object with a checksum of its own. Version 1:
 
     format, version   "megalite", 1
-    training          iteration, consumed_samples, optimizer_steps, loss_scale
+    training          iteration, consumed_samples, optimizer_steps, loss_scale, seen_samples
     config            the run's configuration, by section
     files             size in bytes by file name
     tensors           by name: shape, dtype and boxes; of a box: offset, size, file and checksum (CRC-32 of its bytes)
@@ -39,6 +39,8 @@ class TrainingState:
     """Updates made; a skipped step is none."""
     loss_scale: dict[str, Any] | None = None
     """The state of a dynamic loss scale."""
+    seen_samples: list[tuple[int, int]] | None = None
+    """Numbers of some samples consumed, each with a checksum of its tokens: they tell a changed order of the data."""
 
 
 @dataclass(frozen=True)

@@ -13,5 +13,9 @@ class LoggingConfig:
     """Steps between lines on the screen."""
     metrics_path: str | None = None
     """File that gets one JSON object a step; unset: metrics.jsonl in the run directory."""
+    log_params_norm: bool = False
+    """Record in every step the norm of all parameters, and of each group of parameters that and the gradient's."""
+    log_num_zeros_in_grad: bool = False
+    """Record in every step how many elements of the gradient are zero."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard events."""

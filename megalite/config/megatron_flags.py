@@ -27,6 +27,7 @@ SHORTHANDS: Mapping[str, Sequence[str]] = {
     "disable-bias-linear": ("--no-add-bias-linear",),
     "dataloader-inter-document-masking": ("--reset-attention-mask",),
     "disable-manual-gc-eval": ("--no-manual-gc-eval",),
+    "use-torch-fsdp2": ("--data-parallel-sharding-strategy", "optim_grads_params"),
     "recompute-activations": ("--recompute-granularity", "selective"),
     "use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
 }
@@ -37,7 +38,8 @@ NO_POSITION_EMBEDDING = "no-position-embedding"
 
 ALREADY_SO: Mapping[str, str] = {
     "attention runs through torch's scaled_dot_product_attention, with its softmax in fp32": """
-    attention-backend=1 use-flash-attn attention-softmax-in-fp32 apply-query-key-layer-scaling""",
+    use-flash-attn attention-softmax-in-fp32 apply-query-key-layer-scaling""",
+    "one engine shards, as --data-parallel-sharding-strategy says": "use-megatron-fsdp",
     "the model has one implementation": "use-mcore-models",
     "no kernel is fused or compiled that this would switch off": """
     no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
@@ -58,6 +60,8 @@ ALREADY_SO: Mapping[str, str] = {
     no-tokenizer-sentencepiece-ignore-extra-whitespaces disable-tokenizer-sentencepiece-ignore-extra-whitespaces""",
     "the tokenizer is always the one of --tokenizer-model": """
     no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-checkpoint-args""",
+    "learning rate and weight decay follow the flags and the samples consumed: no checkpoint holds a schedule": """
+    override-opt-param-scheduler""",
     "every step records its throughput and its peak memory": "log-throughput log-memory-to-tensorboard",
     "nothing is reported to other services and no remote storage is used": "no-one-logger disable-msc",
 }
@@ -66,8 +70,10 @@ ALREADY_SO: Mapping[str, str] = {
 PIPELINE = "arrives with the pipeline engine"
 CONTEXT = "arrives with context parallelism"
 EXPERTS = "arrives with mixture of experts"
-ENGINE = "arrives with more optimizers and precisions (ZeRO 2 and 3 are --data-parallel-sharding-strategy)"
 MATRICES = "is not there: Muon acts on queries, keys, values, gates and ups each as a whole matrix, on any layout"
+SHARDING = "is not there: shard by --data-parallel-sharding-strategy and --num-distributed-optimizer-instances"
+WEIGHT_DECAY = "is not there: matrices and token tables decay, biases and norms do not"
+WIDE_LOSS = "is not there: the loss is computed in fp32 or wider"
 TOKENIZERS = "is not there: a tokenizer is its files, and encodes as its own library does"
 ORDER = "is not there: the order of samples is fixed when the run starts, and one number resumes it"
 EVALUATION = "is not there: every evaluation reads --eval-iters batches of one set"
@@ -101,10 +107,10 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
     "context-parallel-size": ("1", CONTEXT),
     "expert-model-parallel-size": ("1", EXPERTS),
     "expert-tensor-parallel-size": ("1", EXPERTS),
-    "outer-dp-sharding-strategy": ("no_shard", ENGINE),
-    "weight-decay-incr-style": ("constant", ENGINE),
     "muon-tp-mode": ("duplicated", MATRICES),
     "muon-scalar-optimizer": ("adam", MACHINERY),
+    "attention-backend": ("auto flash fused unfused local", "is none of Megatron-LM's; torch chooses the kernel"),
+    "outer-dp-sharding-strategy": ("no_shard", SHARDING),
     "dataloader-type": ("single", ORDER),
     "ckpt-format": ("megalite", CHECKPOINTS),
     "timing-log-level": ("0", CLUSTER),
@@ -177,13 +183,9 @@ REFUSED: Mapping[str, str] = {
     moe-routing-trace-max-training-iters moe-routing-trace-capture-logits moe-routing-trace-capture-hidden-states
     moe-routing-trace-dump-weights
     """,
-    ENGINE: """
-    apply-wd-to-qk-layernorm
-    no-weight-decay-cond-type start-weight-decay end-weight-decay decoupled-lr decoupled-min-lr
-    fp16-lm-cross-entropy use-megatron-fsdp
-    use-torch-fsdp2 ddp-num-buckets enable-full-sharding-in-hsdp
-    torch-fsdp2-no-reshard-after-forward log-params-norm log-num-zeros-in-grad
-    """,
+    SHARDING: "ddp-num-buckets enable-full-sharding-in-hsdp torch-fsdp2-no-reshard-after-forward",
+    WEIGHT_DECAY: "apply-wd-to-qk-layernorm no-weight-decay-cond-type",
+    WIDE_LOSS: "fp16-lm-cross-entropy",
     MATRICES: "muon-no-split-qkv",
     TOKENIZERS: """
     tokenizer-metadata tokenizer-sentencepiece-legacy null-tokenizer-eod-id null-tokenizer-pad-id
@@ -193,7 +195,7 @@ REFUSED: Mapping[str, str] = {
     full-validation multiple-validation-sets validation-set-names
     """,
     CHECKPOINTS: """
-    override-opt-param-scheduler use-checkpoint-opt-param-scheduler save-retain-interval non-persistent-save-interval
+    use-checkpoint-opt-param-scheduler save-retain-interval non-persistent-save-interval
     non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo
     finetune pretrained-checkpoint ckpt-step use-checkpoint-args use-mp-args-from-checkpoint-args
     exit-on-missing-checkpoint no-ckpt-fully-parallel-save async-save async-strategy use-persistent-ckpt-worker
@@ -357,6 +359,8 @@ def settled(flag: str, values: Sequence[str]) -> str | None:
         count, why = _already_so()[flag]
         if len(values) != count:
             raise ConfigurationError(f"--{flag} takes {'one value' if count else 'no value'}, got {list(values)}")
+        if not all(value.removeprefix("-").isdigit() for value in values):
+            raise ConfigurationError(f"--{flag} takes a whole number, got {values[0]}")
         return f"--{flag}: already so, {why}"
     if flag in ACCEPTED_VALUES:
         accepted, why = ACCEPTED_VALUES[flag]

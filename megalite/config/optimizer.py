@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,15 +12,19 @@ class OptimizerConfig:
     """The update rule. Iterations of the schedule count as that many global batches of samples."""
 
     lr: float
-    """Highest learning rate."""
+    """Highest learning rate; under noam the factor of its formula."""
     optimizer: Literal["adam", "sgd", "muon"] = "adam"
     """adam (with decoupled weight decay), sgd, or muon: Muon for the matrices of the layers, adam for the rest."""
     optimizer_backend: Literal["auto", "torch", "megalite", "apex"] = "auto"
     """Whose adam and sgd: torch's fused kernels, megalite's plain operations, apex's kernels, or what serves (auto)."""
     min_lr: float = 0.0
     """Learning rate at and after the end of the decay."""
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
-    """Shape of the decay after the warm-up; WSD: warm-up, stable, decay."""
+    decoupled_lr: float | None = None
+    """Lr of the word embedding and the output layer; unset: that of the rest."""
+    decoupled_min_lr: float | None = None
+    """Their min-lr; unset: that of the rest."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "noam"] = "linear"
+    """Shape of the decay after the warm-up; WSD: warm-up, stable, decay; noam: lr / sqrt(hidden-size * step)."""
     lr_decay_iters: int | None = None
     """Iterations until min-lr is reached; unset: the whole run."""
     lr_decay_samples: int | None = None
@@ -38,8 +43,18 @@ class OptimizerConfig:
     """Iterations of the last phase of WSD."""
     lr_wsd_decay_samples: int | None = None
     """The same in samples, for runs with train-samples."""
+    lr_scaling_rule: Literal["linear", "sqrt"] | None = None
+    """Multiply learning rates by global-batch-size / lr-scaling-base-batch-size, or by its square root."""
+    lr_scaling_base_batch_size: int | None = None
+    """Global batch size for which the learning rates were chosen."""
     weight_decay: float = 0.01
     """Weight decay of matrices (biases and norms have none)."""
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How weight decay rises over the run; constant: it is weight-decay."""
+    start_weight_decay: float | None = None
+    """Weight decay at the start of the run, where it rises."""
+    end_weight_decay: float | None = None
+    """Weight decay at its end."""
     clip_grad: float = 1.0
     """Largest global norm of the gradient; 0: no clipping."""
     adam_beta1: float = 0.9
@@ -80,3 +95,15 @@ class OptimizerConfig:
         """The fields of the precision-aware optimizer that ask for less than fp32."""
         names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
         return {name: value for name in names if (value := getattr(self, name)) != "fp32"}
+
+    def learning_rate_multiplier(self, global_batch_size: int) -> float:
+        """What lr-scaling-rule multiplies every learning rate by, except lr-warmup-init."""
+        if self.lr_scaling_rule is None or self.lr_scaling_base_batch_size is None:
+            return 1.0
+        ratio = global_batch_size / self.lr_scaling_base_batch_size
+        return ratio if self.lr_scaling_rule == "linear" else math.sqrt(ratio)
+
+
+def noam_maximum(factor: float, hidden_size: int, warmup_steps: float) -> float:
+    """The learning rate at the end of noam's warm-up (Vaswani et al. 2017, equation 3, at step = warmup_steps)."""
+    return factor / math.sqrt(hidden_size * warmup_steps)

@@ -12,6 +12,8 @@ from megalite.config.data import DataConfig, TokenizerType
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig, fields_by_name
 from megalite.config.training import TrainingConfig
+from megalite.config.validate_optimizer import optimizer_problems
+from megalite.config.validate_rates import rate_problems
 from megalite.errors import ConfigurationError
 
 _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups
@@ -19,10 +21,11 @@ _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv
     num_distributed_optimizer_instances
     distributed_timeout_minutes seq_length lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
     micro_batch_size global_batch_size train_iters train_samples eval_interval exit_interval recompute_num_layers
-    save_interval log_interval loss_scale_window hysteresis muon_num_ns_steps"""
+    save_interval log_interval loss_scale_window hysteresis lr_scaling_base_batch_size muon_num_ns_steps"""
 _AT_LEAST_ZERO = """tiktoken_num_special_tokens
     norm_epsilon init_method_std num_workers lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init
-    weight_decay clip_grad adam_eps eval_iters seed manual_gc_interval mid_level_dataset_surplus"""
+    decoupled_lr decoupled_min_lr weight_decay start_weight_decay end_weight_decay
+    clip_grad adam_eps eval_iters seed manual_gc_interval mid_level_dataset_surplus"""
 _ABOVE_ZERO = """loss_scale initial_loss_scale min_loss_scale rotary_base rope_scaling_factor exit_duration_in_mins
     muon_extra_scale_factor"""
 _TOKENIZER_FLAGS = {
@@ -75,9 +78,8 @@ def validate(config: RunConfig, world_size: int) -> None:
         _layout,
         _steps,
         _ramp,
-        _schedule,
-        _muon,
-        _kept_by_the_optimizer,
+        rate_problems,
+        optimizer_problems,
         _data,
         _tokenizer,
         _evaluation,
@@ -219,70 +221,6 @@ def _steps(config: RunConfig) -> Iterator[str]:
     training = config.training
     if (training.train_iters is None) == (training.train_samples is None):
         yield f"give the length as --train-iters or as --train-samples{_not_both(training.train_iters is not None)}"
-
-
-def _schedule(config: RunConfig) -> Iterator[str]:
-    optimizer, by_iters = config.optimizer, config.training.train_samples is None
-    other, unit = ("samples", "iters") if by_iters else ("iters", "samples")
-    for phase in ("decay", "warmup", "wsd_decay"):
-        if getattr(optimizer, f"lr_{phase}_{other}"):
-            flag = f"--lr-{phase}-".replace("_", "-")
-            yield f"{flag}{other} does not go with --train-{unit}: use {flag}{unit}"
-    if optimizer.lr_warmup_fraction is not None and (optimizer.lr_warmup_iters or optimizer.lr_warmup_samples):
-        yield f"give the warm-up as --lr-warmup-fraction or as --lr-warmup-{unit}, not both"
-    for name in ("min_lr", "lr_warmup_init"):
-        if getattr(optimizer, name) > optimizer.lr:
-            yield f"--{name.replace('_', '-')} {getattr(optimizer, name)} is above --lr {optimizer.lr}"
-    yield from _phases(config, unit)
-
-
-def _phases(config: RunConfig, unit: str) -> Iterator[str]:
-    """Whether warm-up and the last phase of WSD fit into the decay, counted in iters or samples."""
-    optimizer = config.optimizer
-    decay = getattr(optimizer, f"lr_decay_{unit}") or getattr(config.training, f"train_{unit}")
-    warmup, last = getattr(optimizer, f"lr_warmup_{unit}"), getattr(optimizer, f"lr_wsd_decay_{unit}")
-    if decay is None:
-        return
-    if optimizer.lr_warmup_fraction is not None:
-        warmup = optimizer.lr_warmup_fraction * decay
-    if warmup >= decay and optimizer.lr_decay_style != "constant":
-        yield f"a warm-up of {warmup} {unit} leaves nothing of the {decay} of the whole schedule (--lr-decay-{unit})"
-    if (optimizer.lr_decay_style == "WSD") != (last is not None):
-        yield f"--lr-decay-style WSD and --lr-wsd-decay-{unit} need each other"
-    elif last is not None and warmup + last > decay:
-        yield f"warm-up {warmup} and --lr-wsd-decay-{unit} {last} do not fit into the decay's {decay} {unit}"
-
-
-def _muon(config: RunConfig) -> Iterator[str]:
-    optimizer = config.optimizer
-    if optimizer.optimizer != "muon":
-        for field in fields(optimizer):
-            if field.name.startswith("muon_") and getattr(optimizer, field.name) != field.default:
-                yield f"--{field.name.replace('_', '-')} needs --optimizer muon"
-    kind, steps = optimizer.muon_coefficient_type, optimizer.muon_num_ns_steps
-    if (kind == "quintic" and steps % 5) or (kind == "polar_express" and steps < 8):
-        wanted = "a multiple of 5" if kind == "quintic" else "at least 8"
-        yield f"--muon-num-ns-steps {steps} cuts --muon-coefficient-type {kind} short: give {wanted}"
-
-
-def _kept_by_the_optimizer(config: RunConfig) -> Iterator[str]:
-    """What its back end can keep, and in which precision."""
-    optimizer, training = config.optimizer, config.training
-    backend = optimizer.optimizer_backend
-    if backend == "apex" and training.fp64:
-        yield "--optimizer-backend apex knows no --fp64: leave it out"
-    for name, dtype in optimizer.narrow.items():
-        flag = f"--{name.replace('_', '-')} {dtype}"
-        if not optimizer.use_precision_aware_optimizer:
-            yield f"{flag} needs --use-precision-aware-optimizer"
-        elif not (training.bf16 or training.fp16):
-            yield f"{flag} needs --bf16 or --fp16"
-        if name != "main_grads_dtype" and backend in ("torch", "apex"):
-            yield f"{flag} is kept by --optimizer-backend megalite (or auto), not by {backend}"
-    if optimizer.optimizer == "sgd" and "exp_avg_sq_dtype" in optimizer.narrow:
-        yield f"--exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: --optimizer sgd keeps no squares"
-    if training.fp16 and optimizer.main_params_dtype == "fp16":
-        yield "--main-params-dtype fp16 leaves --fp16 no weights but its own: use --bf16, or keep fp32"
 
 
 def _data(config: RunConfig) -> Iterator[str]:

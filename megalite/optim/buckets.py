@@ -62,7 +62,7 @@ class Bucket:
 
         `in_flight` lists, for all buckets together, those of ZeRO 2 and 3 that are being reduced.
         """
-        self.slots, self.length = layout.slots, layout.length
+        self.layout, self.slots, self.length = layout, layout.slots, layout.length
         self.shard_group, self.reduction = shard_group, reduction
         self.stage = options.stage if shard_group.size > 1 else 0
         self.counted_here = counted_here
@@ -74,6 +74,8 @@ class Bucket:
         first = self.slots[0].parameter
         self.parameters = torch.zeros(layout.length, dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros(layout.length, dtype=options.gradient_dtype, device=first.device)
+        self.owned_runs = list(layout.runs(*self.owned_range))
+        """This rank's slice, by parameter group."""
         self._slot_of = {id(slot.parameter): slot for slot in self.slots}
         for slot in self.slots:
             self._adopt(slot, set_values)
@@ -109,6 +111,12 @@ class Bucket:
     def owned(self, flat: Tensor) -> Tensor:
         """This rank's slice of a tensor of the bucket's length."""
         return flat.view(self.shard_group.size, -1)[self.shard_group.rank]
+
+    @property
+    def owned_range(self) -> tuple[int, int]:
+        """First and behind the last element of this rank's slice."""
+        length = self.length // self.shard_group.size
+        return self.shard_group.rank * length, (self.shard_group.rank + 1) * length
 
     def gradient(self, parameter: Parameter) -> Tensor:
         """The gathered gradient of one of the bucket's parameters, in its shape."""

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import ConfigurationError
+from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
-from megalite.optim.shard import ParameterGroup, Run
+from megalite.optim.shard import Run
 from megalite.parallel import device
 
 
@@ -62,7 +63,7 @@ class FusedRule:
             return
         for group in self._fused.param_groups:
             kind: ParameterGroup = group["kind"]
-            group["lr"], group["weight_decay"] = kind.learning_rate(rates), kind.weight_decay(rates)
+            group["lr"], group["weight_decay"] = rates.of(kind)
             group["step"] = step - 1  # where apex counts updates; torch does in each parameter's state
         self._steps.fill_(step - 1)
         for run, master in zip(self._runs, self._masters, strict=True):
@@ -101,7 +102,7 @@ class ChunkedRule:
     def update(self, rates: Rates, step: int) -> None:
         update = self._sgd if self._config.optimizer == "sgd" else self._adamw
         for run in self._runs:
-            rate, decay = run.group.learning_rate(rates), run.group.weight_decay(rates)
+            rate, decay = rates.of(run.group)
             wide = torch.promote_types(run.master.dtype, torch.float32)
             kept = [run.master, *run.state.values()]
             size = device.chunk_elements(run.master.device)

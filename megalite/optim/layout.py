@@ -6,8 +6,10 @@ about the order in which backward reaches them. All members of a shard group or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -27,12 +29,49 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that the optimizer treats alike."""
+
+    weight_decay: bool
+    token_table: bool
+    matrices: bool
+    """Whether a matrix-wise optimizer sees them as matrices."""
+
+    NAMES: ClassVar = ("weights", "vectors", "token_tables")
+
+    @staticmethod
+    def of(parameter: Parameter) -> ParameterGroup:
+        record = parameter.sharding
+        return ParameterGroup(record.weight_decay, record.token_table, record.has_matrices)
+
+    @property
+    def name(self) -> str:
+        """One of NAMES: what its figures are called."""
+        return "token_tables" if self.token_table else "weights" if self.weight_decay else "vectors"
+
+
+@dataclass(frozen=True)
 class BucketLayout:
     """The parameters that travel in one message."""
 
     slots: tuple[Slot, ...]
     length: int
     """Elements, with padding: an equal, aligned slice for each shard."""
+
+    def stretches(self) -> Iterator[tuple[ParameterGroup, tuple[Slot, ...], int, int]]:
+        """Neighbours of one group, from their first element to the one behind their last and its padding."""
+        by_group = itertools.groupby(self.slots, key=lambda slot: ParameterGroup.of(slot.parameter))
+        groups = [(group, tuple(slots)) for group, slots in by_group]
+        stops = [*(slots[0].start for _, slots in groups[1:]), self.length]
+        for (group, slots), stop in zip(groups, stops, strict=True):
+            yield group, slots, slots[0].start, stop
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[ParameterGroup, slice]]:
+        """Runs of elements of one group, padding included, among [start, stop) and counted from `start`."""
+        for group, _, begin, end in self.stretches():
+            low, high = max(begin, start), min(end, stop)
+            if low < high:
+                yield group, slice(low - start, high - start)
 
 
 def lay_out(sizes: Sequence[int], bucket_size: int | None) -> list[list[tuple[int, int, int]]]:

@@ -1,21 +1,22 @@
-"""The learning rate as a pure function of the samples consumed so far: nothing to save, nothing to restore.
+"""Learning rates and weight decay as pure functions of the samples consumed: nothing to save, nothing to restore.
 
 The shapes and their edges are Megatron-LM's (optimizer_param_scheduler.py), so a schedule carried over gives the
 same numbers. In particular the rate of a step is read before its samples are counted: with a warm-up from 0, the
-first step of a run has the learning rate 0 and moves nothing but the optimizer's moments.
+first step of a run has the learning rate 0 and moves nothing but the optimizer's moments. Noam, which Megatron-LM
+lacks, counts steps from 1 as its paper does.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
-if TYPE_CHECKING:
-    from megalite.config import OptimizerConfig, TrainingConfig
+from megalite.config.optimizer import OptimizerConfig, noam_maximum
+from megalite.config.training import TrainingConfig
+from megalite.optim.layout import ParameterGroup
 
-# How far above the minimum the rate stands, from 1 to 0, when a fraction 0 to 1 of the decay has passed.
+# What is left of a way, from 1 to 0, when a fraction 0 to 1 of its time has passed.
 _SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda passed: 1.0 - passed,
     "cosine": lambda passed: 0.5 * (math.cos(math.pi * passed) + 1.0),
@@ -34,6 +35,11 @@ class Rates:
     weight_decay: float
     """Of what has any."""
 
+    def of(self, group: ParameterGroup) -> tuple[float, float]:
+        """The learning rate and the weight decay of a group."""
+        rate = self.token_table_learning_rate if group.token_table else self.learning_rate
+        return rate, self.weight_decay if group.weight_decay else 0.0
+
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
@@ -42,6 +48,10 @@ class LearningRateSchedule:
     style: constant, linear, cosine, inverse-square-root, or WSD (warm-up, stable, decay), which holds the maximum
     until `wsd_decay_samples` before the end and then falls by `wsd_style` (linear, cosine, exponential, minus_sqrt).
     Beyond `decay_samples` the rate is the minimum, whatever the style (but constant).
+
+    noam (Vaswani et al. 2017, equation 3) has no end: it goes with min(step / warmup, sqrt(warmup / step)), where a
+    step is `step_samples` and the first is step 1, so that the maximum comes with the step that ends the warm-up; the
+    minimum holds after it. While the batch grows to `step_samples`, steps count as the samples of full ones.
     """
 
     maximum: float
@@ -52,9 +62,13 @@ class LearningRateSchedule:
     style: str = "linear"
     wsd_style: str = "exponential"
     wsd_decay_samples: float = 0.0
+    step_samples: int = 0
+    """For noam."""
 
     def at(self, consumed_samples: int) -> float:
         """The learning rate of the step that starts when `consumed_samples` have been consumed."""
+        if self.style == "noam":
+            return self._noam(consumed_samples + self.step_samples)
         if consumed_samples <= self.warmup_samples and self.warmup_samples > 0:
             return self.initial + (self.maximum - self.initial) * consumed_samples / self.warmup_samples
         if self.style == "constant":
@@ -65,6 +79,12 @@ class LearningRateSchedule:
             ratio = max(self.warmup_samples, 1.0) / max(consumed_samples, 1)
             return max(self.minimum, self.maximum * math.sqrt(ratio))
         return self.minimum + (self.maximum - self.minimum) * self._height(consumed_samples)
+
+    def _noam(self, samples: int) -> float:
+        """`samples` are counted with this step's."""
+        if samples < self.warmup_samples:
+            return self.maximum * samples / self.warmup_samples
+        return max(self.minimum, self.maximum * math.sqrt(self.warmup_samples / samples))
 
     def _height(self, consumed_samples: int) -> float:
         """Where the rate stands between the minimum, 0, and the maximum, 1."""
@@ -77,10 +97,44 @@ class LearningRateSchedule:
         return shape((consumed_samples - start) / (self.decay_samples - start))
 
 
-def learning_rate_schedule(
-    optimizer: OptimizerConfig, training: TrainingConfig, global_batch_size: int
-) -> LearningRateSchedule:
-    """The schedule of a run. Lengths given in iterations count `global_batch_size` samples each; where no length of
+@dataclass(frozen=True)
+class WeightDecaySchedule:
+    """A rise from `start` to `end` over `samples`, linear or by half a cosine; or constant, at `end`."""
+
+    start: float
+    end: float
+    samples: float = 0.0
+    style: str = "constant"
+
+    def at(self, consumed_samples: int) -> float:
+        """The weight decay of the step that starts when `consumed_samples` have been consumed."""
+        if self.style == "constant" or consumed_samples >= self.samples:
+            return self.end
+        return self.start + (self.end - self.start) * (1.0 - _SHAPES[self.style](consumed_samples / self.samples))
+
+
+@dataclass(frozen=True)
+class RateSchedules:
+    """Everything that the optimizer is told anew in every step of a run."""
+
+    learning_rate: LearningRateSchedule
+    token_tables: LearningRateSchedule
+    """Of the word embedding and the output layer."""
+    weight_decay: WeightDecaySchedule
+
+    def at(self, consumed_samples: int) -> Rates:
+        """The rates of the step that starts when `consumed_samples` have been consumed."""
+        return Rates(
+            self.learning_rate.at(consumed_samples),
+            self.token_tables.at(consumed_samples),
+            self.weight_decay.at(consumed_samples),
+        )
+
+
+def rate_schedules(
+    optimizer: OptimizerConfig, training: TrainingConfig, *, hidden_size: int, global_batch_size: int
+) -> RateSchedules:
+    """The schedules of a run. Lengths given in iterations count `global_batch_size` samples each; where no length of
     the decay is given it is the whole run's, and a warm-up fraction is a fraction of the decay."""
     run = _samples(training.train_iters, training.train_samples, global_batch_size)
     decay = _samples(optimizer.lr_decay_iters, optimizer.lr_decay_samples, global_batch_size) or run
@@ -88,17 +142,49 @@ def learning_rate_schedule(
         warmup = optimizer.lr_warmup_fraction * decay
     else:
         warmup = _samples(optimizer.lr_warmup_iters, optimizer.lr_warmup_samples, global_batch_size)
-    wsd_decay = _samples(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, global_batch_size)
-    return LearningRateSchedule(
-        maximum=optimizer.lr,
-        minimum=optimizer.min_lr,
+    multiplier = optimizer.learning_rate_multiplier(global_batch_size)
+    noam = optimizer.lr_decay_style == "noam"
+    highest = multiplier * (noam_maximum(1.0, hidden_size, warmup / global_batch_size) if noam else 1.0)
+    schedule = LearningRateSchedule(
+        maximum=optimizer.lr * highest,
+        minimum=optimizer.min_lr * multiplier,
         initial=optimizer.lr_warmup_init,
         warmup_samples=warmup,
         decay_samples=decay,
         style=optimizer.lr_decay_style,
         wsd_style=optimizer.lr_wsd_decay_style,
-        wsd_decay_samples=wsd_decay,
+        wsd_decay_samples=_samples(optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_samples, global_batch_size),
+        step_samples=global_batch_size,
     )
+    token_tables = schedule
+    if optimizer.decoupled_lr is not None:
+        minimum = optimizer.min_lr if optimizer.decoupled_min_lr is None else optimizer.decoupled_min_lr
+        token_tables = replace(schedule, maximum=optimizer.decoupled_lr * highest, minimum=minimum * multiplier)
+    weight_decay = WeightDecaySchedule(optimizer.weight_decay, optimizer.weight_decay)
+    if optimizer.start_weight_decay is not None and optimizer.end_weight_decay is not None:
+        start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+        weight_decay = WeightDecaySchedule(start, end, run, optimizer.weight_decay_incr_style)
+    return RateSchedules(schedule, token_tables, weight_decay)
+
+
+def rate_notes(optimizer: OptimizerConfig, schedules: RateSchedules, global_batch_size: int) -> tuple[str, ...]:
+    """A line for each flag that makes learning rates others than those given."""
+    notes = []
+    if optimizer.lr_scaling_rule is not None:
+        ratio = f"{global_batch_size} / {optimizer.lr_scaling_base_batch_size}"
+        multiplier = optimizer.learning_rate_multiplier(global_batch_size)
+        notes.append(
+            f"--lr-scaling-rule {optimizer.lr_scaling_rule}: learning rates (but --lr-warmup-init) are multiplied by "
+            f"{ratio if optimizer.lr_scaling_rule == 'linear' else f'sqrt({ratio})'} = {multiplier:.6g}: --lr "
+            f"{optimizer.lr:g} counts as {optimizer.lr * multiplier:.6g}"
+        )
+    if optimizer.lr_decay_style == "noam":
+        schedule = schedules.learning_rate
+        notes.append(
+            f"--lr-decay-style noam: the learning rate rises to {schedule.maximum:.6g} within "
+            f"{schedule.warmup_samples / global_batch_size:.6g} steps; --lr {optimizer.lr:g} is the formula's factor"
+        )
+    return tuple(notes)
 
 
 def _samples(iterations: int | None, samples: int | None, global_batch_size: int) -> float:

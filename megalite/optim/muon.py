@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from megalite.config.optimizer import OptimizerConfig
-from megalite.optim.layout import Slot
+from megalite.optim.layout import ParameterGroup, Slot
 from megalite.optim.learning_rate import Rates
 from megalite.optim.newton_schulz import orthogonalized, update_scale
-from megalite.optim.shard import ParameterGroup, Run, Shard
+from megalite.optim.shard import Run, Shard
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.sharding import LogicalTensor, Piece
@@ -52,8 +52,8 @@ class Part:
 
     def apply(self, update: Tensor, rates: Rates) -> None:
         """`update` is in the precision to compute in."""
-        rate = self.group.learning_rate(rates)
-        weights = self.master.to(update.dtype).mul_(1 - rate * self.group.weight_decay(rates)).add_(update, alpha=-rate)
+        rate, decay = rates.of(self.group)
+        weights = self.master.to(update.dtype).mul_(1 - rate * decay).add_(update, alpha=-rate)
         self.master.copy_(weights)
 
 

@@ -7,30 +7,37 @@ All ZeRO stages run the same sums over the same slices. Stage 0 then gathers the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megalite.config.optimizer import OptimizerConfig
+from megalite.optim import statistics
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
 from megalite.optim.gathering import gather_around_forward
 from megalite.optim.learning_rate import Rates
 from megalite.optim.rules import make_rules
 from megalite.optim.shard import Shard, StateSlice, all_state_names
-from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 
 
 @dataclass(frozen=True)
 class StepResult:
-    gradient_norm: float
-    """Global norm before clipping, each element of the model once."""
-    skipped: bool
-    """Whether a non-finite gradient, anywhere, made every rank skip the update."""
+    gradient_norms: Mapping[str, float]
+    """By parameter group: norms before clipping, over the whole model, each of its elements once."""
+
+    @property
+    def gradient_norm(self) -> float:
+        """The global norm before clipping."""
+        return math.hypot(*self.gradient_norms.values())
+
+    @property
+    def skipped(self) -> bool:
+        """Whether a gradient that is not finite, anywhere, made every rank skip the update."""
+        return not math.isfinite(self.gradient_norm)
 
 
 class Optimizer:
@@ -74,24 +81,15 @@ class Optimizer:
         """
         for bucket in self.buckets:
             bucket.finish_reduction()
-        norm = self._gradient_norm() / loss_scale
-        if not math.isfinite(norm):
-            return StepResult(norm, skipped=True)
+        norms = statistics.norms([(bucket, bucket.gradient_shard) for bucket in self.buckets], self.mesh)
+        result = StepResult({name: norm / loss_scale for name, norm in norms.items()})
+        if result.skipped:
+            return result
         for pending in [bucket.gather(bucket.gradients) for bucket in self.buckets if bucket.stage == 0]:
             pending.wait()
-        self._scale(self._clipping(norm) / loss_scale)
+        self._scale(self._clipping(result.gradient_norm) / loss_scale)
         self._update(rates)
-        return StepResult(norm, skipped=False)
-
-    def _gradient_norm(self) -> float:
-        """The norm over the whole model, each unique element once: squares are added in float64.
-
-        Buckets' sums are added exactly, so that their order does not matter.
-        """
-        sums = [_sum_of_squares(bucket.gradient_shard) for bucket in self.buckets if bucket.counted_here]
-        local = math.fsum(torch.stack(sums).tolist()) if sums else 0.0
-        total = torch.tensor([local], dtype=torch.float64, device=self.mesh.device)
-        return math.sqrt(collectives.all_reduce_(total, self.mesh.world()).item())
+        return result
 
     def _clipping(self, norm: float) -> float:
         return min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0.0 else 1.0
@@ -132,19 +130,14 @@ class Optimizer:
             for bucket in self.buckets:
                 bucket.free_parameters()
 
+    def parameter_norms(self) -> dict[str, float]:
+        """Norms of the parameters, at the precision in which they are updated, by parameter group."""
+        return statistics.norms([(s.bucket, s.master[s.owned_part]) for s in self.shards], self.mesh)
+
     def finish_parameter_gather(self) -> None:
         """Wait for the gathers that overlap what comes after the step."""
         for bucket in self.buckets:
             bucket.finish_parameter_gather()
-
-
-def _sum_of_squares(values: Tensor) -> Tensor:
-    """In float64, by chunks that stay in a processor's cache."""
-    total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for chunk in values.split(device.chunk_elements(values.device)):
-        wide = chunk.double()
-        total += torch.dot(wide, wide)
-    return total
 
 
 def make_optimizer(

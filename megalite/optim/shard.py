@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.buckets import Bucket
-from megalite.optim.layout import Slot
-from megalite.optim.learning_rate import Rates
+from megalite.optim.layout import ParameterGroup, Slot
 from megalite.parallel.parameter import Parameter
 
 
@@ -30,27 +28,6 @@ class StateSlice:
     """By name: the optimizer's, and `master` where the parameter is of lower precision."""
 
 
-@dataclass(frozen=True)
-class ParameterGroup:
-    """Parameters that the optimizer treats alike."""
-
-    decays: bool
-    token_table: bool
-    matrices: bool
-    """Whether a matrix-wise optimizer sees them as matrices."""
-
-    @staticmethod
-    def of(parameter: Parameter) -> ParameterGroup:
-        record = parameter.sharding
-        return ParameterGroup(record.weight_decay, record.token_table, record.has_matrices)
-
-    def learning_rate(self, rates: Rates) -> float:
-        return rates.token_table_learning_rate if self.token_table else rates.learning_rate
-
-    def weight_decay(self, rates: Rates) -> float:
-        return rates.weight_decay if self.decays else 0.0
-
-
 def state_names(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
     """The tensors that are kept beside each parameter of a group."""
     if config.optimizer == "muon" and group.matrices:
@@ -62,7 +39,7 @@ def state_names(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ..
 
 def all_state_names(config: OptimizerConfig) -> set[str]:
     """Those of all groups together."""
-    kinds = (ParameterGroup(decays=False, token_table=False, matrices=matrices) for matrices in (False, True))
+    kinds = (ParameterGroup(weight_decay=False, token_table=False, matrices=matrices) for matrices in (False, True))
     return {name for group in kinds for name in state_names(config, group)}
 
 
@@ -71,6 +48,11 @@ def kept_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> t
     chosen = {"master": config.main_params_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype)
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return narrow.get(chosen) or torch.promote_types(parameters, torch.float32)
+
+
+def state_dtypes(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> dict[str, torch.dtype]:
+    """What is kept beside parameters of a group and a dtype."""
+    return {name: kept_dtype(config, name, parameters) for name in state_names(config, group)}
 
 
 @dataclass(frozen=True)
@@ -96,7 +78,7 @@ class Shard:
         sharded = bucket.stage > 0
         self.parameters = bucket.parameter_shard if sharded else bucket.parameters
         self.gradients = bucket.gradient_shard if sharded else bucket.gradients
-        self.start = bucket.shard_group.rank * self.parameters.numel() if sharded else 0
+        self.start, self.stop = bucket.owned_range if sharded else (0, bucket.length)
         dtype = self.parameters.dtype
         self.master = self.parameters.to(kept_dtype(config, "master", dtype))  # the parameters themselves where alike
         self.runs = list(self._runs(config))
@@ -105,31 +87,32 @@ class Shard:
     def has_master(self) -> bool:
         return self.master.dtype != self.parameters.dtype
 
+    def tensors(self) -> list[Tensor]:
+        """All that is kept: the master weights and the state."""
+        return [self.master, *(tensor for run in self.runs for tensor in run.state.values())]
+
+    @property
+    def owned_part(self) -> slice:
+        """What of this shard no other rank of the shard group is to answer for."""
+        start, stop = self.bucket.owned_range
+        return slice(start - self.start, stop - self.start)
+
     def _runs(self, config: OptimizerConfig) -> Iterator[Run]:
-        by_group = itertools.groupby(self.bucket.slots, key=lambda slot: ParameterGroup.of(slot.parameter))
-        groups = [(group, tuple(slots)) for group, slots in by_group]
-        stops = [*(slots[0].start for _, slots in groups[1:]), self.bucket.length]
-        for (group, slots), end in zip(groups, stops, strict=True):
-            start, stop = max(slots[0].start, self.start), min(end, self.start + self.master.numel())
+        for group, slots, begin, end in self.bucket.layout.stretches():
+            start, stop = max(begin, self.start), min(end, self.stop)
             if start < stop:
                 own = slice(start - self.start, stop - self.start)
-                master, gradients = self.master[own], self.gradients[own]
-                state = {
-                    name: torch.zeros_like(master, dtype=kept_dtype(config, name, self.parameters.dtype))
-                    for name in state_names(config, group)
-                }
-                yield Run(group, slots, start, stop, master, gradients, state)
+                dtypes = state_dtypes(config, group, self.parameters.dtype)
+                state = {name: torch.zeros_like(self.master[own], dtype=dtype) for name, dtype in dtypes.items()}
+                yield Run(group, slots, start, stop, self.master[own], self.gradients[own], state)
 
     def slices(self, *, owned: bool) -> Iterator[StateSlice]:
         """This shard by parameter; with `owned` only what no other rank of the shard group is to answer for."""
-        begin, length = self.start, self.master.numel()
-        if owned:
-            length = self.bucket.parameter_shard.numel()
-            begin = self.bucket.shard_group.rank * length
+        begin, end = self.bucket.owned_range if owned else (self.start, self.stop)
         for run in self.runs:
             state = run.state | ({"master": run.master} if self.has_master else {})
             for slot in run.slots:
-                low, high = max(slot.start, run.start, begin), min(slot.stop, run.stop, begin + length)
+                low, high = max(slot.start, run.start, begin), min(slot.stop, run.stop, end)
                 if low < high:
                     values = self.parameters[low - self.start : high - self.start]
                     views = {name: tensor[low - run.start : high - run.start] for name, tensor in state.items()}

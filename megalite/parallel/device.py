@@ -33,6 +33,11 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
+def adds_products_in(target: torch.Tensor) -> bool:
+    """Whether torch can add the product of two matrices of half its precision to `target` without a temporary."""
+    return target.device.type == "cuda" and target.dtype == torch.float32
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megalite.parallel import device
 from megalite.parallel.sharding import Piece, Sharding
 
 
@@ -32,7 +33,7 @@ class DenseGradient:
 
 @dataclass(frozen=True)
 class ProductGradient:
-    """The weight gradient of a linear layer: output_gradient.T @ input, never stored where the dtypes agree."""
+    """The weight gradient of a linear layer, output_gradient.T @ input; not stored on GPUs or where dtypes agree."""
 
     output_gradient: Tensor
     """[tokens, out]"""
@@ -40,12 +41,13 @@ class ProductGradient:
     """[tokens, in]"""
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        transposed, beta = self.output_gradient.t(), 0.0 if overwrite else 1.0  # 0 ignores what was there, NaN included
         if target.dtype == self.input.dtype:
-            torch.addmm(
-                target, self.output_gradient.t(), self.input, beta=0.0 if overwrite else 1.0, out=target
-            )  # beta 0 ignores what target held, NaN included
+            torch.addmm(target, transposed, self.input, beta=beta, out=target)
+        elif device.adds_products_in(target):
+            torch.addmm(target, transposed, self.input, out_dtype=target.dtype, beta=beta, out=target)
         else:
-            DenseGradient(self.output_gradient.t() @ self.input).add_to(target, overwrite=overwrite)
+            DenseGradient(transposed @ self.input).add_to(target, overwrite=overwrite)
 
 
 @dataclass(frozen=True)

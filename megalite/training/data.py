@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from megalite.data.parts import Part, read_parts
 from megalite.data.sampler import GlobalBatchSize
 from megalite.data.sft_dataset import build_sft_datasets
 from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
+
+PROBES = 16
+"""Samples of which a checkpoint keeps a checksum."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,24 @@ def last_iteration(config: RunConfig, iteration: int = 0, consumed_samples: int 
     if config.training.train_iters is not None:
         return config.training.train_iters
     return iteration + global_batch_size(config).steps(consumed_samples, config.training.train_samples or 0)
+
+
+def seen_samples(dataset: Dataset[SampleFields], consumed_samples: int) -> list[tuple[int, int]]:
+    """Some of the samples consumed, evenly spread, each by its number and a CRC-32 of its tokens."""
+    numbers = sorted({consumed_samples * part // PROBES for part in range(PROBES)} if consumed_samples else ())
+    return [(number, zlib.crc32(dataset[number]["tokens"].tobytes())) for number in numbers]
+
+
+def order_note(dataset: Dataset[SampleFields], seen: Sequence[Sequence[int]]) -> str | None:
+    """What to tell where the samples of a checkpoint are not this run's, number by number; None where they are."""
+    for number, checksum in seen:
+        if number >= len(dataset) or zlib.crc32(dataset[number]["tokens"].tobytes()) != checksum:
+            return (
+                f"note: sample {number}, consumed before this checkpoint, is another here: the data or their order have"
+                " changed, so some samples may come again and others never. --data-path, --split, --seed, --seq-length "
+                "and, where the data are repeated, --train-samples keep the order"
+            )
+    return None
 
 
 def open_data(config: RunConfig) -> RunData:

@@ -15,6 +15,7 @@ from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
 from megalite.training.launch import join, leave
 from megalite.training.place import Place
+from megalite.training.summary import summary
 from megalite.training.trainer import Trainer
 
 
@@ -50,7 +51,9 @@ def _train(config: RunConfig, data: RunData, mesh: ParallelMesh, start: Path | N
     trainer = Trainer(config, data, mesh)
     if start is not None:
         trainer.load(start)
-    display.summary("megalite", trainer.summary() | {"start": _describe_start(config, start)})
+    for note in trainer.notes():
+        display.message(note)
+    display.summary("megalite", summary(trainer) | {"start": _describe_start(config, start)})
     if trainer.directory is not None and mesh.rank == 0:
         _record_run(trainer.directory, config)
     code = trainer.train(display)

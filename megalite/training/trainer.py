@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,21 +15,21 @@ from megalite.config import RunConfig
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
-from megalite.optim.learning_rate import Rates, learning_rate_schedule
+from megalite.optim.learning_rate import rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
+from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline import engine, schedules
 from megalite.training.batches import to_micro_batches, valid_tokens
 from megalite.training.construction import (
-    count_parameters,
     make_loader,
     make_loss_scale,
     make_model,
     make_optimizer,
     model_dtype,
 )
-from megalite.training.data import RunData, global_batch_size, last_iteration
+from megalite.training.data import RunData, global_batch_size, last_iteration, order_note, seen_samples
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
@@ -52,12 +53,18 @@ class Trainer:
         self.network = make_model(config, self.model_config, mesh)
         self.optimizer = make_optimizer(config, self.network, mesh)
         self.batch_size = global_batch_size(config)
-        self.schedule = learning_rate_schedule(config.optimizer, config.training, self.batch_size.final)
+        self.rates = rate_schedules(
+            config.optimizer,
+            config.training,
+            hidden_size=config.model.hidden_size,
+            global_batch_size=self.batch_size.final,
+        )
         self.iterations = last_iteration(config)
         self.iteration = 0
         self.consumed_samples = 0
         self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
+        self._order_note: str | None = None
         self.loader = make_loader(config, mesh, data.tokenizer, data.train)
         self.directory = None if config.checkpoint.save is None else Path(config.checkpoint.save)
         self.started = time.monotonic()
@@ -68,7 +75,7 @@ class Trainer:
         """One optimizer step over one global batch."""
         began = time.perf_counter()
         batch_size = self.batch_size.at(self.consumed_samples)
-        arrays = self.loader.micro_batches(self.consumed_samples, self._num_micro_batches(batch_size))
+        arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches(batch_size))
         micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
         data_parallel = self.mesh.group("dp", "cp")
         count = collectives.all_reduce_(valid_tokens(micro_batches, self.mesh.device), data_parallel).item()
@@ -79,8 +86,7 @@ class Trainer:
         loss_scale = self.loss_scale.value
         factor = loss_scale / count if count else 0.0
         loss_sum = engine.run(actions, self.network, micro_batches, factor)
-        learning_rate = self.schedule.at(self.consumed_samples)
-        rates = Rates(learning_rate, learning_rate, self.config.optimizer.weight_decay)
+        rates = self.rates.at(self.consumed_samples)
         update = self.optimizer.step(rates, loss_scale)
         self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not self.loss_scale.can_shrink else 0
         self.loss_scale = self.loss_scale.after(overflow=update.skipped)
@@ -89,9 +95,9 @@ class Trainer:
         self.iteration += 1
         self.consumed_samples += batch_size
         seconds = time.perf_counter() - began
-        return self._metrics(loss, update, learning_rate, loss_scale, batch_size, seconds)
+        return self._metrics(loss, update, rates.learning_rate, loss_scale, batch_size, seconds)
 
-    def _num_micro_batches(self, batch_size: int) -> int:
+    def num_micro_batches(self, batch_size: int) -> int:
         """Forwards of each rank in a step of `batch_size` samples."""
         return batch_size // (self.config.training.micro_batch_size * self.mesh.size("dp"))
 
@@ -100,7 +106,7 @@ class Trainer:
         self.network.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         batch_size = self.batch_size.final
-        num_micro_batches = self._num_micro_batches(batch_size)
+        num_micro_batches = self.num_micro_batches(batch_size)
         actions = schedules.forward_only(num_micro_batches)
         with make_loader(self.config, self.mesh, self.data.tokenizer, dataset) as loader:
             for batch in range(self.config.training.eval_iters):
@@ -184,7 +190,8 @@ class Trainer:
             return
         began = time.perf_counter()
         loss_scale = self.loss_scale.state() if self.loss_scale.window is not None else None
-        state = checkpoint.TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale)
+        seen = seen_samples(self.data.train, self.consumed_samples) if self.mesh.rank == 0 else None
+        state = checkpoint.TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen)
         config = asdict(replace(self.config, model=self.model_config))
         path = checkpoint.save(self.directory, state, self.network, self.optimizer, self.mesh, config)
         display.message(f"saved {path} in {time.perf_counter() - began:.1f} s")
@@ -196,6 +203,8 @@ class Trainer:
         self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
         if state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
+        if state.seen_samples is not None and self.mesh.rank == 0:
+            self._order_note = order_note(self.data.train, state.seen_samples)
         self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
 
     # ------------------------------------------------------------------------------------------------ what is told
@@ -235,7 +244,20 @@ class Trainer:
             model_tflops_per_device=flops / 1e12,
             mfu=None if peak is None else flops / peak,
             peak_memory_bytes=device.peak_memory_bytes(self.mesh.device),
+            extra=self._statistics(update),
         )
+
+    def _statistics(self, update: StepResult) -> dict[str, float]:
+        """The figures that are only recorded on request."""
+        figures: dict[str, float] = {}
+        if self.config.logging.log_params_norm:
+            parameter_norms = self.optimizer.parameter_norms()
+            figures["params_norm"] = math.hypot(*parameter_norms.values())
+            figures |= {f"params_norm/{group}": norm for group, norm in parameter_norms.items()}
+            figures |= {f"grad_norm/{group}": norm for group, norm in update.gradient_norms.items()}
+        if self.config.logging.log_num_zeros_in_grad:
+            figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.buckets, self.mesh)
+        return figures
 
     def _metrics_writer(self) -> MetricsWriter:
         if self.mesh.rank != 0:
@@ -247,26 +269,7 @@ class Trainer:
             path, events = path or self.directory / "metrics.jsonl", events or self.directory / "tensorboard"
         return MetricsWriter(path, events, self.iteration)
 
-    def summary(self) -> dict[str, object]:
-        """What the run is, for the screen."""
-        mesh, parallel = self.mesh, self.config.parallel
-        layout = f"TP {mesh.size('tp')}{' with SP' if parallel.sequence_parallel else ''} x DP {mesh.size('dp')}"
-        zero = f"ZeRO {parallel.zero_stage}"
-        if parallel.num_distributed_optimizer_instances > 1:
-            zero += f" in {parallel.num_distributed_optimizer_instances} instances"
-        model = self.model_config
-        batch = self.batch_size
-        growing = f"{batch.ramp[0]} to {batch.final}" if batch.ramp else f"{batch.final}"
-        steps = f"{self.iterations} steps of {growing} samples"
-        parameters = f"{count_parameters(self.network):,} parameters"
-        count = self._num_micro_batches(batch.final)
-        micro_batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
-        return {
-            "model": f"{parameters}: {model.num_layers} layers, hidden {model.hidden_size}",
-            "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
-            "layout": f"{layout}, {zero}, {micro_batches} a rank",
-            "precision": self.config.training.dtype,
-            "device": f"{mesh.world_size} x {device.device_name(mesh.device)}",
-            "training": f"{steps} x {self.config.data.seq_length} tokens",
-            "saving": "nothing, without --save" if self.directory is None else f"to {self.directory}",
-        }
+    def notes(self) -> tuple[str, ...]:
+        """What flags have made of the learning rates, and a changed order of the data, a line each."""
+        order = () if self._order_note is None else (self._order_note,)
+        return (*rate_notes(self.config.optimizer, self.rates, self.batch_size.final), *order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class Result:
     gradient_norms: list[float]
     skipped: list[bool]
     sample_losses: dict[int, Tensor]
+    figures: dict[str, float]
 
 
 def run(rank_pools: RankPools, cells: Sequence[Cell]) -> list[Result]:
@@ -68,6 +70,7 @@ def result_of(cell: Cell, ranks: Sequence[RankResult]) -> Result:
         assert rank.losses == first.losses, f"{cell}: ranks report different losses"
         assert rank.gradient_norms == first.gradient_norms or any(first.skipped), f"{cell}: different norms"
         assert rank.skipped == first.skipped, f"{cell}: some ranks skip a step, others do not"
+        assert rank.figures == first.figures or any(first.skipped), f"{cell}: ranks report different figures"
     return Result(
         initial=assemble(rank.initial for rank in ranks),
         gradients=assemble(rank.gradients for rank in ranks),
@@ -76,6 +79,7 @@ def result_of(cell: Cell, ranks: Sequence[RankResult]) -> Result:
         gradient_norms=first.gradient_norms,
         skipped=first.skipped,
         sample_losses={sample: loss for rank in ranks for sample, loss in rank.sample_losses.items()},
+        figures=first.figures,
     )
 
 
@@ -150,8 +154,8 @@ def torch_optimizers(cell: Cell, weights: Tensors) -> list[torch.optim.Optimizer
     groups = [
         {
             "params": [weight],
-            "free": name.endswith("bias") or "norm" in name,
-            "table": name in ("embedding.word", "output"),
+            "free": group_of(name) == "vectors",
+            "table": group_of(name) == "token_tables",
             "name": name,
         }
         for name, weight in weights.items()
@@ -167,6 +171,20 @@ def torch_optimizers(cell: Cell, weights: Tensors) -> list[torch.optim.Optimizer
     betas = (config.adam_beta1, config.adam_beta2)
     adam = torch.optim.AdamW(rest, lr=0.0, betas=betas, eps=config.adam_eps)
     return [adam, Muon(whole, config.muon_momentum, nesterov=config.muon_nesterov)] if whole else [adam]
+
+
+def group_of(name: str) -> str:
+    """The group of parameters to which the tensor of this name belongs."""
+    if name in ("embedding.word", "output"):
+        return "token_tables"
+    return "vectors" if name.endswith("bias") or "norm" in name else "weights"
+
+
+def norms_by_group(tensors: Tensors) -> dict[str, float]:
+    groups: dict[str, list[float]] = {"weights": [], "vectors": [], "token_tables": []}
+    for name, tensor in tensors.items():
+        groups[group_of(name)].append(tensor.norm().item())
+    return {group: math.hypot(*norms) for group, norms in groups.items()}
 
 
 def _gradient(weight: Tensor) -> Tensor:
@@ -195,6 +213,14 @@ def _assert_as_expected(cell: Cell, result: Result, wanted: Expected) -> None:
     for name in names:
         actual, gradient = result.gradients[name], wanted.gradients[name]
         assert_gradient_close(actual, gradient, wanted.gradient_norms[0], f"gradient of {name}")
+    norm = wanted.gradient_norms[0]
+    clipping = min(1.0, cell.clip_grad / (norm + 1e-6)) if cell.clip_grad else 1.0
+    for group, expected in norms_by_group(wanted.gradients).items():
+        assert_number_close(result.figures[f"gradient {group}"], expected / clipping, f"gradient norm of {group}")
+    for group, expected in norms_by_group(result.final).items():
+        assert_number_close(result.figures[f"parameter {group}"], expected, f"norm of {group}")
+    zeros = sum(gradient.numel() - int(gradient.count_nonzero()) for gradient in result.gradients.values())
+    assert result.figures["zeros"] == zeros, "zeros in the gradient"
     for step in range(1, cell.steps):
         assert_number_close(result.losses[step], wanted.losses[step], f"loss {step} steps later")
         assert_number_close(result.gradient_norms[step], wanted.gradient_norms[step], f"norm {step} steps later")

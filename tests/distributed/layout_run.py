@@ -15,6 +15,7 @@ from megalite.model.gpt import GPT
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import Bucket, DataParallel
 from megalite.optim.optimizer import Optimizer
+from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives
 from megalite.parallel.initialization import initial_values, initialize
 from megalite.parallel.mesh import ParallelMesh
@@ -63,6 +64,8 @@ class RankResult:
     skipped: list[bool]
     sample_losses: dict[int, Tensor]
     """The first step's loss sums of this rank's micro-batches by their first sample."""
+    figures: dict[str, float]
+    """Norms by group, of the first step's gradient and of the final parameters; zeros of that gradient."""
 
 
 def run_cells(cells: Sequence[Cell]) -> list[RankResult]:
@@ -89,6 +92,7 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
     initial = held(network, mesh, lambda parameter: parameter)
     optimizer = make_optimizer(network, mesh, cell)
     gradients: list[Held] = []
+    figures: dict[str, float] = {}
     losses, norms, skipped = [], [], []
     sample_losses: dict[int, Tensor] = {}
 
@@ -112,10 +116,13 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
         skipped.append(update.skipped)
         if step == cell.first_step:
             gradients = whole_gradients(network, mesh, optimizer.buckets)
+            figures = {f"gradient {group}": norm for group, norm in update.gradient_norms.items()}
+            figures["zeros"] = zeros_in_gradients(optimizer.buckets, mesh)
+    figures |= {f"parameter {group}": norm for group, norm in optimizer.parameter_norms().items()}
     with optimizer.whole_parameters():
         assert_padding_is_zero(network)
         final = held(network, mesh, lambda parameter: parameter)
-    return RankResult(initial, gradients, final, losses, norms, skipped, sample_losses)
+    return RankResult(initial, gradients, final, losses, norms, skipped, sample_losses, figures)
 
 
 def make_optimizer(network: GPT, mesh: ParallelMesh, cell: Cell) -> Optimizer:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.distributed.layout_cell import Cell, make_cell
-from tests.distributed.layout_expected import assert_as_expected, run
+from tests.distributed.layout_cell import Cell, make_cell, rates
+from tests.distributed.layout_expected import assert_as_expected, group_of, run
 from tests.harness.close import assert_bits_equal
 from tests.harness.rank_pool import RankPools
 
@@ -41,13 +41,15 @@ def test_a_loss_mask_counts_the_same_whatever_the_split(layout: dict, rank_pools
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
 def test_a_batch_in_which_no_token_counts_has_zero_gradients(layout: dict, rank_pools: RankPools) -> None:
-    (result,) = run(rank_pools, [make_cell(layout, loss_mask="nothing", samples=8)])
+    cell = make_cell(layout, loss_mask="nothing", samples=8)
+    (result,) = run(rank_pools, [cell])
     assert result.losses == [0.0]
     assert result.gradient_norms == [0.0]
     assert not any(gradient.any() for gradient in result.gradients.values())
     for name, value in result.initial.items():
-        rate = 0.05 if name in ("embedding.word", "output") else 0.1
-        decayed = 0.0 if name.endswith("bias") or "norm" in name else rate * 0.1  # the weight decay
+        now, group = rates(cell, 0), group_of(name)
+        rate = now.token_table_learning_rate if group == "token_tables" else now.learning_rate
+        decayed = 0.0 if group == "vectors" else rate * now.weight_decay
         assert (result.final[name] - value * (1.0 - decayed)).abs().max() < 1e-12
 
 

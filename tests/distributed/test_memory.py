@@ -1,20 +1,29 @@
-"""What each ZeRO stage keeps between uses, in bytes."""
+"""What each ZeRO stage keeps between uses, and a micro-batch from forward to backward, in bytes."""
 
 from __future__ import annotations
+
+import functools
+import gc
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
+from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import REDUCTIONS_IN_FLIGHT, DataParallel
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.randomness import RandomKey
 from megalite.pipeline import engine, schedules
-from tests.distributed.layout_cell import Cell, model_config
+from megalite.training import memory
+from megalite.training.memory import Memory
+from tests.distributed.layout_cell import RECOMPUTE, Cell, model_config
 from tests.distributed.layout_run import local_micro_batches
 from tests.harness.rank_pool import RankPools
 
@@ -24,7 +33,10 @@ NARROW = OptimizerConfig(
 
 
 def kept(stage: int, overlap: bool, narrow: bool) -> dict[str, float]:
-    """Bytes an element, on a rank after a step in bf16: parameters, gradients, optimizer; and gradients at the most."""
+    """Bytes an element, on a rank after a step in bf16: parameters, gradients, optimizer, all that the step has left
+    alive; and gradients at the most.
+    """
+    before = live_storages()
     mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size())
     cell = Cell(family="llama", tied=False, dp=2, dtype="bfloat16")
     network = GPT(model_config(cell), mesh, dtype=torch.bfloat16)
@@ -44,6 +56,7 @@ def kept(stage: int, overlap: bool, narrow: bool) -> dict[str, float]:
     optimizer.step(Rates(0.01, 0.01, 0.01))
     optimizer.finish_parameter_gather()
     elements = sum(bucket.parameters.numel() for bucket in optimizer.buckets)
+    del micro_batches
 
     def size(tensors: list[torch.Tensor]) -> float:
         storages = {t.untyped_storage()._cdata: t.untyped_storage().size() for t in tensors}
@@ -53,9 +66,17 @@ def kept(stage: int, overlap: bool, narrow: bool) -> dict[str, float]:
     return {
         "parameters": size([t for b in buckets for t in (b.parameters, b.parameter_shard)]),
         "gradients": size([t for b in buckets for t in (b.gradients, b.gradient_shard)]),
-        "optimizer": size([t for s in shards for t in (s.master, *(t for run in s.runs for t in run.state.values()))]),
+        "optimizer": size([t for s in shards for t in s.tensors()]),
+        "all": sum(size for storage, size in live_storages().items() if storage not in before) / elements,
         "alive beyond two buckets": alive - largest,
     }
+
+
+def live_storages() -> dict[int, int]:
+    """Bytes of the storage of every tensor of this process, once."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -70,6 +91,7 @@ def test_memory_is_the_formulas(
         assert found["parameters"] == parameters
         assert found["gradients"] == gradients
         assert found["optimizer"] == optimizer
+        assert found["all"] == pytest.approx(parameters + gradients + optimizer, rel=0.01)
         if stage >= 2:
             assert found["alive beyond two buckets"] <= 0
 
@@ -83,3 +105,69 @@ def test_a_precision_aware_optimizer_keeps_half(
     """Gradients, masters and both moments in 2 bytes each: 4 + 6 / 2 bytes a parameter under ZeRO 1."""
     for found in rank_pools(2).run(kept, stage, False, True):
         assert (found["parameters"], found["gradients"], found["optimizer"]) == (parameters, gradients, optimizer)
+        assert found["all"] == pytest.approx(parameters + gradients + optimizer, rel=0.01)
+
+
+WIDE = {"num_layers": 3, "hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 384, "vocab_size": 250}
+TOKENS = (2, 64)  # batch, sequence
+MODELS = {
+    "gpt2": ModelConfig(**WIDE, max_position_embeddings=64, hidden_dropout=0.0, attention_dropout=0.0),
+    "llama": ModelConfig(
+        **WIDE,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        qk_layernorm=True,
+        group_query_attention=True,
+        num_query_groups=2,
+        untie_embeddings_and_output_weights=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    ),
+}
+
+
+def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[tuple[str, Memory, Memory]]:
+    """For every model, precision and way to recompute."""
+    world_size = dist.get_world_size()
+    mesh = ParallelMesh(rank=dist.get_rank(), world_size=world_size, tensor_parallel_size=tp)
+    zeros = torch.zeros(TOKENS, dtype=torch.int64)
+    found = []
+    for (name, model), (way, recompute), dtype in itertools.product(
+        MODELS.items(), RECOMPUTE.items(), (torch.float32, torch.bfloat16)
+    ):
+        network = GPT(model, mesh, sequence_parallel=sequence_parallel, recompute=recompute, dtype=dtype)
+        initialize(network, seed=1)
+        options = DataParallel(torch.float32, stage)
+        config = OptimizerConfig(lr=0.01, optimizer="muon" if dtype == torch.bfloat16 else "adam")
+        optimizer = make_optimizer(network, mesh, config, options, blocks=network.blocks())
+        positions = torch.arange(TOKENS[1]).expand(TOKENS)
+        batch = MicroBatch(zeros, positions, None, zeros, torch.ones(TOKENS), RandomKey(1, 0))
+        seen = memory.measured(optimizer, functools.partial(network, None, batch))
+        activations = memory.activation_bytes(
+            model,
+            tokens=zeros.numel(),
+            dtype=dtype,
+            tensor_parallel_size=tp,
+            sequence_parallel=sequence_parallel,
+            recompute=recompute,
+        )
+        found.append((f"{name} {way} {dtype}", seen, Memory(*memory.state_bytes(optimizer), activations)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp", "sequence_parallel", "stage"),
+    [(2, 1, False, 0), (2, 2, False, 0), (2, 2, True, 0), (2, 1, False, 1), (2, 1, False, 3), (4, 2, True, 2)],
+)
+def test_the_report_at_the_start_is_right(
+    ranks: int, tp: int, sequence_parallel: bool, stage: int, rank_pools: RankPools
+) -> None:
+    """Within 1 %, and the padding of buckets: at most 64 elements a parameter and a shard, of 12 bytes."""
+    for rank in rank_pools(ranks).run(measured_and_expected, tp, sequence_parallel, stage):
+        for case, seen, expected in rank:
+            for kind in ("parameters", "gradients", "optimizer"):
+                padding = getattr(seen, kind) - getattr(expected, kind)
+                assert 0 <= padding <= 0.01 * getattr(expected, kind) + 12 * 64 * 40, (case, kind)
+            assert seen.activations == pytest.approx(expected.activations, rel=0.01), case

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -93,6 +95,23 @@ def test_another_batch_size_trains_on_as_many_samples(run: Run, tmp_path: Path) 
     run(*course, "--exit-interval", 3, expected=85)
     run(*course, "--resume", "auto", "--global-batch-size", 8)
     assert [line["consumed_samples"] for line in metrics(tmp_path / "run")] == [4, 8, 12, 20, 28, 36]
+
+
+def test_a_resume_with_other_data_is_told(corpus: Path, run: Run, tmp_path: Path) -> None:
+    course = (*GPT2, "--save", tmp_path / "run", "--save-interval", 100, "--split", "1,0,0", "--eval-iters", 0)
+
+    def resumed(*flags: Any) -> bool:
+        directory = tmp_path / "copy"
+        shutil.copytree(tmp_path / "run", directory)
+        ended = run(*course, "--save", directory, "--resume", "auto", *flags, data=(*NULL, "--data-path", corpus))
+        shutil.rmtree(directory)
+        return "the data or their order have changed" in ended.stdout
+
+    run(*course, "--train-samples", 40, "--exit-interval", 3, data=(*NULL, "--data-path", corpus), expected=85)
+    assert not resumed("--train-samples", 40)
+    assert not resumed("--train-samples", 40, "--global-batch-size", 8)
+    assert resumed("--train-samples", 40, "--seed", 77)
+    assert resumed("--train-samples", 4000)
 
 
 def test_conversations_train(run: Run, tmp_path: Path) -> None:

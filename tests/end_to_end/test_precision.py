@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,22 @@ def test_every_strategy_trains_the_same_model(strategy: str, run: Run, tmp_path:
     if strategy != "no_shard":
         instances = f"{flags} --num-distributed-optimizer-instances 2"
         assert losses(train(run, tmp_path / "four", instances, world_size=4)) == pytest.approx(alone, rel=1e-10)
+
+
+def test_norms_and_zeros_are_recorded_on_request(run: Run, tmp_path: Path) -> None:
+    """The same on any layout."""
+    flags = "--fp64 --global-batch-size 8 --log-params-norm --log-num-zeros-in-grad --lr 0.1"
+    alone = metrics(train(run, tmp_path / "alone", flags))
+    split = metrics(train(run, tmp_path / "split", f"{flags} --data-parallel-sharding-strategy optim_grads", 2))
+    groups = ("weights", "vectors", "token_tables")
+    for one, two in zip(alone, split, strict=True):
+        for kind in ("params_norm", "grad_norm"):
+            parts = [one[f"{kind}/{group}"] for group in groups]
+            assert math.hypot(*parts) == pytest.approx(one[kind], rel=1e-12)
+            assert [two[f"{kind}/{group}"] for group in groups] == pytest.approx(parts, rel=1e-10)
+        assert one["num_zeros_in_grad"] == two["num_zeros_in_grad"] >= 0
+    assert alone[0]["params_norm"] != alone[-1]["params_norm"]
+    assert not any("params_norm" in step for step in metrics(train(run, tmp_path / "silent", "--fp64")))
 
 
 NARROW = words(

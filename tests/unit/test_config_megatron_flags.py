@@ -75,6 +75,9 @@ def test_what_is_already_so_is_accepted_with_its_values_and_noted() -> None:
         assert parsed.notes[0].startswith(f"--{flag}: already so, ")
         with pytest.raises(ConfigurationError, match=f"--{flag} takes"):
             parse_arguments([*MINIMAL, f"--{flag}", *values_for(ARITY[flag]), "1"])
+        if ARITY[flag] == "1":
+            with pytest.raises(ConfigurationError, match=f"--{flag} takes a whole number, got banana"):
+                parse_arguments([*MINIMAL, f"--{flag}", "banana"])
 
 
 @pytest.mark.parametrize("flag", megatron_flags.ACCEPTED_VALUES)
@@ -115,6 +118,7 @@ def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
     ("flag", "field", "value"),
     [
         ("--disable-bias-linear", "add_bias_linear", False),
+        ("--use-torch-fsdp2", "data_parallel_sharding_strategy", "optim_grads_params"),
         ("--no-mmap-bin-files", "mmap_bin_files", False),
         ("--no-manual-gc-eval", "manual_gc_eval", False),
         ("--disable-manual-gc-eval", "manual_gc_eval", False),

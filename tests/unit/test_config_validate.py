@@ -51,6 +51,12 @@ def problems(flags: str, world_size: int = 1, base: str = VALID) -> list[str]:
         ("--optimizer muon --muon-nesterov --muon-coefficient-type simple --muon-num-ns-steps 6", 1),
         ("--lr-warmup-fraction 0.1 --min-lr 1e-3 --lr-decay-iters 50", 1),
         ("--train-iters None --train-samples 2000 --lr-warmup-samples 100 --lr-decay-samples 1000", 2),
+        ("--decoupled-lr 0 --lr-warmup-init 1e-3", 1),
+        ("--min-lr 1e-4 --decoupled-lr 1e-5 --decoupled-min-lr 0", 1),
+        ("--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.1", 1),
+        ("--lr-scaling-rule linear --lr-scaling-base-batch-size 1 --lr-warmup-iters 5 --lr-warmup-init 2e-3", 1),
+        ("--lr-decay-style noam --lr 2 --lr-warmup-iters 4000 --min-lr 4e-3 --decoupled-lr 3", 1),
+        ("--lr-decay-style noam --lr-warmup-fraction 1", 1),
         ("--split 100,0,0 --eval-iters 0", 1),
         ("--split 1 --mock-data --data-path", 1),
         ("--data-path --train-data-path 1 a 2 b --valid-data-path c --data-cache-path d", 1),
@@ -131,6 +137,53 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         (
             "--lr-decay-style WSD --lr-wsd-decay-iters 95 --lr-warmup-iters 10",
             "warm-up 10 and --lr-wsd-decay-iters 95 do not fit into the decay's 100 iters",
+        ),
+        ("--lr-wsd-decay-style linear", "--lr-wsd-decay-style linear needs --lr-decay-style WSD"),
+        ("--decoupled-min-lr 0", "--decoupled-min-lr 0.0 needs --decoupled-lr"),
+        ("--decoupled-lr -1", "--decoupled-lr -1.0: must be at least 0"),
+        ("--decoupled-lr 1e-3 --decoupled-min-lr 1", "--decoupled-min-lr 1.0 is above --decoupled-lr 0.001"),
+        ("--min-lr 1e-4 --decoupled-lr 0", "--min-lr 0.0001 is above --decoupled-lr 0.0 (or give --decoupled-min-lr)"),
+        ("--lr-decay-style noam", "--lr-decay-style noam needs a warm-up: --lr-warmup-iters or --lr-warmup-fraction"),
+        (
+            "--lr-decay-style noam --lr-warmup-iters 3 --lr-warmup-init 1e-4",
+            "--lr-warmup-init 0.0001: leave it out, noam's formula says where the warm-up starts",
+        ),
+        (
+            "--lr-decay-style noam --lr-warmup-iters 3 --lr-decay-iters 50",
+            "--lr-decay-iters: leave it out, noam decays without an end (but --min-lr)",
+        ),
+        (
+            "--lr-decay-style noam --lr-warmup-iters 3 --min-lr 1e-4",
+            "--min-lr 0.0001 is above noam's highest learning rate: --lr 0.001 / sqrt(--hidden-size 48 x 3 warm-up "
+            "steps) = 8.33e-05",
+        ),
+        (
+            "--lr-decay-style noam --lr-warmup-iters 3 --decoupled-lr 1 --decoupled-min-lr 0.5",
+            "--decoupled-min-lr 0.5 is above noam's highest learning rate: --decoupled-lr 1.0 / sqrt(--hidden-size 48 "
+            "x 3 warm-up steps) = 0.0833",
+        ),
+        ("--lr-scaling-rule sqrt", "--lr-scaling-rule and --lr-scaling-base-batch-size need each other"),
+        ("--lr-scaling-base-batch-size 8", "--lr-scaling-rule and --lr-scaling-base-batch-size need each other"),
+        (
+            "--lr-scaling-rule linear --lr-scaling-base-batch-size 0",
+            "--lr-scaling-base-batch-size 0: must be at least 1",
+        ),
+        (
+            "--lr-scaling-rule linear --lr-scaling-base-batch-size 4 --lr-warmup-init 1e-3",
+            "--lr-warmup-init 0.001 is above --lr 0.001 x 0.5 of --lr-scaling-rule",
+        ),
+        ("--start-weight-decay 0.1", "--start-weight-decay needs --weight-decay-incr-style linear or cosine"),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0.1",
+            "--weight-decay-incr-style linear needs --start-weight-decay and --end-weight-decay",
+        ),
+        (
+            "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.05",
+            "--start-weight-decay 0.1 is above --end-weight-decay 0.05: weight decay can only rise",
+        ),
+        (
+            "--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.1 --weight-decay 0.1",
+            "--weight-decay 0.1: leave it out, --weight-decay-incr-style cosine reads none",
         ),
         ("--optimizer-backend apex --fp64", "--optimizer-backend apex knows no --fp64: leave it out"),
         ("--exp-avg-dtype bf16 --bf16", "--exp-avg-dtype bf16 needs --use-precision-aware-optimizer"),

@@ -72,7 +72,7 @@ def test_what_is_left_out_has_its_default_and_numbers_may_be_written_in_any_way(
         ("modle: {}", "line 11: unknown section 'modle', did you mean model?"),
         ("logging:\n  log_intervall: 3", "line 12: unknown key 'log_intervall', did you mean log_interval?"),
         ("logging:\n  lr: 3", "line 12: lr belongs under optimizer, not logging"),
-        ("logging:\n  decoupled_lr: 1", "line 12: decoupled_lr arrives with more optimizers"),
+        ("logging:\n  mask_prob: 1", "line 12: mask_prob is not for pre-training a GPT"),
         ("logging:\n  log_interval: 3\n  log_interval: 4", "line 13: log_interval is given twice"),
         ("logging:\n  log_interval: soon", "line 12: log_interval: expected a whole number, got 'soon'"),
         ("logging:\n  log_interval: 2.5", "line 12: log_interval: expected a whole number, got 2.5"),

@@ -47,7 +47,7 @@ def stepped(config: OptimizerConfig, steps: int = 4) -> list[Tensor]:
     for number in range(steps):
         step(optimizer, generator, Rates(0.1 / (1 + number), 0.05, weight_decay=0.1), infinite=number == 1)
     (shard,) = optimizer.shards
-    return [shard.master, *(tensor for run in shard.runs for tensor in run.state.values())]
+    return shard.tensors()
 
 
 def step(optimizer: Optimizer, generator: torch.Generator, rates: Rates, *, infinite: bool = False) -> None:
@@ -91,7 +91,7 @@ def test_lower_precision_rounds_what_is_kept_and_no_more(name: str) -> None:
         step(optimizer, generator, Rates(0.01, 0.02, weight_decay=0.1))
         for run, (master, average, squares) in zip(shard.runs, before, strict=True):
             rate = 0.02 if run.group.token_table else 0.01
-            torchs = torch.optim.AdamW([master], lr=rate, weight_decay=0.1 if run.group.decays else 0.0)
+            torchs = torch.optim.AdamW([master], lr=rate, weight_decay=0.1 if run.group.weight_decay else 0.0)
             torchs.state[master] = {"step": torch.tensor(float(number)), "exp_avg": average, "exp_avg_sq": squares}
             master.grad = run.gradients
             torchs.step()
@@ -99,7 +99,7 @@ def test_lower_precision_rounds_what_is_kept_and_no_more(name: str) -> None:
                 spacing = 2.0 ** -BITS[kept.dtype]
                 torch.testing.assert_close(kept.float(), wide, rtol=0.51 * spacing + 1e-6, atol=1e-7)
     asked = {torch.float32, *(dtype for dtype in BITS if dtype_name(dtype) in NARROW[name].values())}
-    assert {tensor.dtype for run in shard.runs for tensor in (run.master, *run.state.values())} == asked
+    assert {tensor.dtype for tensor in shard.tensors()} == asked
 
 
 @pytest.mark.parametrize(

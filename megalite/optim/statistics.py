@@ -1,0 +1,71 @@
+"""Figures of the whole model from what each rank owns of it: norms by group of parameters, zeros of the gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megalite.optim.buckets import Bucket
+from megalite.optim.layout import ParameterGroup
+from megalite.parallel import collectives, device
+from megalite.parallel.mesh import ParallelMesh
+
+
+def norms(owned: Iterable[tuple[Bucket, Tensor]], mesh: ParallelMesh) -> dict[str, float]:
+    """L2 norms by parameter group, each unique element of the model once: squares are added in float64.
+
+    `owned`: buckets, each with a tensor of which this rank owns a slice: that slice. The sums of runs are added
+    exactly, so that their order does not matter.
+    """
+    sums = [
+        (group.name, _sum_of_squares(values[run]))
+        for bucket, values in owned
+        if bucket.counted_here
+        for group, run in bucket.owned_runs
+    ]
+    numbers = torch.stack([number for _, number in sums]).tolist() if sums else []
+    by_group: dict[str, list[float]] = {name: [] for name in ParameterGroup.NAMES}
+    for (name, _), number in zip(sums, numbers, strict=True):
+        by_group[name].append(number)
+    return {name: math.sqrt(total) for name, total in _over_ranks(by_group, mesh).items()}
+
+
+def zeros_in_gradients(buckets: Iterable[Bucket], mesh: ParallelMesh) -> int:
+    """Elements of the step's gradient that are zero, over the whole model, each once and no padding."""
+    count = 0
+    for bucket in buckets:
+        if bucket.counted_here:
+            for start, stop in _unpadded_ranges(bucket):
+                part = bucket.gradient_shard[start:stop]
+                count += part.numel() - int(part.count_nonzero())
+    return int(_over_ranks({"zeros": [float(count)]}, mesh)["zeros"])
+
+
+def _unpadded_ranges(bucket: Bucket) -> Iterable[tuple[int, int]]:
+    """What of this rank's slice stands in the global model, counted from the slice's start."""
+    begin, end = bucket.owned_range
+    for slot in bucket.slots:
+        columns = math.prod(slot.parameter.sharding.local_shape[1:])
+        for piece in slot.parameter.sharding.pieces:
+            start = slot.start + piece.row * columns
+            low, high = max(start, begin), min(start + piece.rows * columns, end)
+            if low < high:
+                yield low - begin, high - begin
+
+
+def _over_ranks(numbers: dict[str, list[float]], mesh: ParallelMesh) -> dict[str, float]:
+    local = [math.fsum(values) for values in numbers.values()]
+    total = torch.tensor(local, dtype=torch.float64, device=mesh.device)
+    return dict(zip(numbers, collectives.all_reduce_(total, mesh.world()).tolist(), strict=True))
+
+
+def _sum_of_squares(values: Tensor) -> Tensor:
+    """In float64, by chunks that stay in a processor's cache."""
+    total = torch.zeros((), dtype=torch.float64, device=values.device)
+    for chunk in values.split(device.chunk_elements(values.device)):
+        wide = chunk.double()
+        total += torch.dot(wide, wide)
+    return total

@@ -1,0 +1,136 @@
+"""What a rank keeps in memory, kind by kind: as measured at the start of a run, and by formula.
+
+Parameters and their gradients, the optimizer's state (moments, and fp32 masters of narrower parameters) and the
+activations that one micro-batch keeps from forward to backward. What is freed soon after it was made (buffers of a
+collective, temporaries of a kernel) is in neither figure; `peak_memory_bytes` of the metrics has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.config.model import ModelConfig
+from megalite.model.recompute import Recompute
+from megalite.optim.layout import ParameterGroup
+from megalite.optim.optimizer import Optimizer
+from megalite.optim.shard import state_dtypes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Of one micro-batch."""
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+    def against(self, formula: Memory) -> dict[str, str]:
+        """A line for each kind, with what the formula gives."""
+        wanted = asdict(formula)
+        return {kind: f"{in_words(size)}, {in_words(wanted[kind])} by formula" for kind, size in asdict(self).items()}
+
+
+def in_words(number: float) -> str:
+    """Bytes in the unit that a person would choose."""
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:.4g} GiB"
+
+
+def measured(optimizer: Optimizer, forward: Callable[[], object]) -> Memory:
+    """What the tensors of this rank take. `forward` runs the network over one micro-batch; all ranks take part."""
+    buckets, shards = optimizer.buckets, optimizer.shards
+    parameters = _storages(tensor for bucket in buckets for tensor in (bucket.parameters, bucket.parameter_shard))
+    gradients = _storages(tensor for bucket in buckets for tensor in (bucket.gradients, bucket.gradient_shard))
+    kept = _storages(tensor for shard in shards for tensor in shard.tensors())
+    alone = {storage: size for storage, size in kept.items() if storage not in parameters}
+    activations: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in parameters:
+            activations.update(_storages([tensor]))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        graph = forward()  # held until the hooks have seen all, so that no address is used twice
+    del graph
+    return Memory(*(sum(sizes.values()) for sizes in (parameters, gradients, alone, activations)))
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of each storage under the tensors, once."""
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def state_bytes(optimizer: Optimizer) -> tuple[int, int, int]:
+    """Parameters, gradients and optimizer state of this rank by formula (ZeRO, arXiv:1910.02054), without padding.
+
+    With p, g and o bytes an element and d shards: p + g + o, p + g + o/d, p + g/d + o/d, (p + g + o)/d for the stages
+    0 to 3; o is 8 for Adam's moments in fp32 and 4 more for the masters of narrower parameters. Muon's momentum of a
+    matrix is 4, so that its shards are not alike. (The precision-aware optimizer has less of each, as asked.)
+    """
+    totals = [0.0, 0.0, 0.0]
+    for shard in optimizer.shards:
+        bucket, master = shard.bucket, [shard.master.dtype] if shard.has_master else []
+        for slot in bucket.slots:
+            elements = slot.stop - slot.start
+            for kind, (flat, stage) in enumerate(((bucket.parameters, 3), (bucket.gradients, 2))):
+                totals[kind] += elements * flat.itemsize / (bucket.shard_group.size if bucket.stage >= stage else 1)
+            updated = max(min(slot.stop, shard.stop) - max(slot.start, shard.start), 0)
+            kept = state_dtypes(optimizer.config, ParameterGroup.of(slot.parameter), shard.parameters.dtype)
+            totals[2] += updated * sum(dtype.itemsize for dtype in [*kept.values(), *master])
+    parameters, gradients, state_bytes = map(round, totals)
+    return parameters, gradients, state_bytes
+
+
+def activation_bytes(
+    model: ModelConfig,
+    *,
+    tokens: int,
+    dtype: torch.dtype,
+    tensor_parallel_size: int,
+    sequence_parallel: bool,
+    recompute: Recompute,
+) -> int:
+    """What one micro-batch of `tokens` keeps for backward, without dropout and document masks.
+
+    Of each layer: both norms' inputs and outputs and their statistics; the fused projection (of which the values are
+    needed), the rotated queries and keys, the core's output and its log-sums; the feed-forward's two inner tensors. A
+    recomputed run of layers keeps its input, a recomputed core no log-sums; what they make again, one at a time, is
+    not counted. Then the final norm, the logits, and a few numbers a token.
+    """
+    item, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+    tp = tensor_parallel_size
+    sp = tp if sequence_parallel else 1
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    query, key_value = heads * model.head_dim / tp, max(model.kv_groups / tp, 1) * model.head_dim
+    statistics = wide if model.normalization == "RMSNorm" else 2 * wide
+    rotary = model.position_embedding_type == "rope"
+    norm = (2 * hidden * item + statistics) / sp
+    projected = (query + 2 * key_value) * item
+    if rotary or model.qk_layernorm:
+        projected += (query + key_value) * item
+    if model.qk_layernorm:
+        projected += (heads / tp + max(model.kv_groups / tp, 1)) * statistics
+    core = query * item + (0 if recompute.attention else heads / tp * wide)
+    feed_forward = (3 if model.swiglu else 2) * model.ffn_size / tp * item
+    layer = 2 * norm + projected + core + feed_forward
+    spans = recompute.spans(model.num_layers)
+    kept = sum(hidden / sp * item if again else (stop - start) * layer for start, stop, again in spans)
+    logits = model.padded_vocab_size(tp) / tp * item
+    labels = 8 + 1 + wide + wide  # ids here and whether they are of this rank's columns; log-sum and loss mask
+    words = 8 + 1 if rotary else 8 + 1 + 8
+    tables = model.head_dim * model.rotary_percent * wide if rotary and not all(again for *_, again in spans) else 0
+    return round(tokens * (kept + norm + logits + labels + words + tables))

@@ -1,0 +1,68 @@
+"""What a run is and what it keeps in memory, told once before its first step."""
+
+from __future__ import annotations
+
+import torch
+
+from megalite.model.batch import MicroBatch
+from megalite.parallel import device
+from megalite.parallel.randomness import RandomKey
+from megalite.training import memory
+from megalite.training.construction import count_parameters, make_recompute
+from megalite.training.trainer import Trainer
+
+
+def summary(trainer: Trainer) -> dict[str, object]:
+    """Names and values for the screen. All ranks take part: what activations take is seen in a forward."""
+    config, mesh, model, batch = trainer.config, trainer.mesh, trainer.model_config, trainer.batch_size
+    parallel = config.parallel
+    layout = f"TP {mesh.size('tp')}{' with SP' if parallel.sequence_parallel else ''} x DP {mesh.size('dp')}"
+    zero = f"ZeRO {parallel.zero_stage}"
+    if parallel.num_distributed_optimizer_instances > 1:
+        zero += f" in {parallel.num_distributed_optimizer_instances} instances"
+    growing = f"{batch.ramp[0]} to {batch.final}" if batch.ramp else f"{batch.final}"
+    count = trainer.num_micro_batches(batch.final)
+    micro_batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+    measured, formula = measured_memory(trainer), expected_memory(trainer)
+    kinds = measured.against(formula)
+    if model.hidden_dropout or model.attention_dropout:
+        kinds["activations"] += ", which leaves out dropout"
+    return {
+        "model": f"{count_parameters(trainer.network):,} parameters: {model.num_layers} layers, hidden "
+        f"{model.hidden_size}",
+        "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
+        "layout": f"{layout}, {zero}, {micro_batches} a rank",
+        "precision": config.training.dtype,
+        "memory": f"{memory.in_words(measured.total)} a rank, {memory.in_words(formula.total)} by formula",
+        **{f"  {kind}": line for kind, line in kinds.items()},
+        "device": f"{mesh.world_size} x {device.device_name(mesh.device)}",
+        "training": f"{trainer.iterations} steps of {growing} samples x {config.data.seq_length} tokens",
+        "saving": "nothing, without --save" if trainer.directory is None else f"to {trainer.directory}",
+    }
+
+
+def measured_memory(trainer: Trainer) -> memory.Memory:
+    """What this rank keeps; a forward of all ranks, over tokens that mean nothing and leave no trace."""
+    training, device = trainer.config.training, trainer.mesh.device
+    shape = training.micro_batch_size, trainer.config.data.seq_length
+    zeros = torch.zeros(shape, dtype=torch.int64, device=device)
+    ones = torch.ones(shape, dtype=torch.promote_types(trainer.dtype, torch.float32), device=device)
+    positions = torch.arange(shape[1], device=device).expand(shape)
+    documents = zeros if trainer.config.data.reset_attention_mask else None
+    micro_batch = MicroBatch(zeros, positions, documents, zeros, ones, RandomKey(training.seed, 0))
+    trainer.network.train()
+    return memory.measured(trainer.optimizer, lambda: trainer.network(None, micro_batch))
+
+
+def expected_memory(trainer: Trainer) -> memory.Memory:
+    """What this rank keeps, by formula."""
+    config = trainer.config
+    activations = memory.activation_bytes(
+        trainer.model_config,
+        tokens=config.training.micro_batch_size * config.data.seq_length,
+        dtype=trainer.dtype,
+        tensor_parallel_size=trainer.mesh.size("tp"),
+        sequence_parallel=config.parallel.sequence_parallel,
+        recompute=make_recompute(config),
+    )
+    return memory.Memory(*memory.state_bytes(trainer.optimizer), activations)
