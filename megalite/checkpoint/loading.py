@@ -17,6 +17,7 @@ from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import named_pieces
 
 _SHOWN = 8  # problems in one message
 _PRECISION_FLAGS = {
@@ -49,6 +50,8 @@ def load(path: Path, module: nn.Module, optimizer: Optimizer | None, mesh: Paral
     """
     if optimizer is not None:
         optimizer.finish_parameter_gather()
+    for parameter, _ in named_pieces(module):
+        parameter.allocate()
     regions = held_regions(module, optimizer)
     doing = f"loading {path}"
     with together(mesh, doing):

@@ -23,6 +23,7 @@ def initialize(module: nn.Module, seed: int) -> None:
 @torch.no_grad()
 def set_initial_values(parameter: Parameter, seed: int) -> None:
     """Fill one parameter; padding becomes zero."""
+    parameter.allocate()
     parameter.zero_()
     for piece in parameter.sharding.pieces:
         if piece.box.numel:

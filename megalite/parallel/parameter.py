@@ -72,19 +72,27 @@ class GradientBuffer(Protocol):
 
 
 class Parameter(nn.Parameter):
-    """A parameter with its `Sharding`, and the buffer that gathers its gradient once a run has made one."""
+    """A parameter with its `Sharding`, and the buffer that gathers its gradient once a run has made one.
+
+    Until a bucket or `allocate` gives it a place it takes no memory: a model that is sharded is never whole on a rank.
+    """
 
     sharding: Sharding
     gradient_buffer: GradientBuffer | None
 
     def __new__(cls, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> Parameter:
-        data = torch.empty(sharding.local_shape, dtype=dtype, device=device)
+        data = torch.zeros((), dtype=dtype, device=device).expand(sharding.local_shape)
         self = torch.Tensor._make_subclass(cls, data, True)
         self.sharding, self.gradient_buffer = sharding, None
         return self
 
     def __init__(self, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> None:
         pass
+
+    def allocate(self) -> None:
+        """Give it memory of its own, not yet set, where it has none."""
+        if not any(self.stride()):
+            self.data = torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def hand_over(parameter: Parameter, gradient: Gradient) -> Tensor | None:

@@ -17,8 +17,9 @@ from megalite.model.gpt import GPT
 from megalite.optim.buckets import REDUCTIONS_IN_FLIGHT, DataParallel
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
-from megalite.parallel.initialization import initialize
+from megalite.parallel.initialization import initialize, set_initial_values
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import Parameter
 from megalite.parallel.randomness import RandomKey
 from megalite.pipeline import engine, schedules
 from megalite.training import memory
@@ -171,3 +172,29 @@ def test_the_report_at_the_start_is_right(
                 padding = getattr(seen, kind) - getattr(expected, kind)
                 assert 0 <= padding <= 0.01 * getattr(expected, kind) + 12 * 64 * 40, (case, kind)
             assert seen.activations == pytest.approx(expected.activations, rel=0.01), case
+
+
+def largest_construction(stage: int) -> tuple[float, float]:
+    """Bytes an element of the parameters: what is kept, and the most that stood while they got their values."""
+    mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size())
+    cell = Cell(family="llama", tied=False, dp=2, dtype="float32")
+    before, seen = live_storages(), []
+    network = GPT(model_config(cell), mesh, dtype=torch.float32)
+
+    def set_values(parameter: Parameter) -> None:
+        set_initial_values(parameter, seed=1)
+        seen.append(sum(size for storage, size in live_storages().items() if storage not in before))
+
+    options, config = DataParallel(torch.float32, stage), OptimizerConfig(lr=0.01)
+    optimizer = make_optimizer(network, mesh, config, options, blocks=network.blocks(), set_values=set_values)
+    elements = sum(bucket.length for bucket in optimizer.buckets)
+    block = max(bucket.length for bucket in optimizer.buckets)
+    return max(seen) / elements, block / elements
+
+
+def test_a_sharded_model_is_never_whole_on_a_rank(rank_pools: RankPools) -> None:
+    """Under ZeRO 3 construction takes the slices of parameters and gradients, and both of one block whole."""
+    for most, block in rank_pools(2).run(largest_construction, 3):
+        assert most <= 1.01 * ((4 + 4) / 2 + (4 + 4) * block)
+    for most, _ in rank_pools(2).run(largest_construction, 0):
+        assert most >= 4 + 4

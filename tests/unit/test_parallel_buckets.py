@@ -49,6 +49,7 @@ class Two(nn.Module):
         def parameter(name: str, rows: int) -> Parameter:
             tensor = LogicalTensor(name, (rows, 3), Normal(1.0), True)
             made = Parameter(replicated(mesh, tensor, summed=False), torch.float32, mesh.device)
+            made.allocate()
             nn.init.normal_(made)
             return made
 
