@@ -57,7 +57,7 @@ def load(path: Path, module: nn.Module, optimizer: Optimizer | None, mesh: Paral
     with together(mesh, doing):
         manifest = read_manifest(path)
         if optimizer is not None:
-            _check_optimizer(manifest, regions)
+            _check_optimizer(manifest, optimizer)
         plan = _plan(manifest, regions)
     _check_all_see(str(manifest.checksum), path, mesh)
     _check_all_used(manifest, regions, mesh, path, prefixes=(MODEL,) if optimizer is None else (MODEL, OPTIMIZER))
@@ -65,21 +65,22 @@ def load(path: Path, module: nn.Module, optimizer: Optimizer | None, mesh: Paral
         _zero(module, optimizer)  # what is not read is padding
         _read(path, manifest, plan)
     if optimizer is not None:
-        optimizer.load_steps(manifest.training.optimizer_steps)
+        optimizer.steps = manifest.training.optimizer_steps
         optimizer.begin_parameter_gather()
         optimizer.finish_parameter_gather()
     return manifest.training
 
 
-def _check_optimizer(manifest: Manifest, regions: Iterable[Region]) -> None:
-    def kinds(names: Iterable[str]) -> str:
-        return ", ".join(sorted({name.split("/")[1] for name in names if name.startswith(OPTIMIZER)})) or "nothing"
+def _check_optimizer(manifest: Manifest, optimizer: Optimizer) -> None:
+    def listed(kinds: set[str]) -> str:
+        return ", ".join(sorted(kinds)) or "nothing"
 
-    saved, ours = kinds(manifest.tensors), kinds(region.name for region in regions)
-    if saved != ours:
+    saved = {name.split("/")[1] for name in manifest.tensors if name.startswith(OPTIMIZER)}
+    if saved != optimizer.state_kinds:
         raise CheckpointError(
-            f"of the optimizer it holds {saved} for each weight where this run needs {ours}: give --optimizer, the "
-            "precision and --sgd-momentum as in the run that saved it"
+            f"of the optimizer it holds {listed(saved)} for the weights where this run needs "
+            f"{listed(optimizer.state_kinds)}: give --optimizer, the precision and --sgd-momentum as in the run that "
+            "saved it"
         )
 
 
@@ -107,7 +108,7 @@ def _mismatch(manifest: Manifest, region: Region) -> str | None:
     if saved.shape != region.shape:
         return f"{region.name} has shape {list(saved.shape)} in it and {list(region.shape)} in this run's model"
     dtype = tensor_file.dtype_name(region.values.dtype)
-    if saved.dtype != dtype:
+    if saved.dtype != dtype and not region.name.startswith(OPTIMIZER):  # that is told in which precision to keep it
         flags = f"; start the run {_PRECISION_FLAGS[saved.dtype]}" if saved.dtype in _PRECISION_FLAGS else ""
         return f"{region.name} is {saved.dtype} in it and {dtype} in this run, and nothing is cast silently{flags}"
     if not covers((box.box for box in saved.boxes), region.box):

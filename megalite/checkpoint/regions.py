@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megalite.optim.optimizer import Optimizer, StateSlice
+from megalite.optim.optimizer import Optimizer
+from megalite.optim.shard import StateSlice
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import Box, share

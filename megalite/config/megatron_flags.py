@@ -70,7 +70,7 @@ ALREADY_SO: Mapping[str, str] = {
 PIPELINE = "arrives with the pipeline engine"
 CONTEXT = "arrives with context parallelism"
 EXPERTS = "arrives with mixture of experts"
-ENGINE = "arrives with more optimizers and precisions (ZeRO 2 and 3 are --data-parallel-sharding-strategy)"
+MATRICES = "is not there: Muon acts on queries, keys, values, gates and ups each as a whole matrix, on any layout"
 SHARDING = "is not there: shard by --data-parallel-sharding-strategy and --num-distributed-optimizer-instances"
 WEIGHT_DECAY = "is not there: matrices and token tables decay, biases and norms do not"
 WIDE_LOSS = "is not there: the loss is computed in fp32 or wider"
@@ -107,6 +107,8 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
     "context-parallel-size": ("1", CONTEXT),
     "expert-model-parallel-size": ("1", EXPERTS),
     "expert-tensor-parallel-size": ("1", EXPERTS),
+    "muon-tp-mode": ("duplicated", MATRICES),
+    "muon-scalar-optimizer": ("adam", MACHINERY),
     "attention-backend": ("auto flash fused unfused local", "is none of Megatron-LM's; torch chooses the kernel"),
     "outer-dp-sharding-strategy": ("no_shard", SHARDING),
     "dataloader-type": ("single", ORDER),
@@ -128,8 +130,15 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
 
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "optimizer": {
-        **dict.fromkeys(("muon", "dist_muon"), ENGINE),
+        "dist_muon": "is --optimizer muon: with --use-distributed-optimizer its state is sharded like any other",
         **dict.fromkeys(("lion", "soap", "adaptive_muon"), MACHINERY),
+    },
+    "muon-coefficient-type": {"aol": "is not there: they go with another normalization of the matrix"},
+    "muon-fp32-matmul-prec": {"low": "is no precision that torch knows (medium: bf16; high)"},
+    "exp-avg-dtype": {"fp8": TRANSFORMER_ENGINE},
+    "exp-avg-sq-dtype": {
+        "fp8": TRANSFORMER_ENGINE,
+        "fp16": "is not there: squares below 6e-8, of gradients below 2e-4, would be zero (bf16 has fp32's range)",
     },
     "position-embedding-type": {"yarn": FAMILIES, **dict.fromkeys(("mrope", "relative"), NOT_GPT)},
     "tokenizer-type": {
@@ -177,12 +186,7 @@ REFUSED: Mapping[str, str] = {
     SHARDING: "ddp-num-buckets enable-full-sharding-in-hsdp torch-fsdp2-no-reshard-after-forward",
     WEIGHT_DECAY: "apply-wd-to-qk-layernorm no-weight-decay-cond-type",
     WIDE_LOSS: "fp16-lm-cross-entropy",
-    ENGINE: """
-    muon-momentum muon-no-split-qkv muon-nesterov muon-scale-mode muon-fp32-matmul-prec
-    muon-coefficient-type muon-num-ns-steps muon-tp-mode muon-use-syrk muon-extra-scale-factor muon-scalar-optimizer
-    use-precision-aware-optimizer
-    main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype
-    """,
+    MATRICES: "muon-no-split-qkv",
     TOKENIZERS: """
     tokenizer-metadata tokenizer-sentencepiece-legacy null-tokenizer-eod-id null-tokenizer-pad-id
     tokenizer-hf-no-use-fast
@@ -212,7 +216,7 @@ REFUSED: Mapping[str, str] = {
     disable-strict-fsdp-dtensor-load dist-ckpt-save-pre-mcore-014 skip-train
     """,
     KERNELS: """
-    fused-residual-rmsnorm
+    fused-residual-rmsnorm muon-use-syrk
     """,
     CLUSTER: """
     profile profile-step-start profile-step-end use-pytorch-profiler pytorch-profiler-collect-shapes

@@ -13,8 +13,10 @@ class OptimizerConfig:
 
     lr: float
     """Highest learning rate; under noam the factor of its formula."""
-    optimizer: Literal["adam", "sgd"] = "adam"
-    """adam (with decoupled weight decay) or sgd."""
+    optimizer: Literal["adam", "sgd", "muon"] = "adam"
+    """adam (with decoupled weight decay), sgd, or muon: Muon for the matrices of the layers, adam for the rest."""
+    optimizer_backend: Literal["auto", "torch", "megalite", "apex"] = "auto"
+    """Whose adam and sgd: torch's fused kernels, megalite's plain operations, apex's kernels, or what serves (auto)."""
     min_lr: float = 0.0
     """Learning rate at and after the end of the decay."""
     decoupled_lr: float | None = None
@@ -63,6 +65,36 @@ class OptimizerConfig:
     """Added to the root of Adam's second moment."""
     sgd_momentum: float = 0.9
     """Momentum of sgd."""
+    muon_momentum: float = 0.9
+    """Muon's decay of the momentum."""
+    muon_nesterov: bool = False
+    """Let the gradient count once more beside the momentum."""
+    muon_num_ns_steps: int = 5
+    """Newton-Schulz steps by which Muon makes an update orthogonal."""
+    muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
+    """Coefficients of the steps: one set, five in turn, or eight of which the last repeats."""
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """Multiply updates [rows, columns] by the root of max(rows, columns), rows / columns, or max(1, rows / columns)."""
+    muon_extra_scale_factor: float = 1.0
+    """Multiply Muon's updates by this, too; 0.2 with spectral gives them the size of adam's."""
+    muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
+    """Newton-Schulz steps in bf16 (medium) or in fp32 (high)."""
+    use_precision_aware_optimizer: bool = False
+    """With bf16 or fp16: let the optimizer keep what it keeps in the four dtypes that follow."""
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of the buffers in which gradients are added up and reduced."""
+    main_params_dtype: Literal["fp32", "fp16"] = "fp32"
+    """Of the master weights."""
+    exp_avg_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Of Adam's average of gradients, or of the momentum of sgd and muon."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of Adam's average of their squares."""
+
+    @property
+    def narrow(self) -> dict[str, str]:
+        """The fields of the precision-aware optimizer that ask for less than fp32."""
+        names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+        return {name: value for name in names if (value := getattr(self, name)) != "fp32"}
 
     def learning_rate_multiplier(self, global_batch_size: int) -> float:
         """What lr-scaling-rule multiplies every learning rate by, except lr-warmup-init."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from megalite.config import megatron_flags
+from megalite.config.cautions import cautions
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import without_idle_flags
 from megalite.config.yaml_file import Sections, missing_fields, nearest, read_sections
@@ -64,7 +65,7 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
     if megatron_flags.NO_POSITION_EMBEDDING in given and config.model.position_embedding_type == "learned_absolute":
         config = replace(config, model=replace(config.model, position_embedding_type="none"))
     config, idle = without_idle_flags(config)
-    return ParsedArguments(config, (*notes, *idle))
+    return ParsedArguments(config, (*notes, *idle, *cautions(config)))
 
 
 def _groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

@@ -12,6 +12,7 @@ from megalite.config.data import DataConfig, TokenizerType
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig, fields_by_name
 from megalite.config.training import TrainingConfig
+from megalite.config.validate_optimizer import optimizer_problems
 from megalite.config.validate_rates import rate_problems
 from megalite.errors import ConfigurationError
 
@@ -20,12 +21,13 @@ _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv
     num_distributed_optimizer_instances
     distributed_timeout_minutes seq_length lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
     micro_batch_size global_batch_size train_iters train_samples eval_interval exit_interval recompute_num_layers
-    save_interval log_interval loss_scale_window hysteresis lr_scaling_base_batch_size"""
+    save_interval log_interval loss_scale_window hysteresis lr_scaling_base_batch_size muon_num_ns_steps"""
 _AT_LEAST_ZERO = """tiktoken_num_special_tokens
     norm_epsilon init_method_std num_workers lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init
     decoupled_lr decoupled_min_lr weight_decay start_weight_decay end_weight_decay
     clip_grad adam_eps eval_iters seed manual_gc_interval mid_level_dataset_surplus"""
-_ABOVE_ZERO = "loss_scale initial_loss_scale min_loss_scale rotary_base rope_scaling_factor exit_duration_in_mins"
+_ABOVE_ZERO = """loss_scale initial_loss_scale min_loss_scale rotary_base rope_scaling_factor exit_duration_in_mins
+    muon_extra_scale_factor"""
 _TOKENIZER_FLAGS = {
     "tokenizer_model": "SentencePieceTokenizer GPTSentencePieceTokenizer Llama2Tokenizer HuggingFaceTokenizer "
     "TikTokenizer",
@@ -36,7 +38,7 @@ _TOKENIZER_FLAGS = {
     "tokenizer_special_tokens": "TikTokenizer",
 }
 _SHARES = "lr_warmup_fraction fim_rate fim_spm_rate fim_fragment_rate"
-_FROM_ZERO_BELOW_ONE = "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum"
+_FROM_ZERO_BELOW_ONE = "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum muon_momentum"
 
 
 def resolve(config: RunConfig, world_size: int) -> RunConfig:
@@ -54,10 +56,14 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
 
 def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """`config` with flags off that have nothing to act on, as Megatron-LM does, and a line about each."""
+    lines: list[str] = []
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
-        off = replace(config, parallel=replace(config.parallel, sequence_parallel=False))
-        return off, ("--sequence-parallel: off, since --tensor-model-parallel-size is 1",)
-    return config, ()
+        config = replace(config, parallel=replace(config.parallel, sequence_parallel=False))
+        lines.append("--sequence-parallel: off, since --tensor-model-parallel-size is 1")
+    if config.optimizer.use_precision_aware_optimizer and not config.optimizer.narrow:
+        config = replace(config, optimizer=replace(config.optimizer, use_precision_aware_optimizer=False))
+        lines.append("--use-precision-aware-optimizer: off, since its dtypes are all fp32")
+    return config, tuple(lines)
 
 
 def validate(config: RunConfig, world_size: int) -> None:
@@ -73,6 +79,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _steps,
         _ramp,
         rate_problems,
+        optimizer_problems,
         _data,
         _tokenizer,
         _evaluation,

@@ -34,13 +34,15 @@ class ParameterGroup:
 
     weight_decay: bool
     token_table: bool
+    matrices: bool
+    """Whether a matrix-wise optimizer sees them as matrices."""
 
     NAMES: ClassVar = ("weights", "vectors", "token_tables")
 
     @staticmethod
     def of(parameter: Parameter) -> ParameterGroup:
         record = parameter.sharding
-        return ParameterGroup(record.weight_decay, record.token_table)
+        return ParameterGroup(record.weight_decay, record.token_table, record.has_matrices)
 
     @property
     def name(self) -> str:
@@ -56,14 +58,17 @@ class BucketLayout:
     length: int
     """Elements, with padding: an equal, aligned slice for each shard."""
 
+    def stretches(self) -> Iterator[tuple[ParameterGroup, tuple[Slot, ...], int, int]]:
+        """Neighbours of one group, from their first element to the one behind their last and its padding."""
+        by_group = itertools.groupby(self.slots, key=lambda slot: ParameterGroup.of(slot.parameter))
+        groups = [(group, tuple(slots)) for group, slots in by_group]
+        stops = [*(slots[0].start for _, slots in groups[1:]), self.length]
+        for (group, slots), stop in zip(groups, stops, strict=True):
+            yield group, slots, slots[0].start, stop
+
     def runs(self, start: int, stop: int) -> Iterator[tuple[ParameterGroup, slice]]:
         """Runs of elements of one group, padding included, among [start, stop) and counted from `start`."""
-        begins = {0: ParameterGroup.of(self.slots[0].parameter)}
-        for before, slot in itertools.pairwise(self.slots):
-            group = ParameterGroup.of(slot.parameter)
-            if group != ParameterGroup.of(before.parameter):
-                begins[slot.start] = group
-        for (begin, group), end in zip(begins.items(), [*begins, self.length][1:], strict=True):
+        for group, _, begin, end in self.stretches():
             low, high = max(begin, start), min(end, stop)
             if low < high:
                 yield group, slice(low - start, high - start)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from megalite.config.optimizer import OptimizerConfig, noam_maximum
 from megalite.config.training import TrainingConfig
+from megalite.optim.layout import ParameterGroup
 
 # What is left of a way, from 1 to 0, when a fraction 0 to 1 of its time has passed.
 _SHAPES: dict[str, Callable[[float], float]] = {
@@ -33,6 +34,11 @@ class Rates:
     """Of the word embedding and the output layer (Megatron-LM's decoupled rate)."""
     weight_decay: float
     """Of what has any."""
+
+    def of(self, group: ParameterGroup) -> tuple[float, float]:
+        """The learning rate and the weight decay of a group."""
+        rate = self.token_table_learning_rate if group.token_table else self.learning_rate
+        return rate, self.weight_decay if group.weight_decay else 0.0
 
 
 @dataclass(frozen=True)

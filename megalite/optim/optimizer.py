@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim import statistics
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
 from megalite.optim.gathering import gather_around_forward
-from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
+from megalite.optim.rules import make_rules
+from megalite.optim.shard import Shard, StateSlice, all_state_names
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 
@@ -40,66 +40,8 @@ class StepResult:
         return not math.isfinite(self.gradient_norm)
 
 
-@dataclass(frozen=True)
-class StateSlice:
-    """A run of a parameter's elements, and what stands for it on this rank: flat views."""
-
-    parameter: Parameter
-    start: int
-    stop: int
-    """Elements [start, stop) of the local parameter, flattened."""
-    values: Tensor
-    """The parameter's own."""
-    state: dict[str, Tensor]
-    """By name: the optimizer's, and `master` where the parameter is of lower precision."""
-
-
-class Shard:
-    """What this rank updates of one bucket: its slice, or under ZeRO 0 everything."""
-
-    def __init__(self, bucket: Bucket, state_names: Sequence[str]) -> None:
-        self.bucket = bucket
-        sharded = bucket.stage > 0
-        self.parameters = bucket.parameter_shard if sharded else bucket.parameters
-        self.gradients = bucket.gradient_shard if sharded else bucket.gradients
-        self.start, self.stop = bucket.owned_range if sharded else (0, bucket.length)
-        self.runs = bucket.owned_runs if sharded else list(bucket.layout.runs(0, bucket.length))
-        """Its elements by group."""
-        wide = torch.promote_types(self.parameters.dtype, torch.float32)
-        self.master = self.parameters.to(wide)  # the parameters themselves where they are wide already
-        self.state = {name: torch.zeros_like(self.master) for name in state_names}
-
-    @property
-    def has_master(self) -> bool:
-        return self.master.dtype != self.parameters.dtype
-
-    @property
-    def owned_part(self) -> slice:
-        """What of this shard no other rank of the shard group is to answer for."""
-        start, stop = self.bucket.owned_range
-        return slice(start - self.start, stop - self.start)
-
-    def slices(self, *, owned: bool) -> Iterator[StateSlice]:
-        """This shard by parameter; with `owned` only what no other rank of the shard group is to answer for."""
-        begin, end = self.bucket.owned_range if owned else (self.start, self.stop)
-        state = dict(self.state) | ({"master": self.master} if self.has_master else {})
-        for slot in self.bucket.slots:
-            low, high = max(slot.start, begin), min(slot.stop, end)
-            if low < high:
-                own = slice(low - self.start, high - self.start)
-                views = {name: tensor[own] for name, tensor in state.items()}
-                yield StateSlice(slot.parameter, low - slot.start, high - slot.start, self.parameters[own], views)
-
-
-def state_names(config: OptimizerConfig) -> tuple[str, ...]:
-    """The tensors that the optimizer keeps beside each parameter."""
-    if config.optimizer == "adam":
-        return ("exp_avg", "exp_avg_sq")
-    return ("momentum_buffer",) if config.sgd_momentum > 0.0 else ()
-
-
 class Optimizer:
-    """AdamW or SGD over flat shards, with clipping by the global norm and a common decision to skip."""
+    """An update rule over flat shards, with clipping by the global norm and a common decision to skip."""
 
     def __init__(
         self, buckets: Sequence[Bucket], mesh: ParallelMesh, config: OptimizerConfig, *, overlap_gather: bool
@@ -108,37 +50,15 @@ class Optimizer:
         self.buckets, self.mesh, self.config = buckets, mesh, config
         self._overlap_gather = overlap_gather
         self.steps = 0
-        """Updates made; a skipped step is none."""
+        """Updates made; a skipped step is none. A checkpoint sets it with the state."""
         self._micro_batches = self._micro_batches_reduced = 0  # of the step
-        names = state_names(config)
-        self.shards = [Shard(bucket, names) for bucket in buckets]
-        self._runs = [(group, shard, run) for shard in self.shards for group, run in shard.runs]
-        self._masters = [shard.master[run].requires_grad_() for _, shard, run in self._runs]
-        self._torch = self._build(names)
+        self.shards = [Shard(bucket, config) for bucket in buckets]
+        self._rules = make_rules(self.shards, mesh, config)
 
-    def _build(self, names: Sequence[str]) -> torch.optim.Optimizer:
-        masters: dict[ParameterGroup, list[Tensor]] = {}
-        for (group, _, _), master in zip(self._runs, self._masters, strict=True):
-            masters.setdefault(group, []).append(master)
-        groups = [{"params": members, "kind": group} for group, members in masters.items()]
-        made: torch.optim.Optimizer
-        if self.config.optimizer == "adam":
-            betas = (self.config.adam_beta1, self.config.adam_beta2)
-            made = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=self.config.adam_eps, fused=True)
-        else:
-            made = torch.optim.SGD(groups, lr=0.0, momentum=self.config.sgd_momentum, fused=True)
-        for master, (_, shard, run) in zip(self._masters, self._runs, strict=True):
-            made.state[master] = {name: shard.state[name][run] for name in names}
-            if self.config.optimizer == "adam":
-                made.state[master]["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-        return made
-
-    def load_steps(self, steps: int) -> None:
-        """Continue after `steps` updates; the state's values are written through `slices`."""
-        self.steps = steps
-        for state in self._torch.state.values():
-            if "step" in state:
-                state["step"].fill_(steps)
+    @property
+    def state_kinds(self) -> set[str]:
+        """The names of what is kept beside the parameters, on any rank."""
+        return all_state_names(self.config) | {"master" for shard in self.shards if shard.has_master}
 
     def slices(self) -> Iterator[StateSlice]:
         """All that this rank updates, by parameter."""
@@ -194,16 +114,9 @@ class Optimizer:
                 shard.gradients.mul_(factor)
 
     def _update(self, rates: Rates) -> None:
-        for group in self._torch.param_groups:
-            kind = group["kind"]
-            group["lr"] = rates.token_table_learning_rate if kind.token_table else rates.learning_rate
-            group["weight_decay"] = rates.weight_decay if kind.weight_decay else 0.0
-        for master, (_, shard, run) in zip(self._masters, self._runs, strict=True):
-            master.grad = shard.gradients[run].to(master.dtype)
-        self._torch.step()
         self.steps += 1
-        for master in self._masters:
-            master.grad = None
+        for rule in self._rules:
+            rule.update(rates, self.steps)
         for shard in self.shards:
             if shard.has_master:
                 shard.parameters.copy_(shard.master)

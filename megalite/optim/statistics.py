@@ -10,10 +10,8 @@ from torch import Tensor
 
 from megalite.optim.buckets import Bucket
 from megalite.optim.layout import ParameterGroup
-from megalite.parallel import collectives
+from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
-
-CHUNK_ELEMENTS = 1 << 18
 
 
 def norms(owned: Iterable[tuple[Bucket, Tensor]], mesh: ParallelMesh) -> dict[str, float]:
@@ -67,7 +65,7 @@ def _over_ranks(numbers: dict[str, list[float]], mesh: ParallelMesh) -> dict[str
 def _sum_of_squares(values: Tensor) -> Tensor:
     """In float64, by chunks that stay in a processor's cache."""
     total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for chunk in values.split(CHUNK_ELEMENTS):
+    for chunk in values.split(device.chunk_elements(values.device)):
         wide = chunk.double()
         total += torch.dot(wide, wide)
     return total

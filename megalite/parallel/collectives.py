@@ -6,7 +6,7 @@ followed by a sum in rank order: a third of the cost of gloo's own, and the orde
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,17 @@ def all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) ->
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
     return all_gather_async(tensor, group).wait()
+
+
+def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:
+    """Flat parts, one for each rank, to what the ranks had for this one: from rank i so many elements as sizes[i]."""
+    if group.size == 1:
+        return list(parts)
+    sent = torch.cat(list(parts))
+    received = sent.new_empty(sum(sizes))
+    counts = [part.numel() for part in parts]
+    work = dist.all_to_all_single(received, sent, list(sizes), counts, group=group.process_group, async_op=True)
+    return list(Pending(work, lambda: received).wait().split(list(sizes)))
 
 
 def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:

@@ -49,6 +49,14 @@ class LogicalTensor:
             raise ValueError(f"{self.name} has no matrix view")
         return rearrange(values, self.matrices)
 
+    def from_matrices(self, matrices: Tensor) -> Tensor:
+        """The inverse of `as_matrices`."""
+        if self.matrices is None:
+            raise ValueError(f"{self.name} has no matrix view")
+        ours, theirs = self.matrices.split("->")
+        lengths = dict(zip(ours.split(), self.shape, strict=True))
+        return rearrange(matrices, f"{theirs} -> {ours}", **lengths)
+
 
 @dataclass(frozen=True)
 class Box:
@@ -156,6 +164,10 @@ class Sharding:
     @property
     def token_table(self) -> bool:
         return self.pieces[0].tensor.token_table
+
+    @property
+    def has_matrices(self) -> bool:
+        return self.pieces[0].tensor.matrices is not None
 
     @property
     def name(self) -> str:

@@ -74,9 +74,9 @@ def make_optimizer(config: RunConfig, network: GPT, mesh: ParallelMesh) -> Optim
 def data_parallel(config: RunConfig, mesh: ParallelMesh) -> DataParallel:
     """What the flags say of the data-parallel ranks."""
     parallel, dtype = config.parallel, model_dtype(config)
-    low_precision = dtype == torch.bfloat16 and parallel.grad_reduce_in_bf16
+    low_precision = parallel.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16"
     return DataParallel(
-        gradient_dtype=dtype if low_precision else torch.promote_types(dtype, torch.float32),
+        gradient_dtype=torch.bfloat16 if low_precision else torch.promote_types(dtype, torch.float32),
         stage=parallel.zero_stage,
         instances=parallel.num_distributed_optimizer_instances,
         bucket_size=_bucket_size(config, mesh),

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.model.recompute import Recompute
+from megalite.optim.layout import ParameterGroup
 from megalite.optim.optimizer import Optimizer
+from megalite.optim.shard import state_dtypes
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def measured(optimizer: Optimizer, forward: Callable[[], object]) -> Memory:
     buckets, shards = optimizer.buckets, optimizer.shards
     parameters = _storages(tensor for bucket in buckets for tensor in (bucket.parameters, bucket.parameter_shard))
     gradients = _storages(tensor for bucket in buckets for tensor in (bucket.gradients, bucket.gradient_shard))
-    kept = _storages(tensor for shard in shards for tensor in (shard.master, *shard.state.values()))
+    kept = _storages(tensor for shard in shards for tensor in shard.tensors())
     alone = {storage: size for storage, size in kept.items() if storage not in parameters}
     activations: dict[int, int] = {}
 
@@ -76,20 +78,19 @@ def state_bytes(optimizer: Optimizer) -> tuple[int, int, int]:
     """Parameters, gradients and optimizer state of this rank by formula (ZeRO, arXiv:1910.02054), without padding.
 
     With p, g and o bytes an element and d shards: p + g + o, p + g + o/d, p + g/d + o/d, (p + g + o)/d for the stages
-    0 to 3; o is 8 for Adam's moments in fp32 and 4 more for the masters of narrower parameters.
+    0 to 3; o is 8 for Adam's moments in fp32 and 4 more for the masters of narrower parameters. Muon's momentum of a
+    matrix is 4, so that its shards are not alike. (The precision-aware optimizer has less of each, as asked.)
     """
     totals = [0.0, 0.0, 0.0]
     for shard in optimizer.shards:
-        bucket = shard.bucket
-        state = sum(tensor.itemsize for tensor in shard.state.values())
-        sizes = (
-            bucket.parameters.itemsize,
-            bucket.gradients.itemsize,
-            state + (shard.master.itemsize if shard.has_master else 0),
-        )
-        elements = sum(slot.stop - slot.start for slot in bucket.slots)
-        for kind, (size, first_divided) in enumerate(zip(sizes, (3, 2, 1), strict=True)):
-            totals[kind] += elements * size / (bucket.shard_group.size if bucket.stage >= first_divided else 1)
+        bucket, master = shard.bucket, [shard.master.dtype] if shard.has_master else []
+        for slot in bucket.slots:
+            elements = slot.stop - slot.start
+            for kind, (flat, stage) in enumerate(((bucket.parameters, 3), (bucket.gradients, 2))):
+                totals[kind] += elements * flat.itemsize / (bucket.shard_group.size if bucket.stage >= stage else 1)
+            updated = max(min(slot.stop, shard.stop) - max(slot.start, shard.start), 0)
+            kept = state_dtypes(optimizer.config, ParameterGroup.of(slot.parameter), shard.parameters.dtype)
+            totals[2] += updated * sum(dtype.itemsize for dtype in [*kept.values(), *master])
     parameters, gradients, state_bytes = map(round, totals)
     return parameters, gradients, state_bytes
 

@@ -9,6 +9,7 @@ from megalite.config import RunConfig
 from megalite.config.yaml_file import dump
 from megalite.errors import EXIT_FINISHED, CheckpointError, ConfigurationError
 from megalite.files import write_atomically
+from megalite.optim.elementwise import require_backend
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
@@ -20,6 +21,7 @@ from megalite.training.trainer import Trainer
 
 def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Place) -> int:
     """Build, resume, train and save; the same on every rank. Returns the exit code."""
+    require_backend(config.optimizer)
     mesh = join(config.parallel, place, dump(config))
     start = checkpoint_to_load(config, mesh)
     iteration, samples = (0, 0) if start is None else _progress(start)

@@ -84,6 +84,7 @@ class Cell:
     attention_dropout: float | None = None  # where it differs from hidden
     dtype: str = "float64"
     gradient_dtype: str | None = None  # where it is not dtype, or fp32 for what is narrower
+    narrow: bool = False  # moments in bf16, masters in fp16
     infinity_on: int | None = None  # the rank on which step 0 meets an infinite gradient
 
     @property
@@ -173,12 +174,24 @@ def model_config(cell: Cell) -> ModelConfig:
 
 def optimizer_config(cell: Cell) -> OptimizerConfig:
     # The epsilon is large enough that a gradient which is zero but for rounding (a key's bias) stays nearly that.
-    return OptimizerConfig(lr=0.0, optimizer=cell.optimizer, clip_grad=cell.clip_grad, adam_eps=1e-6, sgd_momentum=0.9)  # type: ignore[arg-type]
+    return OptimizerConfig(
+        lr=0.0,
+        optimizer=cell.optimizer,  # type: ignore[arg-type]
+        clip_grad=cell.clip_grad,
+        adam_eps=1e-6,
+        sgd_momentum=0.9,
+        muon_nesterov=True,
+        muon_extra_scale_factor=0.2,
+        use_precision_aware_optimizer=cell.narrow,
+        main_params_dtype="fp16" if cell.narrow else "fp32",
+        exp_avg_dtype="bf16" if cell.narrow else "fp32",
+        exp_avg_sq_dtype="bf16" if cell.narrow else "fp32",
+    )
 
 
 def rates(cell: Cell, step: int) -> Rates:
     """Another in every step, and another for the token tables."""
-    rate = (0.02 if cell.optimizer == "adam" else 0.1) * (1 + step % 3)
+    rate = (0.1 if cell.optimizer == "sgd" else 0.02) * (1 + step % 3)
     return Rates(rate, rate / 2, weight_decay=0.1 / (1 + step % 2))
 
 

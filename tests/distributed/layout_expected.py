@@ -21,6 +21,7 @@ from tests.harness.close import (
     assert_parameter_close,
 )
 from tests.harness.rank_pool import RankPools
+from tests.muon import Muon, matrices
 from tests.oracle import loss_sum_and_count
 
 Tensors = dict[str, Tensor]
@@ -119,14 +120,15 @@ def expected(alone: Cell) -> Expected:
     """The oracle's training of the weights that one process starts from; `alone` is a `Cell.alone()`."""
     (result,) = run(RankPools(), [alone])
     weights = {name: value.clone().requires_grad_() for name, value in result.initial.items()}
-    optimizer = torch_optimizer(alone, weights)
+    optimizers = torch_optimizers(alone, weights)
     losses, norms, gradients = [], [], {}
     for step in alone.step_numbers:
         whole = batch(alone, step)
         logits = oracle(alone).logits(weights, whole.tokens, whole.positions, whole.document_ids)
         total, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask)
         loss = total / count.clamp(min=1.0)
-        optimizer.zero_grad()
+        for weight in weights.values():
+            weight.grad = None
         loss.backward()
         norm = torch.cat([_gradient(weight).flatten() for weight in weights.values()]).norm().item()
         if alone.clip_grad:
@@ -135,17 +137,18 @@ def expected(alone: Cell) -> Expected:
         if step == alone.first_step:
             gradients = {name: _gradient(weight).clone() for name, weight in weights.items()}
         now = rates(alone, step)
-        for group in optimizer.param_groups:
-            group["lr"] = now.token_table_learning_rate if group["table"] else now.learning_rate
-            group["weight_decay"] = 0.0 if group["free"] else now.weight_decay
-        optimizer.step()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = now.token_table_learning_rate if group["table"] else now.learning_rate
+                group["weight_decay"] = 0.0 if group["free"] else now.weight_decay
+            optimizer.step()
         losses.append(loss.item())
         norms.append(norm)
     final = {name: weight.detach() for name, weight in weights.items()}
     return Expected(result.initial, gradients, final, losses, norms)
 
 
-def torch_optimizer(cell: Cell, weights: Tensors) -> torch.optim.Optimizer:
+def torch_optimizers(cell: Cell, weights: Tensors) -> list[torch.optim.Optimizer]:
     """Weight decay on everything but biases and norms; a rate of their own for the token tables."""
     config = optimizer_config(cell)
     groups = [
@@ -153,12 +156,21 @@ def torch_optimizer(cell: Cell, weights: Tensors) -> torch.optim.Optimizer:
             "params": [weight],
             "free": group_of(name) == "vectors",
             "table": group_of(name) == "token_tables",
+            "name": name,
         }
         for name, weight in weights.items()
     ]
-    if cell.optimizer == "adam":
-        return torch.optim.AdamW(groups, lr=0.0, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
-    return torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum)
+    if cell.optimizer == "sgd":
+        return [torch.optim.SGD(groups, lr=0.0, momentum=config.sgd_momentum)]
+    whole = [
+        group
+        for group in groups
+        if cell.optimizer == "muon" and matrices(group["name"], group["params"][0]) is not None
+    ]
+    rest = [group for group in groups if all(group is not other for other in whole)]
+    betas = (config.adam_beta1, config.adam_beta2)
+    adam = torch.optim.AdamW(rest, lr=0.0, betas=betas, eps=config.adam_eps)
+    return [adam, Muon(whole, config.muon_momentum, nesterov=config.muon_nesterov)] if whole else [adam]
 
 
 def group_of(name: str) -> str:

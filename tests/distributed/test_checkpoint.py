@@ -45,7 +45,7 @@ LLAMA = ModelConfig(
     make_vocab_size_divisible_by=1, ffn_hidden_size=20, position_embedding_type="rope", normalization="RMSNorm",
     swiglu=True, add_bias_linear=False, qk_layernorm=True, untie_embeddings_and_output_weights=True,
 )  # fmt: skip
-ADAM = OptimizerConfig(lr=0.01)
+OPTIMIZERS = {GPT2: OptimizerConfig(lr=0.01), LLAMA: OptimizerConfig(lr=0.01, optimizer="muon")}
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Case:
         options = DataParallel(
             wide, layout.zero, layout.instances, bucket_size=layout.bucket_size, overlap_gather=layout.zero > 0
         )
-        optimizer = make_optimizer(network, mesh, ADAM, options, blocks=network.blocks())
+        optimizer = make_optimizer(network, mesh, OPTIMIZERS[model], options, blocks=network.blocks())
         return Case(network, optimizer, mesh)
 
     def step(self, number: int) -> None:
@@ -203,8 +203,8 @@ def read_by_hand(path: Path) -> dict[str, Tensor]:
 
 
 FAMILIES = [
-    pytest.param(GPT2, torch.float32, id="gpt2-fp32"),
-    pytest.param(LLAMA, torch.bfloat16, id="llama-bf16"),
+    pytest.param(GPT2, torch.float32, id="gpt2-fp32-adam"),
+    pytest.param(LLAMA, torch.bfloat16, id="llama-bf16-muon"),
 ]
 
 

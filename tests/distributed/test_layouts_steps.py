@@ -1,4 +1,4 @@
-"""Several steps of SGD and of AdamW on every pair of factors, against torch.optim on the oracle's weights.
+"""Several steps of SGD, AdamW and Muon on every pair of factors, against torch.optim on the oracle's weights.
 
 docs/invariants.md: I5, and the order of sums: ZeRO 0 and 1 give the same bits, so do 2 and 3, with and without overlap.
 """
@@ -16,7 +16,7 @@ from tests.harness.covering_array import covering_array, uncovered
 from tests.harness.rank_pool import RankPools
 
 STEPS = 4
-FACTORS = LAYOUT_FACTORS | MODEL_FACTORS | {"optimizer": ("sgd", "adam"), "clip_grad": (0.0, 0.5)}
+FACTORS = LAYOUT_FACTORS | MODEL_FACTORS | {"optimizer": ("sgd", "adam", "muon"), "clip_grad": (0.0, 0.5)}
 TRIPLES = ("tp", "sequence_parallel", "zero")
 ROWS = covering_array(FACTORS, valid, TRIPLES)
 WORLD_SIZES = sorted({row["tp"] * row["dp"] for row in ROWS})
@@ -33,7 +33,7 @@ def test_parameters_after_steps_are_the_oracles(world_size: int, rank_pools: Ran
         assert_as_expected(cell, result)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "muon"])
 def test_clipping_acts_in_these_tests(optimizer: str) -> None:
     """Else a clip that is not applied would pass."""
     (result,) = run(RankPools(), [Cell(steps=STEPS, optimizer=optimizer)])
@@ -47,23 +47,31 @@ def assert_same_bits(actual: Result, expected: Result, name: str) -> None:
         assert_bits_equal(actual.final[tensor], value, f"{name}: {tensor}")
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (1, 3), (2, 2), (1, 8)])
-def test_zero_and_overlap_change_no_bit(tp: int, dp: int, rank_pools: RankPools) -> None:
+@pytest.mark.parametrize(
+    ("tp", "dp", "optimizer"), [(1, 2, "adam"), (1, 3, "adam"), (2, 2, "adam"), (1, 8, "adam"), (2, 2, "muon")]
+)
+def test_zero_and_overlap_change_no_bit(tp: int, dp: int, optimizer: str, rank_pools: RankPools) -> None:
     """Of buckets that are cut alike: within a bucket the order of sums over tp depends on where an element stands."""
     rest = {"tp": tp, "dp": dp, "sequence_parallel": tp > 1, "key_values": "mqa", "family": "llama"}
     ways = [(0, "reduce"), (1, "reduce"), (1, "reduce and gather"), (0, "none"), (1, "none")]
-    cells = [make_cell(rest | {"zero": z, "overlap": o}, steps=STEPS, optimizer="adam", clip_grad=0.5) for z, o in ways]
+    training = {"steps": STEPS, "optimizer": optimizer, "clip_grad": 0.5}
+    cells = [make_cell(rest | {"zero": z, "overlap": o}, **training) for z, o in ways]
     overlapped, *others = run(rank_pools, cells)
     assert_same_bits(others[0], overlapped, "ZeRO 1 against ZeRO 0, overlapped")
     assert_same_bits(others[1], overlapped, "gathered during forward against ZeRO 0")
     assert_same_bits(others[3], others[2], "ZeRO 1 against ZeRO 0")
 
 
-@pytest.mark.parametrize(("tp", "dp", "instances"), [(1, 2, 1), (2, 2, 1), (1, 3, 1), (1, 4, 2)])
-def test_zero_2_and_3_give_the_same_bits(tp: int, dp: int, instances: int, rank_pools: RankPools) -> None:
+@pytest.mark.parametrize(
+    ("tp", "dp", "instances", "optimizer"),
+    [(1, 2, 1, "adam"), (2, 2, 1, "adam"), (1, 3, 1, "adam"), (1, 4, 2, "adam"), (2, 4, 2, "muon")],
+)
+def test_zero_2_and_3_give_the_same_bits(
+    tp: int, dp: int, instances: int, optimizer: str, rank_pools: RankPools
+) -> None:
     """They sum every micro-batch over the ranks and then add the sums, overlapped or not."""
     rest = {"tp": tp, "dp": dp, "instances": instances, "sequence_parallel": tp > 1, "family": "llama", "tied": True}
-    training = {"steps": STEPS, "optimizer": "adam", "clip_grad": 0.5, "samples": 4 * dp}
+    training = {"steps": STEPS, "optimizer": optimizer, "clip_grad": 0.5, "samples": 4 * dp}
     overlaps = ("none", "reduce", "reduce and gather")
     cells = [make_cell(rest | {"zero": zero, "overlap": o}, **training) for zero in (2, 3) for o in overlaps]
     results = run(rank_pools, cells)
@@ -81,14 +89,27 @@ def test_all_stages_give_the_same_bits_at_one_micro_batch(rank_pools: RankPools)
         assert_same_bits(result, first, f"ZeRO {stage} against ZeRO 0")
 
 
-@pytest.mark.parametrize("gradients", [None, "bfloat16"], ids=["fp32-gradients", "bf16-gradients"])
+@pytest.mark.parametrize(
+    ("optimizer", "narrow", "gradients"),
+    [
+        ("sgd", False, None),
+        ("sgd", False, "bfloat16"),
+        ("sgd", True, None),
+        ("adam", False, None),
+        ("adam", True, "bfloat16"),
+        ("muon", False, None),
+        ("muon", True, "bfloat16"),
+    ],
+)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_bf16_run_stays_near_fp32(family: str, gradients: str | None, rank_pools: RankPools) -> None:
-    """bf16 weights with fp32 masters; 2 % is what bf16's 8 bits leave of a loss of about 4."""
+def test_a_bf16_run_stays_near_fp32(
+    family: str, optimizer: str, narrow: bool, gradients: str | None, rank_pools: RankPools
+) -> None:
+    """bf16 weights with masters in fp32 or fp16; 2 % is what bf16's 8 bits leave of a loss of about 4."""
     layout = {"tp": 2, "dp": 2, "sequence_parallel": True, "zero": 1, "overlap": "reduce and gather"}
-    wide_cell = make_cell(layout | {"family": family, "dtype": "float32"}, steps=8)
-    narrow_cell = replace(wide_cell, dtype="bfloat16", gradient_dtype=gradients)
-    wide, narrow = run(rank_pools, [wide_cell, narrow_cell])
-    for step, (expected, actual) in enumerate(zip(wide.losses, narrow.losses, strict=True)):
+    wide_cell = make_cell(layout | {"family": family, "dtype": "float32"}, optimizer=optimizer, steps=8)
+    narrow_cell = replace(wide_cell, dtype="bfloat16", gradient_dtype=gradients, narrow=narrow)
+    wide, rounded = run(rank_pools, [wide_cell, narrow_cell])
+    for step, (expected, actual) in enumerate(zip(wide.losses, rounded.losses, strict=True)):
         assert_number_close(actual, expected, f"loss of step {step}", relative=0.02)
     assert wide.losses[-1] < wide.losses[0]

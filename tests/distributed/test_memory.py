@@ -28,8 +28,12 @@ from tests.distributed.layout_cell import RECOMPUTE, Cell, model_config
 from tests.distributed.layout_run import local_micro_batches
 from tests.harness.rank_pool import RankPools
 
+NARROW = OptimizerConfig(
+    lr=0.01, use_precision_aware_optimizer=True, main_params_dtype="fp16", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"
+)
 
-def kept(stage: int, overlap: bool) -> dict[str, float]:
+
+def kept(stage: int, overlap: bool, narrow: bool) -> dict[str, float]:
     """Bytes an element, on a rank after a step in bf16: parameters, gradients, optimizer, all that the step has left
     alive; and gradients at the most.
     """
@@ -38,8 +42,12 @@ def kept(stage: int, overlap: bool) -> dict[str, float]:
     cell = Cell(family="llama", tied=False, dp=2, dtype="bfloat16")
     network = GPT(model_config(cell), mesh, dtype=torch.bfloat16)
     initialize(network, seed=1)
-    options = DataParallel(torch.float32, stage, overlap_reduce=overlap, overlap_gather=overlap and stage > 0)
-    optimizer = make_optimizer(network, mesh, OptimizerConfig(lr=0.01), options, blocks=network.blocks())
+    options = DataParallel(
+        torch.bfloat16 if narrow else torch.float32, stage, overlap_reduce=overlap, overlap_gather=overlap and stage > 0
+    )
+    optimizer = make_optimizer(
+        network, mesh, NARROW if narrow else OptimizerConfig(lr=0.01), options, blocks=network.blocks()
+    )
     micro_batches = list(local_micro_batches(cell, 0, mesh.coordinate("dp")))
     optimizer.begin_step(len(micro_batches))
     engine.run(
@@ -51,7 +59,7 @@ def kept(stage: int, overlap: bool) -> dict[str, float]:
     )
     sizes = [bucket.gradients.untyped_storage().size() for bucket in optimizer.buckets]
     alive = sum(sizes)
-    largest = sum(sorted(bucket.gradients.numel() * 4 for bucket in optimizer.buckets)[-REDUCTIONS_IN_FLIGHT:])
+    largest = sum(sorted(bucket.gradients.nbytes for bucket in optimizer.buckets)[-REDUCTIONS_IN_FLIGHT:])
     optimizer.step(Rates(0.01, 0.01, 0.01))
     optimizer.finish_parameter_gather()
     elements = sum(bucket.parameters.numel() for bucket in optimizer.buckets)
@@ -65,7 +73,7 @@ def kept(stage: int, overlap: bool) -> dict[str, float]:
     return {
         "parameters": size([t for b in buckets for t in (b.parameters, b.parameter_shard)]),
         "gradients": size([t for b in buckets for t in (b.gradients, b.gradient_shard)]),
-        "optimizer": size([t for s in shards for t in (s.master, *s.state.values())]),
+        "optimizer": size([t for s in shards for t in s.tensors()]),
         "all": sum(size for storage, size in live_storages().items() if storage not in before) / elements,
         "alive beyond two buckets": alive - largest,
     }
@@ -86,13 +94,25 @@ def test_memory_is_the_formulas(
     stage: int, parameters: float, gradients: float, optimizer: float, overlap: bool, rank_pools: RankPools
 ) -> None:
     """bf16 with fp32 gradients, masters and moments on two ranks: 6 + 12 / 2 bytes a parameter under ZeRO 1."""
-    for found in rank_pools(2).run(kept, stage, overlap):
+    for found in rank_pools(2).run(kept, stage, overlap, False):
         assert found["parameters"] == parameters
         assert found["gradients"] == gradients
         assert found["optimizer"] == optimizer
         assert found["all"] == pytest.approx(parameters + gradients + optimizer, rel=0.01)
         if stage >= 2:
             assert found["alive beyond two buckets"] <= 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "parameters", "gradients", "optimizer"), [(0, 2, 2, 6), (1, 2, 2, 3), (2, 2, 1, 3), (3, 1, 1, 3)]
+)
+def test_a_precision_aware_optimizer_keeps_half(
+    stage: int, parameters: float, gradients: float, optimizer: float, rank_pools: RankPools
+) -> None:
+    """Gradients, masters and both moments in 2 bytes each: 4 + 6 / 2 bytes a parameter under ZeRO 1."""
+    for found in rank_pools(2).run(kept, stage, False, True):
+        assert (found["parameters"], found["gradients"], found["optimizer"]) == (parameters, gradients, optimizer)
+        assert found["all"] == pytest.approx(parameters + gradients + optimizer, rel=0.01)
 
 
 WIDE = {"num_layers": 3, "hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 384, "vocab_size": 250}
@@ -127,7 +147,8 @@ def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[
         network = GPT(model, mesh, sequence_parallel=sequence_parallel, recompute=recompute, dtype=dtype)
         initialize(network, seed=1)
         options = DataParallel(torch.float32, stage)
-        optimizer = make_optimizer(network, mesh, OptimizerConfig(lr=0.01), options, blocks=network.blocks())
+        config = OptimizerConfig(lr=0.01, optimizer="muon" if dtype == torch.bfloat16 else "adam")
+        optimizer = make_optimizer(network, mesh, config, options, blocks=network.blocks())
         positions = torch.arange(TOKENS[1]).expand(TOKENS)
         batch = MicroBatch(zeros, positions, None, zeros, torch.ones(TOKENS), RandomKey(1, 0))
         seen = memory.measured(optimizer, functools.partial(network, None, batch))

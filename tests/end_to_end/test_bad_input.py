@@ -114,6 +114,7 @@ def refused(spawn: Callable[..., Job], tmp_path: Path) -> Refused:
         (["--bf16", "--fp64"], ["--bf16", "--fp64"]),
         (["--bf16", "true"], ["--bf16 takes no value"]),
         (["--seq-length"], ["--seq-length needs one value"]),
+        (["--optimizer-backend", "apex"], ["No module named 'apex'", "--optimizer-backend auto needs nothing"]),
         (["--config", "nowhere.yaml"], ["--config nowhere.yaml", "No such file"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",

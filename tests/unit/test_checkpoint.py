@@ -91,7 +91,7 @@ def test_weights_alone_load_from_a_full_checkpoint_and_from_one_without_an_optim
             parameter.detach().fill_(torch.nan)
         checkpoint.load(path, other, None, MESH)
         assert same(bits(network, None), bits(other, None))
-    with pytest.raises(CheckpointError, match="it holds nothing for each weight where this run needs exp_avg, exp_avg"):
+    with pytest.raises(CheckpointError, match="it holds nothing for the weights where this run needs exp_avg, exp_avg"):
         checkpoint.load(path, *build(), MESH)
 
 
@@ -141,8 +141,26 @@ def test_nothing_is_cast_and_no_optimizer_state_is_left_over(tmp_path: Path) -> 
         CheckpointError, match=r"is float32 in it and float64 in this run.*without --bf16, --fp16 and --fp64"
     ):
         checkpoint.load(path, *build(dtype=torch.float64), MESH)
-    with pytest.raises(CheckpointError, match="holds exp_avg, exp_avg_sq for each weight where this run needs nothing"):
+    with pytest.raises(CheckpointError, match="holds exp_avg, exp_avg_sq for the weights where this run needs nothing"):
         checkpoint.load(path, *build(optimizer=OptimizerConfig(lr=0.1, optimizer="sgd", sgd_momentum=0.0)), MESH)
+
+
+def test_the_optimizers_state_is_loaded_by_value_in_any_precision(tmp_path: Path) -> None:
+    """Into less it is rounded; back into more it is what it was."""
+    narrow = replace(ADAM, main_params_dtype="fp16", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    wide = build(dtype=torch.bfloat16)
+    less = build(optimizer=narrow, dtype=torch.bfloat16, seed=1)
+    checkpoint.load(save(tmp_path / "wide", *wide), *less, MESH)
+    assert {values.dtype for part in less[1].slices() for values in part.state.values()} == {
+        torch.float16,
+        torch.bfloat16,
+    }
+    for ours, theirs in zip(bits(*less), bits(*wide), strict=True):
+        assert torch.equal(ours, theirs.to(ours.dtype))
+    back = build(dtype=torch.bfloat16, seed=2)
+    checkpoint.load(save(tmp_path / "less", *less), *back, MESH)
+    for ours, theirs in zip(bits(*back), bits(*less), strict=True):
+        assert torch.equal(ours, theirs.to(ours.dtype))
 
 
 def test_equal_shapes_do_not_hide_another_function(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megalite.config import parse_arguments
 from megalite.config.run import fields_by_name, section_types
@@ -150,3 +151,33 @@ def test_configuration_needs_neither_torch_nor_a_thread() -> None:
         "assert 'torch' not in sys.modules and threading.active_count() == 1"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_a_precision_aware_optimizer_in_fp32_is_off_with_a_note() -> None:
+    parsed = parse_arguments([*MINIMAL, "--use-precision-aware-optimizer"])
+    assert not parsed.config.optimizer.use_precision_aware_optimizer
+    assert parsed.notes == ("--use-precision-aware-optimizer: off, since its dtypes are all fp32",)
+    assert parse_arguments([*MINIMAL, "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"]).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--exp-avg-sq-dtype bf16", "--exp-avg-sq-dtype bf16 with --adam-beta2 0.999: a step lowers"),
+        ("--exp-avg-sq-dtype bf16 --adam-beta2 0.99", None),
+        ("--exp-avg-dtype fp16", "--exp-avg-dtype fp16: averages of gradients below 6e-8"),
+        ("--main-params-dtype fp16", "--main-params-dtype fp16: a step that changes a weight by less"),
+    ],
+)
+def test_a_precision_that_may_disappoint_is_noted(flags: str, expected: str | None) -> None:
+    notes = parse_arguments([*MINIMAL, "--use-precision-aware-optimizer", *flags.split()]).notes
+    assert len(notes) == (expected is not None)
+    assert expected is None or notes[0].startswith(expected)
+
+
+def test_bf16_squares_stop_falling_where_the_note_says() -> None:
+    """What the note rests on, with no gradient at all."""
+    squares = torch.linspace(1.0, 2.0, 129).bfloat16()  # every bf16 between
+    falls = {beta2: (squares.float() * beta2).bfloat16() < squares for beta2 in (0.999, 0.99)}
+    assert falls[0.999].sum() <= 1
+    assert falls[0.99].all()

@@ -46,6 +46,9 @@ def problems(flags: str, world_size: int = 1, base: str = VALID) -> list[str]:
         ("--recompute-activations --manual-gc --manual-gc-interval 5", 1),
         ("--lr-decay-style WSD --lr-wsd-decay-iters 90 --lr-warmup-iters 10", 1),
         ("--lr-decay-style constant --lr-warmup-iters 500", 1),
+        ("--use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype fp16 --bf16", 1),
+        ("--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --optimizer-backend apex", 1),
+        ("--optimizer muon --muon-nesterov --muon-coefficient-type simple --muon-num-ns-steps 6", 1),
         ("--lr-warmup-fraction 0.1 --min-lr 1e-3 --lr-decay-iters 50", 1),
         ("--train-iters None --train-samples 2000 --lr-warmup-samples 100 --lr-decay-samples 1000", 2),
         ("--decoupled-lr 0 --lr-warmup-init 1e-3", 1),
@@ -181,6 +184,35 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         (
             "--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.1 --weight-decay 0.1",
             "--weight-decay 0.1: leave it out, --weight-decay-incr-style cosine reads none",
+        ),
+        ("--optimizer-backend apex --fp64", "--optimizer-backend apex knows no --fp64: leave it out"),
+        ("--exp-avg-dtype bf16 --bf16", "--exp-avg-dtype bf16 needs --use-precision-aware-optimizer"),
+        (
+            "--use-precision-aware-optimizer --main-grads-dtype bf16",
+            "--main-grads-dtype bf16 needs --bf16 or --fp16",
+        ),
+        (
+            "--use-precision-aware-optimizer --exp-avg-dtype bf16 --bf16 --optimizer-backend torch",
+            "--exp-avg-dtype bf16 is kept by --optimizer-backend megalite (or auto), not by torch",
+        ),
+        (
+            "--use-precision-aware-optimizer --exp-avg-sq-dtype bf16 --bf16 --optimizer sgd",
+            "--exp-avg-sq-dtype bf16: --optimizer sgd keeps no squares",
+        ),
+        (
+            "--use-precision-aware-optimizer --main-params-dtype fp16 --fp16",
+            "--main-params-dtype fp16 leaves --fp16 no weights but its own: use --bf16, or keep fp32",
+        ),
+        ("--muon-nesterov", "--muon-nesterov needs --optimizer muon"),
+        ("--muon-momentum 0.95", "--muon-momentum needs --optimizer muon"),
+        ("--muon-momentum 1", "--muon-momentum 1.0: must be at least 0 and below 1"),
+        (
+            "--optimizer muon --muon-num-ns-steps 6",
+            "--muon-num-ns-steps 6 cuts --muon-coefficient-type quintic short: give a multiple of 5",
+        ),
+        (
+            "--optimizer muon --muon-coefficient-type polar_express",
+            "--muon-num-ns-steps 5 cuts --muon-coefficient-type polar_express short: give at least 8",
         ),
         ("--mock-data", TWO_WAYS),
         ("--data-path --mock-data --sft", "--sft reads conversations: leave --mock-data out"),

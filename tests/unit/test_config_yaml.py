@@ -89,7 +89,10 @@ def test_what_is_left_out_has_its_default_and_numbers_may_be_written_in_any_way(
         ("data:\n  data_path: [0.5, a]", "line 12: data_path: expected a list of texts (numbers in quotes), got [0.5"),
         ("optimizer:\n  min_lr: small", "line 12: min_lr: expected a number, got 'small'"),
         ("optimizer:\n  min_lr: [1]", "line 12: min_lr: expected a number, got [1]"),
-        ("optimizer:\n  optimizer: muon", "expected one of adam, sgd, got 'muon' (arrives with more optimizers"),
+        (
+            "optimizer:\n  optimizer: dist_muon",
+            "expected one of adam, sgd, muon, got 'dist_muon' (is --optimizer muon: ",
+        ),
         ("optimizer: [", "not YAML"),
         ("logging:\n  metrics_path: !!python/name:os.system ''", "not YAML"),
     ],

@@ -1,0 +1,27 @@
+"""What a run may do and may still regret: said once, at its start."""
+
+from __future__ import annotations
+
+from megalite.config.run import RunConfig
+
+_HALF_OF_THE_LAST_BIT = 2.0**-8
+"""Of bf16: a change by less than this share of a number may be rounded away."""
+
+
+def cautions(config: RunConfig) -> tuple[str, ...]:
+    """Lines to show at the start."""
+    optimizer, lines = config.optimizer, []
+    decay = 1.0 - optimizer.adam_beta2
+    if optimizer.exp_avg_sq_dtype == "bf16" and optimizer.optimizer != "sgd" and decay < _HALF_OF_THE_LAST_BIT:
+        lines.append(
+            f"--exp-avg-sq-dtype bf16 with --adam-beta2 {optimizer.adam_beta2}: a step lowers an average of squares by "
+            f"{decay:.2g} of itself at the most, which bf16 rounds away: what was high once stays so. Give "
+            "--adam-beta2 0.99 or less, or keep fp32"
+        )
+    if optimizer.exp_avg_dtype == "fp16":
+        lines.append("--exp-avg-dtype fp16: averages of gradients below 6e-8 become zero; bf16 has fp32's range")
+    if optimizer.main_params_dtype == "fp16":
+        lines.append(
+            "--main-params-dtype fp16: a step that changes a weight by less than 1 / 4096 of itself is rounded away"
+        )
+    return tuple(lines)

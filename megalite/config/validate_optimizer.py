@@ -1,0 +1,46 @@
+"""The relations between the flags of update rules, their back ends and the precision of what they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+from megalite.config.optimizer import OptimizerConfig
+from megalite.config.run import RunConfig
+
+
+def optimizer_problems(config: RunConfig) -> Iterator[str]:
+    """One line for each relation that does not hold."""
+    yield from _muon(config.optimizer)
+    yield from _what_is_kept(config)
+
+
+def _muon(optimizer: OptimizerConfig) -> Iterator[str]:
+    if optimizer.optimizer != "muon":
+        for field in fields(optimizer):
+            if field.name.startswith("muon_") and getattr(optimizer, field.name) != field.default:
+                yield f"--{field.name.replace('_', '-')} needs --optimizer muon"
+    kind, steps = optimizer.muon_coefficient_type, optimizer.muon_num_ns_steps
+    if (kind == "quintic" and steps % 5) or (kind == "polar_express" and steps < 8):
+        wanted = "a multiple of 5" if kind == "quintic" else "at least 8"
+        yield f"--muon-num-ns-steps {steps} cuts --muon-coefficient-type {kind} short: give {wanted}"
+
+
+def _what_is_kept(config: RunConfig) -> Iterator[str]:
+    """What its back end can keep, and in which precision."""
+    optimizer, training = config.optimizer, config.training
+    backend = optimizer.optimizer_backend
+    if backend == "apex" and training.fp64:
+        yield "--optimizer-backend apex knows no --fp64: leave it out"
+    for name, dtype in optimizer.narrow.items():
+        flag = f"--{name.replace('_', '-')} {dtype}"
+        if not optimizer.use_precision_aware_optimizer:
+            yield f"{flag} needs --use-precision-aware-optimizer"
+        elif not (training.bf16 or training.fp16):
+            yield f"{flag} needs --bf16 or --fp16"
+        if name != "main_grads_dtype" and backend in ("torch", "apex"):
+            yield f"{flag} is kept by --optimizer-backend megalite (or auto), not by {backend}"
+    if optimizer.optimizer == "sgd" and "exp_avg_sq_dtype" in optimizer.narrow:
+        yield f"--exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: --optimizer sgd keeps no squares"
+    if training.fp16 and optimizer.main_params_dtype == "fp16":
+        yield "--main-params-dtype fp16 leaves --fp16 no weights but its own: use --bf16, or keep fp32"

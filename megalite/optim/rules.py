@@ -1,0 +1,28 @@
+"""Which rule updates which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from megalite.config.optimizer import OptimizerConfig
+from megalite.optim.elementwise import elementwise_rule
+from megalite.optim.learning_rate import Rates
+from megalite.optim.muon import Muon
+from megalite.optim.shard import Shard
+from megalite.parallel.mesh import ParallelMesh
+
+
+class UpdateRule(Protocol):
+    """Updates master weights and state from the gradients of the shards it was made for."""
+
+    def update(self, rates: Rates, step: int) -> None:
+        """`step` counts updates from 1. Every rank calls it: a rule may talk to other ranks."""
+
+
+def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
+    """The rules that together update all of the shards once."""
+    runs = [run for shard in shards for run in shard.runs]
+    if config.optimizer != "muon":
+        return [elementwise_rule(runs, config)]
+    return [Muon(shards, mesh, config), elementwise_rule([run for run in runs if not run.group.matrices], config)]

@@ -1,0 +1,119 @@
+"""What a rank updates of a bucket, cut into runs that are treated alike, and the state that is kept of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.config.optimizer import OptimizerConfig
+from megalite.optim.buckets import Bucket
+from megalite.optim.layout import ParameterGroup, Slot
+from megalite.parallel.parameter import Parameter
+
+
+@dataclass(frozen=True)
+class StateSlice:
+    """A run of a parameter's elements, and what stands for it on this rank: flat views."""
+
+    parameter: Parameter
+    start: int
+    stop: int
+    """Elements [start, stop) of the local parameter, flattened."""
+    values: Tensor
+    """The parameter's own."""
+    state: dict[str, Tensor]
+    """By name: the optimizer's, and `master` where the parameter is of lower precision."""
+
+
+def state_names(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
+    """The tensors that are kept beside each parameter of a group."""
+    if config.optimizer == "muon" and group.matrices:
+        return ("momentum_buffer",)
+    if config.optimizer == "sgd":
+        return ("momentum_buffer",) if config.sgd_momentum > 0.0 else ()
+    return ("exp_avg", "exp_avg_sq")
+
+
+def all_state_names(config: OptimizerConfig) -> set[str]:
+    """Those of all groups together."""
+    kinds = (ParameterGroup(weight_decay=False, token_table=False, matrices=matrices) for matrices in (False, True))
+    return {name for group in kinds for name in state_names(config, group)}
+
+
+def kept_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> torch.dtype:
+    """In what dtype a state, or `master`, is kept for parameters of one."""
+    chosen = {"master": config.main_params_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype)
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return narrow.get(chosen) or torch.promote_types(parameters, torch.float32)
+
+
+def state_dtypes(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> dict[str, torch.dtype]:
+    """What is kept beside parameters of a group and a dtype."""
+    return {name: kept_dtype(config, name, parameters) for name in state_names(config, group)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive elements of a shard that are treated alike: flat views, and the state that an update rule keeps."""
+
+    group: ParameterGroup
+    slots: tuple[Slot, ...]
+    """Of all the parameters that the run belongs to; the first and the last may reach into other ranks' shards."""
+    start: int
+    stop: int
+    """Elements [start, stop) of the bucket."""
+    master: Tensor
+    gradients: Tensor
+    state: dict[str, Tensor]
+
+
+class Shard:
+    """What this rank updates of one bucket: its slice, or under ZeRO 0 everything."""
+
+    def __init__(self, bucket: Bucket, config: OptimizerConfig) -> None:
+        self.bucket = bucket
+        sharded = bucket.stage > 0
+        self.parameters = bucket.parameter_shard if sharded else bucket.parameters
+        self.gradients = bucket.gradient_shard if sharded else bucket.gradients
+        self.start, self.stop = bucket.owned_range if sharded else (0, bucket.length)
+        dtype = self.parameters.dtype
+        self.master = self.parameters.to(kept_dtype(config, "master", dtype))  # the parameters themselves where alike
+        self.runs = list(self._runs(config))
+
+    @property
+    def has_master(self) -> bool:
+        return self.master.dtype != self.parameters.dtype
+
+    def tensors(self) -> list[Tensor]:
+        """All that is kept: the master weights and the state."""
+        return [self.master, *(tensor for run in self.runs for tensor in run.state.values())]
+
+    @property
+    def owned_part(self) -> slice:
+        """What of this shard no other rank of the shard group is to answer for."""
+        start, stop = self.bucket.owned_range
+        return slice(start - self.start, stop - self.start)
+
+    def _runs(self, config: OptimizerConfig) -> Iterator[Run]:
+        for group, slots, begin, end in self.bucket.layout.stretches():
+            start, stop = max(begin, self.start), min(end, self.stop)
+            if start < stop:
+                own = slice(start - self.start, stop - self.start)
+                dtypes = state_dtypes(config, group, self.parameters.dtype)
+                state = {name: torch.zeros_like(self.master[own], dtype=dtype) for name, dtype in dtypes.items()}
+                yield Run(group, slots, start, stop, self.master[own], self.gradients[own], state)
+
+    def slices(self, *, owned: bool) -> Iterator[StateSlice]:
+        """This shard by parameter; with `owned` only what no other rank of the shard group is to answer for."""
+        begin, end = self.bucket.owned_range if owned else (self.start, self.stop)
+        for run in self.runs:
+            state = run.state | ({"master": run.master} if self.has_master else {})
+            for slot in run.slots:
+                low, high = max(slot.start, run.start, begin), min(slot.stop, run.stop, end)
+                if low < high:
+                    values = self.parameters[low - self.start : high - self.start]
+                    views = {name: tensor[low - run.start : high - run.start] for name, tensor in state.items()}
+                    yield StateSlice(slot.parameter, low - slot.start, high - slot.start, values, views)

@@ -1,0 +1,72 @@
+"""Muon written out by hand, independent of megalite: whole tensors by name, made orthogonal by their singular values.
+
+Newton-Schulz steps are a polynomial of the matrix that acts on its singular values alone; here they act on those.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
+QUINTIC = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+
+def orthogonalized(matrix: Tensor, steps: tuple[tuple[float, float, float], ...]) -> Tensor:
+    """[..., rows, columns] in float64."""
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / torch.linalg.vector_norm(values, dim=-1, keepdim=True).clamp(min=1e-7)
+    for a, b, c in steps:
+        values = a * values + b * values**3 + c * values**5
+    return left * values.unsqueeze(-2) @ right
+
+
+def matrices(name: str, tensor: Tensor) -> Tensor | None:
+    """The matrices that the mathematics names, [matrices, rows, columns]; None for vectors and tables."""
+    kind = name.split(".")[-1]
+    if kind == "key_value":
+        return tensor.transpose(0, 1).flatten(1, 2)
+    if kind == "query":
+        return tensor.flatten(0, 1).unsqueeze(0)
+    if kind == "output" and name != "output":
+        return tensor.flatten(1, 2).unsqueeze(0)
+    if kind == "gate_up":
+        return tensor
+    return tensor.unsqueeze(0) if kind in ("up", "down") else None
+
+
+def from_matrices(name: str, values: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of `matrices` for a tensor of this shape."""
+    if name.endswith("key_value"):
+        return values.view(2, shape[0], *shape[2:]).transpose(0, 1)
+    return values.reshape(shape)
+
+
+class Muon(torch.optim.Optimizer):
+    """Of tensors that have matrices: groups with `params` (one) and `name`. Updates have the size of AdamW's: 0.2."""
+
+    def __init__(self, groups: list[dict[str, Any]], momentum: float, *, nesterov: bool) -> None:
+        self.momentum, self.nesterov, self.steps = momentum, nesterov, QUINTIC
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            (weight,) = group["params"]
+            average = self.state[weight].setdefault("average", torch.zeros_like(weight))
+            average.copy_(self.momentum * average + (1 - self.momentum) * weight.grad)
+            ahead = self.momentum * average + (1 - self.momentum) * weight.grad if self.nesterov else average
+            whole = matrices(group["name"], ahead)
+            assert whole is not None
+            scale = 0.2 * math.sqrt(max(whole.shape[1:]))
+            update = from_matrices(group["name"], scale * orthogonalized(whole, self.steps), weight.shape)
+            weight.copy_(weight - group["lr"] * (group["weight_decay"] * weight + update))

@@ -1,0 +1,171 @@
+"""Every back end of AdamW and SGD makes the same updates; apex by a stand-in that counts steps as apex does."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config import parse_arguments
+from megalite.config.model import ModelConfig
+from megalite.config.optimizer import OptimizerConfig
+from megalite.errors import ConfigurationError
+from megalite.model.gpt import GPT
+from megalite.optim.buckets import DataParallel
+from megalite.optim.elementwise import require_backend
+from megalite.optim.learning_rate import Rates
+from megalite.optim.optimizer import Optimizer, make_optimizer
+from megalite.parallel import device
+from megalite.parallel.initialization import initialize
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import DenseGradient
+from megalite.training.construction import data_parallel
+
+MODEL = ModelConfig(
+    num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, make_vocab_size_divisible_by=1,
+    max_position_embeddings=5,
+)  # fmt: skip
+CONFIGS = {
+    "adam": OptimizerConfig(lr=0.0),
+    "sgd": OptimizerConfig(lr=0.0, optimizer="sgd"),
+    "sgd without momentum": OptimizerConfig(lr=0.0, optimizer="sgd", sgd_momentum=0.0),
+    "muon": OptimizerConfig(lr=0.0, optimizer="muon"),
+}
+
+
+def stepped(config: OptimizerConfig, steps: int = 4) -> list[Tensor]:
+    """Masters and state after steps with drawn gradients, in float64; the second step is skipped."""
+    network = GPT(MODEL, ParallelMesh(), dtype=torch.float64)
+    initialize(network, seed=1)
+    optimizer = make_optimizer(network, ParallelMesh(), config, DataParallel(torch.float64))
+    generator = torch.Generator().manual_seed(0)
+    for number in range(steps):
+        step(optimizer, generator, Rates(0.1 / (1 + number), 0.05, weight_decay=0.1), infinite=number == 1)
+    (shard,) = optimizer.shards
+    return shard.tensors()
+
+
+def step(optimizer: Optimizer, generator: torch.Generator, rates: Rates, *, infinite: bool = False) -> None:
+    (bucket,) = optimizer.buckets
+    optimizer.begin_step(1)
+    for slot in bucket.slots:
+        gradient = torch.randn(slot.parameter.shape, generator=generator)
+        for _ in range(slot.parameter.sharding.uses):
+            bucket.accumulate(slot.parameter, DenseGradient(gradient / (0.0 if infinite else 1.0)))
+    assert optimizer.step(rates).skipped is infinite
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_torch_and_megalite_agree_to_rounding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "chunk_elements", lambda _: 50)  # no divisor of the sizes
+    wanted = stepped(replace(CONFIGS[name], optimizer_backend="torch"))
+    actual = stepped(replace(CONFIGS[name], optimizer_backend="megalite"))
+    for ours, theirs in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+NARROW = {
+    "bf16 moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+    "fp16 average": {"exp_avg_dtype": "fp16"},
+    "fp16 masters": {"main_params_dtype": "fp16"},
+}
+BITS = {torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_lower_precision_rounds_what_is_kept_and_no_more(name: str) -> None:
+    """Each step is torch's in fp32 from what was kept before, then rounded."""
+    config = OptimizerConfig(lr=0.0, use_precision_aware_optimizer=True, clip_grad=0.0, **NARROW[name])  # type: ignore[arg-type]
+    network = GPT(MODEL, ParallelMesh(), dtype=torch.bfloat16)
+    initialize(network, seed=1)
+    optimizer = make_optimizer(network, ParallelMesh(), config, DataParallel(torch.float32))
+    generator = torch.Generator().manual_seed(0)
+    (shard,) = optimizer.shards
+    for number in range(3):
+        before = [[tensor.clone().float() for tensor in (run.master, *run.state.values())] for run in shard.runs]
+        step(optimizer, generator, Rates(0.01, 0.02, weight_decay=0.1))
+        for run, (master, average, squares) in zip(shard.runs, before, strict=True):
+            rate = 0.02 if run.group.token_table else 0.01
+            torchs = torch.optim.AdamW([master], lr=rate, weight_decay=0.1 if run.group.weight_decay else 0.0)
+            torchs.state[master] = {"step": torch.tensor(float(number)), "exp_avg": average, "exp_avg_sq": squares}
+            master.grad = run.gradients
+            torchs.step()
+            for kept, wide in zip((run.master, *run.state.values()), (master, average, squares), strict=True):
+                spacing = 2.0 ** -BITS[kept.dtype]
+                torch.testing.assert_close(kept.float(), wide, rtol=0.51 * spacing + 1e-6, atol=1e-7)
+    asked = {torch.float32, *(dtype for dtype in BITS if dtype_name(dtype) in NARROW[name].values())}
+    assert {tensor.dtype for tensor in shard.tensors()} == asked
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ("--bf16", torch.float32),
+        ("--bf16 --grad-reduce-in-bf16", torch.bfloat16),
+        ("--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16", torch.bfloat16),
+        ("--fp16 --use-precision-aware-optimizer --main-grads-dtype bf16", torch.bfloat16),
+        ("--fp64", torch.float64),
+    ],
+)
+def test_gradients_are_gathered_in_the_dtype_asked_for(flags: str, dtype: torch.dtype) -> None:
+    sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
+    config = parse_arguments(f"{sizes} {flags}".split()).config
+    assert data_parallel(config, ParallelMesh()).gradient_dtype == dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")
+
+
+class StandIn(torch.optim.Optimizer):
+    """AdamW as apex has it: state that is there is used, and updates are counted in the group."""
+
+    def __init__(self, params: Any, *, lr: float, betas: Any, eps: float, adam_w_mode: bool) -> None:
+        assert adam_w_mode
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group["step"] + 1 if "step" in group else 1
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                m, v = self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
+                m.copy_(beta1 * m + (1 - beta1) * p.grad)
+                v.copy_(beta2 * v + (1 - beta2) * p.grad**2)
+                update = m / (1 - beta1 ** group["step"])
+                update /= (v / (1 - beta2 ** group["step"])).sqrt() + group["eps"]
+                p.sub_(group["lr"] * (update + group["weight_decay"] * p))
+
+
+def plant_apex(monkeypatch: pytest.MonkeyPatch, *, available: bool = True) -> None:
+    optimizers, applier, apex = ModuleType("apex.optimizers"), ModuleType("apex.multi_tensor_apply"), ModuleType("apex")
+    optimizers.FusedAdam, optimizers.FusedSGD = StandIn, torch.optim.SGD  # type: ignore[attr-defined]
+    applier.multi_tensor_applier = SimpleNamespace(available=available)  # type: ignore[attr-defined]
+    for module in (apex, optimizers, applier):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_apex_is_given_what_it_needs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_apex(monkeypatch)
+    config = replace(CONFIGS[name], optimizer_backend="apex")
+    require_backend(config)
+    for ours, theirs in zip(stepped(config), stepped(CONFIGS[name]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_apex_that_cannot_be_used_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(CONFIGS["adam"], optimizer_backend="apex")
+    way_out = r"--optimizer-backend apex needs .*CUDA extensions .*; --optimizer-backend auto needs nothing\. "
+    with pytest.raises(ConfigurationError, match=way_out + "Here: No module named 'apex'"):
+        require_backend(config)
+    plant_apex(monkeypatch, available=False)
+    with pytest.raises(ConfigurationError, match=way_out + "Here apex has none of them"):
+        require_backend(config)
+    require_backend(CONFIGS["adam"])
