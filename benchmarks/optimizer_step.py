@@ -1,0 +1,92 @@
+"""Bandwidth of an AdamW update over flat buffers, against torch.optim.AdamW(fused=True) on the same parameters.
+
+    python -m benchmarks.optimizer_step [--rounds 15]
+
+A Llama of some 40 million fp32 parameters. Both read weights, gradients and two moments and write all but the
+gradients: 28 bytes a parameter; the limit copies half as many, which reads and writes as much. One thread, CPU time;
+the rivals update in turn, round by round; a figure is the median over rounds, with quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.cpu_step import measure, quartiles, ratios
+from benchmarks.plain_pytorch import PlainLlama
+from benchmarks.results import write_results
+from megalite.config import ModelConfig, OptimizerConfig
+from megalite.model.gpt import GPT
+from megalite.optim.buckets import DataParallel
+from megalite.optim.learning_rate import Rates
+from megalite.optim.optimizer import make_optimizer
+from megalite.optim.rules import make_rules
+from megalite.parallel.initialization import initialize
+from megalite.parallel.mesh import ParallelMesh
+
+LAYERS, HIDDEN, HEADS, FFN, VOCABULARY = 8, 512, 8, 1376, 16384
+BYTES = 28  # a parameter
+
+
+def flat_update(backend: str) -> tuple[Callable[[], None], int]:
+    """The update of a back end, and the number of elements that it works through."""
+    mesh = ParallelMesh()
+    model = ModelConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        ffn_hidden_size=FFN,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=True,
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=True,
+        vocab_size=VOCABULARY,
+    )
+    network = GPT(model, mesh)
+    initialize(network, seed=1)
+    config = OptimizerConfig(lr=1e-3, optimizer_backend=backend)  # type: ignore[arg-type]
+    optimizer = make_optimizer(network, mesh, config, DataParallel(torch.float32))
+    for bucket in optimizer.buckets:
+        bucket.gradients.normal_()
+    (rule,) = make_rules(optimizer.shards, mesh, config)
+    return lambda: rule.update(Rates(1e-3, 1e-3, 0.01), 1), sum(bucket.length for bucket in optimizer.buckets)
+
+
+def plain_update() -> tuple[Callable[[], None], int]:
+    network = PlainLlama(VOCABULARY, LAYERS, HIDDEN, HEADS, FFN, sequence=1)
+    for parameter in network.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+    return lambda: optimizer.step() and None, sum(parameter.numel() for parameter in network.parameters())
+
+
+def copy(elements: int) -> Callable[[], None]:
+    source, target = (torch.ones(elements * BYTES // 8) for _ in range(2))
+    return lambda: target.copy_(source) and None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    made = {"flat, torch": flat_update("torch"), "flat, megalite": flat_update("megalite"), "plain": plain_update()}
+    elements = {name: count for name, (_, count) in made.items()}
+    steps = {name: step for name, (step, _) in made.items()} | {"copy": copy(elements["plain"])}
+    times = measure(steps, arguments.rounds, ParallelMesh())
+    elements["copy"] = elements["plain"]
+    print(f"torch {torch.__version__}, {elements['plain']:,} parameters, {arguments.rounds} rounds, CPU time")
+    bandwidth = {name: elements[name] * BYTES / statistics.median(seconds) / 1e9 for name, seconds in times.items()}
+    compared = {}
+    for name, value in bandwidth.items():
+        compared[name] = [rate * elements[name] / elements["plain"] for rate in ratios(times, "plain", name)]
+        print(f"  {name:15} {value:6.2f} GB/s, {quartiles(compared[name])} of the plain optimizer's")
+    print("written to", write_results("optimizer_step", {"GB a second": bandwidth, "of plain": compared}))
+
+
+if __name__ == "__main__":
+    main()
