@@ -48,13 +48,20 @@ def assert_same_bits(actual: Result, expected: Result, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tp", "dp", "optimizer"), [(1, 2, "adam"), (1, 3, "adam"), (2, 2, "adam"), (1, 8, "adam"), (2, 2, "muon")]
+    ("tp", "dp", "optimizer", "dtype"),
+    [
+        (1, 2, "adam", "float64"),
+        (1, 3, "adam", "float64"),
+        (2, 2, "adam", "bfloat16"),
+        (1, 8, "adam", "float32"),
+        (2, 2, "muon", "float64"),
+    ],
 )
-def test_zero_and_overlap_change_no_bit(tp: int, dp: int, optimizer: str, rank_pools: RankPools) -> None:
+def test_zero_and_overlap_change_no_bit(tp: int, dp: int, optimizer: str, dtype: str, rank_pools: RankPools) -> None:
     """Of buckets that are cut alike: within a bucket the order of sums over tp depends on where an element stands."""
     rest = {"tp": tp, "dp": dp, "sequence_parallel": tp > 1, "key_values": "mqa", "family": "llama"}
     ways = [(0, "reduce"), (1, "reduce"), (1, "reduce and gather"), (0, "none"), (1, "none")]
-    training = {"steps": STEPS, "optimizer": optimizer, "clip_grad": 0.5}
+    training = {"steps": STEPS, "optimizer": optimizer, "clip_grad": 0.5, "dtype": dtype}
     cells = [make_cell(rest | {"zero": z, "overlap": o}, **training) for z, o in ways]
     overlapped, *others = run(rank_pools, cells)
     assert_same_bits(others[0], overlapped, "ZeRO 1 against ZeRO 0, overlapped")
@@ -63,15 +70,21 @@ def test_zero_and_overlap_change_no_bit(tp: int, dp: int, optimizer: str, rank_p
 
 
 @pytest.mark.parametrize(
-    ("tp", "dp", "instances", "optimizer"),
-    [(1, 2, 1, "adam"), (2, 2, 1, "adam"), (1, 3, 1, "adam"), (1, 4, 2, "adam"), (2, 4, 2, "muon")],
+    ("tp", "dp", "instances", "optimizer", "dtype"),
+    [
+        (1, 2, 1, "adam", "float64"),
+        (2, 2, 1, "adam", "bfloat16"),
+        (1, 3, 1, "adam", "float32"),
+        (1, 4, 2, "adam", "float64"),
+        (2, 4, 2, "muon", "float64"),
+    ],
 )
 def test_zero_2_and_3_give_the_same_bits(
-    tp: int, dp: int, instances: int, optimizer: str, rank_pools: RankPools
+    tp: int, dp: int, instances: int, optimizer: str, dtype: str, rank_pools: RankPools
 ) -> None:
     """They sum every micro-batch over the ranks and then add the sums, overlapped or not."""
     rest = {"tp": tp, "dp": dp, "instances": instances, "sequence_parallel": tp > 1, "family": "llama", "tied": True}
-    training = {"steps": STEPS, "optimizer": optimizer, "clip_grad": 0.5, "samples": 4 * dp}
+    training = {"steps": STEPS, "optimizer": optimizer, "clip_grad": 0.5, "samples": 4 * dp, "dtype": dtype}
     overlaps = ("none", "reduce", "reduce and gather")
     cells = [make_cell(rest | {"zero": zero, "overlap": o}, **training) for zero in (2, 3) for o in overlaps]
     results = run(rank_pools, cells)
