@@ -261,6 +261,20 @@ MUTANTS = (
         f"{_STEPS}[3]",
     ),
     Mutant(
+        "an answer may begin before the one before it ends",
+        "megalite/data/chat.py",
+        " and len(before) >= at",
+        "",
+        "tests/unit/test_data_sft.py::test_answers_that_follow_each_other_are_told_apart",
+    ),
+    Mutant(
+        "a token that only ends in an answer is not learned",
+        "megalite/data/sft_dataset.py",
+        "before[offsets[:, 1]] > before[offsets[:, 0]]",
+        "np.append(of_answers, False)[offsets[:, 0]]",
+        "tests/unit/test_data_sft.py::test_a_token_that_holds_any_of_an_answer_is_learned",
+    ),
+    Mutant(
         "the decoupled learning rate is everything's",
         "megalite/optim/learning_rate.py",
         "self.learning_rate.at(consumed_samples),",

@@ -77,13 +77,11 @@ def given_template(argument: str, tokenizer_model: str | None) -> ChatTemplate:
         raise DataError(f"--chat-template {argument} cannot be read: give a file, or the template itself") from error
 
 
-def conversation_reader(template: ChatTemplate | None) -> Callable[[Any], list[Span]]:
+def conversation_reader(template: ChatTemplate | None) -> Callable[[dict[str, Any]], list[Span]]:
     """The function from a record to its spans; it raises ValueError, saying why, for what is no conversation."""
     render = None if template is None else _renderer(template)
 
-    def spans(record: Any) -> list[Span]:
-        if not isinstance(record, dict):
-            raise ValueError("expected an object")
+    def spans(record: dict[str, Any]) -> list[Span]:
         if "messages" in record:
             messages = _messages(record["messages"])
             return _plain(messages) if render is None else _rendered(messages, render)
@@ -128,7 +126,15 @@ def _rendered(messages: list[dict[str, Any]], render: Callable[[list[dict[str, A
                     "the chat template does not render the beginning of this conversation as it renders the whole, so "
                     "that the answers cannot be told apart: give one that does as --chat-template"
                 )
-            spans += [Span(whole[at : len(before)], False), Span(whole[len(before) : len(after)], True)]
+            answer, content = whole[len(before) : len(after)], message["content"].strip()
+            header = answer[: max(answer.find(content), 0)].strip()
+            # Where a template has no header, as Llama 2's, it may leave add_generation_prompt out.
+            if header and before == render(messages[:number], False):
+                raise ValueError(
+                    f"the chat template does not write {header!r} before an answer where add_generation_prompt asks "
+                    "for it, so that the loss would count on it: give one that does as --chat-template"
+                )
+            spans += [Span(whole[at : len(before)], False), Span(answer, True)]
             at = len(after)
     return [*spans, Span(whole[at:], False)]
 
@@ -136,8 +142,11 @@ def _rendered(messages: list[dict[str, Any]], render: Callable[[list[dict[str, A
 def _renderer(template: ChatTemplate) -> Callable[[list[dict[str, Any]], bool], str]:
     why = "the chat template is written in Jinja"
     jinja2, sandbox = (optional_import(module, "jinja2", why) for module in ("jinja2", "jinja2.sandbox"))
-    # A template is part of a downloaded tokenizer: it may not reach anything but its arguments.
-    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    # What transformers gives to templates. They are part of a downloaded tokenizer: they may not reach anything but
+    # their arguments.
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
+    )
     environment.globals["raise_exception"] = _refuse
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     try:
@@ -147,12 +156,32 @@ def _renderer(template: ChatTemplate) -> Callable[[list[dict[str, Any]], bool], 
 
     def render(messages: list[dict[str, Any]], prompt: bool) -> str:
         try:
-            text: str = compiled.render(messages=messages, add_generation_prompt=prompt, **template.special_tokens)
+            text: str = compiled.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=prompt,
+                **template.special_tokens,
+            )
             return text
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses it: {error}") from error
 
     return render
+
+
+def _generation_tag() -> type:
+    """The tag {% generation %}, by which a template may mark what a model says; here it changes nothing."""
+    from jinja2 import ext, nodes, parser
+
+    class GenerationTag(ext.Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: parser.Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    return GenerationTag
 
 
 def _refuse(message: str) -> NoReturn:

@@ -41,6 +41,23 @@ def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | Bad
             yield BadRecord(number, chunk.place(number), str(error))
 
 
+def parse_record(line: bytes) -> dict[str, Any]:
+    """The object on a line. Raises ValueError or RecursionError where there is none, or one nested too deep."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not a JSON object ({error.msg}, column {error.colno})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON {type(record).__name__}, not an object")
+    return record
+
+
+def check_text(text: str) -> None:
+    """Raises ValueError for half of a surrogate pair: JSON can escape it, but it is no character, and no tokenizer
+    takes it."""
+    text.encode()
+
+
 def _records(chunk: Chunk) -> Iterable[tuple[int, Any]]:
     if chunk.kind == "rows":
         return enumerate(chunk.data.to_pylist(), chunk.first)
@@ -52,18 +69,8 @@ def _records(chunk: Chunk) -> Iterable[tuple[int, Any]]:
 def _texts(chunk: Chunk, record: Any, keys: Sequence[str]) -> list[list[str]]:
     if chunk.kind == "text":
         return [[record.decode("utf-8-sig")]] * len(keys)
-    fields = _parsed(record) if chunk.kind == "lines" else record
+    fields = parse_record(record) if chunk.kind == "lines" else record
     return [_sequences(fields, key) for key in keys]
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not a JSON object ({error.msg}, column {error.colno})") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"a JSON {type(record).__name__}, not an object")
-    return record
 
 
 def _sequences(fields: dict[str, Any], key: str) -> list[str]:
@@ -74,6 +81,5 @@ def _sequences(fields: dict[str, Any], key: str) -> list[str]:
     for text in sequences:
         if not isinstance(text, str):
             raise ValueError(f"the field {key!r} is a {type(text).__name__}, not a text")
-        # JSON can escape half of a surrogate pair, which is no character and which no tokenizer takes.
-        text.encode()
+        check_text(text)
     return sequences

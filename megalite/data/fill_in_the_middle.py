@@ -5,12 +5,14 @@ A document is cut at two random characters into prefix, middle and suffix, each 
     PSM    <prefix> prefix <suffix> suffix <middle> middle
     SPM    <prefix> <suffix> suffix <middle> prefix middle
 
-Both keep the order in which text is read inside each part. What happens to a sample depends on (seed, sample) alone.
+Both keep the order in which text is read inside each part; tokens before a document's text that are none of it, as its
+tokenizer may have put there, stay in front. What happens to a sample depends on (seed, sample) alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -32,6 +34,9 @@ class FillInTheMiddle:
         separator: a token that divides documents into fragments, each rearranged by itself; None without.
         fragment_rate: share of the fragments that are rearranged, in documents that are.
         no_prefix: texts that begin so are left as they are; None for none.
+
+    Raises:
+        ConfigurationError: one token has two meanings.
     """
 
     prefix: int
@@ -45,17 +50,37 @@ class FillInTheMiddle:
     fragment_rate: float = 0.5
     no_prefix: str | None = None
 
+    def __post_init__(self) -> None:
+        meanings = dict[int | None, str]()
+        for meaning in ("eod", "prefix", "middle", "suffix", "pad", "separator"):
+            token = getattr(self, meaning)
+            if token is not None and meanings.setdefault(token, meaning) != meaning:
+                flags = " and ".join(_FLAGS[name] for name in (meanings[token], meaning))
+                raise ConfigurationError(
+                    f"{flags} are one token, {token}, so that they cannot be told apart and the loss would miss some: "
+                    "give each a token of its own"
+                )
+
+
+_FLAGS = {
+    "eod": "the end of a document (--fim-eod-token)",
+    "separator": "--fim-split-sample",
+    **{name: f"--fim-{name}-token" for name in ("prefix", "middle", "suffix", "pad")},
+}
+
 
 def token_by_name(tokenizer: Tokenizer, name: str, flag: str) -> int:
-    """The one token that a text is. Raises ConfigurationError, naming the flag, where it is not one."""
+    """The token of a name, or the one that a text is. Raises ConfigurationError, naming the flag, where none is."""
+    token = tokenizer.token_id(name)
+    if token is not None:
+        return token
     try:
         ids = tokenizer.encode(name)
     except ValueError:
         ids = []
-    if len(ids) != 1:
+    if len(ids) != 1 or tokenizer.decode(ids) != name:
         raise ConfigurationError(
-            f"{flag} {name} is not one token of the tokenizer but {len(ids)}: name one of its own, or add it to the "
-            "vocabulary as a special token"
+            f"{flag} {name} is no token of the vocabulary: name one that is, or add it as a special token"
         )
     return ids[0]
 
@@ -72,6 +97,7 @@ class FillInTheMiddleDataset:
 
     def __init__(self, tokens: Dataset[np.ndarray], tokenizer: Tokenizer, rules: FillInTheMiddle, seed: int) -> None:
         self.tokens, self.tokenizer, self.rules, self.seed = tokens, tokenizer, rules, seed
+        self.some_text = tokenizer.encode("1")
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -97,15 +123,22 @@ class FillInTheMiddleDataset:
 
     def _rearranged(self, tokens: np.ndarray, random: np.random.RandomState) -> np.ndarray:
         rules, encode = self.rules, self.tokenizer.encode
-        text = self.tokenizer.decode(tokens.tolist())
+        begin = sum(1 for _ in takewhile(self._is_no_text, tokens.tolist()))
+        text = self.tokenizer.decode(tokens[begin:].tolist())
         # A sample may begin or end inside a character: such a piece is no text, and would not come back as it was.
         if not text or "\ufffd" in text or (rules.no_prefix and text.startswith(rules.no_prefix)):
             return tokens
         first, last = sorted(random.randint(0, len(text) + 1, size=2))
         prefix, middle, suffix = encode(text[:first]), encode(text[first:last]), encode(text[last:])
+        before = [*tokens[:begin], rules.prefix]
         if random.random_sample() < rules.spm_rate:
-            return np.array([rules.prefix, rules.suffix, *suffix, rules.middle, *prefix, *middle], np.int64)
-        return np.array([rules.prefix, *prefix, rules.suffix, *suffix, rules.middle, *middle], np.int64)
+            return np.array([*before, rules.suffix, *suffix, rules.middle, *prefix, *middle], np.int64)
+        return np.array([*before, *prefix, rules.suffix, *suffix, rules.middle, *middle], np.int64)
+
+    def _is_no_text(self, token: int) -> bool:
+        """Whether it changes nothing before a text. (By itself, SentencePiece's space gives no text either.)"""
+        decode = self.tokenizer.decode
+        return decode([token, *self.some_text]) == decode(self.some_text)
 
 
 def _split_at(tokens: np.ndarray, separator: int) -> list[np.ndarray]:

@@ -3,23 +3,27 @@
 A conversation of n tokens takes n - 1 places, each an input and its label, so that no label belongs to another
 conversation. In each epoch conversations are shuffled and taken in turn; one that does not fit into what is left of a
 sequence begins the next. One that is longer than a sequence is cut.
+
+The text of a conversation is made into tokens as a whole, as it is when a model is asked: many tokenizers give a part
+of it other tokens than it has there. A token that holds any of an answer is learned.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from megalite.data.chat import ChatTemplate, conversation_reader
+from megalite.data.chat import ANSWERS, ChatTemplate, Span, conversation_reader
 from megalite.data.datasets import SURPLUS, Datasets, Samples, build_datasets
+from megalite.data.documents import check_text, parse_record
 from megalite.data.fields import SampleFields
 from megalite.data.index_cache import Arrays, IndexCache
+from megalite.data.indexed_dataset import token_dtype
 from megalite.data.parts import Part
 from megalite.data.tokenizers import Tokenizer
 from megalite.errors import DataError
@@ -40,7 +44,7 @@ def build_sft_datasets(
 
     Raises:
         ConfigurationError: there is no training data.
-        DataError: a file is missing, or a line is no conversation.
+        DataError: a file is missing, a line is no conversation, or no conversation has an answer.
     """
     notes = []
 
@@ -65,7 +69,7 @@ class ConversationFile:
         cache: keeps the tokens and the indices.
 
     Raises:
-        DataError: the file cannot be read, or a line is no conversation.
+        DataError: the file cannot be read, a line is no conversation, or no conversation has an answer.
     """
 
     def __init__(
@@ -81,13 +85,19 @@ class ConversationFile:
         self.eod = tokenizer.eod
         self.description = {
             "kind": "conversations",
-            "version": 1,
+            "version": 2,
             "file_sha256": _sha256(path),
             "tokenizer": tokenizer.identity(),
             "template": None if template is None else [template.source, dict(template.special_tokens)],
         }
         arrays = cache.get(path, self.description, lambda: _read_conversations(path, tokenizer, template))
-        self.tokens, self.learned, self.ends = arrays["tokens"], arrays["learned"], arrays["ends"]
+        self.tokens, self.answers, self.ends = arrays["tokens"], arrays["answers"], arrays["ends"]
+        self.unanswered = int((~self._answered()).sum())
+        if self.unanswered == len(self):
+            raise DataError(
+                f"in {path} no answer begins within --seq-length {sequence_length}, so that nothing would be learned: "
+                "make it longer"
+            )
 
     def __len__(self) -> int:
         """The number of conversations."""
@@ -101,11 +111,28 @@ class ConversationFile:
         """The places that each conversation takes in a sequence."""
         return np.minimum(np.diff(self.ends, prepend=0) - 1, self.sequence_length)
 
+    def learned(self, begin: int, end: int) -> np.ndarray:
+        """Which tokens from `begin` to `end` are answers."""
+        return np.searchsorted(self.answers, np.arange(begin, end), side="right") % 2
+
+    def _answered(self) -> np.ndarray:
+        """The conversations that have a label in an answer."""
+        first = np.concatenate([[0], self.ends[:-1]]) + 1
+        begins, ends = np.append(self.answers[::2], self.ends[-1]), self.answers[1::2]
+        return begins[np.searchsorted(ends, first, side="right")] < first + self.places()
+
     def notes(self) -> list[str]:
         """What a user should know about the file."""
         cut = int((np.diff(self.ends, prepend=0) - 1 > self.sequence_length).sum())
-        longer = f"{self.path}: {cut} of {len(self)} conversations are longer than --seq-length and are cut"
-        return [longer] if cut else []
+        of = f"of {len(self)} conversations"
+        return [
+            *([f"{self.path}: {cut} {of} are longer than --seq-length and are cut"] if cut else []),
+            *(
+                [f"{self.path}: {self.unanswered} {of} have no answer within --seq-length: nothing is learned there"]
+                if self.unanswered
+                else []
+            ),
+        ]
 
     def dataset(self, sequences: range, num_samples: int | None) -> SFTDataset:
         """At least `num_samples` samples of these conversations; None for those of one epoch."""
@@ -193,7 +220,7 @@ class SFTDataset:
             )
             fields["tokens"][here] = file.tokens[inputs]
             fields["labels"][here] = file.tokens[labels]
-            fields["loss_mask"][here] = file.learned[labels]
+            fields["loss_mask"][here] = file.learned(labels.start, labels.stop)
             at += count
             fields["positions"][at:] = np.arange(length - at)
             if documents is not None:
@@ -212,26 +239,61 @@ def _sha256(path: str) -> str:
 
 
 def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> Arrays:
-    spans_of = conversation_reader(template)
-    tokens, learned, ends = array("i"), bytearray(), array("q")
+    """tokens: one conversation after another; ends: of each; answers: where they begin and end in turn, in tokens."""
+    spans_of, dtype = conversation_reader(template), token_dtype(tokenizer.vocab_size)
+    tokens, answers, ends, roles = bytearray(), array("q"), array("q"), set[str]()
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                for span in spans_of(json.loads(line)):
-                    ids = [*tokenizer.encode(span.text), *([tokenizer.eod] if span.ends else [])]
-                    tokens.extend(ids)
-                    learned.extend(bytes([span.learned]) * len(ids))
-            except ValueError as error:
+                record = parse_record(line)
+                ids, learned = _encoded(spans_of(record), tokenizer)
+                if len(ids) < 2:
+                    raise ValueError("it has no text")
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{path} line {number} is no conversation: {error}") from error
-            if len(tokens) - (ends[-1] if ends else 0) < 2:
-                raise DataError(f"{path} line {number} is no conversation: it has no text")
-            ends.append(len(tokens))
+            roles.update(message["role"] for message in record.get("messages", ()))
+            begin = ends[-1] if ends else 0
+            borders = np.flatnonzero(np.diff(learned, prepend=False, append=False))
+            answers.frombytes((begin + borders).astype(np.int64).tobytes())
+            tokens += np.asarray(ids, dtype).tobytes()
+            ends.append(begin + len(ids))
     if not ends:
         raise DataError(f"{path} holds no conversations: with --sft the data are JSONL files of them")
+    if not answers:
+        raise DataError(
+            f"{path} has no answers, so that nothing would be learned: answers are what the role {ANSWERS!r} says, and "
+            f"the roles there are {', '.join(map(repr, sorted(roles)))}: rename the one that answers"
+        )
     return {
-        "tokens": np.frombuffer(tokens, np.int32),
-        "learned": np.frombuffer(learned, np.uint8),
+        "tokens": np.frombuffer(tokens, dtype),
+        "answers": np.frombuffer(answers, np.int64),
         "ends": np.frombuffer(ends, np.int64),
     }
+
+
+def _encoded(spans: Sequence[Span], tokenizer: Tokenizer) -> tuple[list[int], np.ndarray]:
+    """The tokens of a conversation, and which of them are learned."""
+    ids, learned = list[int](), list[np.ndarray]()
+    for stretch in _stretches(spans):
+        text = "".join(span.text for span in stretch)
+        check_text(text)
+        found, offsets = tokenizer.encode_with_offsets(text)
+        of_answers = np.repeat([span.learned for span in stretch], [len(span.text) for span in stretch])
+        before = np.concatenate([[0], np.cumsum(of_answers)])  # characters of answers before each
+        ids += found
+        learned.append(before[offsets[:, 1]] > before[offsets[:, 0]])
+        if stretch[-1].ends:
+            ids.append(tokenizer.eod)
+            learned.append(np.array([stretch[-1].learned]))
+    return ids, np.concatenate(learned)
+
+
+def _stretches(spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
+    """The spans up to and with each that an end of document follows, and those behind the last."""
+    begin = 0
+    for end, span in enumerate(spans, 1):
+        if span.ends or end == len(spans):
+            yield spans[begin:end]
+            begin = end

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceTrainer
 
 from megalite.data.fields import sample_fields
 from megalite.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleDataset, token_by_name
 from megalite.data.tokenizers.bytes import ByteTokenizer
+from megalite.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megalite.errors import ConfigurationError
 
-PREFIX, MIDDLE, SUFFIX, PAD, EOD, FILE = 300, 301, 302, 303, 256, 304
+PREFIX, MIDDLE, SUFFIX, PAD, EOD, FILE, BEGIN = 300, 301, 302, 303, 256, 304, 305
 
 
 class Tokenizer(ByteTokenizer):
     """Bytes, where a pair "ab" is a token of its own; tokens above 256 have names."""
 
+    def token_id(self, name: str) -> int | None:
+        return {"<prefix>": PREFIX, "<file>": FILE}.get(name)
+
     def encode(self, text: str) -> list[int]:
-        if text.startswith("<") and text.endswith(">"):
-            return [{"<prefix>": PREFIX, "<file>": FILE}[text]]
         ids: list[int] = []
         for byte in text.encode():
             if byte == ord("b") and ids[-1:] == [ord("a")]:
@@ -33,11 +37,13 @@ class Tokenizer(ByteTokenizer):
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return b"".join(b"ab" if token == 299 else bytes([token]) for token in ids).decode(errors="replace")
+        text = (token for token in ids if token != BEGIN)
+        return b"".join(b"ab" if token == 299 else bytes([token]) for token in text).decode(errors="replace")
 
 
 def rules(**changes: Any) -> FillInTheMiddle:
-    return FillInTheMiddle(PREFIX, MIDDLE, SUFFIX, PAD, EOD, **({"rate": 1.0} | changes))
+    marks: dict[str, Any] = {"prefix": PREFIX, "middle": MIDDLE, "suffix": SUFFIX, "pad": PAD, "eod": EOD}
+    return FillInTheMiddle(**(marks | {"rate": 1.0} | changes))
 
 
 def rearranged(rows: list[list[int]], seed: int = 1, **changes: Any) -> list[list[int]]:
@@ -140,7 +146,62 @@ def test_fragments_are_rearranged_by_themselves() -> None:
     assert rearranged([row], separator=FILE, fragment_rate=0.0) == [row]
 
 
+def test_what_stands_before_a_text_stays_there() -> None:
+    text = [*b"0123456789"]
+    for spm_rate in (0.0, 1.0):
+        (tokens,) = rearranged(
+            [[BEGIN, *text, EOD, BEGIN, *text, EOD, EOD, EOD, EOD, EOD, EOD, EOD]], spm_rate=spm_rate
+        )
+        for document in (tokens[:14], tokens[15:29]):
+            assert document[0] == BEGIN
+            assert restored(document[1:]) == "0123456789"
+
+
+def test_a_space_is_text_though_sentencepiece_gives_none_for_it(tmp_path: Path) -> None:
+    tokenizer = sentencepiece(tmp_path)
+    tokens: Any = [np.array([*tokenizer.encode("  ab ab"), tokenizer.eod, tokenizer.eod] + [tokenizer.eod] * 20)]
+    marks = FillInTheMiddle(3, 4, 5, 6, tokenizer.eod, rate=1.0, spm_rate=0.0)
+    (first, *rest) = FillInTheMiddleDataset(tokens, tokenizer, marks, 1)[0]
+    assert first == 3
+    assert "".join(tokenizer.decode([token]) for token in rest).count("a") == 2
+
+
+def sentencepiece(folder: Path) -> SentencePieceTokenizer:
+    """A model as Llama's that has the marks as control pieces, which no text gives."""
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["ab ab  ab"] * 50),
+        model_prefix=str(folder / "m"),
+        vocab_size=280,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        control_symbols=["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"],
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return SentencePieceTokenizer(str(folder / "m.model"))
+
+
+def test_marks_that_no_text_gives_are_found_by_name(tmp_path: Path) -> None:
+    tokenizer = sentencepiece(tmp_path)
+    names = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>")
+    assert [token_by_name(tokenizer, name, "--fim") for name in names] == [3, 4, 5, 6]
+    assert token_by_name(ByteTokenizer(), "\n", "--fim-split-sample") == 10
+
+
+def test_a_token_has_one_meaning() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"the end of a document \(--fim-eod-token\) and --fim-pad-token are one"
+    ):
+        rules(pad=EOD)
+    with pytest.raises(ConfigurationError, match="--fim-prefix-token and --fim-suffix-token are one token, 300"):
+        rules(suffix=PREFIX)
+    with pytest.raises(ConfigurationError, match="--fim-pad-token and --fim-split-sample are one token, 303"):
+        rules(separator=PAD)
+
+
 def test_marks_must_be_tokens() -> None:
     assert token_by_name(Tokenizer(), "<prefix>", "--fim-prefix-token") == PREFIX
-    with pytest.raises(ConfigurationError, match=r"--fim-middle-token <fim_middle> is not one token.* but 12"):
+    with pytest.raises(ConfigurationError, match=r"--fim-middle-token <fim_middle> is no token of the vocabulary"):
         token_by_name(ByteTokenizer(), "<fim_middle>", "--fim-middle-token")

@@ -10,15 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece import SentencePieceTrainer
 
 from megalite.data.chat import ChatTemplate, Span, conversation_reader, find_template, given_template
 from megalite.data.datasets import Datasets, Samples
 from megalite.data.fields import SampleFields
 from megalite.data.index_cache import IndexCache
 from megalite.data.parts import read_parts
-from megalite.data.sft_dataset import build_sft_datasets, pack
+from megalite.data.sft_dataset import ConversationFile, build_sft_datasets, pack
+from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import DataError
 
@@ -76,6 +79,48 @@ def test_templates_that_hide_answers_are_refused() -> None:
         spans({"messages": TALK}, "{% for %}")
 
 
+CHATML_WITHOUT_A_PROMPT = CHATML[: CHATML.index("{% if add_generation_prompt")]
+
+
+def test_a_header_that_a_model_would_not_be_given_is_refused() -> None:
+    why = r"does not write '<\|im_start\|>assistant' before an answer where add_generation_prompt asks for it"
+    with pytest.raises(ValueError, match=why):
+        spans({"messages": TALK}, CHATML_WITHOUT_A_PROMPT)
+    # Nothing to write before an answer but a space, as Llama 2 has it; and what a model itself says first is no header.
+    found = spans(
+        {"messages": TALK[1:3]}, "{% for m in messages %}{{ ' ' if loop.index0 }}{{ m.content }}|{% endfor %}"
+    )
+    assert [span.text for span in found if span.learned] == [" 2|"]
+    thinks = CHATML.replace("{{ message['content'] }}", "{{ '<think>' if loop.index0 % 2 }}{{ message['content'] }}")
+    found = spans({"messages": TALK[1:3]}, thinks)
+    assert [span.text for span in found if span.learned] == ["<think>2<|im_end|>\n"]
+
+
+def test_answers_that_follow_each_other_are_told_apart() -> None:
+    answers = [{"role": "user", "content": "q"}, *({"role": "assistant", "content": text} for text in "ab")]
+    found = spans({"messages": answers}, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert [span.text for span in found if span.learned] == ["a", "b"]
+    ends_but_before_an_answer = (
+        "{% for m in messages %}{{ m.content }}{{ '' if loop.last and add_generation_prompt else '|' }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="does not render the beginning"):
+        spans({"messages": answers}, ends_but_before_an_answer)
+
+
+def test_templates_may_say_what_they_may_say_to_transformers() -> None:
+    template = (
+        "{% for m in messages %}{% if loop.index0 > 1 %}{% break %}{% endif %}{% if m.role == 'system' %}{% continue %}"
+        "{% endif %}{{ m.content }}{{ 'tools' if tools is not none }}{% endfor %}"
+    )
+    assert "".join(span.text for span in spans({"messages": TALK[:2]}, template)) == "1+1?"
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}<a>{% generation %}{{ m.content }}.{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    )
+    found = spans({"messages": TALK[1:3]}, template)
+    assert [(span.text, span.learned) for span in found[:2]] == [("1+1?<a>", False), ("2.", True)]
+
+
 @pytest.mark.parametrize(
     "template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__ }}"]
 )
@@ -88,7 +133,7 @@ def test_templates_reach_nothing_but_their_arguments(template: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "record", [[], "a", {}, {"messages": []}, {"messages": [1]}, {"messages": [{"role": "user"}]}, {"prompt": "a"}]
+    "record", [{}, {"messages": []}, {"messages": [1]}, {"messages": [{"role": "user"}]}, {"prompt": "a"}]
 )
 def test_what_is_no_conversation_is_refused(record: Any) -> None:
     with pytest.raises(ValueError, match=r"expected|messages|content|role"):
@@ -135,14 +180,21 @@ def test_packing_takes_whole_epochs_in_turn(lengths: list[int], num_samples: int
         assert start % len(lengths) == 0 or filled[sample] + lengths[order[start]] > 10
 
 
-def build(path: Path, samples: Samples = Samples(3, 0, 0), length: int = 40, **flags: Any) -> Datasets[SampleFields]:  # noqa: B008
+def build(
+    path: Path,
+    samples: Samples = Samples(3, 0, 0),  # noqa: B008
+    length: int = 40,
+    tokenizer: Tokenizer = ByteTokenizer(),  # noqa: B008
+    template: str | None = None,
+    **flags: Any,
+) -> Datasets[SampleFields]:
     return build_sft_datasets(
         read_parts(data_path=[str(path)], **({"split": "1"} | flags)),
         samples,
         sequence_length=length,
         seed=1,
-        tokenizer=ByteTokenizer(),
-        template=None,
+        tokenizer=tokenizer,
+        template=None if template is None else ChatTemplate(template, {}),
         cache=IndexCache(),
     )
 
@@ -186,6 +238,121 @@ def test_long_conversations_are_cut_with_a_note(tmp_path: Path) -> None:
     assert max(train[sample]["loss_mask"].sum() for sample in range(len(train))) == 40
 
 
+def test_conversations_without_answers_are_counted(tmp_path: Path) -> None:
+    silent = {"messages": TALK[:2]}
+    train, _, _, notes = build(
+        write(tmp_path / "a.jsonl", silent, {"prompt": "q" * 41, "completion": "a"}, {"messages": TALK[1:3]})
+    )
+    assert train is not None
+    assert notes[1].endswith(
+        "a.jsonl: 2 of 3 conversations have no answer within --seq-length: nothing is learned there"
+    )
+    with pytest.raises(DataError, match="no answer begins within --seq-length 4, so that nothing would be learned"):
+        build(tmp_path / "a.jsonl", length=4)
+
+
+def test_a_file_without_answers_is_refused_by_its_roles(tmp_path: Path) -> None:
+    talk = [{"role": "human", "content": "1+1?"}, {"role": "gpt", "content": "2"}]
+    with pytest.raises(
+        DataError, match=r"a.jsonl has no answers.* role 'assistant' says.* roles there are 'gpt', 'human'"
+    ):
+        build(write(tmp_path / "a.jsonl", {"messages": talk}))
+
+
+# ---------------------------------------------------------------------------------------------------- tokens
+
+
+@pytest.fixture(scope="module")
+def spaces_first(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """Tokenizers that put a space before a text, as Llama 2's: as a SentencePiece model and as a tokenizer.json."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(["[INST] hi [/INST] yes. 1 2 3 yes no hi"] * 50),
+        model_prefix=str(folder / "m"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    vocabulary = ["<unk>", "</s>", "▁", "y", "e", "s", "h", "i", "[", "]", "▁y", "▁ye", "▁yes", "ye", "yes"]
+    merges = [("▁", "y"), ("▁y", "e"), ("▁ye", "s"), ("y", "e"), ("ye", "s")]
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    json_tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=merges, unk_token="<unk>"))
+    normalizers = tokenizers.normalizers
+    json_tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    json_tokenizer.add_special_tokens(["</s>"])
+    json_tokenizer.save(str(folder / "tokenizer.json"))
+    return {
+        "SentencePiece": build_tokenizer("SentencePieceTokenizer", str(folder / "m.model")),
+        "Hugging Face": build_tokenizer("HuggingFaceTokenizer", str(folder)),
+    }
+
+
+def learned_of(
+    path: Path, record: Any, tokenizer: Tokenizer, template: str | None = None
+) -> tuple[list[int], list[bool]]:
+    """The tokens of a conversation, and which are learned."""
+    train, *_ = build(write(path, record), Samples(1, 0, 0), 200, tokenizer, template)
+    assert train is not None
+    fields, documents = train[0], train[0]["document_ids"]
+    assert documents is not None
+    count = int((documents == 0).sum())
+    return (
+        [*fields["tokens"][:1].tolist(), *fields["labels"][:count].tolist()],
+        [False, *map(bool, fields["loss_mask"][:count])],
+    )
+
+
+@pytest.mark.parametrize("kind", ["SentencePiece", "Hugging Face"])
+def test_the_tokens_are_those_of_the_whole_text(spaces_first: dict[str, Tokenizer], tmp_path: Path, kind: str) -> None:
+    tokenizer = spaces_first[kind]
+    talk = [
+        {"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, ("hi", "yes") * 2, strict=True)
+    ]
+    llama2 = "{% for m in messages %}{{ ('[%s]' if m.role == 'user' else ' %s') % m.content }}{% endfor %}"
+    ids, learned = learned_of(tmp_path / "a.jsonl", {"messages": talk}, tokenizer, llama2)
+    assert ids == tokenizer.encode("[hi] yes[hi] yes")
+    answers = [token for token, is_learned in zip(ids, learned, strict=True) if is_learned]
+    assert answers == 2 * tokenizer.encode("yes")
+    # What the model is given before its first answer is what it has seen there.
+    assert ids[: learned.index(True)] == tokenizer.encode("[hi]")
+    ids, learned = learned_of(tmp_path / "b.jsonl", {"prompt": "[hi]", "completion": " yes"}, tokenizer)
+    assert ids == [*tokenizer.encode("[hi] yes"), tokenizer.eod]
+    assert learned == [False] * len(tokenizer.encode("[hi]")) + [True] * (len(tokenizer.encode("yes")) + 1)
+
+
+def test_a_token_that_holds_any_of_an_answer_is_learned(spaces_first: dict[str, Tokenizer], tmp_path: Path) -> None:
+    tokenizer = spaces_first["Hugging Face"]
+    ids, learned = learned_of(tmp_path / "a.jsonl", {"prompt": "[hi] y", "completion": "es"}, tokenizer)
+    assert ids == [*tokenizer.encode("[hi] yes"), tokenizer.eod]
+    assert learned == [False] * (len(ids) - 2) + [True, True]
+    ends_within = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    talk = [
+        {"role": "user", "content": "[hi]"},
+        {"role": "assistant", "content": " ye"},
+        {"role": "user", "content": "s]"},
+    ]
+    ids, learned = learned_of(tmp_path / "b.jsonl", {"messages": talk}, tokenizer, ends_within)
+    assert [token for token, is_learned in zip(ids, learned, strict=True) if is_learned] == tokenizer.encode("yes")
+
+
+def test_special_tokens_of_a_template_are_recognized(spaces_first: dict[str, Tokenizer], tmp_path: Path) -> None:
+    tokenizer = spaces_first["Hugging Face"]
+    template = "{% for m in messages %}{{ m.content }}{{ '</s>' if m.role == 'assistant' }}{% endfor %}"
+    talk = [{"role": "user", "content": "[hi]"}, {"role": "assistant", "content": " yes"}]
+    ids, learned = learned_of(tmp_path / "a.jsonl", {"messages": talk}, tokenizer, template)
+    assert ids[-2:] == [*tokenizer.encode("yes"), tokenizer.eod]
+    assert learned[-3:] == [False, True, True]
+
+
+def test_tokens_are_kept_as_narrow_as_on_disk(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": "q", "completion": "a" * 50})
+    file = ConversationFile(str(path), ByteTokenizer(), None, 40, 1, IndexCache())
+    assert file.tokens.dtype == np.uint16
+    assert sum(len(array) for array in (file.answers, file.ends)) == 3
+
+
 def test_splits_share_no_conversation_and_tokens_are_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *({"prompt": f"{n:03}", "completion": "."} for n in range(100)))
     seen = []
@@ -208,7 +375,12 @@ def test_splits_share_no_conversation_and_tokens_are_kept(tmp_path: Path) -> Non
     ("text", "problem"),
     [
         ("", "holds no conversations"),
-        ('{"prompt": "q", "completion": "a"}\n{', r"line 2 is no conversation: Expecting"),
+        ('{"prompt": "q", "completion": "a"}\n{', r"line 2 is no conversation: not a JSON object \(Expecting"),
+        ("[]", "line 1 is no conversation: a JSON list, not an object"),
+        (
+            '{"prompt": "q", "completion": "a", "x": ' + "[" * 10**5 + "]" * 10**5 + "}",
+            "line 1 is no conversation: .*recursion",
+        ),
         ('{"prompt": "q"}', r"line 1 is no conversation: expected"),
         ('{"prompt": "", "completion": ""}', "line 1 is no conversation: it has no text"),
         ('\n{"prompt": "\\ud800", "completion": "a"}', "line 2 is no conversation"),
@@ -219,6 +391,13 @@ def test_files_of_other_things_are_refused_by_line(tmp_path: Path, text: str, pr
     (tmp_path / "a.jsonl").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(DataError, match=problem):
         build(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["SentencePiece", "Hugging Face"])
+def test_half_a_character_is_refused_by_line(spaces_first: dict[str, Tokenizer], tmp_path: Path, kind: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a\\ud83d", "completion": "b"}\n')
+    with pytest.raises(DataError, match=r"a.jsonl line 1 is no conversation: .*surrogates not allowed"):
+        build(tmp_path / "a.jsonl", tokenizer=spaces_first[kind])
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -75,14 +75,43 @@ def test_nothing_of_a_text_is_lost(folder: Path, form: str) -> None:
     check()
 
 
+@pytest.mark.parametrize("form", BUILDS)
+def test_tokens_know_their_characters(folder: Path, form: str) -> None:
+    tokenizer = BUILDS[form](folder)
+    for text in ("", TEXT, "é日🙂  x\n\n", "radius<|endoftext|> größer</s>"):
+        ids, offsets = tokenizer.encode_with_offsets(text)
+        assert list(ids) == tokenizer.encode(text)
+        assert offsets.shape == (len(ids), 2)
+        assert {i for begin, end in offsets for i in range(begin, end)} == set(range(len(text)))
+        for token, (begin, end) in zip(ids, offsets, strict=True):
+            piece = tokenizer.decode([token])
+            assert piece in ("", text[begin:end]) or "\ufffd" in piece
+
+
+def test_places_hold_spaces_even_where_a_file_leaves_them_out(folder: Path, tmp_path: Path) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "bpe" / "tokenizer.json"))
+    tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours, plain = build_tokenizer("HuggingFaceTokenizer", str(tmp_path)), BUILDS["tokenizer.json"](folder)
+    assert tokenizer.encode("a  b").offsets[1] != (1, 2)
+    assert ours.encode_with_offsets("a  b")[1].tolist() == plain.encode_with_offsets("a  b")[1].tolist()
+
+
+def test_tokens_have_names(folder: Path) -> None:
+    for form, name, token in (("tokenizer.json", END, 0), ("GPT-2", END, 0), ("ranks.json", "<pad>", 4)):
+        assert BUILDS[form](folder).token_id(name) == token
+        assert BUILDS[form](folder).token_id("<fim_prefix>") is None
+    assert BUILDS["ranks.tiktoken"](folder).token_id("rad") == 257
+
+
 def test_what_ends_a_document_and_how_many_tokens_there_are(folder: Path) -> None:
-    facts = {form: (build(folder).vocab_size, build(folder).eod, build(folder).pad) for form, build in BUILDS.items()}
+    facts = {form: (build(folder).vocab_size, build(folder).eod) for form, build in BUILDS.items()}
     assert facts == {
-        "tokenizer.json": (300, 0, None),
-        "GPT-2": (300, 0, None),
+        "tokenizer.json": (300, 0),
+        "GPT-2": (300, 0),
         # Megatron-LM's special tokens come first: <unk>, <s>, </s>, <mask>, <pad>, ...; a plain file's last.
-        "ranks.json": (1261, 2, 4),
-        "ranks.tiktoken": (262, 261, None),
+        "ranks.json": (1261, 2),
+        "ranks.tiktoken": (262, 261),
     }
 
 
@@ -138,7 +167,7 @@ def test_a_template_goes_around_documents_and_not_around_texts(folder: Path, tmp
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=50)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}, "pad_token": "<|endoftext|>"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
     for options, around in (
         (TokenizerOptions(), [begin]),
         (TokenizerOptions(tokenizer_hf_include_special_tokens=False), []),
@@ -151,7 +180,7 @@ def test_a_template_goes_around_documents_and_not_around_texts(folder: Path, tmp
             )
             assert list(ours.encode_documents([TEXT])[0]) == [*around, *ours.encode(TEXT)]
             assert len(ours.encode(TEXT)) > 3
-            assert (ours.eod, ours.pad) == (begin + 1, 0)
+            assert ours.eod == begin + 1
 
 
 def test_an_identity_is_of_the_files_and_the_end_of_a_document(folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,9 +55,37 @@ def test_a_trained_tokenizer_loses_nothing(model: str, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@settings(deadline=None)
+@given(text=st.text(st.sampled_from("ab  \n\u2581é日🙂")))
+def test_every_character_belongs_to_a_token(model: str, text: str) -> None:
+    for tokenizer in (SentencePieceTokenizer(model), ByteTokenizer()):
+        ids, offsets = tokenizer.encode_with_offsets(text)
+        assert list(ids) == tokenizer.encode(text)
+        assert offsets.shape == (len(ids), 2)
+        assert {i for begin, end in offsets for i in range(begin, end)} == set(range(len(text)))
+        assert (np.diff(offsets, axis=0) >= 0).all()
+
+
+def test_the_tokens_of_bytes_have_the_character_that_they_spell(model: str) -> None:
+    _, offsets = SentencePieceTokenizer(model).encode_with_offsets("日é")
+    assert offsets[-5:].tolist() == [[0, 1], [0, 1], [0, 1], [1, 2], [1, 2]]
+
+
+def test_numbers_stand_where_their_digits_are() -> None:
+    ids, offsets = NullTokenizer(100).encode_with_offsets(" 12  3")
+    assert (ids, offsets.tolist()) == ([12, 3], [[1, 3], [5, 6]])
+    assert NullTokenizer(100).encode_with_offsets("")[1].shape == (0, 2)
+
+
+def test_names_of_tokens_are_known(model: str) -> None:
+    tokenizer = SentencePieceTokenizer(model)
+    assert [tokenizer.token_id(name) for name in ("</s>", "<unk>", "<fim_prefix>")] == [2, 0, None]
+    assert ByteTokenizer().token_id("a") is NullTokenizer(100).token_id("5") is None
+
+
 def test_a_trained_tokenizer_has_an_end_of_document_that_no_text_gives(model: str) -> None:
     tokenizer = SentencePieceTokenizer(model)
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (320, 2, None)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (320, 2)
     ids = tokenizer.encode(TEXT + "</s>")
     assert tokenizer.eod not in ids
     assert len(ids) < len(TEXT)

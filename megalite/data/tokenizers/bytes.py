@@ -7,21 +7,32 @@ from typing import Any
 
 import numpy as np
 
+from megalite.data.tokenizers.offsets import character_offsets
+
 
 class ByteTokenizer:
     """Tokens 0 to 255 are the bytes of the text in UTF-8, 256 ends a document."""
 
     vocab_size = 257
     eod = 256
-    pad: int | None = None
 
     def encode(self, text: str) -> list[int]:
         """The bytes of a text."""
         return list(text.encode())
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
+        """The bytes of a text and their characters."""
+        ids = self.encode(text)
+        places = np.arange(len(ids))
+        return ids, character_offsets(text, places, places + 1)
+
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The bytes of texts."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def token_id(self, name: str) -> int | None:
+        """Bytes have no names."""
+        return None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of bytes. Bytes that are no UTF-8, as a model may sample, become the replacement character."""

@@ -1,7 +1,7 @@
 """Vocabularies of Hugging Face's `tokenizers` library: `HuggingFaceTokenizer` and `GPT2BPETokenizer`.
 
-As in Megatron-LM: the end of a document is the vocabulary's end-of-sequence token, the pad token is the vocabulary's
-own if it has one, and special tokens that are spelled out in a text are recognized in it.
+As in Megatron-LM: the end of a document is the vocabulary's end-of-sequence token, and special tokens that are spelled
+out in a text are recognized in it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from megalite.data.optional import optional_import
 from megalite.data.tokenizers.byte_level_bpe import FastByteLevelBPE, NotIdentical
@@ -30,7 +32,6 @@ class HuggingFaceTokenizer:
     Args:
         tokenizer: the `tokenizers.Tokenizer`.
         eod: the token that ends a document.
-        pad: the token that fills up.
         identity: what `identity` gives, without the end of a document.
         include_special_tokens: whether `encode_documents` puts around each text what the vocabulary's own template
             says, such as a token for its beginning.
@@ -42,7 +43,6 @@ class HuggingFaceTokenizer:
         self,
         tokenizer: Any,
         eod: int,
-        pad: int | None,
         identity: dict[str, Any],
         include_special_tokens: bool = True,
         fast_encoding: FastEncoding = "auto",
@@ -51,7 +51,7 @@ class HuggingFaceTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self.eod, self.pad = eod, pad
+        self.eod = eod
         self._identity = identity
         self._include_special_tokens, self._fast_encoding = include_special_tokens, fast_encoding
         # Ids need not be without gaps.
@@ -61,6 +61,17 @@ class HuggingFaceTokenizer:
         """The tokens of a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
+        """The tokens of a text and their characters."""
+        encoding = self._untrimmed.encode(text, add_special_tokens=False)
+        return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+    @cached_property
+    def _untrimmed(self) -> Any:
+        """The tokenizer without what comes after the tokens: some files ask there that places leave spaces out."""
+        description = json.loads(self._tokenizer.to_str()) | {"post_processor": None}
+        return type(self._tokenizer).from_str(json.dumps(description))
 
     def encode_documents(self, texts: Sequence[str]) -> Sequence[Ids]:
         """The tokens of texts."""
@@ -86,6 +97,11 @@ class HuggingFaceTokenizer:
                 raise
         return None
 
+    def token_id(self, name: str) -> int | None:
+        """The token of a name, as the vocabulary spells it."""
+        token: int | None = self._tokenizer.token_to_id(name)
+        return token
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens; special ones give none."""
         text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
@@ -110,18 +126,17 @@ def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: 
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises Exception itself
         raise DataError(f"{file} is not a tokenizer.json of Hugging Face's tokenizers ({error})") from error
-    names = _special_tokens(file.parent)
-    ends = [names["eos_token"]] if "eos_token" in names else _usual_ends(tokenizer)
+    named = _named_end(file.parent)
+    ends = _usual_ends(tokenizer) if named is None else [named]
     if len(ends) != 1 or tokenizer.token_to_id(ends[0]) is None:
         found = f"{' and '.join(ends)} could be it" if ends else "none of its special tokens is a usual one"
         raise DataError(
             f"{file} does not tell which token ends a document ({found}): put a tokenizer_config.json beside it, with "
             f'{{"eos_token": "{END_OF_TEXT}"}} or what it is'
         )
-    pad = tokenizer.token_to_id(names["pad_token"]) if "pad_token" in names else None
     identity = {"type": "HuggingFaceTokenizer", "model_sha256": fingerprint(content)}
     eod = tokenizer.token_to_id(ends[0])
-    return HuggingFaceTokenizer(tokenizer, eod, pad, identity, include_special_tokens, fast_encoding)
+    return HuggingFaceTokenizer(tokenizer, eod, identity, include_special_tokens, fast_encoding)
 
 
 def load_gpt2(vocab_file: str, merge_file: str, fast_encoding: FastEncoding) -> HuggingFaceTokenizer:
@@ -148,7 +163,7 @@ def load_gpt2(vocab_file: str, merge_file: str, fast_encoding: FastEncoding) -> 
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens([END_OF_TEXT])
     identity = {"type": "GPT2BPETokenizer", "model_sha256": fingerprint(vocabulary, merges)}
-    return HuggingFaceTokenizer(tokenizer, ids[END_OF_TEXT], None, identity, False, fast_encoding)
+    return HuggingFaceTokenizer(tokenizer, ids[END_OF_TEXT], identity, False, fast_encoding)
 
 
 def _tokenizers(tokenizer_type: str) -> Any:
@@ -157,20 +172,18 @@ def _tokenizers(tokenizer_type: str) -> Any:
     )
 
 
-def _special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens that the files beside a tokenizer.json name."""
-    names: dict[str, str] = {}
+def _named_end(folder: Path) -> str | None:
+    """The end of a document that the files beside a tokenizer.json name; the last one counts."""
+    name = None
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         try:
             fields = json.loads(file.read_bytes()) if file.exists() else {}
         except (OSError, ValueError) as error:
             raise DataError(f"{file} cannot be read as JSON ({error}): copy it again, or remove it") from error
-        for name in ("eos_token", "pad_token"):
-            value = fields.get(name)
-            value = value.get("content") if isinstance(value, dict) else value
-            if value is not None:
-                names[name] = value
-    return names
+        value = fields.get("eos_token")
+        value = value.get("content") if isinstance(value, dict) else value
+        name = name if value is None else str(value)
+    return name
 
 
 def _usual_ends(tokenizer: Any) -> list[str]:

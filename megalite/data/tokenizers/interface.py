@@ -22,12 +22,16 @@ class Tokenizer(Protocol):
     def eod(self) -> int:
         """The token that ends a document."""
 
-    @property
-    def pad(self) -> int | None:
-        """The token that fills up, where the vocabulary has one."""
-
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without any that marks a beginning or an end.
+
+        Raises:
+            ValueError: the text cannot be encoded.
+        """
+
+    def encode_with_offsets(self, text: str) -> tuple[Sequence[int], np.ndarray]:
+        """The tokens that `encode` gives, and the characters that each stands for, wholly or in part: the first, and
+        the one behind the last, [tokens, 2].
 
         Raises:
             ValueError: the text cannot be encoded.
@@ -40,6 +44,9 @@ class Tokenizer(Protocol):
         Raises:
             ValueError: a text cannot be encoded.
         """
+
+    def token_id(self, name: str) -> int | None:
+        """The token that has a name in the vocabulary, special or not; None where none has."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens; those that stand for no text give none."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 
 class NullTokenizer:
@@ -13,8 +16,6 @@ class NullTokenizer:
         vocab_size: the number of ordinary tokens. As in Megatron-LM, the end of a document comes on top: the
             tokenizer's own `vocab_size` is one more, and `eod` is the last token.
     """
-
-    pad: int | None = None
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size + 1
@@ -28,9 +29,18 @@ class NullTokenizer:
             raise ValueError(f"token {outside[0]} is not in [0, {self.vocab_size})")
         return ids
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
+        """The numbers in a text and where they stand."""
+        places = [word.span() for word in re.finditer(r"\S+", text)]
+        return self.encode(text), np.array(places, np.int64).reshape(-1, 2)
+
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """The numbers in texts."""
         return [self.encode(text) for text in texts]
+
+    def token_id(self, name: str) -> int | None:
+        """Numbers have no other names."""
+        return None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The numbers as text."""

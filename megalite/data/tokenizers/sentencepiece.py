@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from megalite.data.optional import optional_import
 from megalite.data.tokenizers.files import fingerprint, read_tokenizer_file
 from megalite.data.tokenizers.interface import Ids
+from megalite.data.tokenizers.offsets import character_offsets
 from megalite.data.tokenizers.word_cache import WordCache, refusal
 from megalite.errors import DataError
 
@@ -43,13 +47,20 @@ class SentencePieceTokenizer:
                 f"{model_path} has no end-of-sequence token, which ends documents: train it with an eos_id, as "
                 "tools/train_tokenizer.py does"
             )
-        pad = self._processor.pad_id()
-        self.pad: int | None = pad if pad >= 0 else None
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""
         ids: list[int] = self._processor.encode(text)
         return ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
+        """The tokens of a text and their characters; the space that the model puts before a text is none of them."""
+        messages = optional_import(
+            "sentencepiece.sentencepiece_pb2", "protobuf", "SentencePiece tells places in a text"
+        )
+        pieces = messages.SentencePieceText.FromString(self._processor.encode(text, out_type="serialized_proto")).pieces
+        places = np.array([(piece.begin, piece.end) for piece in pieces], np.int64).reshape(-1, 2)
+        return [piece.id for piece in pieces], character_offsets(text, places[:, 0], places[:, 1])
 
     def encode_documents(self, texts: Sequence[str]) -> Sequence[Ids]:
         """The tokens of texts."""
@@ -63,6 +74,11 @@ class SentencePieceTokenizer:
         if not self._word_cache or refusal(self._model) is not None:
             return None
         return WordCache(self._processor, self._model)
+
+    def token_id(self, name: str) -> int | None:
+        """The token of a piece, control pieces among them."""
+        token: int = self._processor.piece_to_id(name)  # that of the unknown piece, where there is none
+        return token if self._processor.id_to_piece(token) == name else None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens; control tokens give none."""

@@ -16,10 +16,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from megalite.data.optional import optional_import
 from megalite.data.tokenizers.byte_level_bpe import GPT2_PATTERN, LLAMA3_PATTERN
 from megalite.data.tokenizers.files import fingerprint, read_tokenizer_file
 from megalite.data.tokenizers.interface import Ids
+from megalite.data.tokenizers.offsets import character_offsets
 from megalite.errors import ConfigurationError, DataError
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -66,7 +69,6 @@ class TikTokenizer:
             ranks = _json_ranks(content) if is_json else _plain_ranks(content)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} is neither Megatron-LM's JSON of ranks nor a .tiktoken file ({error})") from error
-        self.pad: int | None = None
         if is_json:
             self._special = _special_before(special_tokens or SPECIAL_TOKENS, num_special_tokens)
             ordinary = (vocab_size or min(LARGEST_VOCABULARY, len(ranks) + num_special_tokens)) - num_special_tokens
@@ -76,7 +78,7 @@ class TikTokenizer:
                     f"{num_special_tokens} is not from 256 to the {len(ranks)} tokens of {path}"
                 )
             ranks = {token: rank + num_special_tokens for token, rank in ranks.items() if rank < ordinary}
-            self.eod, self.pad = self._special["</s>"], self._special["<pad>"]
+            self.eod = self._special["</s>"]
         else:
             first = max(ranks.values()) + 1
             names = special_tokens or ("<|endoftext|>",)
@@ -105,9 +107,22 @@ class TikTokenizer:
         ids: list[int] = self._encoding.encode(text, allowed_special="all")
         return ids
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
+        """The tokens of a text and their characters."""
+        ids = self.encode(text)
+        ends = np.cumsum([len(token) for token in self._encoding.decode_tokens_bytes(ids)], dtype=np.int64)
+        return ids, character_offsets(text, np.concatenate([[0], ends[:-1]])[: len(ids)], ends)
+
     def encode_documents(self, texts: Sequence[str]) -> list[Ids]:
         """The tokens of texts."""
         return [self._encoding.encode_to_numpy(text, allowed_special="all") for text in texts]
+
+    def token_id(self, name: str) -> int | None:
+        """The token of a special token's name, or of a text that is one."""
+        try:
+            return self._encoding.encode_single_token(name)
+        except KeyError:
+            return None
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens; special ones give none."""
