@@ -44,7 +44,7 @@ class Arguments:
     input: tuple[str, ...]
     """Files, patterns or directories: JSON lines, .txt (a file is a document), also as .gz or .zst, and .parquet."""
     output_prefix: str
-    """Where to write: PREFIX_KEY_document.bin, .idx and .json for every key."""
+    """Where to write: PREFIX_KEY_document.bin, .idx and .megalite.json for every key."""
     tokenizer_type: Literal[
         "SentencePieceTokenizer",
         "GPTSentencePieceTokenizer",

@@ -199,10 +199,10 @@ def test_other_tokenizer_than_recorded_is_refused(tmp_path: Path) -> None:
 
 def test_data_without_a_record_is_taken_and_a_damaged_record_is_not(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", 10, 1)
-    Path(f"{prefix}.json").unlink()
+    Path(f"{prefix}.megalite.json").unlink()
     build(Samples(1, 0, 0), data_path=[prefix], split="1")
-    Path(f"{prefix}.json").write_text("[")
-    with pytest.raises(DataError, match=r"a\.json cannot be read as the record"):
+    Path(f"{prefix}.megalite.json").write_text("[")
+    with pytest.raises(DataError, match=r"a\.megalite\.json cannot be read as the record"):
         build(Samples(1, 0, 0), data_path=[prefix], split="1")
 
 

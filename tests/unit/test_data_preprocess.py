@@ -53,7 +53,7 @@ def test_documents_are_the_lines_in_order(tmp_path: Path) -> None:
     ]
     # As in Megatron-LM, an empty text is a document without a sequence, and without an end.
     assert len(data.document_indices) == len(TEXTS) + 1
-    assert json.loads(Path(f"{prefix}.json").read_text())["tokenizer"] == tokenizer.identity()
+    assert json.loads(Path(f"{prefix}.megalite.json").read_text())["tokenizer"] == tokenizer.identity()
 
 
 def test_output_does_not_depend_on_workers_nor_on_how_the_input_is_cut(
@@ -73,7 +73,7 @@ def test_output_does_not_depend_on_workers_nor_on_how_the_input_is_cut(
         result = preprocess("--input", *inputs, "--output-prefix", out, *keys, "--workers", workers)
         assert result.returncode == 0, result.stderr
     outputs = [contents(tmp_path / str(number)) for number in range(3)]
-    names = {f"c_{key}_document.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx", "json")}
+    names = {f"c_{key}_document.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx", "megalite.json")}
     assert set(outputs[0]) == names
     assert outputs[0] == outputs[1] == outputs[2]
 

@@ -54,7 +54,7 @@ def test_merging_is_writing_all_documents_into_one(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merging, "BLOCK", block)
         merging.merge(merging.find_prefixes([str(folder / "parts")]), str(folder / "merged"))
-    for suffix in ("bin", "idx", "json"):
+    for suffix in ("bin", "idx", "megalite.json"):
         assert (folder / f"merged.{suffix}").read_bytes() == (folder / f"all.{suffix}").read_bytes()
 
 
@@ -72,6 +72,16 @@ def test_merging_a_directory_and_prefixes_in_their_order(tmp_path: Path) -> None
     assert [data.get(i).tolist() for i in range(3)] == [[1, 2], [ord("a")], [ord("b")]]
 
 
+def test_text_named_like_the_tokens_is_left_alone(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[[1]]])
+    for name in ("a.json", "merged.json"):
+        (tmp_path / name).write_text('{"text": "the only copy"}\n')
+    merging.merge([str(tmp_path / "a")], str(tmp_path / "merged"))
+    verify(IndexedDataset(tmp_path / "merged"))
+    for name in ("a.json", "merged.json"):
+        assert (tmp_path / name).read_text() == '{"text": "the only copy"}\n'
+
+
 def test_what_must_not_be_merged(tmp_path: Path) -> None:
     write(tmp_path / "a", [[[1]]])
     write(tmp_path / "wide", [[[1]]], np.int32)
@@ -86,7 +96,7 @@ def test_what_must_not_be_merged(tmp_path: Path) -> None:
         merging.merge([str(tmp_path / "a")], str(tmp_path / "a"))
     assert not list(tmp_path.glob("out*"))
     merging.merge([str(tmp_path / "a"), str(tmp_path / "unrecorded")], out)
-    assert '"tokenizer": null' in (tmp_path / "out.json").read_text()
+    assert '"tokenizer": null' in (tmp_path / "out.megalite.json").read_text()
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "x.bin").write_bytes(b"")
     result = run("tools/merge_datasets.py", "--input", tmp_path / "half", "--output-prefix", out)
