@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -104,13 +104,18 @@ class DataConfig:
 
     def split_shares(self) -> tuple[float, float, float]:
         """The shares of training, validation and test as written, 0 where left out. Raises ConfigurationError."""
-        try:
-            shares = [float(share) for share in self.split.replace(",", " ").split()]
-        except ValueError:
-            shares = []
-        if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or shares[0] == 0:
-            raise ConfigurationError(
-                f"--split {self.split!r}: give the shares of training, validation and test: 969,30,1"
-            )
-        train, valid, test = [*shares, 0.0, 0.0][:3]
-        return train, valid, test
+        return split_shares(self.split)
+
+
+def split_shares(split: str) -> tuple[float, float, float]:
+    """The shares in a `--split`. Megatron-LM would read more spellings, and 1e2 as a 1 and a 2.
+
+    Raises:
+        ConfigurationError: there are none, too many, none for training, or something is no plain number.
+    """
+    words = split.replace(",", " ").split()
+    numbers = all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in words)
+    if not numbers or not 1 <= len(words) <= 3 or float(words[0]) == 0:
+        raise ConfigurationError(f"--split {split!r}: give the shares of training, validation and test: 969,30,1")
+    train, valid, test = map(float, (*words, "0", "0")[:3])
+    return train, valid, test

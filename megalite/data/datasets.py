@@ -171,6 +171,11 @@ def build_datasets(
 
 def _missing_share(name: str, part: Part, sources: Mapping[str, Source[Any]]) -> str | None:
     for prefix in part.prefixes:
+        if not len(sources[prefix]):
+            raise DataError(
+                f"{prefix} holds no sequence: leave it out of --{name}-data-path, --data-path or the file that names "
+                "it, or add documents"
+            )
         if not part.sequences(len(sources[prefix])):
             return (
                 f"the {name} data would be none of the {len(sources[prefix])} sequences of {prefix}: give {name} a "

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.config.data import DataConfig
 from megalite.data.blend import BlendedDataset, build_blend_index, normalize, parse_blend
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
 from megalite.data.index_cache import IndexCache
@@ -128,10 +129,14 @@ def test_split_is_megatrons() -> None:
     assert parse_split("1,0,.25") == [(0, 0.8), None, (0.8, 1.0)]
 
 
-@pytest.mark.parametrize("split", ["", "0,0", "1,2,3,4", "a,b", "-1,2", "90%"])
+@pytest.mark.parametrize(
+    "split", ["", ",", "0,0", "0,1", "1,2,3,4", "a,b", "-1,2", "90%", "0.9.1,1", "1e2,1", "1_0", "nan"]
+)
 def test_split_that_means_nothing_is_refused(split: str) -> None:
     with pytest.raises(ConfigurationError, match="--split"):
         parse_split(split)
+    with pytest.raises(ConfigurationError, match="--split"):
+        DataConfig(seq_length=1, split=split).split_shares()
 
 
 def test_splits_share_no_document(tmp_path: Path) -> None:
@@ -165,6 +170,14 @@ def test_a_test_set_without_documents_is_left_out_with_a_note(tmp_path: Path) ->
     assert (sets.test, len(sets.notes)) == (None, 1)
     assert sets.notes[0].startswith("no test at the end of training: the test data would be none of the 10 sequences")
     assert build(Samples(5, 1, 0), data_path=[prefix], split="90,10,.1").notes == ()
+
+
+def test_a_file_without_sequences_is_refused_where_it_is_named(tmp_path: Path) -> None:
+    prefix, empty = write(tmp_path / "a", 10, 1), write(tmp_path / "empty", 0, 1)
+    for name in ("train", "valid", "test"):
+        paths = {f"{split}_data_path": [empty if split == name else prefix] for split in ("train", "valid", "test")}
+        with pytest.raises(DataError, match=f"empty holds no sequence: leave it out of --{name}-data-path"):
+            build(Samples(5, 1, 1), **paths)
 
 
 def test_data_is_given_in_one_way(tmp_path: Path) -> None:
@@ -211,14 +224,15 @@ def test_target_samples_are_megatrons() -> None:
     assert samples == Samples(777, (100 // 30 + 1) * 5 * 8, 5 * 8, 5 * 8)
 
 
-def test_paths_may_stand_in_files(tmp_path: Path) -> None:
-    (tmp_path / "blend").write_text("0.3 a\n0.7 b\n")
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_paths_may_stand_in_files(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "blend").write_text("0.3 a\n0.7 b\n", encoding)
     assert read_parts(data_args_path=str(tmp_path / "blend"), split="1") == [
         Part(["a", "b"], [0.3, 0.7], 0.0, 1.0),
         None,
         None,
     ]
-    (tmp_path / "each").write_text('{"train": [0.3, "a", "0.7", "b"], "test": ["c"]}')
+    (tmp_path / "each").write_text('{"train": [0.3, "a", "0.7", "b"], "test": ["c"]}', encoding)
     each = [Part(["a", "b"], [0.3, 0.7]), None, Part(["c"], None)]
     assert read_parts(per_split_data_args_path=str(tmp_path / "each")) == each
 
