@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from megalite.data.inspection import verify
 from megalite.data.length_statistics import length_statistics
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import DataError
+from tests.harness.fork_server import fork_context
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = ByteTokenizer().identity()
@@ -80,6 +82,23 @@ def test_text_named_like_the_tokens_is_left_alone(tmp_path: Path) -> None:
     verify(IndexedDataset(tmp_path / "merged"))
     for name in ("a.json", "merged.json"):
         assert (tmp_path / name).read_text() == '{"text": "the only copy"}\n'
+
+
+def die_while_writing(prefix: Path) -> None:
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+        writer.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_merge_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[[1]]])
+    process = fork_context().Process(target=die_while_writing, args=(tmp_path / "merged",))
+    process.start()
+    process.join(60)
+    assert [path.is_dir() for path in tmp_path.glob("merged*")] == [True]
+    merging.merge([str(tmp_path / "a")], str(tmp_path / "merged"))
+    assert {path.name for path in tmp_path.glob("merged*")} == {"merged.bin", "merged.idx", "merged.megalite.json"}
 
 
 def test_what_must_not_be_merged(tmp_path: Path) -> None:
