@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megalite.data.mapped_file import refuse_too_many_open_files
 from megalite.errors import DataError
 from megalite.files import TemporaryFile
 
@@ -39,6 +40,8 @@ def recorded_tokenizer(prefix: str | Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, OSError):
+            refuse_too_many_open_files(error)
         raise DataError(
             f"{path} cannot be read as the record of a tokenizer ({error!r}): run tools/preprocess_data.py again, or "
             "remove it to skip the check"

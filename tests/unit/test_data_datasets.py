@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from megalite.data.parts import Part, parse_split, read_parts
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.errors import ConfigurationError, DataError
+from tests.harness.fork_server import fork_context
 
 
 def write(prefix: Path, documents: int, token: int, tokenizer: dict[str, Any] | None = None) -> str:
@@ -178,6 +181,27 @@ def test_a_file_without_sequences_is_refused_where_it_is_named(tmp_path: Path) -
         paths = {f"{split}_data_path": [empty if split == name else prefix] for split in ("train", "valid", "test")}
         with pytest.raises(DataError, match=f"empty holds no sequence: leave it out of --{name}-data-path"):
             build(Samples(5, 1, 1), **paths)
+
+
+def with_few_files(prefixes: list[str]) -> None:
+    limit = len(os.listdir("/proc/self/fd")) + 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit - 10, limit))
+    for _ in range(2):  # indices that are built, indices that are found
+        sets = build(Samples(50, 0, 0), data_path=[word for prefix in prefixes for word in ("1", prefix)], split="1")
+        assert len(sets.train) == 50
+        assert {int(sets.train[k][0]) for k in range(50)} == set(range(50))
+        assert sets.notes == ()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limit, limit)
+    files = [open(os.devnull) for _ in range(10)]  # noqa: SIM115 - a checkpoint's
+    del files
+
+
+def test_a_blend_of_many_prefixes_leaves_files_to_open(tmp_path: Path) -> None:
+    prefixes = [write(tmp_path / str(number), 5, number) for number in range(50)]
+    process = fork_context().Process(target=with_few_files, args=(prefixes,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_data_is_given_in_one_way(tmp_path: Path) -> None:
