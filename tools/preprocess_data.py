@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megalite.config.tokenizer import FastEncoding, TokenizerFlags, TokenizerType
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 
 MEGATRON_FLAGS = {
@@ -37,44 +37,23 @@ REFUSED = {
 }
 
 
-@dataclass(frozen=True)
-class Arguments:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(TokenizerFlags):
     """The flags, named as Megatron-LM's."""
 
     input: tuple[str, ...]
     """Files, patterns or directories: JSON lines, .txt (a file is a document), also as .gz or .zst, and .parquet."""
     output_prefix: str
     """Where to write: PREFIX_KEY_document.bin, .idx and .megalite.json for every key."""
-    tokenizer_type: Literal[
-        "SentencePieceTokenizer",
-        "GPTSentencePieceTokenizer",
-        "Llama2Tokenizer",
-        "HuggingFaceTokenizer",
-        "GPT2BPETokenizer",
-        "TikTokenizer",
-        "ByteTokenizer",
-        "NullTokenizer",
-    ]
+    tokenizer_type: TokenizerType = field()
     """Kind of tokenizer; the three with SentencePiece or Llama2 in their names are one."""
-    tokenizer_model: str | None = None
-    """Its file: .model of SentencePiece, tokenizer.json (or its folder) of Hugging Face, ranks of a TikTokenizer."""
-    vocab_file: str | None = None
-    """The vocab.json of a GPT2BPETokenizer."""
-    merge_file: str | None = None
-    """The merges.txt of a GPT2BPETokenizer."""
     vocab_size: int | None = None
     """The number of tokens of a NullTokenizer; how many to take of a TikTokenizer."""
-    tiktoken_pattern: str = "v2"
-    """What cuts words for a TikTokenizer: v1, v2, gpt2, cl100k, or a regular expression."""
-    tiktoken_num_special_tokens: int = 1000
-    """Special tokens of a TikTokenizer's .json file."""
-    tokenizer_special_tokens: tuple[str, ...] = ()
-    """The names of a TikTokenizer's special tokens, where they are not the usual ones."""
     tokenizer_hf_include_special_tokens: bool = True
     """Put around each document what a HuggingFaceTokenizer's own template says (for many, a token at its begin)."""
-    fast_encoding: Literal["auto", "require", "off"] = "auto"
+    fast_encoding: FastEncoding = "auto"
     """Encode byte-level BPE through tiktoken and SentencePiece BPE by words: where this gives the same tokens; always,
-    refused if it might not; never."""
+    refused if it might not; never. The other types have one way, which is fast."""
     json_keys: tuple[str, ...] = ("text",)
     """The fields of a record to tokenize, each into files of its own."""
     append_eod: bool = False

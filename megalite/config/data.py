@@ -1,27 +1,16 @@
-"""What the run reads: token files or mock data, their order and masks, the tokenizer."""
+"""What the run reads: token files or mock data, their order and masks."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
+from megalite.config.tokenizer import TokenizerFlags
 from megalite.errors import ConfigurationError
 
-TokenizerType = Literal[
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "HuggingFaceTokenizer",
-    "GPT2BPETokenizer",
-    "TikTokenizer",
-    "ByteTokenizer",
-    "NullTokenizer",
-]
 
-
-@dataclass(frozen=True)
-class DataConfig:
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(TokenizerFlags):
     """The samples: tokens on disk cut to one length, and how documents inside a sample see each other."""
 
     seq_length: int
@@ -82,20 +71,6 @@ class DataConfig:
     """Tokens attend only to their own document."""
     eod_mask_loss: bool = False
     """No loss where the input is the end-of-document token."""
-    tokenizer_type: TokenizerType | None = None
-    """Kind of tokenizer; Llama2Tokenizer is a SentencePiece model, NullTokenizer stands for data already in tokens."""
-    tokenizer_model: str | None = None
-    """Its file: .model of SentencePiece, tokenizer.json (or its folder) of Hugging Face, ranks of a TikTokenizer."""
-    vocab_file: str | None = None
-    """The vocab.json of a GPT2BPETokenizer."""
-    merge_file: str | None = None
-    """The merges.txt of a GPT2BPETokenizer."""
-    tiktoken_pattern: str = "v2"
-    """What cuts words for a TikTokenizer: v1, v2, gpt2, cl100k, or a regular expression."""
-    tiktoken_num_special_tokens: int = 1000
-    """Special tokens of a TikTokenizer's .json file."""
-    tokenizer_special_tokens: tuple[str, ...] = ()
-    """The names of a TikTokenizer's special tokens, where they are not the usual ones."""
 
     @property
     def divided(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import subprocess
@@ -145,6 +146,20 @@ def test_the_header_a_document_and_a_check(tmp_path: Path) -> None:
     missing = run("tools/inspect_dataset.py", "--prefix", tmp_path / "a", "--document", 3)
     assert missing.returncode == 64
     assert "has documents 0 to 2" in missing.stderr
+
+
+def test_a_document_of_a_tiktoken_vocabulary_with_flags_of_its_own(tmp_path: Path) -> None:
+    ranks = tmp_path / "ranks.tiktoken"
+    ranks.write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+    (tmp_path / "corpus.jsonl").write_text('{"text": "one two"}\n')
+    flags = ("--tokenizer-type", "TikTokenizer", "--tokenizer-model", ranks, "--tiktoken-pattern", "gpt2")
+    flags += ("--tokenizer-special-tokens", "<end>", "<other>")
+    source = ("--input", tmp_path / "corpus.jsonl", "--output-prefix", tmp_path / "c", "--append-eod")
+    made = run("tools/preprocess_data.py", *source, *flags, "--workers", 1)
+    assert made.returncode == 0, made.stderr
+    shown = run("tools/inspect_dataset.py", "--prefix", tmp_path / "c_text_document", "--document", 0, *flags)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout == "one two\n"
 
 
 def test_a_sample_of_a_run(tmp_path: Path) -> None:
