@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,13 +22,18 @@ MEGATRON_FLAGS = {
     "tokenizer-hf-no-include-special-tokens": "--no-tokenizer-hf-include-special-tokens",
     "use-gigatoken": "--fast-encoding=require",
 }
-"""Other names of flags."""
+"""Other names of flags; what this tool says of others, before the table of pretrain_gpt.py is asked."""
 ALREADY_SO = {
     "partitions": "one reader keeps all workers busy",
     "keep-sequential-samples": "the order of the input is always kept",
     "tokenizer-hf-use-fast": "it is the only kind",
+    **dict.fromkeys(
+        ("make-vocab-size-divisible-by", "padded-vocab-size", "no-pad-vocab-size", "disable-pad-vocab-size"),
+        "only a model pads its vocabulary: data hold the tokenizer's own numbers",
+    ),
 }
 REFUSED = {
+    "chat-template": "is for training: pretrain_gpt.py --sft reads conversations as they are, in JSON lines",
     **dict.fromkeys(("split-sentences", "keep-newlines", "lang"), "is for BERT: give sentences as a list of texts"),
     **dict.fromkeys(
         ("find-optimal-num-workers", "workers-to-check", "max-documents", "performance-dir"),
@@ -73,19 +78,22 @@ def settle_megatron_flags(argv: list[str]) -> list[str]:
 
     Raises ConfigurationError for those that are refused.
     """
+    from megalite.config import megatron_flags
+    from megalite.config.parse import flag_groups
     from megalite.errors import ConfigurationError
 
+    own = {each.name.replace("_", "-") for each in fields(Arguments)}
     settled: list[str] = []
-    dropping = False
-    for argument in argv:
-        name = argument.removeprefix("--").split("=")[0].replace("_", "-") if argument.startswith("--") else ""
-        dropping = name in ALREADY_SO or (dropping and not name)
+    for name, values in flag_groups(argv):
         if name in REFUSED:
             raise ConfigurationError(f"--{name} {REFUSED[name]}")
-        if name in ALREADY_SO:
-            print(f"--{name}: already so, {ALREADY_SO[name]}", file=sys.stderr)
-        elif not dropping:
-            settled.append(MEGATRON_FLAGS.get(name, argument))
+        note = f"--{name}: already so, {ALREADY_SO[name]}" if name in ALREADY_SO else None
+        if not note and name not in own and name not in MEGATRON_FLAGS:
+            note = megatron_flags.settled(name, values)
+        if note:
+            print(note, file=sys.stderr)
+        else:
+            settled += [*([MEGATRON_FLAGS.get(name, f"--{name}")] if name else []), *values]
     return settled
 
 
