@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from megalite.errors import FileError
+
+TEMPORARY = ".megalite.tmp"
+DAY = 24 * 3600.0
 
 
 class TemporaryFile:
@@ -25,8 +31,7 @@ class TemporaryFile:
 
     def __init__(self, path: Path, temporary: Path | None = None, size: int = 0) -> None:
         self.path = path
-        # The same folder, so that the rename is atomic; the process id, so that two writers do not share a file.
-        self.temporary = temporary or path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        self.temporary = temporary or temporary_path(path)
         try:
             self.temporary.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.temporary.open("r+b" if size else "wb")
@@ -85,6 +90,33 @@ class TemporaryFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.discard()
+
+
+def temporary_path(path: Path) -> Path:
+    """A name beside `path`, so that a rename is atomic, which no other process of any host takes."""
+    return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}{TEMPORARY}")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the folders that killed processes left under their `temporary_path`. Other hosts' processes cannot be
+    asked: what they have not written to for a day is left over."""
+    for folder in path.parent.glob(f"{glob.escape(path.name)}.*{TEMPORARY}"):
+        host, _, process = folder.name[len(path.name) + 1 : -len(TEMPORARY)].rpartition(".")
+        with suppress(OSError, ValueError):  # another process was faster
+            here = host == os.uname().nodename
+            last_write = max(each.stat().st_mtime for each in (folder, *folder.iterdir()))
+            if (here and not _is_another_alive(int(process))) or last_write < time.time() - DAY:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_another_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is another user's
+        return True
+    return process != os.getpid()
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -17,11 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(TokenizerFlags):
     """The flags."""
 
     prefix: str | None = None
@@ -30,16 +31,8 @@ class Arguments:
     """The document to show, from 0."""
     verify: bool = False
     """Check every pointer of the index and every token."""
-    tokenizer_type: str | None = None
-    """As for tools/preprocess_data.py, and so the next ones."""
-    tokenizer_model: str | None = None
-    """The tokenizer's file."""
-    vocab_file: str | None = None
-    """The vocab.json of a GPT2BPETokenizer."""
-    merge_file: str | None = None
-    """The merges.txt of a GPT2BPETokenizer."""
     vocab_size: int | None = None
-    """The number of tokens of a NullTokenizer."""
+    """As for tools/preprocess_data.py."""
     config: str | None = None
     """The config.yaml that a run wrote."""
     sample: int | None = None
@@ -85,8 +78,8 @@ def decoded(arguments: Arguments, prefix: str, tokens: list[int]) -> str:
 
     if arguments.tokenizer_type is None:
         return " ".join(map(str, tokens))
-    options = TokenizerOptions(vocab_file=arguments.vocab_file, merge_file=arguments.merge_file)
-    tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_model, arguments.vocab_size, options)
+    options, kind = TokenizerOptions.of(arguments), arguments.tokenizer_type
+    tokenizer = build_tokenizer(kind, arguments.tokenizer_model, arguments.vocab_size, options)
     check_tokenizer(prefix, tokenizer.identity())
     return tokenizer.decode(tokens)
 

@@ -21,7 +21,7 @@ class Arguments:
     input: tuple[str, ...]
     """Directories, whose .bin and .idx files are merged in the order of their names, or prefixes in the order given."""
     output_prefix: str
-    """The prefix of the .bin, .idx and .json to write."""
+    """The prefix of the .bin, .idx and .megalite.json to write."""
 
 
 def main() -> None:

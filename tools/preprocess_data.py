@@ -10,25 +10,30 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megalite.config.tokenizer import FastEncoding, TokenizerFlags, TokenizerType
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 
 MEGATRON_FLAGS = {
     "tokenizer-hf-no-include-special-tokens": "--no-tokenizer-hf-include-special-tokens",
     "use-gigatoken": "--fast-encoding=require",
 }
-"""Other names of flags."""
+"""Other names of flags; what this tool says of others, before the table of pretrain_gpt.py is asked."""
 ALREADY_SO = {
     "partitions": "one reader keeps all workers busy",
     "keep-sequential-samples": "the order of the input is always kept",
     "tokenizer-hf-use-fast": "it is the only kind",
+    **dict.fromkeys(
+        ("make-vocab-size-divisible-by", "padded-vocab-size", "no-pad-vocab-size", "disable-pad-vocab-size"),
+        "only a model pads its vocabulary: data hold the tokenizer's own numbers",
+    ),
 }
 REFUSED = {
+    "chat-template": "is for training: pretrain_gpt.py --sft reads conversations as they are, in JSON lines",
     **dict.fromkeys(("split-sentences", "keep-newlines", "lang"), "is for BERT: give sentences as a list of texts"),
     **dict.fromkeys(
         ("find-optimal-num-workers", "workers-to-check", "max-documents", "performance-dir"),
@@ -37,44 +42,23 @@ REFUSED = {
 }
 
 
-@dataclass(frozen=True)
-class Arguments:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(TokenizerFlags):
     """The flags, named as Megatron-LM's."""
 
     input: tuple[str, ...]
     """Files, patterns or directories: JSON lines, .txt (a file is a document), also as .gz or .zst, and .parquet."""
     output_prefix: str
-    """Where to write: PREFIX_KEY_document.bin, .idx and .json for every key."""
-    tokenizer_type: Literal[
-        "SentencePieceTokenizer",
-        "GPTSentencePieceTokenizer",
-        "Llama2Tokenizer",
-        "HuggingFaceTokenizer",
-        "GPT2BPETokenizer",
-        "TikTokenizer",
-        "ByteTokenizer",
-        "NullTokenizer",
-    ]
+    """Where to write: PREFIX_KEY_document.bin, .idx and .megalite.json for every key."""
+    tokenizer_type: TokenizerType = field()
     """Kind of tokenizer; the three with SentencePiece or Llama2 in their names are one."""
-    tokenizer_model: str | None = None
-    """Its file: .model of SentencePiece, tokenizer.json (or its folder) of Hugging Face, ranks of a TikTokenizer."""
-    vocab_file: str | None = None
-    """The vocab.json of a GPT2BPETokenizer."""
-    merge_file: str | None = None
-    """The merges.txt of a GPT2BPETokenizer."""
     vocab_size: int | None = None
     """The number of tokens of a NullTokenizer; how many to take of a TikTokenizer."""
-    tiktoken_pattern: str = "v2"
-    """What cuts words for a TikTokenizer: v1, v2, gpt2, cl100k, or a regular expression."""
-    tiktoken_num_special_tokens: int = 1000
-    """Special tokens of a TikTokenizer's .json file."""
-    tokenizer_special_tokens: tuple[str, ...] = ()
-    """The names of a TikTokenizer's special tokens, where they are not the usual ones."""
     tokenizer_hf_include_special_tokens: bool = True
     """Put around each document what a HuggingFaceTokenizer's own template says (for many, a token at its begin)."""
-    fast_encoding: Literal["auto", "require", "off"] = "auto"
+    fast_encoding: FastEncoding = "auto"
     """Encode byte-level BPE through tiktoken and SentencePiece BPE by words: where this gives the same tokens; always,
-    refused if it might not; never."""
+    refused if it might not; never. The other types have one way, which is fast."""
     json_keys: tuple[str, ...] = ("text",)
     """The fields of a record to tokenize, each into files of its own."""
     append_eod: bool = False
@@ -94,19 +78,22 @@ def settle_megatron_flags(argv: list[str]) -> list[str]:
 
     Raises ConfigurationError for those that are refused.
     """
+    from megalite.config import megatron_flags
+    from megalite.config.parse import flag_groups
     from megalite.errors import ConfigurationError
 
+    own = {each.name.replace("_", "-") for each in fields(Arguments)}
     settled: list[str] = []
-    dropping = False
-    for argument in argv:
-        name = argument.removeprefix("--").split("=")[0].replace("_", "-") if argument.startswith("--") else ""
-        dropping = name in ALREADY_SO or (dropping and not name)
+    for name, values in flag_groups(argv):
         if name in REFUSED:
             raise ConfigurationError(f"--{name} {REFUSED[name]}")
-        if name in ALREADY_SO:
-            print(f"--{name}: already so, {ALREADY_SO[name]}", file=sys.stderr)
-        elif not dropping:
-            settled.append(MEGATRON_FLAGS.get(name, argument))
+        note = f"--{name}: already so, {ALREADY_SO[name]}" if name in ALREADY_SO else None
+        if not note and name not in own and name not in MEGATRON_FLAGS:
+            note = megatron_flags.settled(name, values)
+        if note:
+            print(note, file=sys.stderr)
+        else:
+            settled += [*([MEGATRON_FLAGS.get(name, f"--{name}")] if name else []), *values]
     return settled
 
 

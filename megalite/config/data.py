@@ -1,27 +1,16 @@
-"""What the run reads: token files or mock data, their order and masks, the tokenizer."""
+"""What the run reads: token files or mock data, their order and masks."""
 
 from __future__ import annotations
 
-import math
+import re
 from dataclasses import dataclass
-from typing import Literal
 
+from megalite.config.tokenizer import TokenizerFlags
 from megalite.errors import ConfigurationError
 
-TokenizerType = Literal[
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "HuggingFaceTokenizer",
-    "GPT2BPETokenizer",
-    "TikTokenizer",
-    "ByteTokenizer",
-    "NullTokenizer",
-]
 
-
-@dataclass(frozen=True)
-class DataConfig:
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(TokenizerFlags):
     """The samples: tokens on disk cut to one length, and how documents inside a sample see each other."""
 
     seq_length: int
@@ -82,20 +71,6 @@ class DataConfig:
     """Tokens attend only to their own document."""
     eod_mask_loss: bool = False
     """No loss where the input is the end-of-document token."""
-    tokenizer_type: TokenizerType | None = None
-    """Kind of tokenizer; Llama2Tokenizer is a SentencePiece model, NullTokenizer stands for data already in tokens."""
-    tokenizer_model: str | None = None
-    """Its file: .model of SentencePiece, tokenizer.json (or its folder) of Hugging Face, ranks of a TikTokenizer."""
-    vocab_file: str | None = None
-    """The vocab.json of a GPT2BPETokenizer."""
-    merge_file: str | None = None
-    """The merges.txt of a GPT2BPETokenizer."""
-    tiktoken_pattern: str = "v2"
-    """What cuts words for a TikTokenizer: v1, v2, gpt2, cl100k, or a regular expression."""
-    tiktoken_num_special_tokens: int = 1000
-    """Special tokens of a TikTokenizer's .json file."""
-    tokenizer_special_tokens: tuple[str, ...] = ()
-    """The names of a TikTokenizer's special tokens, where they are not the usual ones."""
 
     @property
     def divided(self) -> bool:
@@ -104,13 +79,18 @@ class DataConfig:
 
     def split_shares(self) -> tuple[float, float, float]:
         """The shares of training, validation and test as written, 0 where left out. Raises ConfigurationError."""
-        try:
-            shares = [float(share) for share in self.split.replace(",", " ").split()]
-        except ValueError:
-            shares = []
-        if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or shares[0] == 0:
-            raise ConfigurationError(
-                f"--split {self.split!r}: give the shares of training, validation and test: 969,30,1"
-            )
-        train, valid, test = [*shares, 0.0, 0.0][:3]
-        return train, valid, test
+        return split_shares(self.split)
+
+
+def split_shares(split: str) -> tuple[float, float, float]:
+    """The shares in a `--split`. Megatron-LM would read more spellings, and 1e2 as a 1 and a 2.
+
+    Raises:
+        ConfigurationError: there are none, too many, none for training, or something is no plain number.
+    """
+    words = split.replace(",", " ").split()
+    numbers = all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in words)
+    if not numbers or not 1 <= len(words) <= 3 or float(words[0]) == 0:
+        raise ConfigurationError(f"--split {split!r}: give the shares of training, validation and test: 969,30,1")
+    train, valid, test = map(float, (*words, "0", "0")[:3])
+    return train, valid, test

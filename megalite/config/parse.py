@@ -44,7 +44,7 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
     notes: list[str] = []
     problems: list[str] = []
     given = set()
-    for flag, values in _groups(argv):
+    for flag, values in flag_groups(argv):
         try:
             if flag == "config":
                 _update(sections, _read_file(_single(flag, values)))
@@ -68,7 +68,7 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
     return ParsedArguments(config, (*notes, *idle, *cautions(config)))
 
 
-def _groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def flag_groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Each flag, without dashes and with hyphens, and the values that follow it."""
     flag, values = "", list[str]()
     for token in argv:

@@ -8,9 +8,10 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import get_args
 
-from megalite.config.data import DataConfig, TokenizerType
+from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig, fields_by_name
+from megalite.config.tokenizer import TokenizerType
 from megalite.config.training import TrainingConfig
 from megalite.config.validate_optimizer import optimizer_problems
 from megalite.config.validate_rates import rate_problems

@@ -13,6 +13,7 @@ from megalite.data.blend import BlendedDataset, Dataset, normalize
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.mapped_file import raise_open_file_limit
 from megalite.data.mock_dataset import MockDataset
 from megalite.data.parts import SPLITS, Part
 from megalite.data.side_file import check_tokenizer
@@ -148,6 +149,7 @@ def build_datasets(
     surplus: float = SURPLUS,
 ) -> Datasets[Sample]:
     """The sets of a run from any kind of source; see `build_token_datasets`."""
+    raise_open_file_limit()
     needs = (samples.train, samples.valid, samples.test)
     least = (samples.train, samples.evaluation, samples.evaluation)
     sources = {prefix: open_source(prefix) for prefix in sorted({p for part in parts if part for p in part.prefixes})}
@@ -171,6 +173,11 @@ def build_datasets(
 
 def _missing_share(name: str, part: Part, sources: Mapping[str, Source[Any]]) -> str | None:
     for prefix in part.prefixes:
+        if not len(sources[prefix]):
+            raise DataError(
+                f"{prefix} holds no sequence: leave it out of --{name}-data-path, --data-path or the file that names "
+                "it, or add documents"
+            )
         if not part.sequences(len(sources[prefix])):
             return (
                 f"the {name} data would be none of the {len(sources[prefix])} sequences of {prefix}: give {name} a "

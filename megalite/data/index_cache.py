@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from megalite.data.mapped_file import map_file, refuse_too_many_open_files
+from megalite.files import remove_leftovers, temporary_path
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -69,23 +72,34 @@ class IndexCache:
         except (FileNotFoundError, NotADirectoryError):
             if folder.exists():
                 self._note(f"{folder} was not complete and is computed again")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except OSError as error:
+            refuse_too_many_open_files(error)
+            self._note(f"{folder} cannot be read ({error.strerror}) and is computed again")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             self._note(f"{folder} was damaged ({error}) and is computed again")
         return None
 
     def _keep(self, folder: Path, description: str, arrays: Arrays) -> Arrays:
+        temporary = temporary_path(folder)
         try:
-            with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent) as temporary:
-                _write(Path(temporary) / "new", description, arrays)
-                with suppress(FileNotFoundError):
-                    os.rename(folder, Path(temporary) / "damaged")
-                os.rename(Path(temporary) / "new", folder)
+            remove_leftovers(folder)
+            _write(temporary, description, arrays)
+            try:
+                os.rename(temporary, folder)
+            except OSError:
+                # What has the name is damaged, or of another node, which was faster and has mapped it: that stays.
+                if self._load(folder, description) is None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    os.rename(temporary, folder)
         except OSError as error:
+            refuse_too_many_open_files(error)
             self._note(
                 f"sample indices cannot be kept in {folder.parent} ({error.strerror}), so each process computes them "
                 "in memory at every start: give --data-cache-path, a directory that can be written"
             )
             return arrays
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
         return self._load(folder, description) or arrays
 
     def _note(self, note: str) -> None:
@@ -106,15 +120,8 @@ def _lock(folder: Path) -> Iterator[None]:
     with file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-            _remove_leftovers(folder)
         yield
         path.unlink(missing_ok=True)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    """What processes left behind that were killed while they held the lock."""
-    for leftover in folder.parent.glob(f"{folder.name}.*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _write(folder: Path, description: str, arrays: Arrays) -> None:
@@ -122,13 +129,17 @@ def _write(folder: Path, description: str, arrays: Arrays) -> None:
     checksums = {}
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array, allow_pickle=False)
-        checksums[name] = zlib.crc32(np.memmap(folder / f"{name}.npy", np.uint8, mode="r").data)
+        checksums[name] = zlib.crc32(map_file(folder / f"{name}.npy").data)
     record = {"description": description, "crc32": checksums}
     (folder / "description.json").write_text(json.dumps(record))
 
 
 def _map_array(path: Path, crc32: int) -> np.ndarray:
-    if zlib.crc32(np.memmap(path, np.uint8, mode="r").data) != crc32:
+    data = map_file(path)
+    if zlib.crc32(data.data) != crc32:
         raise ValueError(f"{path.name} has another checksum than recorded")
-    # A plain array over the map: np.memmap's own indexing costs several times as much.
-    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)).view(np.ndarray)
+    # Not np.load: it would keep a file descriptor.
+    header = io.BytesIO(data[: 1 << 16].tobytes())
+    np.lib.format.read_magic(header)
+    shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(header)
+    return data[header.tell() :].view(dtype).reshape(shape, order="F" if fortran_order else "C")

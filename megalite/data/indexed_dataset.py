@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from megalite.data.mapped_file import map_file, refuse_too_many_open_files
 from megalite.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -121,6 +122,10 @@ class IndexedDataset:
             _damaged(idx_path(self.prefix), f"sequences {sequences} inside the .bin", str(error))
         return np.concatenate(parts, dtype=np.int64)
 
+    def all_tokens(self) -> np.ndarray:
+        """Every token of the .bin, mapped, one sequence after another."""
+        return _map_file(bin_path(self.prefix)).view(self.dtype)
+
     @cached_property
     def lengths_sha256(self) -> str:
         """Tells datasets with other lengths of their sequences apart; takes a second for some 200 million of them."""
@@ -147,7 +152,10 @@ class IndexedDataset:
         if mmap:
             data = _map_file(path)
             return lambda position, count: np.frombuffer(data, dtype, count, position)
-        file = path.open("rb", buffering=0)
+        try:
+            file = path.open("rb", buffering=0)
+        except OSError as error:
+            _unreadable(path, error)
         return lambda position, count: np.frombuffer(_read_at(file.fileno(), position, count, dtype), dtype, count)
 
 
@@ -198,6 +206,7 @@ def _file_size(path: Path) -> int:
 
 
 def _unreadable(path: Path, error: OSError) -> NoReturn:
+    refuse_too_many_open_files(error)
     what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
     raise DataError(
         f"{path} {what}. A data path is the common prefix of a .bin and a .idx file, without the suffix, "
@@ -207,10 +216,7 @@ def _unreadable(path: Path, error: OSError) -> NoReturn:
 
 def _map_file(path: Path) -> np.ndarray:
     """The bytes of a file, uint8 [size], mapped read-only."""
-    if _file_size(path) == 0:
-        return np.empty(0, np.uint8)
     try:
-        # A plain array over the map: np.memmap's own slicing costs several times as much a read.
-        return np.asarray(np.memmap(path, np.uint8, mode="r")).view(np.ndarray)
+        return map_file(path)
     except OSError as error:
         _unreadable(path, error)

@@ -16,7 +16,7 @@ import numpy as np
 from megalite.data.indexed_dataset import DTYPE_CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
 from megalite.data.side_file import side_file_path, write_side_file
 from megalite.errors import DataError, FileError
-from megalite.files import TemporaryFile, sync_directory
+from megalite.files import TemporaryFile, remove_leftovers, sync_directory, temporary_path
 
 # Lengths that are read back at a time when the index is made of them.
 BLOCK = 1 << 20
@@ -61,7 +61,9 @@ class IndexedDatasetWriter:
             raise DataError(f"tokens cannot be stored as {np.dtype(dtype)}: use one of {known}")
         self.extent = extent or Extent()
         self._kept = folder is not None
-        self._folder = folder or Path(f"{prefix}.{os.getpid()}.tmp")
+        self._folder = folder or temporary_path(Path(prefix))
+        if not self._kept:
+            remove_leftovers(Path(prefix))
         # One after another: what the .bin holds, the lengths of the sequences, where each document ends.
         sizes = (self.extent.tokens * self.dtype.itemsize, self.extent.sequences * 4, self.extent.documents * 8)
         self._bin, self._lengths, self._documents = self._files = tuple(

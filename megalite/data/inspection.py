@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -76,7 +75,7 @@ def _verify_pointers(data: IndexedDataset) -> None:
 
 def _verify_tokens(data: IndexedDataset) -> None:
     vocab_size = (recorded_tokenizer(data.prefix) or {}).get("vocab_size")
-    tokens: Any = np.memmap(bin_path(data.prefix), data.dtype, mode="r") if data.tokens else np.empty(0, data.dtype)
+    tokens = data.all_tokens()
     for first, last in _blocks(data.tokens):
         block = tokens[first:last]
         largest, smallest = int(block.max()), int(block.min())

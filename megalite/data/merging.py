@@ -11,6 +11,7 @@ import numpy as np
 from megalite.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megalite.data.indexed_writer import Extent, IndexedDatasetWriter
 from megalite.data.inspection import verify
+from megalite.data.mapped_file import raise_open_file_limit
 from megalite.data.side_file import describe_tokenizer, recorded_tokenizer
 from megalite.errors import DataError
 
@@ -48,6 +49,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Extent:
         DataError: datasets are damaged, of different tokenizers or token types, or one of them is the output.
         FileError: the output cannot be written.
     """
+    raise_open_file_limit()
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     if Path(output_prefix).resolve() in (Path(prefix).resolve() for prefix in prefixes):
         raise DataError(f"--output-prefix {output_prefix} is one of the inputs")
@@ -81,7 +83,7 @@ def _common_tokenizer(prefixes: Sequence[str]) -> dict[str, Any] | None:
 
 def _document_blocks(data: IndexedDataset) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Tokens, lengths of sequences and sequences of each document, of some documents at a time."""
-    tokens: Any = np.memmap(bin_path(data.prefix), data.dtype, mode="r") if data.tokens else np.empty(0, data.dtype)
+    tokens = data.all_tokens()
     starts = np.append(data.sequence_pointers // data.dtype.itemsize, data.tokens)
     begins = starts[data.document_indices]
     first, documents = 0, len(begins) - 1
@@ -90,5 +92,5 @@ def _document_blocks(data: IndexedDataset) -> Iterator[tuple[np.ndarray, np.ndar
         from_sequence, to_sequence = data.document_indices[[first, last]].tolist()
         lengths = data.sequence_lengths[from_sequence:to_sequence]
         sequences = np.diff(data.document_indices[first : last + 1])
-        yield np.asarray(tokens[begins[first] : begins[last]]), lengths, sequences
+        yield tokens[begins[first] : begins[last]], lengths, sequences
         first = last

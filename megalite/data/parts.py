@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalite.config.data import split_shares
 from megalite.data.blend import normalize, parse_blend
 from megalite.errors import ConfigurationError, DataError
 
@@ -74,13 +74,10 @@ def parse_split(split: str) -> list[tuple[float, float] | None]:
     "969, 30, 1" gives (0, 0.969), (0.969, 0.999), (0.999, 1); what is left out or 0 gives None.
 
     Raises:
-        ConfigurationError: there are no, too many, or only zero shares.
+        ConfigurationError: see `split_shares`.
     """
-    shares = [float(share) for share in re.findall(r"\d+\.?\d*|\.\d+", split)]
-    if not 1 <= len(shares) <= len(SPLITS) or sum(shares) == 0 or re.search(r"[^\d.,\s]", split):
-        raise ConfigurationError(f"--split {split!r}: give one to three shares for train, valid, test, as in 969,30,1")
     bounds: list[float] = [0]
-    for share in normalize(shares + [0.0] * (len(SPLITS) - len(shares))):
+    for share in normalize(split_shares(split)):
         bounds.append(bounds[-1] + share)
     return [(begin, end) if end > begin else None for begin, end in itertools.pairwise(bounds)]
 
@@ -94,7 +91,7 @@ def _whole(path: Sequence[str]) -> Part:
 
 def _read(flag: str, path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # Windows puts a mark before the text
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{flag} {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not text.strip():

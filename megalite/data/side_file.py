@@ -1,4 +1,6 @@
-"""`{prefix}.json` beside a token file: which tokenizer wrote it, and how much it wrote.
+"""`{prefix}.megalite.json` beside a token file: which tokenizer wrote it, and how much it wrote.
+
+The name is one that nobody else uses: `{prefix}.json` is often the text itself.
 
 Megatron-LM's files have none and are accepted as they are; tokens beyond the vocabulary are then found where a
 micro-batch is loaded (`megalite/data/loader.py`), as nothing else can tell without reading all of the data.
@@ -10,13 +12,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megalite.data.mapped_file import refuse_too_many_open_files
 from megalite.errors import DataError
 from megalite.files import TemporaryFile
 
 
 def side_file_path(prefix: str | Path) -> Path:
     """The file that records the tokenizer."""
-    return Path(f"{prefix}.json")
+    return Path(f"{prefix}.megalite.json")
 
 
 def write_side_file(file: TemporaryFile, tokenizer: dict[str, Any] | None, tokens: int, documents: int) -> None:
@@ -37,6 +40,8 @@ def recorded_tokenizer(prefix: str | Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, OSError):
+            refuse_too_many_open_files(error)
         raise DataError(
             f"{path} cannot be read as the record of a tokenizer ({error!r}): run tools/preprocess_data.py again, or "
             "remove it to skip the check"

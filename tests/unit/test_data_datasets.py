@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.config.data import DataConfig
 from megalite.data.blend import BlendedDataset, build_blend_index, normalize, parse_blend
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
 from megalite.data.index_cache import IndexCache
@@ -20,6 +23,7 @@ from megalite.data.parts import Part, parse_split, read_parts
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.errors import ConfigurationError, DataError
+from tests.harness.fork_server import fork_context
 
 
 def write(prefix: Path, documents: int, token: int, tokenizer: dict[str, Any] | None = None) -> str:
@@ -128,10 +132,14 @@ def test_split_is_megatrons() -> None:
     assert parse_split("1,0,.25") == [(0, 0.8), None, (0.8, 1.0)]
 
 
-@pytest.mark.parametrize("split", ["", "0,0", "1,2,3,4", "a,b", "-1,2", "90%"])
+@pytest.mark.parametrize(
+    "split", ["", ",", "0,0", "0,1", "1,2,3,4", "a,b", "-1,2", "90%", "0.9.1,1", "1e2,1", "1_0", "nan"]
+)
 def test_split_that_means_nothing_is_refused(split: str) -> None:
     with pytest.raises(ConfigurationError, match="--split"):
         parse_split(split)
+    with pytest.raises(ConfigurationError, match="--split"):
+        DataConfig(seq_length=1, split=split).split_shares()
 
 
 def test_splits_share_no_document(tmp_path: Path) -> None:
@@ -167,6 +175,35 @@ def test_a_test_set_without_documents_is_left_out_with_a_note(tmp_path: Path) ->
     assert build(Samples(5, 1, 0), data_path=[prefix], split="90,10,.1").notes == ()
 
 
+def test_a_file_without_sequences_is_refused_where_it_is_named(tmp_path: Path) -> None:
+    prefix, empty = write(tmp_path / "a", 10, 1), write(tmp_path / "empty", 0, 1)
+    for name in ("train", "valid", "test"):
+        paths = {f"{split}_data_path": [empty if split == name else prefix] for split in ("train", "valid", "test")}
+        with pytest.raises(DataError, match=f"empty holds no sequence: leave it out of --{name}-data-path"):
+            build(Samples(5, 1, 1), **paths)
+
+
+def with_few_files(prefixes: list[str]) -> None:
+    limit = len(os.listdir("/proc/self/fd")) + 20
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit - 10, limit))
+    for _ in range(2):  # indices that are built, indices that are found
+        sets = build(Samples(50, 0, 0), data_path=[word for prefix in prefixes for word in ("1", prefix)], split="1")
+        assert len(sets.train) == 50
+        assert {int(sets.train[k][0]) for k in range(50)} == set(range(50))
+        assert sets.notes == ()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (limit, limit)
+    files = [open(os.devnull) for _ in range(10)]  # noqa: SIM115 - a checkpoint's
+    del files
+
+
+def test_a_blend_of_many_prefixes_leaves_files_to_open(tmp_path: Path) -> None:
+    prefixes = [write(tmp_path / str(number), 5, number) for number in range(50)]
+    process = fork_context().Process(target=with_few_files, args=(prefixes,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
 def test_data_is_given_in_one_way(tmp_path: Path) -> None:
     one = {"data_path": ["a"]}
     for more in ({"valid_data_path": ["a"]}, {"data_args_path": "a"}, {"per_split_data_args_path": "a"}):
@@ -199,10 +236,10 @@ def test_other_tokenizer_than_recorded_is_refused(tmp_path: Path) -> None:
 
 def test_data_without_a_record_is_taken_and_a_damaged_record_is_not(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", 10, 1)
-    Path(f"{prefix}.json").unlink()
+    Path(f"{prefix}.megalite.json").unlink()
     build(Samples(1, 0, 0), data_path=[prefix], split="1")
-    Path(f"{prefix}.json").write_text("[")
-    with pytest.raises(DataError, match=r"a\.json cannot be read as the record"):
+    Path(f"{prefix}.megalite.json").write_text("[")
+    with pytest.raises(DataError, match=r"a\.megalite\.json cannot be read as the record"):
         build(Samples(1, 0, 0), data_path=[prefix], split="1")
 
 
@@ -211,14 +248,15 @@ def test_target_samples_are_megatrons() -> None:
     assert samples == Samples(777, (100 // 30 + 1) * 5 * 8, 5 * 8, 5 * 8)
 
 
-def test_paths_may_stand_in_files(tmp_path: Path) -> None:
-    (tmp_path / "blend").write_text("0.3 a\n0.7 b\n")
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_paths_may_stand_in_files(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "blend").write_text("0.3 a\n0.7 b\n", encoding)
     assert read_parts(data_args_path=str(tmp_path / "blend"), split="1") == [
         Part(["a", "b"], [0.3, 0.7], 0.0, 1.0),
         None,
         None,
     ]
-    (tmp_path / "each").write_text('{"train": [0.3, "a", "0.7", "b"], "test": ["c"]}')
+    (tmp_path / "each").write_text('{"train": [0.3, "a", "0.7", "b"], "test": ["c"]}', encoding)
     each = [Part(["a", "b"], [0.3, 0.7]), None, Part(["c"], None)]
     assert read_parts(per_split_data_args_path=str(tmp_path / "each")) == each
 

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
-import mmap
 import os
+import resource
 import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megalite.data import index_cache
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import Arrays, IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.side_file import recorded_tokenizer
+from megalite.errors import DataError
 from tests.harness.fork_server import fork_context
 from tests.unit.test_data_gpt_dataset import write
 
@@ -41,7 +46,9 @@ def assert_right(arrays: Arrays) -> None:
 
 
 def is_mapped(array: object) -> bool:
-    return isinstance(array, mmap.mmap) or (isinstance(array, np.ndarray) and is_mapped(array.base))
+    while isinstance(array, np.ndarray) and array.base is not None:
+        array = array.base
+    return isinstance(array.obj if isinstance(array, memoryview) else array, ctypes.Array)
 
 
 def only_folder(directory: Path) -> Path:
@@ -213,6 +220,62 @@ def test_a_process_may_die_at_any_moment(tmp_path: Path) -> None:
             break
         deaths += 1
     assert 8 < deaths < 99
+
+
+def test_nodes_without_a_common_lock_leave_each_other_alone(tmp_path: Path) -> None:
+    """A file system where each node grants the lock: both compute, and what the faster one uses stays."""
+
+    def slower() -> Arrays:
+        assert_right(get(tmp_path)[0])
+        first = only_folder(tmp_path).stat().st_ino
+        built.append(first)
+        return ARRAYS
+
+    built: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_cache.fcntl, "flock", lambda *_: None)
+        arrays, notes = get(tmp_path, slower)
+    assert_right(arrays)
+    assert notes == []
+    assert [only_folder(tmp_path).stat().st_ino] == built
+
+
+def test_folders_that_others_are_writing_stay(tmp_path: Path) -> None:
+    get(tmp_path)
+    name = only_folder(tmp_path).name
+    shutil.rmtree(tmp_path / name)
+    dead = fork_context().Process(target=int)
+    dead.start()
+    dead.join()
+    here = os.uname().nodename
+    kept, gone = (f"{here}.{os.getppid()}", "elsewhere.1"), (f"{here}.{dead.pid}", f"{here}.{os.getpid()}", "old.1")
+    for owner in kept + gone:
+        (tmp_path / f"{name}.{owner}.megalite.tmp").mkdir()
+    os.utime(tmp_path / f"{name}.old.1.megalite.tmp", (0, 0))
+    assert get(tmp_path)[1] == []
+    assert {path.name for path in tmp_path.iterdir()} == {name, *(f"{name}.{owner}.megalite.tmp" for owner in kept)}
+
+
+def with_no_file_left(directory: Path, prefix: Path) -> None:
+    limit = len(os.listdir("/proc/self/fd")) + 8
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    files = []
+    with suppress(OSError):
+        while True:
+            files.append(open(os.devnull))  # noqa: SIM115
+    for act in (lambda: get(directory, never), lambda: IndexedDataset(prefix), lambda: recorded_tokenizer(prefix)):
+        with pytest.raises(DataError, match=rf"too many open files \({limit} are allowed.*ulimit -n"):
+            act()
+
+
+def test_too_many_open_files_are_no_damage(tmp_path: Path) -> None:
+    get(tmp_path / "cache")
+    write(tmp_path / "tokens", [np.arange(5)])
+    process = fork_context().Process(target=with_no_file_left, args=(tmp_path / "cache", tmp_path / "tokens"))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    get(tmp_path / "cache", never)
 
 
 def build_slowly(directory: Path, log: Path, seconds: float) -> None:

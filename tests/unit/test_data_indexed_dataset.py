@@ -94,7 +94,7 @@ def test_reads_are_views_of_the_file(tmp_path: Path) -> None:
 
 def test_side_file_records_tokenizer_and_counts(tmp_path: Path) -> None:
     write(tmp_path / "a", [[1, 2, 3], []])
-    record = json.loads((tmp_path / "a.json").read_text())
+    record = json.loads((tmp_path / "a.megalite.json").read_text())
     assert record == {"tokenizer": {"type": "test"}, "tokens": 3, "documents": 2}
 
 

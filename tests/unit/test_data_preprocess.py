@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ import pytest
 
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.tokenizers.bytes import ByteTokenizer
+from megalite.errors import ConfigurationError
+from tools.preprocess_data import Arguments, settle_megatron_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [f"document {i}: " + "größe \u6f22 " * (i % 7) for i in range(300)] + ["", "last"]
@@ -53,7 +56,7 @@ def test_documents_are_the_lines_in_order(tmp_path: Path) -> None:
     ]
     # As in Megatron-LM, an empty text is a document without a sequence, and without an end.
     assert len(data.document_indices) == len(TEXTS) + 1
-    assert json.loads(Path(f"{prefix}.json").read_text())["tokenizer"] == tokenizer.identity()
+    assert json.loads(Path(f"{prefix}.megalite.json").read_text())["tokenizer"] == tokenizer.identity()
 
 
 def test_output_does_not_depend_on_workers_nor_on_how_the_input_is_cut(
@@ -73,7 +76,7 @@ def test_output_does_not_depend_on_workers_nor_on_how_the_input_is_cut(
         result = preprocess("--input", *inputs, "--output-prefix", out, *keys, "--workers", workers)
         assert result.returncode == 0, result.stderr
     outputs = [contents(tmp_path / str(number)) for number in range(3)]
-    names = {f"c_{key}_document.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx", "json")}
+    names = {f"c_{key}_document.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx", "megalite.json")}
     assert set(outputs[0]) == names
     assert outputs[0] == outputs[1] == outputs[2]
 
@@ -191,6 +194,30 @@ def group_is_alive(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def fate(name: str, values: list[str]) -> tuple[list[str], str]:
+    """The command line that is left of a flag, or why it is refused."""
+    try:
+        return settle_megatron_flags([name, *values, "--append-eod"]), ""
+    except ConfigurationError as error:
+        return [], str(error)
+
+
+def test_every_tokenizer_flag_of_megatron_has_a_fate(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [line.split() for line in (ROOT / "tests/unit/megatron_flags.txt").read_text().splitlines()]
+    flags = [row[0] for row in rows]
+    first, last = flags.index("--vocab-size"), flags.index("--use-gigatoken")
+    assert last - first == 20
+    own = {f"--{each.name.replace('_', '-')}" for each in fields(Arguments)}
+    for *names, arity in rows[first : last + 1]:
+        for name in names:
+            settled, refusal = fate(name, [] if arity == "0" else ["0"])
+            noted = capsys.readouterr().err
+            assert bool(refusal) + bool(noted) + (settled[:1] not in ([], ["--append-eod"])) == 1, name
+            if len(settled) > 1:
+                assert settled[0].split("=")[0].replace("--no-", "--") in own
+    assert settle_megatron_flags(["--workers=3", "--partitions", "8", "--resume"]) == ["--workers", "3", "--resume"]
 
 
 @pytest.mark.parametrize("tool", ["tools/preprocess_data.py", "tools/train_tokenizer.py"])

@@ -64,7 +64,9 @@ def test_a_kill_at_every_write_and_with_any_loss_of_what_was_written_last(tmp_pa
     source = write_corpus(tmp_path / "corpus.jsonl", 60, 40)
     go_on(tmp_path / "whole" / "c", source, resume=False)
     expected = contents(tmp_path / "whole")
-    assert set(expected) == {f"c_{key}.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx", "json")}
+    assert set(expected) == {
+        f"c_{key}.{suffix}" for key in ("text", "title") for suffix in ("bin", "idx", "megalite.json")
+    }
     snapshots = []
     with output(tmp_path / "running" / "c", resume=False) as partial:
         for i, chunk in enumerate(read_chunks([str(source)], ENCODING.json_keys)):

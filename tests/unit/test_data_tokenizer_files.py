@@ -289,4 +289,4 @@ def test_the_command_writes_what_the_tokenizer_gives(folder: Path, tmp_path: Pat
     assert [data.get(i).tolist() for i in range(4)] == [
         [*tokenizer.encode(TEXT * i), tokenizer.eod] for i in range(1, 5)
     ]
-    assert json.loads((tmp_path / "c_text_document.json").read_text())["tokenizer"] == tokenizer.identity()
+    assert json.loads((tmp_path / "c_text_document.megalite.json").read_text())["tokenizer"] == tokenizer.identity()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.tokenizer_training import train_tokenizer
-from megalite.data.tokenizers import build_tokenizer
+from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.data.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -134,6 +134,20 @@ def test_build_gives_what_the_flags_name(model: str) -> None:
         assert build_tokenizer(name, model).identity() == SentencePieceTokenizer(model).identity()
     assert build_tokenizer("ByteTokenizer").vocab_size == 257
     assert build_tokenizer("NullTokenizer", vocab_size=10).vocab_size == 11
+
+
+def test_a_faster_road_that_is_required_is_taken_or_refused(corpus: Path, tmp_path: Path) -> None:
+    required = TokenizerOptions(fast_encoding="require")
+    for kind in ("bpe", "unigram"):
+        train_tokenizer([str(corpus)], ["text"], str(tmp_path / kind), 300, kind)
+    bpe, unigram = (
+        build_tokenizer("SentencePieceTokenizer", str(tmp_path / f"{kind}.model"), options=required)
+        for kind in ("bpe", "unigram")
+    )
+    assert list(bpe.encode_documents(["a text"])[0]) == bpe.encode("a text")
+    with pytest.raises(ConfigurationError, match=r"--fast-encoding require: .*it is no byte-pair encoding"):
+        unigram.encode_documents(["a text"])
+    assert list(build_tokenizer("ByteTokenizer", options=required).encode_documents(["a"])[0]) == [97]
 
 
 def test_identity_is_of_the_model_and_not_of_its_path(model: str, corpus: Path, tmp_path: Path) -> None:

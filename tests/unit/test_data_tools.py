@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from megalite.data.inspection import verify
 from megalite.data.length_statistics import length_statistics
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import DataError
+from tests.harness.fork_server import fork_context
 
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = ByteTokenizer().identity()
@@ -54,7 +57,7 @@ def test_merging_is_writing_all_documents_into_one(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merging, "BLOCK", block)
         merging.merge(merging.find_prefixes([str(folder / "parts")]), str(folder / "merged"))
-    for suffix in ("bin", "idx", "json"):
+    for suffix in ("bin", "idx", "megalite.json"):
         assert (folder / f"merged.{suffix}").read_bytes() == (folder / f"all.{suffix}").read_bytes()
 
 
@@ -72,6 +75,33 @@ def test_merging_a_directory_and_prefixes_in_their_order(tmp_path: Path) -> None
     assert [data.get(i).tolist() for i in range(3)] == [[1, 2], [ord("a")], [ord("b")]]
 
 
+def test_text_named_like_the_tokens_is_left_alone(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[[1]]])
+    for name in ("a.json", "merged.json"):
+        (tmp_path / name).write_text('{"text": "the only copy"}\n')
+    merging.merge([str(tmp_path / "a")], str(tmp_path / "merged"))
+    verify(IndexedDataset(tmp_path / "merged"))
+    for name in ("a.json", "merged.json"):
+        assert (tmp_path / name).read_text() == '{"text": "the only copy"}\n'
+
+
+def die_while_writing(prefix: Path) -> None:
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add_document([1, 2, 3])
+        writer.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_merge_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[[1]]])
+    process = fork_context().Process(target=die_while_writing, args=(tmp_path / "merged",))
+    process.start()
+    process.join(60)
+    assert [path.is_dir() for path in tmp_path.glob("merged*")] == [True]
+    merging.merge([str(tmp_path / "a")], str(tmp_path / "merged"))
+    assert {path.name for path in tmp_path.glob("merged*")} == {"merged.bin", "merged.idx", "merged.megalite.json"}
+
+
 def test_what_must_not_be_merged(tmp_path: Path) -> None:
     write(tmp_path / "a", [[[1]]])
     write(tmp_path / "wide", [[[1]]], np.int32)
@@ -86,7 +116,7 @@ def test_what_must_not_be_merged(tmp_path: Path) -> None:
         merging.merge([str(tmp_path / "a")], str(tmp_path / "a"))
     assert not list(tmp_path.glob("out*"))
     merging.merge([str(tmp_path / "a"), str(tmp_path / "unrecorded")], out)
-    assert '"tokenizer": null' in (tmp_path / "out.json").read_text()
+    assert '"tokenizer": null' in (tmp_path / "out.megalite.json").read_text()
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "x.bin").write_bytes(b"")
     result = run("tools/merge_datasets.py", "--input", tmp_path / "half", "--output-prefix", out)
@@ -116,6 +146,20 @@ def test_the_header_a_document_and_a_check(tmp_path: Path) -> None:
     missing = run("tools/inspect_dataset.py", "--prefix", tmp_path / "a", "--document", 3)
     assert missing.returncode == 64
     assert "has documents 0 to 2" in missing.stderr
+
+
+def test_a_document_of_a_tiktoken_vocabulary_with_flags_of_its_own(tmp_path: Path) -> None:
+    ranks = tmp_path / "ranks.tiktoken"
+    ranks.write_bytes(b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(256)))
+    (tmp_path / "corpus.jsonl").write_text('{"text": "one two"}\n')
+    flags = ("--tokenizer-type", "TikTokenizer", "--tokenizer-model", ranks, "--tiktoken-pattern", "gpt2")
+    flags += ("--tokenizer-special-tokens", "<end>", "<other>")
+    source = ("--input", tmp_path / "corpus.jsonl", "--output-prefix", tmp_path / "c", "--append-eod")
+    made = run("tools/preprocess_data.py", *source, *flags, "--workers", 1)
+    assert made.returncode == 0, made.stderr
+    shown = run("tools/inspect_dataset.py", "--prefix", tmp_path / "c_text_document", "--document", 0, *flags)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout == "one two\n"
 
 
 def test_a_sample_of_a_run(tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
+from megalite.config.tokenizer import FastEncoding, TokenizerType
 from megalite.data.tokenizers.bytes import ByteTokenizer
-from megalite.data.tokenizers.huggingface import FastEncoding, load_gpt2, load_tokenizer_json
+from megalite.data.tokenizers.huggingface import load_gpt2, load_tokenizer_json
 from megalite.data.tokenizers.interface import Tokenizer
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.data.tokenizers.sentencepiece import SentencePieceTokenizer
@@ -15,14 +16,7 @@ from megalite.data.tokenizers.tiktoken import TikTokenizer
 from megalite.errors import ConfigurationError
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-TOKENIZER_TYPES = (
-    *SENTENCEPIECE_TYPES,
-    "HuggingFaceTokenizer",
-    "GPT2BPETokenizer",
-    "TikTokenizer",
-    "ByteTokenizer",
-    "NullTokenizer",
-)
+TOKENIZER_TYPES = get_args(TokenizerType)
 
 
 @dataclass(frozen=True)
@@ -34,7 +28,8 @@ class TokenizerOptions:
         tiktoken_pattern, tiktoken_num_special_tokens, tokenizer_special_tokens: of a `TikTokenizer`; see there.
         tokenizer_hf_include_special_tokens: of a `HuggingFaceTokenizer`; see there.
         fast_encoding: whether documents are encoded by words of SentencePiece and through tiktoken: where it gives the
-            same tokens ("auto"), "off", or "require".
+            same tokens ("auto"), "off", or "require", refused at the first document. The other types have one way, and
+            that is fast.
     """
 
     vocab_file: str | None = None
@@ -101,7 +96,7 @@ def _from_files(
     if not tokenizer_model:
         raise ConfigurationError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model, its file")
     if tokenizer_type in SENTENCEPIECE_TYPES:
-        return SentencePieceTokenizer(tokenizer_model, word_cache=options.fast_encoding != "off")
+        return SentencePieceTokenizer(tokenizer_model, options.fast_encoding)
     if tokenizer_type == "HuggingFaceTokenizer":
         special = options.tokenizer_hf_include_special_tokens
         return load_tokenizer_json(tokenizer_model, special, options.fast_encoding)

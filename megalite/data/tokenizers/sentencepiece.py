@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from megalite.config.tokenizer import FastEncoding
 from megalite.data.optional import optional_import
 from megalite.data.tokenizers.files import fingerprint, read_tokenizer_file
 from megalite.data.tokenizers.interface import Ids
 from megalite.data.tokenizers.offsets import character_offsets
 from megalite.data.tokenizers.word_cache import WordCache, refusal
-from megalite.errors import DataError
+from megalite.errors import ConfigurationError, DataError
 
 
 class SentencePieceTokenizer:
@@ -24,18 +25,19 @@ class SentencePieceTokenizer:
 
     Args:
         model_path: the `.model` file.
-        word_cache: let `encode_documents` remember the tokens of words, where this gives the same tokens.
+        fast_encoding: whether `encode_documents` remembers the tokens of words: where this gives the same tokens,
+            never, or always, which is refused if they could differ.
 
     Raises:
         DataError: the file is missing, is no SentencePiece model, or has no end-of-sequence token.
     """
 
-    def __init__(self, model_path: str, word_cache: bool = True) -> None:
+    def __init__(self, model_path: str, fast_encoding: FastEncoding = "auto") -> None:
         from sentencepiece import SentencePieceProcessor
 
         what = "the .model file that tools/train_tokenizer.py or the model's publisher wrote"
         self._model = read_tokenizer_file(model_path, "--tokenizer-model", what)
-        self._word_cache = word_cache
+        self._fast_encoding = fast_encoding
         try:
             self._processor = SentencePieceProcessor(model_proto=self._model)
         except RuntimeError as error:
@@ -71,9 +73,14 @@ class SentencePieceTokenizer:
 
     @cached_property
     def _words(self) -> WordCache | None:
-        if not self._word_cache or refusal(self._model) is not None:
+        if self._fast_encoding == "off":
             return None
-        return WordCache(self._processor, self._model)
+        reason = refusal(self._model)
+        if reason and self._fast_encoding == "require":
+            raise ConfigurationError(
+                f"--fast-encoding require: word by word might not give this model's tokens: {reason}"
+            )
+        return None if reason else WordCache(self._processor, self._model)
 
     def token_id(self, name: str) -> int | None:
         """The token of a piece, control pieces among them."""

@@ -1,0 +1,38 @@
+"""Which tokenizer: the flags that a run shares with the tools that make and show its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+TokenizerType = Literal[
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "TikTokenizer",
+    "ByteTokenizer",
+    "NullTokenizer",
+]
+FastEncoding = Literal["auto", "require", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFlags:
+    """What names a tokenizer and its files."""
+
+    tokenizer_type: TokenizerType | None = None
+    """Kind of tokenizer; Llama2Tokenizer is a SentencePiece model, NullTokenizer stands for data already in tokens."""
+    tokenizer_model: str | None = None
+    """Its file: .model of SentencePiece, tokenizer.json (or its folder) of Hugging Face, ranks of a TikTokenizer."""
+    vocab_file: str | None = None
+    """The vocab.json of a GPT2BPETokenizer."""
+    merge_file: str | None = None
+    """The merges.txt of a GPT2BPETokenizer."""
+    tiktoken_pattern: str = "v2"
+    """What cuts words for a TikTokenizer: v1, v2, gpt2, cl100k, or a regular expression."""
+    tiktoken_num_special_tokens: int = 1000
+    """Special tokens of a TikTokenizer's .json file."""
+    tokenizer_special_tokens: tuple[str, ...] = ()
+    """The names of a TikTokenizer's special tokens, where they are not the usual ones."""

@@ -1,0 +1,59 @@
+"""Files mapped into memory without holding a file descriptor each: a blend may have thousands of files."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import resource
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from megalite.errors import DataError
+
+_system = ctypes.CDLL(None, use_errno=True)
+_system.mmap.restype = ctypes.c_void_p
+_system.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_system.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_file(path: Path) -> np.ndarray:
+    """The bytes of a file, uint8 [size], mapped read-only until the last view of them is gone.
+
+    Raises:
+        OSError: it cannot be opened or mapped.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            return np.empty(0, np.uint8)
+        # Python's mmap, and so np.memmap, keeps a descriptor as long as the map lives (from 3.13 on it need not).
+        address = _system.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    if address == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    # Not at exit: threads may still read then, and the system unmaps everything anyway.
+    weakref.finalize(memory, _system.munmap, address, size).atexit = False
+    return np.frombuffer(memoryview(memory).toreadonly(), np.uint8)
+
+
+def raise_open_file_limit() -> None:
+    """Allow this process as many open files as it may allow itself: the usual 1024 are few for data and a run."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS calls its limit infinite and refuses that number
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def refuse_too_many_open_files(error: OSError) -> None:
+    """Raises DataError where an error says that no more files can be opened: the file it names has no fault."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise DataError(
+            f"{error.filename} cannot be opened: there are too many open files ({limit} are allowed to a process): "
+            "raise the limit (ulimit -n 65536) and start again"
+        ) from error
