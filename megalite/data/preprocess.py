@@ -13,6 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +135,15 @@ def _write(
     output: PartialOutput, encoded: Iterable[EncodedChunk], files: Sequence[str], observer: Observer, start: float
 ) -> None:
     before, sizes = output.done, [_size(path) for path in files]
+    begins = [0, *accumulate(size or 0 for size in sizes)]
+    total = 0 if None in sizes else begins[-1]
     first: tuple[float, float] | None = None
     for chunk in encoded:
         output.add(chunk)
         for record in chunk.bad:
             observer.skipped(record)
         now = time.monotonic()
-        fraction = (sum(sizes[: chunk.end.file]) + chunk.bytes_read) / sum(sizes) if all(sizes) else 0.0
+        fraction = (begins[chunk.end.file] + chunk.bytes_read) / total if total else 0.0
         first = first or (fraction, now)
         left = (now - first[1]) * (1 - fraction) / (fraction - first[0]) if fraction > first[0] else None
         documents, tokens = _documents(output.done), _tokens(output.done)
@@ -163,8 +166,9 @@ def _run(files: Sequence[str], encoding: Encoding) -> dict[str, Any]:
     }
 
 
-def _size(path: str) -> int:
-    return Path(path).stat().st_size if Path(path).is_file() else 0
+def _size(path: str) -> int | None:
+    """None of what has no size: a pipe, or a file that is gone."""
+    return Path(path).stat().st_size if Path(path).is_file() else None
 
 
 def _documents(done: Entry) -> int:

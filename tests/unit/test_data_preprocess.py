@@ -10,11 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megalite.data import preprocess as preprocessing
+from megalite.data.corpus import Position
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.preprocess import Observer, Progress
 from megalite.data.tokenizers.bytes import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,10 +92,57 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path: Path) -> 
     terminal, stderr = os.openpty()
     command = [sys.executable, str(ROOT / "tools/preprocess_data.py"), "--tokenizer-type", "ByteTokenizer"]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
-    subprocess.run([*command, *map(str, arguments)], stderr=stderr, env=environment, check=True, timeout=120)
-    shown = os.read(terminal, 1 << 16).decode()
+    process = subprocess.Popen([*command, *map(str, arguments)], stderr=stderr, env=environment)
+    os.close(stderr)
+    shown = "".join(iter(lambda: read_terminal(terminal), ""))
+    assert process.wait(timeout=120) == 0
     assert "302 documents, " in shown
     assert "\x1b[" in shown
+
+
+def read_terminal(terminal: int) -> str:
+    """What has come, which is little at a time; empty at the end, which Linux calls an error."""
+    try:
+        return os.read(terminal, 1 << 16).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def shown_progress(monkeypatch: pytest.MonkeyPatch, sizes: list[int | None]) -> list[Progress]:
+    """What is told of files of one chunk each."""
+    monkeypatch.setattr(preprocessing, "_size", lambda number: sizes[number])
+    extents = [SimpleNamespace(documents=1, tokens=1)]
+    output: Any = SimpleNamespace(done=SimpleNamespace(extents=extents), add=lambda chunk: None)
+    chunks: Any = [
+        SimpleNamespace(bad=[], end=Position(i), bytes_read=size) for i, size in enumerate(sizes) if size != 0
+    ]
+    seen: list[Progress] = []
+    files: Any = range(len(sizes))
+    preprocessing._write(output, chunks, files, Observer(progress=seen.append), time.monotonic() - 1)
+    return seen
+
+
+def test_progress_among_empty_files_and_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = shown_progress(monkeypatch, [0, 30, 0, 10, 60, 0])
+    assert [progress.fraction for progress in seen] == [0.3, 0.4, 1.0]
+    assert [progress.seconds_left is not None for progress in seen] == [False, True, True]
+    unknown = shown_progress(monkeypatch, [30, None])
+    assert {(progress.fraction, progress.seconds_left) for progress in unknown} == {(0.0, None)}
+
+
+def test_progress_costs_the_same_for_each_of_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = 0
+
+    class Size(int):
+        def __add__(self, other: int) -> Size:
+            nonlocal added
+            added += 1
+            return Size(int(self) + other)
+
+        __radd__ = __add__
+
+    assert shown_progress(monkeypatch, [Size(1)] * 1000)[-1].fraction == 1
+    assert 1000 <= added <= 5000
 
 
 @pytest.mark.parametrize("workers", [1, 2])
