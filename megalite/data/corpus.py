@@ -88,7 +88,8 @@ def find_inputs(
         else:
             found[real] = path
     if again:
-        note(f"{len(again):,} files are named more than once and read once, the first {again[0]}")
+        others = f" and {len(again) - 1:,} more" if again[1:] else ""
+        note(f"named more than once and read once: {again[0]}{others}")
     return list(found.values())
 
 

@@ -22,8 +22,9 @@ from megalite.data.documents import BadRecord
 from megalite.data.encoding import EncodedChunk, Encoding, cached_tokenizer, encode_chunk
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.length_statistics import LengthStatistics
-from megalite.data.partial_output import Entry, PartialOutput
-from megalite.errors import DataError
+from megalite.data.partial_output import Entry, PartialOutput, partial_folder
+from megalite.data.side_file import side_file_path
+from megalite.errors import ConfigurationError, DataError
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,8 @@ class Summary:
 class Observer:
     """Who hears of a run as it goes; the functions are called in the process that writes."""
 
+    note: Callable[[str], None] = lambda line: None
     progress: Callable[[Progress], None] = lambda progress: None
-    resumed: Callable[[Entry], None] = lambda done: None
     skipped: Callable[[BadRecord], None] = lambda record: None
 
 
@@ -107,19 +108,25 @@ def preprocess(
 
     Raises:
         DataError: a file cannot be read or written, or a record cannot be tokenized; the message names file and line.
-        ConfigurationError: the tokenizer's flags are wrong, or a library is not installed.
+        ConfigurationError: the keys or the tokenizer's flags are wrong, or a library is not installed.
     """
-    files, observer = find_inputs(inputs), observer or Observer()
+    _check_keys(encoding.json_keys)
+    observer = observer or Observer()
     prefixes = [output_prefix_of(output_prefix, key) for key in encoding.json_keys]
+    own = [partial_folder(output_prefix), *map(side_file_path, prefixes)]
+    files = find_inputs(inputs, own, observer.note)
     start = time.monotonic()
     with _workers(workers, encoding) as pool:
         tokenizer = encoding.tokenizer()
         dtype = token_dtype(tokenizer.vocab_size)
         run = _run(files, encoding)
-        with PartialOutput(output_prefix, prefixes, dtype, tokenizer.identity(), run, resume) as output:
+        with (
+            PartialOutput(output_prefix, prefixes, dtype, tokenizer.identity(), run, resume) as output,
+            _telling_what_is_kept(output, observer),
+        ):
             before = output.done
             if output.resumed:
-                observer.resumed(before)
+                observer.note(f"going on after {_documents(before):,} documents")
             if not output.finished:
                 chunks = read_chunks(files, encoding.json_keys, before.position)
                 # Closed at once after an error, not when its traceback is: then no worker outlives the message.
@@ -129,6 +136,27 @@ def preprocess(
                 raise DataError(f"{', '.join(inputs)}: there is not one document: expected one JSON object a line")
             lengths = output.finish()
     return _summary(before, output.done, lengths, time.monotonic() - start)
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    for i, key in enumerate(keys):
+        if key in keys[:i]:
+            raise ConfigurationError(f"--json-keys has {key} twice: name every field once")
+        if os.sep in key:
+            raise ConfigurationError(
+                f"--json-keys {key}: a key is part of the names of its files, which cannot hold {os.sep}: give the "
+                "field another name"
+            )
+
+
+@contextmanager
+def _telling_what_is_kept(output: PartialOutput, observer: Observer) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if output.kept:
+            observer.note(f"what is done is in {output.folder}: the same command with --resume goes on from there")
+        raise
 
 
 def _write(

@@ -20,6 +20,7 @@ from megalite.data import preprocess as preprocessing
 from megalite.data.corpus import Position
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocess import Observer, Progress
+from megalite.data.side_file import side_file_path
 from megalite.data.tokenizers.bytes import ByteTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,6 +197,38 @@ def test_an_input_that_cannot_be_read_is_named(tmp_path: Path, name: str, conten
     assert result.returncode == 64
     assert message in result.stderr
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (("text", "title", "text"), "--json-keys has text twice: name every field once"),
+        (("title", "meta/text"), "--json-keys meta/text: a key is part of the names of its files, which cannot hold /"),
+    ],
+)
+def test_keys_that_cannot_be_written_are_refused_before_anything_is_read(
+    tmp_path: Path, keys: tuple[str, ...], message: str
+) -> None:
+    out = tmp_path / "out"
+    result = preprocess("--input", tmp_path / "none", "--output-prefix", out / "c", "--json-keys", *keys)
+    assert result.returncode == 64
+    assert result.stderr.startswith(f"error: {message}")
+    assert not out.exists()
+
+
+def test_output_among_the_input_is_not_read_again(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "corpus.jsonl", TEXTS)
+    arguments = ("--input", tmp_path, source, "--output-prefix", tmp_path / "c", "--json-keys", "text", "title")
+    first = preprocess(*arguments)
+    assert first.returncode == 0, first.stderr
+    assert f"named more than once and read once: {source}\n" in first.stderr
+    before = contents(tmp_path)
+    second = preprocess(*arguments)
+    assert second.returncode == 0, second.stderr
+    for key in ("text", "title"):
+        side_file = side_file_path(tmp_path / f"c_{key}_document")
+        assert f"left out {side_file}: it is output of this command\n" in second.stderr
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

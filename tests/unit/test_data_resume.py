@@ -231,6 +231,20 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, str(ROOT / "tools/preprocess_data.py"), *map(str, arguments)]
 
 
+def test_only_who_wrote_something_is_told_how_to_go_on(tmp_path: Path) -> None:
+    source = write_corpus(tmp_path / "corpus.jsonl", 60, 40)
+    arguments = command("--input", source, "--output-prefix", tmp_path / "c", *BYTES)
+    folder = partial_folder(str(tmp_path / "c"))
+    with output(tmp_path / "c", resume=False) as partial:
+        partial.add(encode_chunk(ENCODING, next(read_chunks([str(source)], ENCODING.json_keys))))
+        second = subprocess.run(arguments, capture_output=True, text=True)
+        wait = "wait for it, or choose another --output-prefix"
+        assert second.stderr == f"error: another run is writing {folder}: {wait}\n"
+    different = subprocess.run([*arguments, "--resume"], capture_output=True, text=True)
+    assert different.stderr.startswith(f"error: {folder} is of a run with other inputs")
+    assert (folder / "journal").stat().st_size > 0
+
+
 def test_kills_of_the_real_command(tmp_path: Path) -> None:
     """SIGKILL to the command alone, again and again, until it gets through; its workers die with it."""
     source = write_corpus(tmp_path / "corpus.jsonl", 40_000, 400)
