@@ -393,6 +393,13 @@ MUTANTS = (
         "torch.tril(torch.ones_like(same))",
         f"{_UNIT}model.py::test_no_token_sees_another_document_or_the_future[llama]",
     ),
+    Mutant(
+        "the index of the old tokens stays while new ones take their name",
+        "megalite/data/indexed_writer.py",
+        "            index.unlink(missing_ok=True)",
+        "            pass",
+        "tests/unit/test_data_indexed_dataset.py::test_no_moment_shows_the_index_of_other_tokens",
+    ),
 )
 
 

@@ -101,7 +101,6 @@ def main() -> None:
     """Parse, preprocess, and say what was written and what to train with."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "", argv=settle_megatron_flags(sys.argv[1:]))
     from megalite.data.encoding import Encoding
-    from megalite.data.partial_output import partial_folder
     from megalite.data.preprocess import output_prefix_of, preprocess
     from megalite.data.preprocess_progress import show_progress
     from megalite.data.tokenizers import TokenizerOptions
@@ -118,16 +117,10 @@ def main() -> None:
         TokenizerOptions.of(arguments),
         arguments.skip_bad_lines,
     )
-    try:
-        with show_progress(arguments.log_interval) as observer:
-            summary = preprocess(
-                arguments.input, arguments.output_prefix, encoding, arguments.workers, arguments.resume, observer
-            )
-    except BaseException:
-        folder = partial_folder(arguments.output_prefix)
-        if folder.exists():
-            print(f"what is done is in {folder}: the same command with --resume goes on from there", file=sys.stderr)
-        raise
+    with show_progress(arguments.log_interval) as observer:
+        summary = preprocess(
+            arguments.input, arguments.output_prefix, encoding, arguments.workers, arguments.resume, observer
+        )
     print(f"{summary.documents:,} documents, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
     if summary.tokens:
         print(f"{summary.text_bytes / summary.tokens:.2f} bytes a token; sequences of {summary.lengths}")

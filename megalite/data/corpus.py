@@ -5,8 +5,9 @@ from __future__ import annotations
 import glob
 import gzip
 import io
+import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
@@ -16,8 +17,10 @@ from megalite.errors import DataError
 
 # Large enough that sending a chunk to another process costs little, small enough that all finish together.
 CHUNK_BYTES = 1 << 19
-# A text file is one document, which is tokenized as a whole.
+# A text file or a line is one document, which is tokenized as a whole.
 LARGEST_TEXT = 1 << 30
+# zstd turns 4 bytes into 128 KiB at most, so these into 64 MiB; smaller pieces would be slower.
+ZSTD_PIECE = 1 << 11
 COMPRESSIONS = (".gz", ".zst")
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 
@@ -57,27 +60,43 @@ class Chunk(NamedTuple):
         return {"lines": f"{self.path}:{number}", "text": self.path, "rows": f"{self.path}: row {number}"}[self.kind]
 
 
-def find_inputs(patterns: Sequence[str]) -> list[str]:
+def find_inputs(
+    patterns: Sequence[str], own: Iterable[Path] = (), note: Callable[[str], None] = lambda line: None
+) -> list[str]:
     """The files that paths, glob patterns and directories name, in this order; those of one pattern by their paths.
 
-    A directory stands for all files below it that end in one of `SUFFIXES`, compressed or not, and are not hidden.
+    A directory stands for all files below it, links followed, that end in one of `SUFFIXES`, compressed or not, and are
+    not hidden. However often and under whatever names a file is found, it is read once.
+
+    Args:
+        patterns: what a user gives as --input.
+        own: the files and folders of this run's output, which are no input even where they lie among it.
+        note: hears of what is left out.
 
     Raises:
-        DataError: a pattern names no file.
+        DataError: a pattern names no file, or a directory cannot be read.
     """
-    return [path for pattern in patterns for path in _matches(pattern)]
+    outputs = {os.path.realpath(path) for path in own}
+    found: dict[str, str] = {}
+    again: list[str] = []
+    for path in (path for pattern in patterns for path in _matches(pattern)):
+        real = os.path.realpath(path)
+        if real in outputs or os.path.dirname(real) in outputs:
+            note(f"left out {path}: it is output of this command")
+        elif real in found:
+            again.append(path)
+        else:
+            found[real] = path
+    if again:
+        others = f" and {len(again) - 1:,} more" if again[1:] else ""
+        note(f"named more than once and read once: {again[0]}{others}")
+    return list(found.values())
 
 
 def _matches(pattern: str) -> list[str]:
     path = Path(pattern)
     if path.is_dir():
-        found = [
-            str(file)
-            for file in sorted(path.rglob("*"))
-            if _suffix(file.name) in SUFFIXES
-            and file.is_file()
-            and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        ]
+        found = [str(file) for file in sorted(_below(path)) if _suffix(file.name) in SUFFIXES]
         wanted = f"holds no file that ends in {', '.join(SUFFIXES)} (or these and {' or '.join(COMPRESSIONS)})"
     elif path.exists() or not glob.has_magic(pattern):
         return [pattern]
@@ -87,6 +106,23 @@ def _matches(pattern: str) -> list[str]:
     if not found:
         raise DataError(f"--input {pattern} {wanted}")
     return found
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    """The files that are not hidden, each folder's once: links can lead to it twice, or back to where they are."""
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"--input {directory}: {error.filename} cannot be read ({error.strerror})") from error
+
+    seen: set[str] = set()
+    for folder, subfolders, names in os.walk(directory, onerror=fail, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            subfolders.clear()
+            continue
+        seen.add(real)
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def _suffix(name: str) -> str:
@@ -120,7 +156,13 @@ def _lines(path: str, begin: Position) -> Iterator[Chunk]:
     with open(path, "rb") as stored, _decompressed(path, stored) as file:
         _skip(file, begin.offset)
         while data := file.read(CHUNK_BYTES):
-            data += file.readline()
+            data += (rest := file.readline(LARGEST_TEXT + 1))
+            if len(rest) > LARGEST_TEXT:
+                number = begin.records + 1 + data.count(b"\n", 0, -1)
+                raise DataError(
+                    f"{path}:{number}: a line of more than {LARGEST_TEXT >> 20} MiB: remove it, or cut its document "
+                    "into several"
+                )
             ends = data.count(b"\n") + (not data.endswith(b"\n"))
             end = Position(begin.file, begin.offset + len(data), begin.records + ends)
             yield Chunk(path, "lines", begin.records + 1, data, end, _tell(stored))
@@ -194,7 +236,9 @@ class _ZstdStream(io.RawIOBase):
     """The library's own stream takes a file that ends in the middle of a frame for a whole one."""
 
     def __init__(self, file: IO[bytes], zstandard: Any) -> None:
-        self._file, self._zstandard = file, zstandard
+        self._file = file
+        # The largest window there is, which zstd --long=31 makes and otherwise only reads when told to.
+        self._frames = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._frame: Any = None
         self._compressed, self._ready = b"", memoryview(b"")
 
@@ -203,12 +247,12 @@ class _ZstdStream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            self._compressed = self._compressed or self._file.read(1 << 17)
+            self._compressed = self._compressed or self._file.read(ZSTD_PIECE)
             if not self._compressed:
                 if self._frame is not None:
                     raise EOFError("it ends in the middle of a frame")
                 return 0
-            self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
+            self._frame = self._frame or self._frames.decompressobj()
             self._ready = memoryview(self._frame.decompress(self._compressed))
             self._compressed = self._frame.unused_data if self._frame.eof else b""
             if self._frame.eof:

@@ -177,6 +177,13 @@ def growing_files(prefix: str | Path, folder: Path) -> tuple[Path, Path, Path]:
     return folder / f"{name}.bin", folder / f"{name}.lengths", folder / f"{name}.documents"
 
 
+def remove_unfinished(prefix: str | Path, folder: Path) -> None:
+    """Remove whatever a writer in `folder` made for a prefix, and nothing else."""
+    finished = (folder / path.name for path in (idx_path(prefix), side_file_path(prefix)))
+    for path in (*growing_files(prefix, folder), *finished):
+        path.unlink(missing_ok=True)
+
+
 def publish(prefix: str | Path, folder: Path) -> None:
     """Give the files that `IndexedDatasetWriter.complete` left in `folder` their final names.
 

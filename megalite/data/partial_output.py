@@ -4,7 +4,7 @@ They grow in a folder beside the final names, with a journal: a line that says w
 chunk of the corpus, appended after its tokens: where in the input it ends, how far each file goes, and a checksum of
 what was added. A run that goes on reads the files again and trusts the journal as far as the checksums agree, whatever
 a kill, a full disk or a loss of power left of them. When the files are complete and on disk, a last line says so; from
-then on only renames are left.
+then on only renames and removals are left, of the journal last.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import fcntl
 import io
 import json
 import os
-import shutil
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +25,14 @@ import numpy as np
 
 from megalite.data.corpus import Position
 from megalite.data.encoding import EncodedChunk
-from megalite.data.indexed_writer import Extent, IndexedDatasetWriter, growing_files, publish, read_lengths
+from megalite.data.indexed_writer import (
+    Extent,
+    IndexedDatasetWriter,
+    growing_files,
+    publish,
+    read_lengths,
+    remove_unfinished,
+)
 from megalite.data.length_statistics import LengthStatistics, length_statistics
 from megalite.errors import DataError, FileError
 
@@ -56,7 +62,10 @@ class Entry(NamedTuple):
 
 
 JOURNAL = "journal"
-COMPLETE = b'{"complete": true}\n'
+# How a journal begins, as far as a kill let it: a file of this name that does not is somebody else's.
+BEGIN = b'{"tool": "preprocess_data", '
+# More than the last line of a complete journal has.
+LAST_LINE = 1 << 10
 
 
 def partial_folder(output_prefix: str) -> Path:
@@ -82,7 +91,7 @@ class PartialOutput:
         resumed: whether an earlier run wrote some of it.
 
     Raises:
-        DataError: another run is writing it, or what is there is of a different run.
+        DataError: another run is writing it, what is there is of a different run, or it is nothing of ours.
         FileError: the folder cannot be written to.
     """
 
@@ -97,9 +106,10 @@ class PartialOutput:
     ) -> None:
         self.folder, self._prefixes, self._itemsize = partial_folder(output_prefix), prefixes, dtype.itemsize
         self.done = Entry(extents=(Extent(),) * len(prefixes))
-        self._complete = False
+        self._statistics: LengthStatistics | None = None
         names = [Path(prefix).name for prefix in prefixes]
-        header = json.loads(json.dumps(run | {"tokenizer": tokenizer, "dtype": dtype.name, "files": names}))
+        facts = {"tokenizer": tokenizer, "dtype": dtype.name, "files": names}
+        header = json.loads(json.dumps({"tool": "preprocess_data"} | run | facts))
         with ExitStack() as stack:
             self._journal = stack.enter_context(_locked_journal(self.folder))
             self.resumed = resume and self._read_journal(header)
@@ -108,19 +118,24 @@ class PartialOutput:
             self._writers = [
                 stack.enter_context(IndexedDatasetWriter(prefix, dtype, tokenizer, self.folder, extent))
                 for prefix, extent in zip(prefixes, self.done.extents, strict=True)
-                if not self._complete
+                if not self.finished
             ]
             self._open = stack.pop_all()
 
     def _start(self, header: dict[str, Any]) -> None:
-        for path in self.folder.iterdir():
-            if path.name != JOURNAL:
-                path.unlink()
+        found, end = next(_lines(self._journal), ({}, 0))
+        # Not a word is left of what the old files hold, but which they are, until they are gone.
+        self._journal.truncate(end)
+        for name in (*found.get("files", ()), *self._prefixes):
+            remove_unfinished(name, self.folder)
         self._journal.truncate(0)
         self._append(json.dumps(header).encode() + b"\n")
+        # The folder is known for ours by it, so it is on disk before anything else is.
+        os.fsync(self._journal.fileno())
 
     def _read_journal(self, header: dict[str, Any]) -> bool:
         """Find how far the files can be trusted, and cut the journal there. False if there is no run to go on from."""
+        statistics = _statistics(self._journal)
         content = _lines(self._journal)
         found, end = next(content, (None, 0))
         if found is None:
@@ -130,17 +145,17 @@ class PartialOutput:
                 f"{self.folder} is of a run with other {', '.join(differing)}: give the flags and the input files of "
                 "that run, unchanged, or leave --resume out to start again"
             )
-        self._complete = _ends_with(self._journal, COMPLETE)
+        self._statistics = statistics
         with ExitStack() as stack:
             files = [[stack.enter_context(_opened(path)) for path in self._files(prefix)] for prefix in self._prefixes]
             for line, after in content:
                 if "entry" not in line:
                     break
                 entry = Entry.parse(line["entry"])
-                if not self._complete and self._checksums(files, entry) != entry.checksums:
+                if not self.finished and self._checksums(files, entry) != entry.checksums:
                     break
                 self.done, end = entry, after
-        if not self._complete:
+        if not self.finished:
             self._journal.truncate(end)
         return True
 
@@ -160,7 +175,12 @@ class PartialOutput:
     @property
     def finished(self) -> bool:
         """Whether the earlier run had all but given the files their names: there is nothing to `add`."""
-        return self._complete
+        return self._statistics is not None
+
+    @property
+    def kept(self) -> bool:
+        """Whether there is something that leaving without `finish` keeps."""
+        return any(extent.documents for extent in self.done.extents)
 
     def add(self, chunk: EncodedChunk) -> None:
         """Write the tokens of the next chunk."""
@@ -179,17 +199,26 @@ class PartialOutput:
 
     def finish(self) -> LengthStatistics:
         """Give the files their final names, complete and on disk. Returns the statistics of the sequences' lengths."""
-        if not self._complete:
+        statistics = self._statistics
+        if statistics is None:
             for writer in self._writers:
                 writer.complete()
-            self._append(COMPLETE)
+            lengths = (read_lengths(self._files(prefix)[1]) for prefix in self._prefixes)
+            statistics = length_statistics(chain.from_iterable(lengths))
+            self._append(json.dumps({"complete": statistics}).encode() + b"\n")
             os.fsync(self._journal.fileno())
-        lengths = (read_lengths(self._files(prefix)[1]) for prefix in self._prefixes)
-        statistics = length_statistics(chain.from_iterable(lengths))
         for prefix in self._prefixes:
             publish(prefix, self.folder)
-        shutil.rmtree(self.folder)
+        self._remove()
         return statistics
+
+    def _remove(self) -> None:
+        for prefix in self._prefixes:
+            remove_unfinished(prefix, self.folder)
+        # Last: without it nobody knows whose the others are, nor whether the output is complete.
+        (self.folder / JOURNAL).unlink()
+        with suppress(OSError):  # what somebody else has put there stays
+            self.folder.rmdir()
 
     def _append(self, line: bytes) -> None:
         try:
@@ -206,30 +235,60 @@ class PartialOutput:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not any(extent.documents for extent in self.done.extents):
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if not self.kept:
+            self._remove()
         self._open.close()
 
 
 @contextmanager
 def _locked_journal(folder: Path) -> Iterator[IO[bytes]]:
     """The journal, which one run at a time may have; a kill of the process gives it free."""
+    for _ in range(9):
+        if file := _locked(folder):
+            with file:
+                if not BEGIN.startswith(file.read(len(BEGIN))):
+                    raise _not_ours(folder)
+                yield file
+                return
+    raise _busy(folder)
+
+
+def _locked(folder: Path) -> IO[bytes] | None:
+    """The journal; None if the run that had it removed it between the steps here."""
     path = folder / JOURNAL
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if (names := os.listdir(folder)) and JOURNAL not in names:
+            raise _not_ours(folder)
         file = path.open("a+b")
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise FileError(f"{path} cannot be written ({error.strerror}): choose another --output-prefix") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(
-                f"another run is writing {folder}: wait for it, or choose another --output-prefix"
-            ) from error
-        except OSError:  # a file system without locks
-            pass
-        yield file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise _busy(folder) from error
+    except OSError:  # a file system without locks
+        pass
+    with suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            file.seek(0)
+            return file
+    file.close()
+    return None
+
+
+def _busy(folder: Path) -> DataError:
+    return DataError(f"another run is writing {folder}: wait for it, or choose another --output-prefix")
+
+
+def _not_ours(folder: Path) -> DataError:
+    return DataError(
+        f"{folder} is where unfinished output goes, but it holds something else: move that away, or choose another "
+        "--output-prefix"
+    )
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[dict[str, Any], int]]:
@@ -247,12 +306,13 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[dict[str, Any], int]]:
         yield parsed, end
 
 
-def _ends_with(file: IO[bytes], ending: bytes) -> bool:
-    position = file.tell()
-    file.seek(max(file.seek(0, os.SEEK_END) - len(ending), 0))
-    found = file.read() == ending
-    file.seek(position)
-    return found
+def _statistics(journal: IO[bytes]) -> LengthStatistics | None:
+    """Those in the last line of the journal of a complete run."""
+    journal.seek(max(journal.seek(0, os.SEEK_END) - LAST_LINE, 0))
+    try:
+        return LengthStatistics(*json.loads(journal.read().splitlines()[-1])["complete"])
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def _opened(path: Path) -> IO[bytes]:

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from megalite.data.documents import BadRecord
 from megalite.data.encoding import EncodedChunk, Encoding, cached_tokenizer, encode_chunk
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.length_statistics import LengthStatistics
-from megalite.data.partial_output import Entry, PartialOutput
-from megalite.errors import DataError
+from megalite.data.partial_output import Entry, PartialOutput, partial_folder
+from megalite.data.side_file import side_file_path
+from megalite.errors import ConfigurationError, DataError
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,8 @@ class Summary:
 class Observer:
     """Who hears of a run as it goes; the functions are called in the process that writes."""
 
+    note: Callable[[str], None] = lambda line: None
     progress: Callable[[Progress], None] = lambda progress: None
-    resumed: Callable[[Entry], None] = lambda done: None
     skipped: Callable[[BadRecord], None] = lambda record: None
 
 
@@ -106,19 +108,25 @@ def preprocess(
 
     Raises:
         DataError: a file cannot be read or written, or a record cannot be tokenized; the message names file and line.
-        ConfigurationError: the tokenizer's flags are wrong, or a library is not installed.
+        ConfigurationError: the keys or the tokenizer's flags are wrong, or a library is not installed.
     """
-    files, observer = find_inputs(inputs), observer or Observer()
+    _check_keys(encoding.json_keys)
+    observer = observer or Observer()
     prefixes = [output_prefix_of(output_prefix, key) for key in encoding.json_keys]
+    own = [partial_folder(output_prefix), *map(side_file_path, prefixes)]
+    files = find_inputs(inputs, own, observer.note)
     start = time.monotonic()
     with _workers(workers, encoding) as pool:
         tokenizer = encoding.tokenizer()
         dtype = token_dtype(tokenizer.vocab_size)
         run = _run(files, encoding)
-        with PartialOutput(output_prefix, prefixes, dtype, tokenizer.identity(), run, resume) as output:
+        with (
+            PartialOutput(output_prefix, prefixes, dtype, tokenizer.identity(), run, resume) as output,
+            _telling_what_is_kept(output, observer),
+        ):
             before = output.done
             if output.resumed:
-                observer.resumed(before)
+                observer.note(f"going on after {_documents(before):,} documents")
             if not output.finished:
                 chunks = read_chunks(files, encoding.json_keys, before.position)
                 # Closed at once after an error, not when its traceback is: then no worker outlives the message.
@@ -130,17 +138,40 @@ def preprocess(
     return _summary(before, output.done, lengths, time.monotonic() - start)
 
 
+def _check_keys(keys: Sequence[str]) -> None:
+    for i, key in enumerate(keys):
+        if key in keys[:i]:
+            raise ConfigurationError(f"--json-keys has {key} twice: name every field once")
+        if os.sep in key:
+            raise ConfigurationError(
+                f"--json-keys {key}: a key is part of the names of its files, which cannot hold {os.sep}: give the "
+                "field another name"
+            )
+
+
+@contextmanager
+def _telling_what_is_kept(output: PartialOutput, observer: Observer) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        if output.kept:
+            observer.note(f"what is done is in {output.folder}: the same command with --resume goes on from there")
+        raise
+
+
 def _write(
     output: PartialOutput, encoded: Iterable[EncodedChunk], files: Sequence[str], observer: Observer, start: float
 ) -> None:
     before, sizes = output.done, [_size(path) for path in files]
+    begins = [0, *accumulate(size or 0 for size in sizes)]
+    total = 0 if None in sizes else begins[-1]
     first: tuple[float, float] | None = None
     for chunk in encoded:
         output.add(chunk)
         for record in chunk.bad:
             observer.skipped(record)
         now = time.monotonic()
-        fraction = (sum(sizes[: chunk.end.file]) + chunk.bytes_read) / sum(sizes) if all(sizes) else 0.0
+        fraction = (begins[chunk.end.file] + chunk.bytes_read) / total if total else 0.0
         first = first or (fraction, now)
         left = (now - first[1]) * (1 - fraction) / (fraction - first[0]) if fraction > first[0] else None
         documents, tokens = _documents(output.done), _tokens(output.done)
@@ -163,8 +194,9 @@ def _run(files: Sequence[str], encoding: Encoding) -> dict[str, Any]:
     }
 
 
-def _size(path: str) -> int:
-    return Path(path).stat().st_size if Path(path).is_file() else 0
+def _size(path: str) -> int | None:
+    """None of what has no size: a pipe, or a file that is gone."""
+    return Path(path).stat().st_size if Path(path).is_file() else None
 
 
 def _documents(done: Entry) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 from megalite.data.documents import BadRecord
-from megalite.data.partial_output import Entry
 from megalite.data.preprocess import Observer, Progress
 
 # Of records that are left out, so many are named.
@@ -23,7 +22,7 @@ def show_progress(log_interval: int) -> Iterator[Observer]:
         log_interval: documents between two lines where standard error is not a terminal.
     """
     if not sys.stderr.isatty():
-        yield Observer(_Lines(log_interval), _tell_resumed, _Skipped(_print))
+        yield Observer(_print, _Lines(log_interval), _Skipped())
         return
     from rich.console import Console
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -37,7 +36,7 @@ def show_progress(log_interval: int) -> Iterator[Observer]:
             total = 1.0 if progress.fraction else None
             bar.update(task, completed=progress.fraction, total=total, description=_describe(progress))
 
-        yield Observer(update, _tell_resumed, _Skipped(bar.console.print))
+        yield Observer(_print, update, _Skipped())
 
 
 class _Lines:
@@ -52,22 +51,19 @@ class _Lines:
 
 
 class _Skipped:
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self.show, self.count = show, 0
+    def __init__(self) -> None:
+        self.count = 0
 
     def __call__(self, record: BadRecord) -> None:
         self.count += 1
         if self.count <= NAMED:
-            self.show(f"left out {record.place}: {record.reason}")
+            _print(f"left out {record.place}: {record.reason}")
         if self.count == NAMED:
-            self.show("more that are left out are only counted")
-
-
-def _tell_resumed(done: Entry) -> None:
-    _print(f"going on after {done.extents[0].documents:,} documents")
+            _print("more that are left out are only counted")
 
 
 def _print(line: str) -> None:
+    """Above the bar, if there is one: it takes over `sys.stderr`."""
     print(line, file=sys.stderr, flush=True)
 
 

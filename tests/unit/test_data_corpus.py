@@ -97,6 +97,109 @@ def test_a_text_file_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.Monkey
         list(read_chunks([str(tmp_path / "a.txt")], ["text"]))
 
 
+def test_a_line_beyond_the_limit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", 20)
+    monkeypatch.setattr(corpus, "LARGEST_TEXT", 100)
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(lines(["a"] * 5 + ["b" * 80]))
+    assert texts_of(list(read_chunks([str(path)], ["text"]))) == ["a"] * 5 + ["b" * 80]
+    for end in (b"", b"\n"):
+        path.write_bytes(lines(["a"] * 5) + b"b" * 130 + end)
+        with pytest.raises(DataError, match=r"c\.jsonl:6: a line of more than 0 MiB: remove it, or cut its document"):
+            list(read_chunks([str(path)], ["text"]))
+
+
+def test_zstd_that_unpacks_to_a_thousand_times_its_size_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl.zst"
+    text = bytes([ord("x")]) * (1 << 20)
+    packer = zstandard.ZstdCompressor().compressobj()
+    content = b"".join(packer.compress(b'{"text": "' + text + b'"}\n') for _ in range(1 << 10)) + packer.flush()
+    path.write_bytes(content)
+    assert len(content) < 1 << 18
+    code = (
+        "from pathlib import Path\n"
+        "from megalite.data.corpus import read_chunks\n"
+        f"print(sum(len(chunk.data) for chunk in read_chunks([{str(path)!r}], ['text'])))\n"
+        # Not getrusage: its peak begins with that of the parent.
+        "print(Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    size, kilobytes = map(int, result.stdout.split())
+    assert size == (len(text) + 13) << 10
+    assert kilobytes < 300 << 10
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 11])
+def test_zstd_frames_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    """Several frames, empty ones, skippable ones (pzstd writes them), and the largest window of `zstd --long=31`."""
+    monkeypatch.setattr(corpus, "ZSTD_PIECE", piece)
+    skippable = (0x184D2A50).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"notes"
+    # A frame header with a window of 2^31 bytes, then one last raw block.
+    content = lines(["wide"])
+    block = (len(content) << 3 | 1).to_bytes(3, "little") + content
+    wide = (0xFD2FB528).to_bytes(4, "little") + b"\x00" + bytes([(31 - 10) << 3]) + block
+    half = len(lines(TEXTS)) // 2
+    parts = [lines(TEXTS)[:half], b"", lines(TEXTS)[half:]]
+    frames = [skippable, *(zstandard.compress(part) + skippable for part in parts), wide, skippable]
+    path = tmp_path / "c.jsonl.zst"
+    path.write_bytes(b"".join(frames))
+    assert texts_of(list(read_chunks([str(path)], ["text"]))) == [*TEXTS, "wide"]
+
+
+def test_links_are_followed_and_lead_nowhere_twice(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "corpus", tmp_path / "elsewhere"
+    for name in ("corpus/a.jsonl", "corpus/sub/b.jsonl", "elsewhere/c.jsonl", "elsewhere/deep/d.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "sub" / "loop").symlink_to(folder)
+    (elsewhere / "again").symlink_to(elsewhere / "deep")
+    (folder / "e.jsonl").symlink_to(elsewhere / ".e.jsonl")
+    (elsewhere / ".e.jsonl").write_bytes(b"")
+    expected = ["a.jsonl", "e.jsonl", "linked/again/d.jsonl", "linked/c.jsonl", "sub/b.jsonl"]
+    assert find_inputs([str(folder)]) == [str(folder / name) for name in expected]
+    (folder / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"gone\.jsonl cannot be read \(No such file"):
+        list(read_chunks(find_inputs([str(folder)]), ["text"]))
+
+
+def test_a_folder_that_cannot_be_listed_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    listed = os.scandir
+
+    def scandir(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"closed cannot be read \(Permission denied\)"):
+        find_inputs([str(tmp_path)])
+
+
+def test_a_file_that_is_named_more_than_once_is_read_once_and_told(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "c.jsonl").symlink_to(tmp_path / "b.jsonl")
+    a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+    notes: list[str] = []
+    assert find_inputs([b, str(tmp_path), a], note=notes.append) == [b, a]
+    assert notes == [f"named more than once and read once: {b} and 2 more"]
+
+
+def test_the_output_among_the_input_is_left_out_and_told(tmp_path: Path) -> None:
+    names = ["a.jsonl", "out_text_document.json", "out_text_document.jsonl", "out.partial/x.json"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    notes: list[str] = []
+    own = [tmp_path / "out_text_document.json", tmp_path / "out.partial"]
+    files = find_inputs([str(tmp_path)], own, notes.append)
+    assert files == [str(tmp_path / "a.jsonl"), str(tmp_path / "out_text_document.jsonl")]
+    assert notes == [f"left out {tmp_path / names[i]}: it is output of this command" for i in (3, 1)]
+
+
 def test_patterns_and_directories(tmp_path: Path) -> None:
     names = [
         "b.jsonl",

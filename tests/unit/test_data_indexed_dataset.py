@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,33 @@ def test_error_leaves_the_files_that_were_there(tmp_path: Path) -> None:
         writer.add_document([4])
         raise RuntimeError("in the middle")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_no_moment_shows_the_index_of_other_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a reader would find before each step of replacing a file, and after."""
+    old, new = [[1, 2, 3], [4]], [[5], [6, 7], [8]]
+    write(tmp_path / "a", old)
+    seen: list[list[list[int]] | None] = []
+
+    def looking(real: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            look()
+            real(*args, **kwargs)
+            look()
+
+        return call
+
+    def look() -> None:
+        if (tmp_path / "a.idx").exists():
+            data = IndexedDataset(tmp_path / "a")
+            seen.append([data.get(i).tolist() for i in range(len(data))])
+        else:
+            seen.append(None)
+
+    for name in ("replace", "unlink"):
+        monkeypatch.setattr(os, name, looking(getattr(os, name)))
+    write(tmp_path / "a", new)
+    assert [found for i, found in enumerate(seen) if seen[i - 1 : i] != [found]] == [old, None, new]
 
 
 def test_leaving_without_finish_leaves_nothing(tmp_path: Path) -> None:

@@ -11,11 +11,17 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megalite.data import preprocess as preprocessing
+from megalite.data.corpus import Position
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.preprocess import Observer, Progress
+from megalite.data.side_file import side_file_path
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import ConfigurationError
 from tools.preprocess_data import Arguments, settle_megatron_flags
@@ -90,10 +96,57 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path: Path) -> 
     terminal, stderr = os.openpty()
     command = [sys.executable, str(ROOT / "tools/preprocess_data.py"), "--tokenizer-type", "ByteTokenizer"]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
-    subprocess.run([*command, *map(str, arguments)], stderr=stderr, env=environment, check=True, timeout=120)
-    shown = os.read(terminal, 1 << 16).decode()
+    process = subprocess.Popen([*command, *map(str, arguments)], stderr=stderr, env=environment)
+    os.close(stderr)
+    shown = "".join(iter(lambda: read_terminal(terminal), ""))
+    assert process.wait(timeout=120) == 0
     assert "302 documents, " in shown
     assert "\x1b[" in shown
+
+
+def read_terminal(terminal: int) -> str:
+    """What has come, which is little at a time; empty at the end, which Linux calls an error."""
+    try:
+        return os.read(terminal, 1 << 16).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def shown_progress(monkeypatch: pytest.MonkeyPatch, sizes: list[int | None]) -> list[Progress]:
+    """What is told of files of one chunk each."""
+    monkeypatch.setattr(preprocessing, "_size", lambda number: sizes[number])
+    extents = [SimpleNamespace(documents=1, tokens=1)]
+    output: Any = SimpleNamespace(done=SimpleNamespace(extents=extents), add=lambda chunk: None)
+    chunks: Any = [
+        SimpleNamespace(bad=[], end=Position(i), bytes_read=size) for i, size in enumerate(sizes) if size != 0
+    ]
+    seen: list[Progress] = []
+    files: Any = range(len(sizes))
+    preprocessing._write(output, chunks, files, Observer(progress=seen.append), time.monotonic() - 1)
+    return seen
+
+
+def test_progress_among_empty_files_and_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = shown_progress(monkeypatch, [0, 30, 0, 10, 60, 0])
+    assert [progress.fraction for progress in seen] == [0.3, 0.4, 1.0]
+    assert [progress.seconds_left is not None for progress in seen] == [False, True, True]
+    unknown = shown_progress(monkeypatch, [30, None])
+    assert {(progress.fraction, progress.seconds_left) for progress in unknown} == {(0.0, None)}
+
+
+def test_progress_costs_the_same_for_each_of_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = 0
+
+    class Size(int):
+        def __add__(self, other: int) -> Size:
+            nonlocal added
+            added += 1
+            return Size(int(self) + other)
+
+        __radd__ = __add__
+
+    assert shown_progress(monkeypatch, [Size(1)] * 1000)[-1].fraction == 1
+    assert 1000 <= added <= 5000
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -147,6 +200,38 @@ def test_an_input_that_cannot_be_read_is_named(tmp_path: Path, name: str, conten
     assert result.returncode == 64
     assert message in result.stderr
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (("text", "title", "text"), "--json-keys has text twice: name every field once"),
+        (("title", "meta/text"), "--json-keys meta/text: a key is part of the names of its files, which cannot hold /"),
+    ],
+)
+def test_keys_that_cannot_be_written_are_refused_before_anything_is_read(
+    tmp_path: Path, keys: tuple[str, ...], message: str
+) -> None:
+    out = tmp_path / "out"
+    result = preprocess("--input", tmp_path / "none", "--output-prefix", out / "c", "--json-keys", *keys)
+    assert result.returncode == 64
+    assert result.stderr.startswith(f"error: {message}")
+    assert not out.exists()
+
+
+def test_output_among_the_input_is_not_read_again(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "corpus.jsonl", TEXTS)
+    arguments = ("--input", tmp_path, source, "--output-prefix", tmp_path / "c", "--json-keys", "text", "title")
+    first = preprocess(*arguments)
+    assert first.returncode == 0, first.stderr
+    assert f"named more than once and read once: {source}\n" in first.stderr
+    before = contents(tmp_path)
+    second = preprocess(*arguments)
+    assert second.returncode == 0, second.stderr
+    for key in ("text", "title"):
+        side_file = side_file_path(tmp_path / f"c_{key}_document")
+        assert f"left out {side_file}: it is output of this command\n" in second.stderr
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -11,14 +12,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megalite.data import corpus
+from megalite.data import corpus, partial_output
 from megalite.data.corpus import read_chunks
 from megalite.data.encoding import Encoding, encode_chunk
 from megalite.data.indexed_dataset import token_dtype
+from megalite.data.length_statistics import LengthStatistics
 from megalite.data.partial_output import PartialOutput, partial_folder
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import DataError
@@ -29,8 +33,8 @@ ENCODING = Encoding(("text", "title"), True, "ByteTokenizer")
 RUN = {"inputs": "the same"}
 
 
-def write_corpus(path: Path, count: int, size: int) -> Path:
-    randoms = random.Random(0)
+def write_corpus(path: Path, count: int, size: int, seed: int = 0) -> Path:
+    randoms = random.Random(seed)
     texts = ["".join(randoms.choices("abc é\n", k=randoms.randrange(size))) for _ in range(count)]
     path.write_text("".join(json.dumps({"text": text, "title": f"{i}"}) + "\n" for i, text in enumerate(texts)))
     return path
@@ -46,12 +50,12 @@ def output(prefix: Path, resume: bool, run: dict[str, str] = RUN) -> PartialOutp
     return PartialOutput(str(prefix), names, token_dtype(tokenizer.vocab_size), tokenizer.identity(), run, resume)
 
 
-def go_on(prefix: Path, source: Path, resume: bool = True) -> None:
+def go_on(prefix: Path, source: Path, resume: bool = True) -> LengthStatistics:
     with output(prefix, resume) as partial:
         if not partial.finished:
             for chunk in read_chunks([str(source)], ENCODING.json_keys, partial.done.position):
                 partial.add(encode_chunk(ENCODING, chunk))
-        partial.finish()
+        return partial.finish()
 
 
 @pytest.fixture
@@ -83,6 +87,8 @@ def test_a_kill_at_every_write_and_with_any_loss_of_what_was_written_last(tmp_pa
             keep = randoms.choice(
                 [len(data), max(len(data) - randoms.randrange(300), 0), randoms.randrange(len(data) + 1)]
             )
+            if path.name == "journal":  # its first line is synced
+                keep = max(keep, data.index(b"\n") + 1)
             tail = randoms.choice([b"", b"", bytes(len(data) - keep), b'{"entry": [[0, 1', b"\xff" * 9])
             path.write_bytes(data[:keep] + tail)
         go_on(folder / "c", source)
@@ -90,45 +96,125 @@ def test_a_kill_at_every_write_and_with_any_loss_of_what_was_written_last(tmp_pa
         assert not partial_folder(str(folder / "c")).exists()
 
 
+class Killed(BaseException):
+    """Nothing of the library catches it."""
+
+
+def killed_at(monkeypatch: pytest.MonkeyPatch, stop: int, prefix: Path, source: Path) -> bool:
+    """Start anew, and die instead of doing the `stop`-th sync, rename or removal. Whether it came so far."""
+    count = 0
+
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > stop:
+                raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("fsync", "replace", "unlink", "rmdir"):
+            patch.setattr(os, name, dying(getattr(os, name)))
+        try:
+            go_on(prefix, source, resume=False)
+        except Killed:
+            return True
+    return count > stop
+
+
 @pytest.mark.usefixtures("small_chunks")
-def test_a_kill_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_corpus(tmp_path / "corpus.jsonl", 60, 40)
-    go_on(tmp_path / "whole" / "c", source, resume=False)
+@pytest.mark.parametrize("left", ["nothing", "a part", "all but the names"])
+def test_a_kill_at_every_step_of_beginning_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str) -> None:
+    """Whatever an earlier run left unfinished, and with output of other text under the final names."""
+    source = write_corpus(tmp_path / "corpus.jsonl", 15, 40)
+    older = write_corpus(tmp_path / "older.jsonl", 15, 40, seed=1)
+    statistics = go_on(tmp_path / "whole" / "c", source, resume=False)
     expected = contents(tmp_path / "whole")
-    calls = ["fsync", "replace", "unlink", "rmtree"]
-    for stop in range(40):
-        folder, count = tmp_path / f"at{stop}", 0
-        go_on(folder / "c", source, resume=False)  # an older output under the final names
-
-        class Killed(BaseException):
-            pass
-
-        def dying(real: object, stop: int = stop) -> object:
-            def call(*args: object, **kwargs: object) -> object:
-                nonlocal count
-                count += 1
-                if count > stop:
-                    raise Killed
-                return real(*args, **kwargs)  # type: ignore[operator]
-
-            return call
-
-        with monkeypatch.context() as patch:
-            for name in calls:
-                module = shutil if name == "rmtree" else Path if name == "unlink" else os
-                patch.setattr(module, name, dying(getattr(module, name)))
-            try:
+    for stop in range(100):
+        folder = tmp_path / f"at{stop}"
+        go_on(folder / "c", older, resume=False)
+        if left == "a part":
+            with output(folder / "c", resume=False) as partial:
+                partial.add(encode_chunk(ENCODING, next(read_chunks([str(source)], ENCODING.json_keys))))
+        elif left == "all but the names":
+            with monkeypatch.context() as patch, pytest.raises(Killed):
+                patch.setattr(partial_output, "publish", lambda *_: (_ for _ in ()).throw(Killed))
                 go_on(folder / "c", source, resume=False)
-            except Killed:
-                died = True
-            else:
-                died = False
-        go_on(folder / "c", source) if partial_folder(str(folder / "c")).exists() else None
+        died = killed_at(monkeypatch, stop, folder / "c", source)
+        if partial_folder(str(folder / "c")).exists():
+            assert go_on(folder / "c", source) == statistics
         assert contents(folder) == expected
+        assert not partial_folder(str(folder / "c")).exists()
         if not died:
-            assert stop > 8
+            assert stop > 25
             return
     pytest.fail("never finished")
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("name", ["notes.txt", "journal"])
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, name: str) -> None:
+    source = write_corpus(tmp_path / "corpus.jsonl", 60, 40)
+    folder = partial_folder(str(tmp_path / "c"))
+    folder.mkdir()
+    (folder / name).write_text("Dear diary")
+    for resume in (False, True):
+        with pytest.raises(DataError, match=r"c\.partial is where unfinished output goes, but it holds something else"):
+            go_on(tmp_path / "c", source, resume)
+        assert contents(folder) == {name: b"Dear diary"}
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_what_somebody_puts_among_unfinished_output_outlives_it(tmp_path: Path) -> None:
+    source = write_corpus(tmp_path / "corpus.jsonl", 60, 40)
+    folder = partial_folder(str(tmp_path / "c"))
+    with output(tmp_path / "c", resume=False) as partial:
+        partial.add(encode_chunk(ENCODING, next(read_chunks([str(source)], ENCODING.json_keys))))
+        (folder / "logs").mkdir()
+        (folder / "notes.txt").write_text("Dear diary")
+    go_on(tmp_path / "c", source, resume=False)
+    assert sorted(path.name for path in folder.iterdir()) == ["logs", "notes.txt"]
+
+
+def test_a_run_with_other_keys_begins_where_one_was_stopped(tmp_path: Path) -> None:
+    source = write_corpus(tmp_path / "corpus.jsonl", 60, 40)
+    with output(tmp_path / "c", resume=False) as partial:
+        partial.add(encode_chunk(ENCODING, next(read_chunks([str(source)], ENCODING.json_keys))))
+    tokenizer = ByteTokenizer()
+    dtype, names = token_dtype(tokenizer.vocab_size), [f"{tmp_path / 'c'}_other"]
+    with PartialOutput(str(tmp_path / "c"), names, dtype, tokenizer.identity(), RUN, resume=False) as other:
+        assert {path.name.partition(".")[0] for path in other.folder.iterdir()} == {"journal", "c_other"}
+    assert not other.folder.exists()
+
+
+def test_a_header_that_a_full_disk_cut_is_no_obstacle(tmp_path: Path) -> None:
+    source = write_corpus(tmp_path / "corpus.jsonl", 60, 40)
+    go_on(tmp_path / "whole" / "c", source, resume=False)
+    for content in (b"", b'{"to', b'{"tool": "preprocess_data", "inputs": '):
+        folder = partial_folder(str(tmp_path / "out" / "c"))
+        folder.mkdir(parents=True)
+        (folder / "journal").write_bytes(content)
+        go_on(tmp_path / "out" / "c", source)
+        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_run_that_ends_while_another_takes_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second opens the journal, the first removes it, the second locks what it has opened: a nameless file."""
+    first = output(tmp_path / "c", resume=False)
+    flock = fcntl.flock
+
+    def late(file: Any, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.__exit__(None, None, None)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with output(tmp_path / "c", resume=False):
+        assert (partial_folder(str(tmp_path / "c")) / "journal").stat().st_size > 0
+        with pytest.raises(DataError, match="another run is writing"):
+            output(tmp_path / "c", resume=False)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -145,6 +231,20 @@ def test_a_different_run_is_not_continued(tmp_path: Path) -> None:
 
 def command(*arguments: object) -> list[str]:
     return [sys.executable, str(ROOT / "tools/preprocess_data.py"), *map(str, arguments)]
+
+
+def test_only_who_wrote_something_is_told_how_to_go_on(tmp_path: Path) -> None:
+    source = write_corpus(tmp_path / "corpus.jsonl", 60, 40)
+    arguments = command("--input", source, "--output-prefix", tmp_path / "c", *BYTES)
+    folder = partial_folder(str(tmp_path / "c"))
+    with output(tmp_path / "c", resume=False) as partial:
+        partial.add(encode_chunk(ENCODING, next(read_chunks([str(source)], ENCODING.json_keys))))
+        second = subprocess.run(arguments, capture_output=True, text=True)
+        wait = "wait for it, or choose another --output-prefix"
+        assert second.stderr == f"error: another run is writing {folder}: {wait}\n"
+    different = subprocess.run([*arguments, "--resume"], capture_output=True, text=True)
+    assert different.stderr.startswith(f"error: {folder} is of a run with other inputs")
+    assert (folder / "journal").stat().st_size > 0
 
 
 def test_kills_of_the_real_command(tmp_path: Path) -> None:
