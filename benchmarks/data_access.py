@@ -35,7 +35,7 @@ def write_tokens(prefix: Path) -> None:
     lengths = random_lengths(DOCUMENTS, TOKENS)
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for part in np.array_split(lengths, 20):
-            writer.add_documents(np.random.RandomState(1).randint(0, 50_000, part.sum()), part)
+            writer.add_documents(np.random.RandomState(1).randint(0, 50_000, part.sum()), part, np.ones_like(part))
         writer.finish()
 
 

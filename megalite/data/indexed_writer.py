@@ -81,13 +81,13 @@ class IndexedDatasetWriter:
         sequences = np.array([len(tokens)] if lengths is None and len(tokens) else lengths or [], dtype=np.int64)
         self.add_documents(tokens, sequences, np.array([len(sequences)]))
 
-    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray | None = None) -> int:
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, sequences: np.ndarray) -> int:
         """Add many documents.
 
         Args:
             tokens: those of all documents, one after another.
             lengths: the tokens of each sequence.
-            sequences: the sequences of each document; without it each length is a document, of none if it is 0.
+            sequences: the sequences of each document.
 
         Returns:
             The CRC-32 of what was written.
@@ -95,8 +95,6 @@ class IndexedDatasetWriter:
         Raises:
             DataError: as for `add_document`.
         """
-        if sequences is None:
-            sequences, lengths = lengths > 0, lengths[lengths > 0]
         if lengths.sum() != len(tokens):
             raise DataError(f"the lengths of the sequences sum to {lengths.sum()}, their tokens are {len(tokens)}")
         ends = self.extent.sequences + np.cumsum(sequences, dtype=np.int64)

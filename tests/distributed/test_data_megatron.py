@@ -39,7 +39,9 @@ def write(lengths: list[list[int]], tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("data")
     for number, documents in enumerate(lengths):
         with IndexedDatasetWriter(folder / str(number), np.uint16) as writer:
-            writer.add_documents((number * 333 + np.arange(sum(documents))) % 999, np.array(documents))
+            writer.add_documents(
+                (number * 333 + np.arange(sum(documents))) % 999, np.array(documents), np.ones_like(documents)
+            )
             writer.finish()
     return [str(folder / str(number)) for number in range(len(lengths))]
 
