@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 from megalite.data.optional import optional_import
+from megalite.data.side_file import SUFFIX as SIDE_FILE
 from megalite.errors import DataError
 
 # Large enough that sending a chunk to another process costs little, small enough that all finish together.
@@ -66,7 +67,7 @@ def find_inputs(
     """The files that paths, glob patterns and directories name, in this order; those of one pattern by their paths.
 
     A directory stands for all files below it, links followed, that end in one of `SUFFIXES`, compressed or not, and are
-    not hidden. However often and under whatever names a file is found, it is read once.
+    neither hidden nor records beside token files. However often and under whatever names a file is found, it is read once.
 
     Args:
         patterns: what a user gives as --input.
@@ -122,7 +123,7 @@ def _below(directory: Path) -> Iterator[Path]:
             continue
         seen.add(real)
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        yield from (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (Path(folder, name) for name in names if not name.startswith(".") and not name.endswith(SIDE_FILE))
 
 
 def _suffix(name: str) -> str:

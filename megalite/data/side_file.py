@@ -16,10 +16,12 @@ from megalite.data.mapped_file import refuse_too_many_open_files
 from megalite.errors import DataError
 from megalite.files import TemporaryFile
 
+SUFFIX = ".megalite.json"
+
 
 def side_file_path(prefix: str | Path) -> Path:
     """The file that records the tokenizer."""
-    return Path(f"{prefix}.megalite.json")
+    return Path(f"{prefix}{SUFFIX}")
 
 
 def write_side_file(file: TemporaryFile, tokenizer: dict[str, Any] | None, tokens: int, documents: int) -> None:
