@@ -67,7 +67,8 @@ def find_inputs(
     """The files that paths, glob patterns and directories name, in this order; those of one pattern by their paths.
 
     A directory stands for all files below it, links followed, that end in one of `SUFFIXES`, compressed or not, and are
-    neither hidden nor records beside token files. However often and under whatever names a file is found, it is read once.
+    neither hidden nor records beside token files. However often and under whatever names a file is found, it is read
+    once.
 
     Args:
         patterns: what a user gives as --input.

@@ -23,7 +23,6 @@ from megalite.data.encoding import EncodedChunk, Encoding, cached_tokenizer, enc
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.length_statistics import LengthStatistics
 from megalite.data.partial_output import Entry, PartialOutput, partial_folder
-from megalite.data.side_file import side_file_path
 from megalite.errors import ConfigurationError, DataError
 
 
@@ -113,8 +112,7 @@ def preprocess(
     _check_keys(encoding.json_keys)
     observer = observer or Observer()
     prefixes = [output_prefix_of(output_prefix, key) for key in encoding.json_keys]
-    own = [partial_folder(output_prefix), *map(side_file_path, prefixes)]
-    files = find_inputs(inputs, own, observer.note)
+    files = find_inputs(inputs, [partial_folder(output_prefix)], observer.note)
     start = time.monotonic()
     with _workers(workers, encoding) as pool:
         tokenizer = encoding.tokenizer()

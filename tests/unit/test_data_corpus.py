@@ -209,7 +209,7 @@ def test_patterns_and_directories(tmp_path: Path) -> None:
         ".hidden/e.jsonl",
         "notes.md",
         "f.jsonl.bak",
-        "tokens.megalite.json",
+        "sub/tokens.megalite.json",
     ]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
