@@ -40,7 +40,7 @@ class Place:
 
     def copy_of_data(self) -> str:
         """A token file that a case may damage."""
-        for suffix in ("bin", "idx", "json"):
+        for suffix in ("bin", "idx", "megalite.json"):
             shutil.copy(f"{self.prefix}.{suffix}", self.folder / f"copy.{suffix}")
         return str(self.folder / "copy")
 
@@ -245,7 +245,7 @@ def test_a_tokenizer_that_is_not_the_one_of_the_data(place: Place, refused: Refu
 
 
 def test_tokens_beyond_the_vocabulary_where_no_tokenizer_is_recorded(place: Place, refused: Refused) -> None:
-    prefix = without("json")(place)
+    prefix = without("megalite.json")(place)
     message = refused(
         64, PRETRAIN, "--data-path", prefix, *words("--tokenizer-type NullTokenizer --vocab-size 99"), *SHORT
     )
