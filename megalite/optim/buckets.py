@@ -94,8 +94,8 @@ class Bucket:
         self._arrived: dict[int, int] = {}
         self._due: dict[int, int] = {}
         self._outstanding = 0
-        self._reduction: collectives.Pending | None = None
-        self._gather: collectives.Pending | None = None
+        self._pending_reduction: collectives.Pending | None = None
+        self._pending_gather: collectives.Pending | None = None
 
     def _adopt(self, slot: Slot, set_values: Callable[[Parameter], None] | None) -> None:
         parameter = slot.parameter
@@ -171,7 +171,7 @@ class Bucket:
             if arrived != due:
                 name = slot.parameter.sharding.name
                 raise MegaliteError(f"{name} received {arrived} of the {due} gradients due: is it used in forward?")
-        self._reduction = self.reduction.begin(self.gradients, None if self.stage >= 2 else self.gradient_shard)
+        self._pending_reduction = self.reduction.begin(self.gradients, None if self.stage >= 2 else self.gradient_shard)
         self._rounds += 1
         if self._rounds < self._rounds_due:
             self._begin_round(1)
@@ -184,10 +184,10 @@ class Bucket:
         """Wait for the reduction under way, if there is one; ZeRO 2 and 3 add its slice to this rank's and free the
         room.
         """
-        if self._reduction is None:
+        if self._pending_reduction is None:
             return
-        slice_of_sum = self._reduction.wait()
-        self._reduction = None
+        slice_of_sum = self._pending_reduction.wait()
+        self._pending_reduction = None
         if self.stage >= 2:
             DenseGradient(slice_of_sum).add_to(self.gradient_shard, overwrite=self._rounds == 1)
             _free(self.gradients)
@@ -218,12 +218,12 @@ class Bucket:
             if not _is_free(self.parameters):
                 return
             _fill(self.parameters)
-        self._gather = collectives.all_gather_async(self.parameter_shard, self.shard_group, out=self.parameters)
+        self._pending_gather = collectives.all_gather_async(self.parameter_shard, self.shard_group, out=self.parameters)
 
     def finish_parameter_gather(self) -> None:
-        if self._gather is not None:
-            self._gather.wait()
-            self._gather = None
+        if self._pending_gather is not None:
+            self._pending_gather.wait()
+            self._pending_gather = None
 
     def free_parameters(self) -> None:
         """Under ZeRO 3: keep this rank's slice alone."""

@@ -38,11 +38,6 @@ def adds_products_in(target: torch.Tensor) -> bool:
     return target.device.type == "cuda" and target.dtype == torch.float32
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def make_deterministic(enabled: bool) -> None:
     """Have torch use, or not insist on, operations that give the same bits every time; to be called before the first.
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LOWEST = "megalite/failure/lowest_rank"
 _REPORT = "megalite/failure/report"
 _GATHERING_SECONDS = 0.5  # ranks that fail of the same cause arrive within this time
-_LAUNCHER_SECONDS = 5.0  # ranks come to the same error, and a launcher ends the others, within this time
+_LAUNCHER_SECONDS = 10.0  # ranks come to the same error, and a launcher ends the others, within this time
 _STAGGER_SECONDS = 0.5
 
 

@@ -15,7 +15,7 @@ from megalite.config import RunConfig
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
-from megalite.optim.learning_rate import rate_notes, rate_schedules
+from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, device
@@ -96,7 +96,7 @@ class Trainer:
         self.iteration += 1
         self.consumed_samples += batch_size
         seconds = time.perf_counter() - began
-        return self._metrics(loss, update, rates.learning_rate, loss_scale, batch_size, seconds)
+        return self._metrics(loss, update, rates, loss_scale, batch_size, seconds)
 
     def num_micro_batches(self, batch_size: int) -> int:
         """Forwards of each rank in a step of `batch_size` samples."""
@@ -220,7 +220,7 @@ class Trainer:
         self,
         loss: float,
         update: StepResult,
-        learning_rate: float,
+        rates: Rates,
         loss_scale: float,
         batch_size: int,
         seconds: float,
@@ -236,7 +236,7 @@ class Trainer:
             consumed_tokens=self._tokens(),
             lm_loss=loss,
             grad_norm=update.gradient_norm,
-            learning_rate=learning_rate,
+            learning_rate=rates.learning_rate,
             loss_scale=loss_scale,
             skipped=update.skipped,
             iteration_time_s=seconds,
@@ -245,12 +245,16 @@ class Trainer:
             model_tflops_per_device=flops / 1e12,
             mfu=None if peak is None else flops / peak,
             peak_memory_bytes=device.peak_memory_bytes(self.mesh.device),
-            extra=self._statistics(update),
+            extra=self._statistics(update, rates),
         )
 
-    def _statistics(self, update: StepResult) -> dict[str, float]:
-        """The figures that are only recorded on request."""
+    def _statistics(self, update: StepResult, rates: Rates) -> dict[str, float]:
+        """The figures that are only recorded on request, and what other flags let change."""
         figures: dict[str, float] = {}
+        if self.config.optimizer.decoupled_lr is not None:
+            figures["decoupled_learning_rate"] = rates.token_table_learning_rate
+        if self.config.optimizer.weight_decay_incr_style != "constant":
+            figures["weight_decay"] = rates.weight_decay
         if self.config.logging.log_params_norm:
             parameter_norms = self.optimizer.parameter_norms()
             figures["params_norm"] = math.hypot(*parameter_norms.values())

@@ -32,6 +32,7 @@ def test_a_decoupled_rate_of_zero_holds_the_token_tables_still(
     family: str, layout: str, run: Run, tmp_path: Path
 ) -> None:
     train(run, tmp_path, f"--train-iters 3 --decoupled-lr 0 --weight-decay 0.1 {layout}", family, world_size=2)
+    assert {line["decoupled_learning_rate"] for line in metrics(tmp_path)} == {0.0}
     first, last = weights(tmp_path, 1), weights(tmp_path, 3)
     assert (TOKEN_TABLES[1] in first) == (family == "llama")
     for name, values in first.items():
@@ -46,6 +47,7 @@ def test_weight_decay_is_that_of_the_step(run: Run, tmp_path: Path) -> None:
     train(run, tmp_path / "plain", "--fp64 --train-iters 2 --lr-decay-style constant --weight-decay 0")
     rising = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.4"
     train(run, tmp_path / "rising", f"--fp64 --train-iters 2 --lr-decay-style constant {rising}")
+    assert [line["weight_decay"] for line in metrics(tmp_path / "rising")] == pytest.approx([0.0, 0.2])
     before, plain = weights(tmp_path / "plain", 1), weights(tmp_path / "plain", 2)
     for name, values in weights(tmp_path / "rising", 2).items():
         decay = 0.0 if name.endswith(UNDECAYED) else 1e-2 * 0.2
