@@ -37,7 +37,7 @@ def kept(stage: int, overlap: bool, narrow: bool) -> dict[str, float]:
     """Bytes an element, on a rank after a step in bf16: parameters, gradients, optimizer, all that the step has left
     alive; and gradients at the most.
     """
-    before = live_storages()
+    gc.freeze()  # what there was before is not looked at
     mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size())
     cell = Cell(family="llama", tied=False, dp=2, dtype="bfloat16")
     network = GPT(model_config(cell), mesh, dtype=torch.bfloat16)
@@ -74,13 +74,13 @@ def kept(stage: int, overlap: bool, narrow: bool) -> dict[str, float]:
         "parameters": size([t for b in buckets for t in (b.parameters, b.parameter_shard)]),
         "gradients": size([t for b in buckets for t in (b.gradients, b.gradient_shard)]),
         "optimizer": size([t for s in shards for t in s.tensors()]),
-        "all": sum(size for storage, size in live_storages().items() if storage not in before) / elements,
+        "all": sum(live_storages().values()) / elements,
         "alive beyond two buckets": alive - largest,
     }
 
 
 def live_storages() -> dict[int, int]:
-    """Bytes of the storage of every tensor of this process, once."""
+    """Bytes of the storage of every tensor that is newer than the last `gc.freeze()`, once."""
     gc.collect()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -184,12 +184,13 @@ def largest_construction(stage: int) -> tuple[float, float]:
     """Bytes an element of the parameters: what is kept, and the most that stood while they got their values."""
     mesh = ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size())
     cell = Cell(family="llama", tied=False, dp=2, dtype="float32")
-    before, seen = live_storages(), []
+    gc.freeze()
+    seen = []
     network = GPT(model_config(cell), mesh, dtype=torch.float32)
 
     def set_values(parameter: Parameter) -> None:
         set_initial_values(parameter, seed=1)
-        seen.append(sum(size for storage, size in live_storages().items() if storage not in before))
+        seen.append(sum(live_storages().values()))
 
     options, config = DataParallel(torch.float32, stage), OptimizerConfig(lr=0.01)
     optimizer = make_optimizer(network, mesh, config, options, blocks=network.blocks(), set_values=set_values)
