@@ -24,4 +24,11 @@ def cautions(config: RunConfig) -> tuple[str, ...]:
         lines.append(
             "--main-params-dtype fp16: a step that changes a weight by less than 1 / 4096 of itself is rounded away"
         )
+    training = config.training
+    layers = (training.recompute_num_layers or 1) if training.recompute_method == "uniform" else 1
+    if config.parallel.zero_stage == 3 and layers > 1:
+        lines.append(
+            f"--recompute-num-layers {layers} under ZeRO 3: backward recomputes so many layers together, and has all of"
+            " their parameters whole at once"
+        )
     return tuple(lines)

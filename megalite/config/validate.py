@@ -26,9 +26,9 @@ _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv
 _AT_LEAST_ZERO = """tiktoken_num_special_tokens
     norm_epsilon init_method_std num_workers lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init
     decoupled_lr decoupled_min_lr weight_decay start_weight_decay end_weight_decay
-    clip_grad adam_eps eval_iters seed manual_gc_interval mid_level_dataset_surplus"""
+    clip_grad eval_iters seed manual_gc_interval mid_level_dataset_surplus"""
 _ABOVE_ZERO = """loss_scale initial_loss_scale min_loss_scale rotary_base rope_scaling_factor exit_duration_in_mins
-    muon_extra_scale_factor"""
+    muon_extra_scale_factor adam_eps"""
 _TOKENIZER_FLAGS = {
     "tokenizer_model": "SentencePieceTokenizer GPTSentencePieceTokenizer Llama2Tokenizer HuggingFaceTokenizer "
     "TikTokenizer",
@@ -146,6 +146,8 @@ def _division(config: RunConfig, world_size: int) -> Iterator[str]:
     instances = config.parallel.num_distributed_optimizer_instances
     if copies % instances:
         yield f"--num-distributed-optimizer-instances {instances} does not divide {copies} data-parallel ranks"
+    elif copies == instances > 1:
+        yield f"--num-distributed-optimizer-instances {instances}: with one rank in each nothing is sharded"
     if instances > 1 and config.parallel.zero_stage == 0:
         yield (
             f"--num-distributed-optimizer-instances {instances} needs shards: --use-distributed-optimizer or another "

@@ -11,15 +11,21 @@ from megalite.config.run import RunConfig
 
 def optimizer_problems(config: RunConfig) -> Iterator[str]:
     """One line for each relation that does not hold."""
+    yield from _idle(config.optimizer)
     yield from _muon(config.optimizer)
     yield from _what_is_kept(config)
 
 
-def _muon(optimizer: OptimizerConfig) -> Iterator[str]:
-    if optimizer.optimizer != "muon":
+def _idle(optimizer: OptimizerConfig) -> Iterator[str]:
+    """Flags of an update rule that is not chosen. (Muon leaves to adam what is no matrix.)"""
+    for prefix, rules in (("adam_", ("adam", "muon")), ("sgd_", ("sgd",)), ("muon_", ("muon",))):
         for field in fields(optimizer):
-            if field.name.startswith("muon_") and getattr(optimizer, field.name) != field.default:
-                yield f"--{field.name.replace('_', '-')} needs --optimizer muon"
+            idle = field.name.startswith(prefix) and optimizer.optimizer not in rules
+            if idle and getattr(optimizer, field.name) != field.default:
+                yield f"--{field.name.replace('_', '-')} needs --optimizer {' or '.join(rules)}"
+
+
+def _muon(optimizer: OptimizerConfig) -> Iterator[str]:
     kind, steps = optimizer.muon_coefficient_type, optimizer.muon_num_ns_steps
     if (kind == "quintic" and steps % 5) or (kind == "polar_express" and steps < 8):
         wanted = "a multiple of 5" if kind == "quintic" else "at least 8"
@@ -40,6 +46,8 @@ def _what_is_kept(config: RunConfig) -> Iterator[str]:
             yield f"{flag} needs --bf16 or --fp16"
         if name != "main_grads_dtype" and backend in ("torch", "apex"):
             yield f"{flag} is kept by --optimizer-backend megalite (or auto), not by {backend}"
+    if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum and "exp_avg_dtype" in optimizer.narrow:
+        yield f"--exp-avg-dtype {optimizer.exp_avg_dtype}: --sgd-momentum 0 keeps no average"
     if optimizer.optimizer == "sgd" and "exp_avg_sq_dtype" in optimizer.narrow:
         yield f"--exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: --optimizer sgd keeps no squares"
     if training.fp16 and optimizer.main_params_dtype == "fp16":

@@ -19,6 +19,7 @@ def rate_problems(config: RunConfig) -> Iterator[str]:
     if optimizer.lr_warmup_fraction is not None and (optimizer.lr_warmup_iters or optimizer.lr_warmup_samples):
         yield f"give the warm-up as --lr-warmup-fraction or as --lr-warmup-{unit}, not both"
     yield from _phases(config, unit)
+    yield from _idle(config, unit)
     yield from _noam(config, unit)
     yield from _bounds(config, unit)
     if (optimizer.lr_scaling_rule is None) != (optimizer.lr_scaling_base_batch_size is None):
@@ -50,6 +51,17 @@ def _phases(config: RunConfig, unit: str) -> Iterator[str]:
         yield f"--lr-wsd-decay-style {optimizer.lr_wsd_decay_style} needs --lr-decay-style WSD"
 
 
+def _idle(config: RunConfig, unit: str) -> Iterator[str]:
+    """What no schedule reads."""
+    optimizer = config.optimizer
+    if optimizer.lr_warmup_init and not _lengths(config, unit)[0]:
+        yield f"--lr-warmup-init {optimizer.lr_warmup_init} needs a warm-up: --lr-warmup-{unit} or --lr-warmup-fraction"
+    if optimizer.lr_decay_style == "constant":
+        for name in ("min_lr", "decoupled_min_lr", f"lr_decay_{unit}"):
+            if getattr(optimizer, name) and not (name.startswith("lr_decay") and optimizer.lr_warmup_fraction):
+                yield f"--{name.replace('_', '-')}: leave it out, --lr-decay-style constant has no decay"
+
+
 def _noam(config: RunConfig, unit: str) -> Iterator[str]:
     optimizer = config.optimizer
     if optimizer.lr_decay_style != "noam":
@@ -73,9 +85,10 @@ def _bounds(config: RunConfig, unit: str) -> Iterator[str]:
         if optimizer.min_lr > optimizer.lr:
             yield f"--min-lr {optimizer.min_lr} is above --lr {optimizer.lr}"
         multiplier = optimizer.learning_rate_multiplier(batch_size)
-        if optimizer.lr_warmup_init > optimizer.lr * multiplier:
-            scaled = "" if multiplier == 1.0 else f" x {multiplier:g} of --lr-scaling-rule"
-            yield f"--lr-warmup-init {optimizer.lr_warmup_init} is above --lr {optimizer.lr}{scaled}"
+        scaled = "" if multiplier == 1.0 else f" x {multiplier:g} of --lr-scaling-rule"
+        for flag, highest in (("--lr", optimizer.lr), ("--decoupled-lr", optimizer.decoupled_lr)):
+            if highest and optimizer.lr_warmup_init > highest * multiplier:
+                yield f"--lr-warmup-init {optimizer.lr_warmup_init} is above {flag} {highest}{scaled}"
     yield from _decoupled(optimizer)
 
 

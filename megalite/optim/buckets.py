@@ -178,7 +178,7 @@ class Bucket:
         if self.stage >= 2:
             self._in_flight.append(self)
             while len(self._in_flight) > (REDUCTIONS_IN_FLIGHT if self._overlap else 0):
-                self._in_flight.pop(0)._finish_round()
+                self._in_flight[0]._finish_round()
 
     def _finish_round(self) -> None:
         """Wait for the reduction under way, if there is one; ZeRO 2 and 3 add its slice to this rank's and free the
@@ -189,6 +189,7 @@ class Bucket:
         slice_of_sum = self._pending_reduction.wait()
         self._pending_reduction = None
         if self.stage >= 2:
+            self._in_flight.remove(self)
             DenseGradient(slice_of_sum).add_to(self.gradient_shard, overwrite=self._rounds == 1)
             _free(self.gradients)
 

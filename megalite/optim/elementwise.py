@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
 from megalite.optim.shard import Run
 from megalite.parallel import device
+
+WIDENED_ELEMENTS = 1 << 22
+"""So many gradients of less than the masters' precision are widened at a time for a fused kernel."""
 
 
 def require_backend(config: OptimizerConfig) -> None:
@@ -46,13 +50,17 @@ class FusedRule:
     """By the fused kernels of torch or apex, for state of the master weights' dtype."""
 
     def __init__(self, runs: Sequence[Run], config: OptimizerConfig) -> None:
-        self._runs = runs
+        self._runs = runs = [piece for run in runs for piece in _pieces(run)]
         self._masters = [run.master.detach().requires_grad_() for run in runs]  # views that torch may call parameters
         members: dict[ParameterGroup, list[Tensor]] = {}
         for run, master in zip(runs, self._masters, strict=True):
             members.setdefault(run.group, []).append(master)
         groups: list[dict[str, Any]] = [{"params": masters, "kind": group} for group, masters in members.items()]
         self._fused = _fused(groups, config) if groups else None  # there are shards of matrices alone
+        every = list(zip(runs, self._masters, strict=True))
+        narrow = any(run.gradients.dtype != run.master.dtype for run in runs)
+        self._turns = [[pair] for pair in every] if narrow else [every]
+        """What is updated at once: widened gradients, a piece at a time."""
         if self._fused is not None:
             self._steps = torch.zeros(len(runs), device=runs[0].master.device)
             for run, master, steps in zip(runs, self._masters, self._steps, strict=True):
@@ -64,13 +72,26 @@ class FusedRule:
         for group in self._fused.param_groups:
             kind: ParameterGroup = group["kind"]
             group["lr"], group["weight_decay"] = rates.of(kind)
-            group["step"] = step - 1  # where apex counts updates; torch does in each parameter's state
         self._steps.fill_(step - 1)
-        for run, master in zip(self._runs, self._masters, strict=True):
-            master.grad = run.gradients.to(master.dtype)
-        self._fused.step()
-        for master in self._masters:
-            master.grad = None
+        for turn in self._turns:
+            for group in self._fused.param_groups:
+                group["step"] = step - 1  # where apex counts updates; torch does in each parameter's state
+            for run, master in turn:
+                master.grad = run.gradients.to(master.dtype)
+            self._fused.step()
+            for _, master in turn:
+                master.grad = None
+
+
+def _pieces(run: Run) -> Iterator[Run]:
+    """The run, cut where its gradients must be widened."""
+    if run.gradients.dtype == run.master.dtype:
+        yield run
+        return
+    for start in range(0, run.master.numel(), WIDENED_ELEMENTS):
+        part = slice(start, start + WIDENED_ELEMENTS)
+        state = {name: tensor[part] for name, tensor in run.state.items()}
+        yield replace(run, master=run.master[part], gradients=run.gradients[part], state=state)
 
 
 def _fused(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:

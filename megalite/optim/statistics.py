@@ -57,9 +57,16 @@ def _unpadded_ranges(bucket: Bucket) -> Iterable[tuple[int, int]]:
 
 
 def _over_ranks(numbers: dict[str, list[float]], mesh: ParallelMesh) -> dict[str, float]:
-    local = [math.fsum(values) for values in numbers.values()]
+    local = [_exact_sum(values) for values in numbers.values()]
     total = torch.tensor(local, dtype=torch.float64, device=mesh.device)
     return dict(zip(numbers, collectives.all_reduce_(total, mesh.world()).tolist(), strict=True))
+
+
+def _exact_sum(values: list[float]) -> float:
+    try:
+        return math.fsum(values)
+    except OverflowError:  # finite squares of float64 gradients whose sum is not: a step to skip like any other
+        return math.inf
 
 
 def _sum_of_squares(values: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ class Action:
     """One thing a rank does with one micro-batch.
 
     F runs the stage forward, B backward. R reduces, over the data-parallel ranks, the gradients that are whole once the
-    micro-batch has gone backward: behind it the reduction of every bucket concerned has begun, and those that overlap
-    backward began inside its B, in the order of the buckets.
+    micro-batch has gone backward: behind it the reduction of every bucket concerned has begun. Those that overlap
+    backward, and under ZeRO 2 and 3 all, begin inside its B, bucket by bucket in a fixed order.
     """
 
     kind: Literal["F", "B", "R"]

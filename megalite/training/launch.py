@@ -38,8 +38,10 @@ def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMe
         device=where,
         timeout=timeout,
     )
+    backend = parallel.distributed_backend or device.default_backend(where)
+    if backend == "nccl" and not (where.type == "cuda" and dist.is_nccl_available()):
+        raise ConfigurationError(f"--distributed-backend nccl talks between GPUs, and this run is on {where}: use gloo")
     if place.world_size > 1:
-        backend = parallel.distributed_backend or device.default_backend(where)
         try:
             with default_signals():  # torch waits for the other ranks where no handler of Python's would run
                 store, rank, world_size = next(rendezvous("env://"))

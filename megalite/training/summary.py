@@ -17,7 +17,8 @@ def summary(trainer: Trainer) -> dict[str, object]:
     config, mesh, model, batch = trainer.config, trainer.mesh, trainer.model_config, trainer.batch_size
     parallel = config.parallel
     layout = f"TP {mesh.size('tp')}{' with SP' if parallel.sequence_parallel else ''} x DP {mesh.size('dp')}"
-    zero = f"ZeRO {parallel.zero_stage}"
+    stage = max(bucket.stage for bucket in trainer.optimizer.buckets)
+    zero = f"ZeRO {stage}" + ("" if stage == parallel.zero_stage else " (one rank has nothing to shard over)")
     if parallel.num_distributed_optimizer_instances > 1:
         zero += f" in {parallel.num_distributed_optimizer_instances} instances"
     growing = f"{batch.ramp[0]} to {batch.final}" if batch.ramp else f"{batch.final}"

@@ -105,6 +105,7 @@ def refused(spawn: Callable[..., Job], tmp_path: Path) -> Refused:
         (["--lr-decay-style", "cosin"], ["'cosin'", "cosine"]),
         (["--lr", "-1"], ["--lr -1", "at least 0"]),
         (["--lr", "nan"], ["--lr nan"]),
+        (["--distributed-backend", "nccl"], ["nccl talks between GPUs, and this run is on cpu: use gloo"]),
         (["--tp", "3"], ["2 ranks", "--tensor-model-parallel-size 3"]),
         (["--tp", "2", "--num-attention-heads", "1"], ["--num-attention-heads 1", "--tensor-model-parallel-size 2"]),
         (["--num-attention-heads", "3"], ["--hidden-size 16", "--num-attention-heads 3"]),

@@ -175,6 +175,14 @@ def test_a_precision_that_may_disappoint_is_noted(flags: str, expected: str | No
     assert expected is None or notes[0].startswith(expected)
 
 
+def test_layers_that_zero_3_has_whole_together_are_noted() -> None:
+    flags = "--data-parallel-sharding-strategy optim_grads_params --recompute-granularity full"
+    for method, layers, noted in (("uniform", 4, True), ("uniform", 1, False), ("block", 4, False)):
+        recompute = ["--recompute-method", method, "--recompute-num-layers", str(layers)]
+        notes = parse_arguments([*MINIMAL, *flags.split(), *recompute]).notes
+        assert any("parameters whole at once" in note for note in notes) == noted
+
+
 def test_bf16_squares_stop_falling_where_the_note_says() -> None:
     """What the note rests on, with no gradient at all."""
     squares = torch.linspace(1.0, 2.0, 129).bfloat16()  # every bf16 between

@@ -51,7 +51,7 @@ def problems(flags: str, world_size: int = 1, base: str = VALID) -> list[str]:
         ("--optimizer muon --muon-nesterov --muon-coefficient-type simple --muon-num-ns-steps 6", 1),
         ("--lr-warmup-fraction 0.1 --min-lr 1e-3 --lr-decay-iters 50", 1),
         ("--train-iters None --train-samples 2000 --lr-warmup-samples 100 --lr-decay-samples 1000", 2),
-        ("--decoupled-lr 0 --lr-warmup-init 1e-3", 1),
+        ("--decoupled-lr 0 --lr-warmup-iters 2 --lr-warmup-init 1e-3", 1),
         ("--min-lr 1e-4 --decoupled-lr 1e-5 --decoupled-min-lr 0", 1),
         ("--weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 0.1", 1),
         ("--lr-scaling-rule linear --lr-scaling-base-batch-size 1 --lr-warmup-iters 5 --lr-warmup-init 2e-3", 1),
@@ -127,7 +127,27 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "give the warm-up as --lr-warmup-fraction or as --lr-warmup-iters, not both",
         ),
         ("--min-lr 1", "--min-lr 1.0 is above --lr 0.001"),
-        ("--lr-warmup-init 1", "--lr-warmup-init 1.0 is above --lr 0.001"),
+        ("--lr-warmup-iters 2 --lr-warmup-init 1", "--lr-warmup-init 1.0 is above --lr 0.001"),
+        (
+            "--lr-warmup-iters 2 --lr-warmup-init 1e-4 --decoupled-lr 1e-5",
+            "--lr-warmup-init 0.0001 is above --decoupled-lr 1e-05",
+        ),
+        (
+            "--lr-warmup-init 1e-4",
+            "--lr-warmup-init 0.0001 needs a warm-up: --lr-warmup-iters or --lr-warmup-fraction",
+        ),
+        ("--lr-decay-style constant --min-lr 1e-4", "--min-lr: leave it out, --lr-decay-style constant has no decay"),
+        (
+            "--lr-decay-style constant --lr-decay-iters 7",
+            "--lr-decay-iters: leave it out, --lr-decay-style constant has no decay",
+        ),
+        ("--adam-eps 0", "--adam-eps 0.0: must be above 0"),
+        ("--sgd-momentum 0.3", "--sgd-momentum needs --optimizer sgd"),
+        ("--optimizer sgd --adam-beta2 0.95", "--adam-beta2 needs --optimizer adam or muon"),
+        (
+            "--optimizer sgd --sgd-momentum 0 --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16",
+            "--exp-avg-dtype bf16: --sgd-momentum 0 keeps no average",
+        ),
         (
             "--lr-warmup-iters 100",
             "a warm-up of 100 iters leaves nothing of the 100 of the whole schedule (--lr-decay-iters)",
@@ -169,7 +189,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--lr-scaling-base-batch-size 0: must be at least 1",
         ),
         (
-            "--lr-scaling-rule linear --lr-scaling-base-batch-size 4 --lr-warmup-init 1e-3",
+            "--lr-scaling-rule linear --lr-scaling-base-batch-size 4 --lr-warmup-iters 2 --lr-warmup-init 1e-3",
             "--lr-warmup-init 0.001 is above --lr 0.001 x 0.5 of --lr-scaling-rule",
         ),
         ("--start-weight-decay 0.1", "--start-weight-decay needs --weight-decay-incr-style linear or cosine"),
@@ -299,6 +319,16 @@ def test_what_does_not_fit_is_the_one_problem(flags: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "world_size", "problem"),
     [
+        (
+            "--use-distributed-optimizer --num-distributed-optimizer-instances 3",
+            4,
+            "--num-distributed-optimizer-instances 3 does not divide 4 data-parallel ranks",
+        ),
+        (
+            "--use-distributed-optimizer --num-distributed-optimizer-instances 4",
+            4,
+            "--num-distributed-optimizer-instances 4: with one rank in each nothing is sharded",
+        ),
         ("--tp 3", 4, "4 ranks do not divide into groups of --tensor-model-parallel-size 3"),
         ("--tp 2", 1, "1 ranks do not divide into groups of --tensor-model-parallel-size 2"),
         (

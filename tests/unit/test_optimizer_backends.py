@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -16,6 +17,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import ConfigurationError
 from megalite.model.gpt import GPT
+from megalite.optim import elementwise, statistics
 from megalite.optim.buckets import DataParallel
 from megalite.optim.elementwise import require_backend
 from megalite.optim.learning_rate import Rates
@@ -38,11 +40,11 @@ CONFIGS = {
 }
 
 
-def stepped(config: OptimizerConfig, steps: int = 4) -> list[Tensor]:
+def stepped(config: OptimizerConfig, steps: int = 4, gradients: torch.dtype = torch.float64) -> list[Tensor]:
     """Masters and state after steps with drawn gradients, in float64; the second step is skipped."""
     network = GPT(MODEL, ParallelMesh(), dtype=torch.float64)
     initialize(network, seed=1)
-    optimizer = make_optimizer(network, ParallelMesh(), config, DataParallel(torch.float64))
+    optimizer = make_optimizer(network, ParallelMesh(), config, DataParallel(gradients))
     generator = torch.Generator().manual_seed(0)
     for number in range(steps):
         step(optimizer, generator, Rates(0.1 / (1 + number), 0.05, weight_decay=0.1), infinite=number == 1)
@@ -68,6 +70,19 @@ def test_torch_and_megalite_agree_to_rounding(name: str, monkeypatch: pytest.Mon
     actual = stepped(replace(CONFIGS[name], optimizer_backend="megalite"))
     for ours, theirs in zip(actual, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_narrow_gradients_are_widened_a_piece_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elementwise, "WIDENED_ELEMENTS", 50)  # no divisor of the sizes
+    wanted = stepped(replace(CONFIGS[name], optimizer_backend="megalite"), gradients=torch.float32)
+    actual = stepped(replace(CONFIGS[name], optimizer_backend="torch"), gradients=torch.float32)
+    for ours, theirs in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_an_overflow_of_the_sum_of_squares_is_no_traceback() -> None:
+    assert statistics._exact_sum([1.5e308, 1.5e308, -1.0]) == math.inf
 
 
 NARROW = {
