@@ -9,6 +9,7 @@ parameters is timed. Prints a table, writes it as JSON under benchmarks/results/
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import math
 import os
@@ -19,8 +20,11 @@ from pathlib import Path
 
 import torch
 
+from megalite.parallel.parameter import ProductGradient
+
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-9  # relative; ten steps of float64 sums in another order
+WEIGHT_GRADIENT_TOLERANCE = 1e-5  # fp32 sums of 512 products that are exact; bf16 sums would be off by 1e-3
 FAMILIES = {
     "gpt2": "--max-position-embeddings 64",
     "llama": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
@@ -68,7 +72,8 @@ def layouts(gpus: int) -> list[tuple[str, str]]:
 def compare() -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     gpus = min(torch.cuda.device_count(), 4)
-    for family, flags in FAMILIES.items():
+    for family, optimizer in itertools.product(FAMILIES, ("adam", "muon")):
+        flags = f"{FAMILIES[family]} --optimizer {optimizer}"
         expected = train(f"{COMMON} {flags}", 1, gpu=False)
         for name, layout in layouts(gpus):
             found = train(f"{COMMON} {flags} {layout}", gpus, gpu=True)
@@ -77,9 +82,28 @@ def compare() -> list[dict[str, object]]:
                 for ours, theirs in zip(found, expected, strict=True)
                 for key in ("lm_loss", "grad_norm")
             )
-            rows.append({"family": family, "layout": name, "largest relative difference": worst})
-            print(f"{family:6} {name:16} largest relative difference from the CPU {worst:.1e}", flush=True)
+            rows.append(
+                {"family": family, "optimizer": optimizer, "layout": name, "largest relative difference": worst}
+            )
+            print(
+                f"{family:6} {optimizer:5} {name:16} largest relative difference from the CPU {worst:.1e}", flush=True
+            )
     return rows
+
+
+def check_weight_gradients() -> float:
+    """The largest error, relative to the largest element, of bf16 weight gradients added to fp32 on the GPU."""
+    generator = torch.Generator().manual_seed(1)
+    output, inputs = (torch.randn(512, width, generator=generator).bfloat16() for width in (384, 256))
+    exact = output.double().t() @ inputs.double()
+    worst = 0.0
+    for overwrite, start in ((True, math.nan), (False, 1.0)):
+        target = torch.full((384, 256), start, device="cuda")
+        ProductGradient(output.cuda(), inputs.cuda()).add_to(target, overwrite=overwrite)
+        error = target.cpu().double() - exact - (0.0 if overwrite else start)
+        worst = max(worst, (error.abs().max() / exact.abs().max()).item())
+    print(f"bf16 weight gradients added in fp32: error {worst:.1e} of the largest", flush=True)
+    return worst
 
 
 def time_training() -> dict[str, object]:
@@ -96,6 +120,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no GPU here: nothing was checked")
         return 1
+    weight_gradients = check_weight_gradients()
     rows = compare()
     speed = time_training()
     result = {
@@ -103,6 +128,7 @@ def main() -> int:
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
         "torch": torch.__version__,
         "command": "benchmarks/gpu_check.sh",
+        "error of weight gradients": weight_gradients,
         "equality": rows,
         "bf16 1.3B training, median of steps 11 to 20": speed,
     }
@@ -112,6 +138,8 @@ def main() -> int:
     target.parent.mkdir(exist_ok=True)
     target.write_text(text + "\n")
     differences = [float(str(row["largest relative difference"])) for row in rows]
+    if weight_gradients > WEIGHT_GRADIENT_TOLERANCE:
+        return 1
     return 0 if max(differences) <= TOLERANCE and math.isfinite(float(str(speed["lm_loss"]))) else 1
 
 
