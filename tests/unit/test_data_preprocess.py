@@ -23,6 +23,7 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocess import Observer, Progress
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import ConfigurationError
+from tests.harness.terminal import read_to_end
 from tools.preprocess_data import Arguments, settle_megatron_flags
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,18 +98,10 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path: Path) -> 
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen([*command, *map(str, arguments)], stderr=stderr, env=environment)
     os.close(stderr)
-    shown = "".join(iter(lambda: read_terminal(terminal), ""))
+    shown = read_to_end(terminal)
     assert process.wait(timeout=120) == 0
     assert "302 documents, " in shown
     assert "\x1b[" in shown
-
-
-def read_terminal(terminal: int) -> str:
-    """What has come, which is little at a time; empty at the end, which Linux calls an error."""
-    try:
-        return os.read(terminal, 1 << 16).decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def shown_progress(monkeypatch: pytest.MonkeyPatch, sizes: list[int | None]) -> list[Progress]:

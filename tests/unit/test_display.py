@@ -10,6 +10,7 @@ import pytest
 
 from megalite.training.display import Display, curve
 from megalite.training.metrics import StepMetrics, ValidationMetrics
+from tests.harness.terminal import read_to_end
 
 
 def step(iteration: int, *, loss: float = 2.0, skipped: bool = False, mfu: float | None = None) -> StepMetrics:
@@ -77,25 +78,19 @@ def test_a_rank_that_is_not_enabled_shows_nothing() -> None:
     assert stream.getvalue() == ""
 
 
-def read(terminal: int) -> str:
-    """What a terminal shows next; nothing once the other side is closed and all is read."""
-    try:
-        return os.read(terminal, 1 << 16).decode("latin-1")
-    except OSError:
-        return ""
-
-
 def test_on_a_terminal_the_bar_is_drawn_and_taken_down_even_by_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     primary, secondary = os.openpty()
-    with os.fdopen(secondary, "w", encoding="utf-8") as terminal:
-        with pytest.raises(KeyboardInterrupt), Display(4, 100, stream=terminal) as display:
-            display.step(step(1, loss=8.0))
-            display.step(step(2, loss=4.0))
-            raise KeyboardInterrupt
-    shown = "".join(iter(lambda: read(primary), ""))
+    with (
+        os.fdopen(secondary, "w", encoding="utf-8") as terminal,
+        pytest.raises(KeyboardInterrupt),
+        Display(4, 100, stream=terminal) as display,
+    ):
+        display.step(step(1, loss=8.0))
+        display.step(step(2, loss=4.0))
+        raise KeyboardInterrupt
+    shown = read_to_end(primary)
     os.close(primary)
-    shown = shown.encode("latin-1").decode()  # pieces may end within a character
     assert "2/4" in shown
     assert "█" * 10 + "▁" * 10 in shown
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back
