@@ -56,7 +56,7 @@ Run = Callable[..., Ended]
 Start = Callable[..., Job]
 
 
-def ended(job: Job, expected: int | None = 0, timeout: float = 60.0) -> Ended:
+def ended(job: Job, expected: int | None = 0, timeout: float = 240.0) -> Ended:
     """Waits for the job; asserts each rank's exit code, silence of all but rank 0, and complaints with errors only."""
     codes = job.wait(timeout)
     stderr = "".join(job.stderr(rank) for rank in range(job.world_size))

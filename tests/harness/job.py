@@ -72,7 +72,7 @@ class Job:
         for rank in self.ranks:
             rank.send_signal(number)
 
-    def wait(self, timeout: float = 60.0) -> list[int]:
+    def wait(self, timeout: float = 240.0) -> list[int]:
         """Waits for every rank to end; returns exit codes in rank order, minus the signal's number where one ended it.
 
         Raises:
@@ -84,7 +84,7 @@ class Job:
             raise RankTimeout(self._report(f"still ran after {timeout:g} s", stacks), stacks)
         return [rank.exit_code for rank in self.ranks if rank.exit_code is not None]
 
-    def wait_as_launcher(self, timeout: float = 60.0) -> int:
+    def wait_as_launcher(self, timeout: float = 240.0) -> int:
         """Waits as torchrun does: once a rank has failed, the others are ended by SIGTERM.
 
         Returns the exit code of the first that failed, or 0. Raises RankTimeout as `wait` does.
@@ -101,7 +101,7 @@ class Job:
         self.wait(max(deadline - time.monotonic(), 5.0))
         return failed[0] if failed else 0
 
-    def wait_for_output(self, rank: int, text: str, timeout: float = 60.0) -> None:
+    def wait_for_output(self, rank: int, text: str, timeout: float = 240.0) -> None:
         """Returns when `text` stands in the rank's standard output.
 
         Raises:

@@ -35,7 +35,7 @@ class RankPool:
     environment variables) stays. After a failure the processes are killed, and the next call starts new ones.
     """
 
-    def __init__(self, world_size: int, timeout: float = 60.0) -> None:
+    def __init__(self, world_size: int, timeout: float = 240.0) -> None:
         self.world_size = world_size
         self.timeout = timeout  # seconds
         self._directory = tempfile.TemporaryDirectory(prefix="rank_pool_")

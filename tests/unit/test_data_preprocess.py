@@ -238,7 +238,7 @@ def test_an_interruption_leaves_nothing_under_the_final_names(tmp_path: Path, nu
         # Ctrl-C reaches the whole group; a scheduler's SIGTERM the main process.
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     # The pipe is closed by now: a read that the signal came just before would wait for more.
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=240)
     assert process.returncode == 128 + number
     assert b"Traceback" not in stderr
     assert b"c.partial: the same command with --resume goes on from there" in stderr
