@@ -51,7 +51,6 @@ class Optimizer:
         self._overlap_gather = overlap_gather
         self.steps = 0
         """Updates made; a skipped step is none. A checkpoint sets it with the state."""
-        self._micro_batches = self._micro_batches_reduced = 0  # of the step
         self.shards = [Shard(bucket, config) for bucket in buckets]
         self._rules = make_rules(self.shards, mesh, config)
 
@@ -78,15 +77,13 @@ class Optimizer:
 
     def begin_step(self, micro_batches: int) -> None:
         """Expect the gradients of so many micro-batches."""
-        self._micro_batches, self._micro_batches_reduced = micro_batches, 0
         for bucket in self.buckets:
             bucket.begin_step(micro_batches)
 
-    def reduce(self) -> None:
-        """Begin the reductions that are due: once a step or, where that is so, behind each micro-batch."""
-        self._micro_batches_reduced += 1 if self.reduces_each_micro_batch else self._micro_batches
+    def reduce(self, micro_batches: int) -> None:
+        """Begin the reductions that are due behind so many micro-batches of the step."""
         for bucket in self.buckets:
-            bucket.begin_reduction(self._micro_batches_reduced)
+            bucket.begin_reduction(micro_batches)
 
     def step(self, rates: Rates, loss_scale: float = 1.0) -> StepResult:
         """Finish the gradients' reduction, clip and update. The same decision and the same bits on every rank.

@@ -22,9 +22,10 @@ def run(
     stage: Callable[[Tensor | None, MicroBatch], Tensor],
     micro_batches: Sequence[MicroBatch],
     factor: float = 1.0,
-    reduce: Callable[[], None] | None = None,
+    reduce: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Execute `actions`, differentiating factor * (sum of losses); an R calls `reduce`, where there is any.
+    """Execute `actions`, differentiating factor * (sum of losses); an R calls `reduce`, where there is
+    any, with the number of micro-batches that have gone backward.
 
     Returns the unscaled sum of the losses, detached, in fp64 so that it does not depend on the split into micro-batches
     beyond the stage's own rounding.
@@ -42,7 +43,7 @@ def run(
             elif action.kind == "B":
                 (losses.pop(action.micro_batch) * factor).backward()
             elif reduce is not None:
-                reduce()
+                reduce(action.micro_batch + 1)
     if total is None:
         raise ValueError("a schedule without a forward action has no loss")
     return total

@@ -107,9 +107,7 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
         micro_batches = list(local_micro_batches(cell, step, mesh.coordinate("dp")))
         count = torch.tensor([sum(m.loss_mask.sum(dtype=torch.float64).item() for m in micro_batches)]).double()
         count = collectives.all_reduce_(count, mesh.group("dp")).item()
-        optimizer.begin_step(len(micro_batches))
-        actions = schedules.no_pipelining(len(micro_batches), reduce_each=optimizer.reduces_each_micro_batch)
-        loss_sum = engine.run(actions, stage, micro_batches, 1.0 / count if count else 0.0, optimizer.reduce)
+        loss_sum = accumulate_gradients(optimizer, stage, micro_batches, 1.0 / count if count else 0.0)
         update = optimizer.step(rates(cell, step))
         losses.append(collectives.all_reduce_(loss_sum.view(1), mesh.group("dp")).item() / max(count, 1.0))
         norms.append(update.gradient_norm)
@@ -123,6 +121,18 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
         assert_padding_is_zero(network)
         final = held(network, mesh, lambda parameter: parameter)
     return RankResult(initial, gradients, final, losses, norms, skipped, sample_losses, figures)
+
+
+def accumulate_gradients(
+    optimizer: Optimizer,
+    stage: Callable[[Tensor | None, MicroBatch], Tensor],
+    micro_batches: Sequence[MicroBatch],
+    factor: float = 1.0,
+) -> Tensor:
+    """A step up to the optimizer's: all micro-batches forward and backward; the sum of their losses."""
+    optimizer.begin_step(len(micro_batches))
+    actions = schedules.no_pipelining(len(micro_batches), reduce_each=optimizer.reduces_each_micro_batch)
+    return engine.run(actions, stage, micro_batches, factor, optimizer.reduce)
 
 
 def make_optimizer(network: GPT, mesh: ParallelMesh, cell: Cell) -> Optimizer:

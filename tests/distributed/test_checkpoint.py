@@ -109,7 +109,7 @@ class Case:
             for slot in bucket.slots:
                 for _ in range(slot.parameter.sharding.uses):
                     bucket.accumulate(slot.parameter, DenseGradient(drawn[id(slot.parameter)]))
-        self.optimizer.reduce()
+        self.optimizer.reduce(1)
         self.optimizer.step(Rates(0.01, 0.01, 0.01))
 
     def save(self, path: Path, iteration: int = 1) -> Path:

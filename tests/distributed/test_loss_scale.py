@@ -14,9 +14,8 @@ from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.pipeline import engine, schedules
 from tests.distributed.layout_cell import Cell, model_config
-from tests.distributed.layout_run import local_micro_batches, plant_infinity
+from tests.distributed.layout_run import accumulate_gradients, local_micro_batches, plant_infinity
 from tests.harness.rank_pool import RankPools
 
 OVERFLOWS = (1, 2, 3, 6)  # steps
@@ -38,14 +37,7 @@ def trajectory(tp: int, stage: int) -> list[tuple[float, bool, int]]:
         if rank == world_size - 1:
             plant_infinity(network, active=step in OVERFLOWS)
         micro_batches = list(local_micro_batches(cell, step, mesh.coordinate("dp")))
-        optimizer.begin_step(len(micro_batches))
-        engine.run(
-            schedules.no_pipelining(len(micro_batches), reduce_each=optimizer.reduces_each_micro_batch),
-            network,
-            micro_batches,
-            scale.value / 64,
-            optimizer.reduce,
-        )
+        accumulate_gradients(optimizer, network, micro_batches, scale.value / 64)
         update = optimizer.step(Rates(0.01, 0.01, 0.0), scale.value)
         seen.append((scale.value, update.skipped, optimizer.steps))
         scale = scale.after(overflow=update.skipped)

@@ -21,11 +21,10 @@ from megalite.parallel.initialization import initialize, set_initial_values
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.randomness import RandomKey
-from megalite.pipeline import engine, schedules
 from megalite.training import memory
 from megalite.training.memory import Memory
 from tests.distributed.layout_cell import RECOMPUTE, Cell, model_config
-from tests.distributed.layout_run import local_micro_batches
+from tests.distributed.layout_run import accumulate_gradients, local_micro_batches
 from tests.harness.rank_pool import RankPools
 
 NARROW = OptimizerConfig(
@@ -49,14 +48,7 @@ def kept(stage: int, overlap: bool, narrow: bool) -> dict[str, float]:
         network, mesh, NARROW if narrow else OptimizerConfig(lr=0.01), options, blocks=network.blocks()
     )
     micro_batches = list(local_micro_batches(cell, 0, mesh.coordinate("dp")))
-    optimizer.begin_step(len(micro_batches))
-    engine.run(
-        schedules.no_pipelining(len(micro_batches), reduce_each=optimizer.reduces_each_micro_batch),
-        network,
-        micro_batches,
-        1.0,
-        optimizer.reduce,
-    )
+    accumulate_gradients(optimizer, network, micro_batches)
     sizes = [bucket.gradients.untyped_storage().size() for bucket in optimizer.buckets]
     alive = sum(sizes)
     largest = sum(sorted(bucket.gradients.nbytes for bucket in optimizer.buckets)[-REDUCTIONS_IN_FLIGHT:])

@@ -20,9 +20,8 @@ from megalite.optim.optimizer import make_optimizer
 from megalite.parallel import collectives
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.pipeline import engine, schedules
 from tests.distributed.layout_cell import RECOMPUTE, Cell, model_config
-from tests.distributed.layout_run import local_micro_batches
+from tests.distributed.layout_run import accumulate_gradients, local_micro_batches
 from tests.harness.rank_pool import RankPools
 
 PARAMETER, GRADIENT = 2, 4  # bytes of an element: bf16, fp32
@@ -74,14 +73,7 @@ def sent_in_a_step(dp: int, instances: int, stage: int, overlap: bool, recompute
         mock.patch.object(dist, "all_to_all_single", sent.all_to_all(dist.all_to_all_single)),
         mock.patch.object(dist, "all_reduce", sent.all_reduce(dist.all_reduce)),
     ):
-        optimizer.begin_step(len(micro_batches))
-        engine.run(
-            schedules.no_pipelining(len(micro_batches), reduce_each=optimizer.reduces_each_micro_batch),
-            network,
-            micro_batches,
-            1.0,
-            optimizer.reduce,
-        )
+        accumulate_gradients(optimizer, network, micro_batches)
         optimizer.step(Rates(0.01, 0.01, 0.01))
         optimizer.finish_parameter_gather()
     elements = sum(bucket.length for bucket in optimizer.buckets)

@@ -55,7 +55,7 @@ def trained(
                 piece.view(drawn).copy_(values)
             for _ in range(parameter.sharding.uses):
                 optimizer.buckets[0].accumulate(parameter, DenseGradient(drawn))
-        optimizer.reduce()
+        optimizer.reduce(1)
         optimizer.step(RATES)
     return before, gradients, weights(network)
 

@@ -59,7 +59,7 @@ def step(optimizer: Optimizer, generator: torch.Generator, rates: Rates, *, infi
         gradient = torch.randn(slot.parameter.shape, generator=generator)
         for _ in range(slot.parameter.sharding.uses):
             bucket.accumulate(slot.parameter, DenseGradient(gradient / (0.0 if infinite else 1.0)))
-    optimizer.reduce()
+    optimizer.reduce(1)
     assert optimizer.step(rates).skipped is infinite
 
 

@@ -78,9 +78,15 @@ def test_any_order_in_which_a_forward_precedes_its_backward_is_executed() -> Non
 
 @pytest.mark.parametrize("reduce_each", [False, True])
 def test_reductions_are_actions_behind_the_backward_that_completes_them(reduce_each: bool) -> None:
-    stage, seen = Stage(), []
+    stage, seen, counts = Stage(), [], []
     actions = no_pipelining(3, reduce_each=reduce_each)
-    engine.run(actions, stage, MICRO_BATCHES, 1.0, lambda: seen.append(stage.weight.grad.clone()))
+
+    def reduce(micro_batches: int) -> None:
+        counts.append(micro_batches)
+        seen.append(stage.weight.grad.clone())
+
+    engine.run(actions, stage, MICRO_BATCHES, 1.0, reduce)
+    assert counts == ([1, 2, 3] if reduce_each else [3])
     order = "".join(action.kind for action in actions)
     assert order == ("FBRFBRFBR" if reduce_each else "FBFBFBR")
     done = [2 * stage.weight.detach() * sum(x**2 for x in MICRO_BATCHES[:count]) for count in (1, 2, 3)]
