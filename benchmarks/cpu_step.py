@@ -38,12 +38,13 @@ TOKENS = SEQUENCE * BATCH * MICRO_BATCHES
 Step = Callable[[], object]
 
 
-def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: bool = False, stage: int = 0) -> Step:
-    config = ModelConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        ffn_hidden_size=FFN,
+def llama(layers: int, hidden: int, heads: int, ffn: int, vocabulary: int) -> ModelConfig:
+    """The model that benchmarks/plain_pytorch.py writes out."""
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        ffn_hidden_size=ffn,
         position_embedding_type="rope",
         normalization="RMSNorm",
         swiglu=True,
@@ -53,6 +54,10 @@ def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: boo
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
+
+
+def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: bool = False, stage: int = 0) -> Step:
+    config = llama(LAYERS, HIDDEN, HEADS, FFN, vocabulary)
     model = GPT(config, mesh, sequence_parallel=sequence_parallel)
     initialize(model, seed=1)
     options = DataParallel(torch.float32, stage)

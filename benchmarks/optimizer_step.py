@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.cpu_step import measure, quartiles, ratios
+from benchmarks.cpu_step import llama, measure, quartiles, ratios
 from benchmarks.plain_pytorch import PlainLlama
 from benchmarks.results import write_results
-from megalite.config import ModelConfig, OptimizerConfig
+from megalite.config import OptimizerConfig
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import DataParallel
 from megalite.optim.learning_rate import Rates
@@ -34,19 +34,7 @@ BYTES = 28  # a parameter
 def flat_update(backend: str) -> Callable[[], None]:
     """The update of a back end."""
     mesh = ParallelMesh()
-    model = ModelConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        ffn_hidden_size=FFN,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        swiglu=True,
-        add_bias_linear=False,
-        untie_embeddings_and_output_weights=True,
-        vocab_size=VOCABULARY,
-    )
-    network = GPT(model, mesh)
+    network = GPT(llama(LAYERS, HIDDEN, HEADS, FFN, VOCABULARY), mesh)
     initialize(network, seed=1)
     config = OptimizerConfig(lr=1e-3, optimizer_backend=backend)  # type: ignore[arg-type]
     optimizer = make_optimizer(network, mesh, config, DataParallel(torch.float32))
