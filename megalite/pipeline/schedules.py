@@ -1,37 +1,189 @@
-"""Pure functions from a number of micro-batches to a rank's list of actions."""
+"""Pure functions from the size of a pipeline and a number of micro-batches to each rank's order of computation.
+
+A schedule says nothing of communication: `lowering` derives it from the orders of all ranks.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megalite.pipeline.stages import Stages
 
-@dataclass(frozen=True)
+Kind = Literal["F", "B", "I", "W", "R", "receive F", "send F", "free F", "receive B", "send B"]
+
+
+@dataclass(frozen=True, slots=True)
 class Action:
-    """One thing a rank does with one micro-batch.
+    """One thing that a rank does with one micro-batch in one of its chunks.
 
-    F runs the stage forward, B backward. R reduces, over the data-parallel ranks, the gradients that are whole once the
-    micro-batch has gone backward: behind it the reduction of every bucket concerned has begun. Those that overlap
-    backward, and under ZeRO 2 and 3 all, begin inside its B, bucket by bucket in a fixed order.
+    F runs the stage forward. B runs it backward; or I does so for its input alone, and W gives the gradients of its
+    weights later. R reduces, over the data-parallel ranks, the gradients that are whole once this micro-batch has gone
+    backward: behind it the reduction of every bucket concerned has begun. Those that overlap backward, and under ZeRO 2
+    and 3 all, begin inside its B or W, bucket by bucket in a fixed order.
+
+    "receive F" posts the receive of the stage's input, "send F" starts to send its output, "free F" waits until that
+    has arrived and gives its memory back. "receive B" posts the receive of the gradient of its output, "send B" starts
+    to send that of its input. `peer` is the pipeline rank at the other end.
     """
 
-    kind: Literal["F", "B", "R"]
+    kind: Kind
     micro_batch: int
+    chunk: int = 0
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        where = "" if self.peer is None else f" {'from' if self.kind.startswith('receive') else 'to'} rank {self.peer}"
+        return f"{self.kind} of micro-batch {self.micro_batch}, chunk {self.chunk}{where}"
+
+
+def gpipe(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Action]:
+    """All forward, then all backward (arXiv:1811.06965)."""
+    numbers = range(micro_batches)
+    return [Action("F", m) for m in numbers] + [Action("B", m) for m in numbers]
+
+
+def one_forward_one_backward(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Action]:
+    """1F1B (PipeDream-Flush, arXiv:2006.09503): as many micro-batches in flight as stages from here to the last."""
+    forward = [Action("F", m) for m in range(micro_batches)]
+    backward = [Action("B", m) for m in range(micro_batches)]
+    return _alternate(forward, backward, warm_up=stages.ranks - 1 - rank)
+
+
+def interleaved(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Action]:
+    """1F1B over several chunks a rank (arXiv:2104.04473): groups of micro-batches go through chunk after chunk."""
+    order = _by_groups(stages, micro_batches, group)
+    forward = [Action("F", m, chunk) for m, chunk in order]
+    backward = [Action("B", m, stages.chunks - 1 - chunk) for m, chunk in order]
+    largest = max(_groups(stages, micro_batches, group))
+    return _alternate(forward, backward, 2 * (stages.ranks - 1 - rank) + (stages.chunks - 1) * largest)
+
+
+def zb_h1(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Action]:
+    """ZB-H1 (arXiv:2401.10241): 1F1B with weight gradients put off, on later ranks longer, so that all ranks keep as
+    many micro-batches as the first.
+    """
+    forward = [Action("F", m) for m in range(micro_batches)]
+    backward: list[list[Action]] = []
+    for m in range(micro_batches):
+        backward.append([Action("I", m)] + [Action("W", m - rank)] * (m >= rank))
+    put_off = [Action("W", m) for m in range(max(micro_batches - rank, 0), micro_batches)]
+    return _alternate(forward, backward, stages.ranks - 1 - rank) + put_off
+
+
+def zb_v(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Action]:
+    """ZB-V (arXiv:2401.10241, arXiv:2405.15362): two chunks a rank, V-shaped, weight gradients fill the bubbles.
+
+    The phases are those of at least 2 * ranks - 1 micro-batches; with fewer, what is beyond them is left out.
+    """
+    total = max(micro_batches, 2 * stages.ranks - 1)
+    behind = stages.ranks - rank
+    actions: list[Action] = []
+    done: Counter[tuple[Kind, int]] = Counter()
+
+    def take(kind: Kind, chunk: int) -> None:
+        actions.append(Action(kind, done[kind, chunk], chunk))
+        done[kind, chunk] += 1
+
+    def backward(chunk: int) -> None:
+        take("I", chunk)
+        take("W", chunk)
+
+    for _ in range(2 * behind - 1):  # the first micro-batches are on their way down and up the V
+        take("F", 0)
+    for _ in range(rank):
+        take("F", 1)
+        take("F", 0)
+    for _ in range(behind):
+        take("F", 1)
+        backward(1)
+    while done["F", 1] < total:  # steady: each chunk forward and backward in turn
+        if done["F", 0] < total:
+            take("F", 0)
+        backward(0)
+        take("F", 1)
+        backward(1)
+    for _ in range(rank):  # what is left of backward
+        take("I", 0)
+        take("I", 1)
+    for _ in range(behind):
+        backward(0)
+    for chunk in (1, 0):
+        while done["W", chunk] < total:
+            take("W", chunk)
+    return [action for action in actions if action.micro_batch < micro_batches]
+
+
+def forward_only(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Action]:
+    """Evaluation. On a V, micro-batches enter before the first has come back, no more than keep all ranks busy."""
+    if not stages.v_shaped:
+        return [Action("F", m, chunk) for m, chunk in _by_groups(stages, micro_batches, group)]
+    down = [Action("F", m, 0) for m in range(micro_batches)]
+    back = [Action("F", m, 1) for m in range(micro_batches)]
+    return _alternate(down, back, warm_up=2 * (stages.ranks - rank) - 2)
+
+
+def _alternate(forward: Sequence[Action], backward: Sequence[Action | Sequence[Action]], warm_up: int) -> list[Action]:
+    """`warm_up` of the first list, then one of each in turn, then the rest of the second, which is as long."""
+    warm_up = min(warm_up, len(forward))
+    actions = list(forward[:warm_up])
+    for index, item in enumerate(backward):
+        actions += forward[warm_up + index : warm_up + index + 1]
+        actions += [item] if isinstance(item, Action) else item
+    return actions
+
+
+def _groups(stages: Stages, micro_batches: int, group: int) -> list[int]:
+    """Sizes of the groups that go through a chunk before the next chunk: `group`, and a last one that is smaller, or
+    larger where it would be smaller than the number of ranks (then rank 0 would wait for its own last stage).
+    """
+    sizes = [group] * (micro_batches // group)
+    rest = micro_batches % group
+    if rest >= stages.ranks or not sizes:
+        return [*sizes, rest] if rest else sizes
+    return [*sizes[:-1], sizes[-1] + rest]
+
+
+def _by_groups(stages: Stages, micro_batches: int, group: int) -> list[tuple[int, int]]:
+    """(micro-batch, chunk) in the order of forward."""
+    order: list[tuple[int, int]] = []
+    first = 0
+    for size in _groups(stages, micro_batches, group):
+        order += [(m, chunk) for chunk in range(stages.chunks) for m in range(first, first + size)]
+        first += size
+    return order
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule by name: its order, and on which pipelines it runs."""
+
+    order: Callable[[Stages, int, int, int], list[Action]]
+    v_shaped: bool = False
+    splits_backward: bool = False
+    """Whether weight gradients come in actions of their own."""
+
+    def orders(self, stages: Stages, micro_batches: int, group: int | None = None) -> list[list[Action]]:
+        """Each rank's list. `group`: micro-batches that go through a chunk before the next; None: as many as ranks."""
+        return [self.order(stages, rank, micro_batches, group or stages.ranks) for rank in range(stages.ranks)]
+
+
+SCHEDULES = {
+    "gpipe": Schedule(gpipe),
+    "1f1b": Schedule(one_forward_one_backward),
+    "interleaved-1f1b": Schedule(interleaved),
+    "zb-h1": Schedule(zb_h1, splits_backward=True),
+    "zb-v": Schedule(zb_v, v_shaped=True, splits_backward=True),
+}
+FORWARD_ONLY = Schedule(forward_only)
 
 
 def no_pipelining(micro_batches: int, *, reduce_each: bool = False) -> list[Action]:
-    """A single stage: each micro-batch forward, then backward, so that one micro-batch's activations live at a time.
-
-    Gradients are reduced behind the last, or with `reduce_each` (ZeRO 2 and 3) behind each.
-    """
     actions: list[Action] = []
     for m in range(micro_batches):
         actions += [Action("F", m), Action("B", m)]
         if reduce_each or m == micro_batches - 1:
             actions.append(Action("R", m))
     return actions
-
-
-def forward_only(micro_batches: int) -> list[Action]:
-    """Evaluation."""
-    return [Action("F", m) for m in range(micro_batches)]

@@ -21,6 +21,7 @@ from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline import engine, schedules
+from megalite.pipeline.stages import Stages
 from megalite.training.batches import to_micro_batches, valid_tokens
 from megalite.training.construction import (
     make_loader,
@@ -108,7 +109,7 @@ class Trainer:
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         batch_size = self.batch_size.final
         num_micro_batches = self.num_micro_batches(batch_size)
-        actions = schedules.forward_only(num_micro_batches)
+        actions = schedules.forward_only(Stages(), 0, num_micro_batches, 1)
         with make_loader(self.config, self.mesh, self.data.tokenizer, dataset) as loader:
             for batch in range(self.config.training.eval_iters):
                 arrays = loader.micro_batches(batch * batch_size, num_micro_batches)

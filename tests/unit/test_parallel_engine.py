@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalite.pipeline import engine
 from megalite.pipeline.schedules import Action, forward_only, no_pipelining
+from megalite.pipeline.stages import Stages
 
 
 @pytest.mark.parametrize("micro_batches", [0, 1, 2, 5])
@@ -18,7 +19,7 @@ def test_without_pipelining_each_micro_batch_goes_forward_and_back(micro_batches
     actions = [action for action in no_pipelining(micro_batches) if action.kind != "R"]
     assert [action.micro_batch for action in actions] == [m for m in range(micro_batches) for _ in "FB"]
     assert "".join(action.kind for action in actions) == "FB" * micro_batches
-    assert forward_only(micro_batches) == [Action("F", m) for m in range(micro_batches)]
+    assert forward_only(Stages(), 0, micro_batches, 1) == [Action("F", m) for m in range(micro_batches)]
 
 
 class Stage(torch.nn.Module):
@@ -60,7 +61,7 @@ def test_one_micro_batchs_activations_live_at_a_time() -> None:
 
 def test_forward_alone_keeps_no_graph() -> None:
     stage = Stage()
-    total = engine.run(forward_only(3), stage, MICRO_BATCHES, factor=1.0)
+    total = engine.run(forward_only(Stages(), 0, 3, 1), stage, MICRO_BATCHES, factor=1.0)
     assert total.item() > 0
     assert stage.weight.grad is None
     assert stage.alive == [0, 0, 0]

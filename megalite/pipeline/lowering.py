@@ -1,0 +1,118 @@
+"""From orders of computation to the full lists: sends and receives put in, and the reductions of gradients placed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megalite.pipeline.messages import Message, given, needed
+from megalite.pipeline.schedules import Action, Kind
+from megalite.pipeline.simulator import Span, durations, simulate
+from megalite.pipeline.stages import Stages
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """When a rank reduces its gradients over the data-parallel ranks."""
+
+    each: bool = False
+    """Behind every micro-batch (ZeRO 2 and 3), or once a step."""
+    overlap: bool = False
+    """Once a step: as soon as a chunk has all its gradients, or behind the whole list."""
+    align: bool = False
+    """Put off, on later ranks by more actions, so that all ranks reduce a chunk at about the same time."""
+
+
+def lower(
+    stages: Stages, orders: Sequence[Sequence[Action]], reductions: Reductions | None = None
+) -> list[list[Action]]:
+    """Each rank's full list.
+
+    A send stands right behind the action that gives the message. Its receive is posted, in the order in which the
+    sender sends, before the send starts: so no send waits for the receiver's program, however a backend buffers. That
+    holds in the order of a time line of equal stages, and hence in every order that the lists allow. It is posted one
+    action before its message is needed, or earlier, so that the message travels beside a computation.
+
+    Raises ScheduleError where the orders wait for each other for ever.
+    """
+    spans = simulate(stages, orders, durations())
+    inboxes = [_receives(stages, spans, rank) for rank in range(stages.ranks)]
+    return [
+        list(_with_messages(stages, rank, _with_reductions(order, stages, rank, reductions), inboxes[rank]))
+        for rank, order in enumerate(orders)
+    ]
+
+
+def _receives(stages: Stages, spans: Sequence[Sequence[Span]], rank: int) -> dict[int, list[Action]]:
+    """The receives of a rank by the index of the computation before which they are posted."""
+    own = spans[rank]
+    user: dict[Message, tuple[int, Action]] = {}
+    for index, span in enumerate(own):
+        message = needed(stages, rank, span.action)
+        if message is not None and message.route(stages)[0] != rank:
+            user[message] = index, span.action
+    ends = [span.end for span in own]
+    receives: dict[int, list[Action]] = defaultdict(list)
+    for peer in range(stages.ranks):
+        latest = len(own)
+        for message, sent_at in reversed(_sent(stages, spans[peer], peer, rank)):
+            index, action = user[message]
+            # Posted before the first computation of this rank that ends no earlier than the message is sent.
+            latest = max(min(latest, index - 1, bisect_left(ends, sent_at)), 0)
+            kind: Kind = "receive F" if message.kind == "F" else "receive B"
+            receives[latest].insert(0, Action(kind, action.micro_batch, action.chunk, peer))
+    return receives
+
+
+def _sent(stages: Stages, spans: Sequence[Span], rank: int, to: int) -> list[tuple[Message, float]]:
+    """What `rank` sends to another, in order, and when."""
+    if rank == to:
+        return []
+    messages = ((given(stages, rank, span.action), span.end) for span in spans)
+    return [(message, end) for message, end in messages if message is not None and message.route(stages)[1] == to]
+
+
+def _with_messages(
+    stages: Stages, rank: int, order: Iterable[Action], receives: dict[int, list[Action]]
+) -> Iterator[Action]:
+    to_free: dict[tuple[int, int], Action] = {}
+    computations = 0
+    for action in order:
+        if action.kind == "R":
+            yield action
+            continue
+        yield from receives.get(computations, ())
+        computations += 1
+        key = action.micro_batch, action.chunk
+        if action.kind in ("B", "I") and key in to_free:
+            # By now it has arrived, for its gradient comes back; the engine frees it as soon as it has.
+            yield to_free.pop(key)
+        yield action
+        message = given(stages, rank, action)
+        if message is not None and (peer := message.route(stages)[1]) != rank:
+            yield Action("send F" if message.kind == "F" else "send B", *key, peer)
+            if message.kind == "F":
+                to_free[key] = Action("free F", *key, peer)
+    yield from to_free.values()
+
+
+def _with_reductions(
+    order: Sequence[Action], stages: Stages, rank: int, reductions: Reductions | None
+) -> Iterator[Action]:
+    last = {action.chunk: index for index, action in enumerate(order) if action.kind in ("B", "W")}
+    put_off: list[tuple[int, Action]] = []  # reductions, and behind how many more backwards each of them comes
+    for index, action in enumerate(order):
+        yield action
+        if reductions is None or action.kind not in ("B", "W"):
+            continue
+        put_off = [(more - 1, reduction) for more, reduction in put_off]
+        if reductions.each or last[action.chunk] == index:
+            wait = len(order) if not (reductions.each or reductions.overlap) else 0
+            if reductions.align and not reductions.each and stages.chunks > 1:
+                wait = max(wait, rank)
+            put_off.append((wait, Action("R", action.micro_batch, action.chunk)))
+        yield from (reduction for more, reduction in put_off if more <= 0)
+        put_off = [(more, reduction) for more, reduction in put_off if more > 0]
+    yield from (reduction for _, reduction in put_off)

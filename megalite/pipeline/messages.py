@@ -1,0 +1,44 @@
+"""What travels between stages: which action needs which message, and which gives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megalite.pipeline.schedules import Action
+from megalite.pipeline.stages import Stages
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The hidden states (F) or the gradient of its input (B) that a stage gives for one micro-batch."""
+
+    kind: Literal["F", "B"]
+    stage: int
+    """That gives it; hidden states go to the next one, gradients to the one before."""
+    micro_batch: int
+
+    def route(self, stages: Stages) -> tuple[int, int]:
+        """The ranks that give and take it; they may be the same."""
+        taker = self.stage + (1 if self.kind == "F" else -1)
+        return stages.place(self.stage)[0], stages.place(taker)[0]
+
+
+def needed(stages: Stages, rank: int, action: Action) -> Message | None:
+    """The message without which an action of `rank` cannot run."""
+    stage = stages.stage(rank, action.chunk)
+    if action.kind == "F" and stage > 0:
+        return Message("F", stage - 1, action.micro_batch)
+    if action.kind in ("B", "I") and stage < stages.count - 1:
+        return Message("B", stage + 1, action.micro_batch)
+    return None
+
+
+def given(stages: Stages, rank: int, action: Action) -> Message | None:
+    """The message that an action of `rank` gives to another stage."""
+    stage = stages.stage(rank, action.chunk)
+    if action.kind == "F" and stage < stages.count - 1:
+        return Message("F", stage, action.micro_batch)
+    if action.kind in ("B", "I") and stage > 0:
+        return Message("B", stage, action.micro_batch)
+    return None
