@@ -5,12 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalite.pipeline.messages import Message, given, needed
 from megalite.pipeline.schedules import Action, Kind
 from megalite.pipeline.simulator import Span, durations, simulate
 from megalite.pipeline.stages import Stages
+
+_FREE: dict[Kind, Kind] = {"send F": "free F", "send B": "free B"}
 
 
 @dataclass(frozen=True)
@@ -26,21 +28,30 @@ class Reductions:
 
 
 def lower(
-    stages: Stages, orders: Sequence[Sequence[Action]], reductions: Reductions | None = None
+    stages: Stages,
+    orders: Sequence[Sequence[Action]],
+    reductions: Reductions | None = None,
+    *,
+    overlap: bool = True,
 ) -> list[list[Action]]:
-    """Each rank's full list.
+    """Each rank's full list; without `reductions` gradients are not reduced.
 
     A send stands right behind the action that gives the message. Its receive is posted, in the order in which the
-    sender sends, before the send starts: so no send waits for the receiver's program, however a backend buffers. That
-    holds in the order of a time line of equal stages, and hence in every order that the lists allow. It is posted one
-    action before its message is needed, or earlier, so that the message travels beside a computation.
+    sender sends, before the send starts: so no send waits for the receiver's program, however little a backend
+    buffers. That holds on the time line of equal stages, hence in every order that the lists allow. It is posted one
+    computation before its message is needed, or earlier. With `overlap` a send is waited for behind the next
+    computation, so that it travels beside one; else at once.
 
     Raises ScheduleError where the orders wait for each other for ever.
     """
     spans = simulate(stages, orders, durations())
     inboxes = [_receives(stages, spans, rank) for rank in range(stages.ranks)]
     return [
-        list(_with_messages(stages, rank, _with_reductions(order, stages, rank, reductions), inboxes[rank]))
+        list(
+            _with_messages(
+                stages, rank, _with_reductions(order, stages, rank, reductions), inboxes[rank], overlap=overlap
+            )
+        )
         for rank, order in enumerate(orders)
     ]
 
@@ -75,9 +86,9 @@ def _sent(stages: Stages, spans: Sequence[Span], rank: int, to: int) -> list[tup
 
 
 def _with_messages(
-    stages: Stages, rank: int, order: Iterable[Action], receives: dict[int, list[Action]]
+    stages: Stages, rank: int, order: Iterable[Action], receives: dict[int, list[Action]], *, overlap: bool
 ) -> Iterator[Action]:
-    to_free: dict[tuple[int, int], Action] = {}
+    sent: list[Action] = []
     computations = 0
     for action in order:
         if action.kind == "R":
@@ -85,17 +96,18 @@ def _with_messages(
             continue
         yield from receives.get(computations, ())
         computations += 1
-        key = action.micro_batch, action.chunk
-        if action.kind in ("B", "I") and key in to_free:
-            # By now it has arrived, for its gradient comes back; the engine frees it as soon as it has.
-            yield to_free.pop(key)
         yield action
+        yield from (replace(send, kind=_FREE[send.kind]) for send in sent)
+        sent.clear()
         message = given(stages, rank, action)
         if message is not None and (peer := message.route(stages)[1]) != rank:
-            yield Action("send F" if message.kind == "F" else "send B", *key, peer)
-            if message.kind == "F":
-                to_free[key] = Action("free F", *key, peer)
-    yield from to_free.values()
+            send = Action("send F" if message.kind == "F" else "send B", action.micro_batch, action.chunk, peer)
+            yield send
+            if overlap:
+                sent.append(send)
+            else:
+                yield replace(send, kind=_FREE[send.kind])
+    yield from (replace(send, kind=_FREE[send.kind]) for send in sent)
 
 
 def _with_reductions(

@@ -12,7 +12,7 @@ from typing import Literal
 
 from megalite.pipeline.stages import Stages
 
-Kind = Literal["F", "B", "I", "W", "R", "receive F", "send F", "free F", "receive B", "send B"]
+Kind = Literal["F", "B", "I", "W", "R", "receive F", "send F", "free F", "receive B", "send B", "free B"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Action:
     and 3 all, begin inside its B or W, bucket by bucket in a fixed order.
 
     "receive F" posts the receive of the stage's input, "send F" starts to send its output, "free F" waits until that
-    has arrived and gives its memory back. "receive B" posts the receive of the gradient of its output, "send B" starts
-    to send that of its input. `peer` is the pipeline rank at the other end.
+    has arrived and gives its memory back; "receive B", "send B" and "free B" do the same with the gradient of its
+    output, which comes, and of its input, which goes. `peer` is the pipeline rank at the other end.
     """
 
     kind: Kind
