@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,18 +14,26 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import replicated, split
 from megalite.parallel.randomness import RandomKey, Site, dropout
-from megalite.parallel.sharding import LogicalTensor, Normal
+from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
+
+
+def word_sharding(config: ModelConfig, mesh: ParallelMesh, vocab_size: int, copies: tuple[int, ...]) -> Sharding:
+    """The word embedding on this rank, and with it on all `copies`: those of the output layer that it is tied to."""
+    draw = Normal(config.init_method_std)
+    word = LogicalTensor("embedding.word", (vocab_size, config.hidden_size), draw, True, token_table=True)
+    record = split(mesh, word, 0, padded=config.padded_vocab_size(mesh.size("tp")))
+    return replace(record, copies=copies, summed=len(copies) > 1)
 
 
 class Embedding(nn.Module):
+    """`word`: the placement of the word embedding."""
+
     def __init__(
-        self, config: ModelConfig, mesh: ParallelMesh, vocab_size: int, *, sequence_parallel: bool, dtype: torch.dtype
+        self, config: ModelConfig, mesh: ParallelMesh, word: Sharding, *, sequence_parallel: bool, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        draw = Normal(config.init_method_std)
-        word = LogicalTensor("embedding.word", (vocab_size, config.hidden_size), draw, True, token_table=True)
         self.word = VocabParallelEmbedding(
-            split(mesh, word, 0, padded=config.padded_vocab_size(mesh.size("tp"))),
+            word,
             mesh.group("tp"),
             sequence_parallel=sequence_parallel,
             dtype=dtype,
@@ -34,7 +44,7 @@ class Embedding(nn.Module):
             if config.max_position_embeddings is None:
                 raise ValueError("a learned position table needs max_position_embeddings")
             shape = (config.max_position_embeddings, config.hidden_size)
-            position = LogicalTensor("embedding.position", shape, draw, True)
+            position = LogicalTensor("embedding.position", shape, Normal(config.init_method_std), True)
             self.position = Parameter(replicated(mesh, position, summed=sequence_parallel), dtype, mesh.device)
         self.group, self.sequence_parallel = mesh.group("tp"), sequence_parallel
         self.dropout = config.hidden_dropout

@@ -1,74 +1,96 @@
-"""A GPT as one pipeline stage: embedding, blocks, final norm, output layer and loss."""
+"""A GPT, or a pipeline stage of one: embedding, blocks, final norm, output layer and loss."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config.model import ModelConfig
+from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import LayerContext, MicroBatch, document_mask
 from megalite.model.block import Block
-from megalite.model.embedding import Embedding
+from megalite.model.embedding import Embedding, word_sharding
 from megalite.model.head import Head
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import rotary_tables
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import Parameter
+
+
+class _Rest(TypedDict):
+    """What all parts of a network are told alike."""
+
+    sequence_parallel: bool
+    dtype: torch.dtype
 
 
 class GPT(nn.Module):
-    """GPT-2- and Llama-style language models; which one, the configuration says."""
+    """GPT-2- and Llama-style language models; which one, the configuration says. One stage of a pipeline, or all."""
 
     def __init__(
         self,
         config: ModelConfig,
         mesh: ParallelMesh,
         *,
+        part: StageLayers | None = None,
+        word_copies: tuple[int, ...] | None = None,
+        tied: Parameter | None = None,
         sequence_parallel: bool = False,
         recompute: Recompute | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Build this rank's share on the mesh's device, its values not yet set (see `initialize`)."""
+        """Build this rank's share on the mesh's device, its values not yet set (see `initialize`).
+
+        `part`: what of the model; None: all. `word_copies`: where the output layer is tied to the word embedding, the
+        ranks that hold the two (None: this one); `tied` is the embedding's weight if another stage of this rank has it.
+        """
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("the model's vocabulary size is not set")
+        part = part or StageLayers(0, config.num_layers, embedding=True, loss=True)
         sequence_parallel = sequence_parallel and mesh.size("tp") > 1
         self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute or Recompute()
-        self.vocab_size: int = config.vocab_size
-        self.embedding = Embedding(config, mesh, self.vocab_size, sequence_parallel=sequence_parallel, dtype=dtype)
+        self.part, self.vocab_size = part, config.vocab_size
+        word = word_sharding(config, mesh, self.vocab_size, word_copies or (mesh.rank,))
+        rest: _Rest = {"sequence_parallel": sequence_parallel, "dtype": dtype}
+        self.embedding = Embedding(config, mesh, word, **rest) if part.embedding else None
         self.layers = nn.ModuleList(
-            Block(
-                config,
-                mesh,
-                layer,
-                sequence_parallel=sequence_parallel,
-                recompute_attention=self.recompute.attention,
-                dtype=dtype,
-            )
-            for layer in range(config.num_layers)
+            Block(config, mesh, layer, recompute_attention=self.recompute.attention, **rest)
+            for layer in range(part.first_layer, part.first_layer + part.layers)
         )
-        tied = None if config.untie_embeddings_and_output_weights else self.embedding.word.weight
-        if tied is not None:
-            tied.sharding = replace(tied.sharding, uses=2)
-        self.head = Head(config, mesh, self.vocab_size, tied, sequence_parallel=sequence_parallel, dtype=dtype)
+        self.head = None
+        if part.loss:
+            own = self.embedding.word.weight if self.embedding is not None else tied
+            if own is not None and not config.untie_embeddings_and_output_weights:
+                own.sharding = replace(own.sharding, uses=2)
+            weight = None if config.untie_embeddings_and_output_weights else own if own is not None else word
+            self.head = Head(config, mesh, self.vocab_size, weight, **rest)
 
     def blocks(self) -> list[nn.Module]:
         """The parts that forward runs one after the other; together they hold every parameter."""
-        return [self.embedding, *self.layers, self.head]
+        return [block for block in (self.embedding, *self.layers, self.head) if block is not None]
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        """The sum of the micro-batch's token losses times their mask, or its logits where it has no labels.
+        """Hidden states [sequence (/ size under sequence parallelism), batch, hidden] to the same.
 
-        Logits are [sequence, batch, padded vocabulary / tensor-parallel size]. `hidden` is None: the first stage is
-        this one.
+        The first stage takes None. The last one returns the sum of the micro-batch's token losses times their mask, or
+        where it has no labels its logits [sequence, batch, padded vocabulary / tensor-parallel size].
         """
-        context = self._context(micro_batch)
-        hidden = self.embedding(micro_batch.tokens, micro_batch.positions, micro_batch.key)
-        logits: Tensor = self.head(self._run_layers(hidden, context))
+        if self.embedding is not None:
+            hidden = self.embedding(micro_batch.tokens, micro_batch.positions, micro_batch.key)
+        if hidden is None:
+            raise ValueError("a stage without the embedding needs hidden states")
+        if len(self.layers):
+            hidden = self._run_layers(hidden, self._context(micro_batch))
+        return hidden if self.head is None else self._loss(self.head(hidden), micro_batch)
+
+    def _loss(self, logits: Tensor, micro_batch: MicroBatch) -> Tensor:
         if micro_batch.labels is None or micro_batch.loss_mask is None:
             return logits
         losses = vocab_parallel_cross_entropy(logits, micro_batch.labels.t(), self.mesh.group("tp"), self.vocab_size)
@@ -95,3 +117,33 @@ def _run(layers: Sequence[nn.Module], hidden: Tensor, context: LayerContext) -> 
     for layer in layers:
         hidden = layer(hidden, context)
     return hidden
+
+
+def make_chunks(
+    config: ModelConfig,
+    mesh: ParallelMesh,
+    parts: Sequence[StageLayers],
+    word_copies: tuple[int, ...],
+    *,
+    sequence_parallel: bool = False,
+    recompute: Recompute | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> list[GPT]:
+    """The stages that one rank holds. `word_copies`: the ranks with the first stage and the last, for tied weights."""
+    chunks: list[GPT] = []
+    tied: Parameter | None = None
+    for part in parts:
+        chunk = GPT(
+            config,
+            mesh,
+            part=part,
+            word_copies=(mesh.rank,) if config.untie_embeddings_and_output_weights else word_copies,
+            tied=tied,
+            sequence_parallel=sequence_parallel,
+            recompute=recompute,
+            dtype=dtype,
+        )
+        if chunk.embedding is not None:
+            tied = chunk.embedding.word.weight
+        chunks.append(chunk)
+    return chunks

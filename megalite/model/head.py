@@ -15,14 +15,14 @@ from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
 
 
 class Head(nn.Module):
-    """`tied`: the word embedding's weight, where the output layer shares it."""
+    """`tied`: where the output layer shares the word embedding, that weight if this rank has it, or its placement."""
 
     def __init__(
         self,
         config: ModelConfig,
         mesh: ParallelMesh,
         vocab_size: int,
-        tied: Parameter | None,
+        tied: Parameter | Sharding | None,
         *,
         sequence_parallel: bool,
         dtype: torch.dtype,

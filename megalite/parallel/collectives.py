@@ -18,7 +18,7 @@ from megalite.errors import CommunicationError
 from megalite.parallel.mesh import Group
 
 _LOST = (
-    "a collective failed: another rank has ended (its own message says why, or the system's log where it ran out of "
+    "another rank has ended (its own message says why, or the system's log where it ran out of "
     "memory) or does not answer. The last checkpoint is as it was; --resume auto continues from it. The backend says: "
 )
 
@@ -34,13 +34,15 @@ class Pending:
     work: Any
     finish: Callable[[], Tensor]
 
-    def wait(self) -> Tensor:
-        """The result. Raises CommunicationError where a rank of the group has gone or does not answer."""
+    def wait(self, what: str = "a collective failed") -> Tensor:
+        """The result. Raises CommunicationError, which begins with `what`, where a rank of the group has gone or does
+        not answer.
+        """
         if self.work is not None:
             try:
                 self.work.wait()
             except RuntimeError as error:
-                raise CommunicationError(_LOST + str(error).splitlines()[0]) from error
+                raise CommunicationError(f"{what}: {_LOST}{str(error).splitlines()[0]}") from error
         return self.finish()
 
 

@@ -22,6 +22,12 @@ def activate(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given; the CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def default_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 

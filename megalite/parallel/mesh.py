@@ -73,6 +73,7 @@ class ParallelMesh:
         }
         self._sizes = sizes | expert_sizes
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._links: dict[tuple[int, int], Group] = {}
         self._coordinates: dict[str, int] = {}
         for axes, grid in self._views.items():
             place = torch.unravel_index(torch.tensor(rank), grid.shape)
@@ -113,15 +114,29 @@ class ParallelMesh:
             return dist.group.WORLD
         return _new_process_group(self.rank, ranks, self._timeout)
 
+    def link(self, source: int, destination: int) -> Group:
+        """The group on which `source` sends to `destination`, in this order; one of them is this rank.
+
+        Both must ask for their links in the same order.
+        """
+        key = source, destination
+        if key not in self._links:
+            group = _new_process_group(self.rank, key, self._timeout, label="link")
+            self._links[key] = Group(key, key.index(self.rank), group)
+        return self._links[key]
+
     def close(self) -> None:
         """Destroy the process groups that this mesh made; the default group stays."""
-        for group in self._groups.values():
+        for group in (*self._groups.values(), *self._links.values()):
             if group.process_group is not None and group.process_group is not dist.group.WORLD:
                 dist.destroy_process_group(group.process_group)
         self._groups.clear()
+        self._links.clear()
 
 
-def _new_process_group(rank: int, ranks: tuple[int, ...], timeout: datetime.timedelta | None) -> dist.ProcessGroup:
+def _new_process_group(
+    rank: int, ranks: tuple[int, ...], timeout: datetime.timedelta | None, label: str = "group"
+) -> dist.ProcessGroup:
     """A process group that only its members make, named by its ranks and by how often they have made it.
 
     This is what `dist.new_group(ranks, use_local_synchronization=True)` does, but for the name: torch's has the number
@@ -131,7 +146,7 @@ def _new_process_group(rank: int, ranks: tuple[int, ...], timeout: datetime.time
     world = c10d._get_default_group()
     backend_name, store = c10d._world.pg_map[world]
     backend = dist.Backend(backend_name)
-    name = f"megalite {'-'.join(map(str, ranks))}"
+    name = f"megalite {label} {'-'.join(map(str, ranks))}"
     group_name: Any = f"{name} #{store.add(f'{name} on {rank}', 1)}"
     group, _ = c10d._new_process_group_helper(
         len(ranks),

@@ -76,10 +76,13 @@ def bubble(spans: Sequence[Sequence[Span]]) -> float:
     return end - begin - max(sum(span.end - span.start for span in rank) for rank in spans)
 
 
-def peak_in_flight(order: Sequence[Action]) -> int:
-    """The most forwards of a rank, over its chunks, whose activations are kept at one time: until B, or until W."""
+def peak_in_flight(order: Sequence[Action], sizes: Sequence[int] | None = None) -> int:
+    """The most that forwards of a rank keep at one time: until their B, or until W. `sizes`: what one keeps in each
+    chunk (None: 1, so that forwards are counted).
+    """
     kept = peak = 0
     for action in order:
-        kept += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        size = 1 if sizes is None else sizes[action.chunk]
+        kept += {"F": size, "B": -size, "W": -size}.get(action.kind, 0)
         peak = max(peak, kept)
     return peak

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from megalite.config import ModelConfig, RunConfig
+from megalite.config.pipeline_layout import pipeline_schedule, stage_layers, virtual_stages
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
 from megalite.data.tokenizers import Tokenizer
+from megalite.model import gpt
+from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.recompute import Recompute
 from megalite.optim import optimizer
 from megalite.optim.buckets import DataParallel
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer
+from megalite.parallel import collectives
 from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
+from megalite.pipeline.engine import HiddenStates, PipelineEngine
+from megalite.pipeline.lowering import Reductions
+from megalite.pipeline.point_to_point import make_links
+from megalite.pipeline.schedules import SCHEDULES
+from megalite.pipeline.stages import Stages
+from megalite.pipeline.steps import Steps
 
 
 def make_loader(
@@ -48,39 +59,73 @@ def make_recompute(config: RunConfig) -> Recompute:
     return Recompute(attention=training.recompute_granularity == "selective")
 
 
-def make_model(config: RunConfig, model: ModelConfig, mesh: ParallelMesh) -> GPT:
-    """The rank's share of the network, its values not yet set. `model` has the tokenizer's vocabulary filled in."""
-    return GPT(
+def make_stages(config: RunConfig) -> Stages:
+    """How the model's stages lie on the pipeline's ranks."""
+    schedule = SCHEDULES[pipeline_schedule(config.model, config.parallel)]
+    chunks = virtual_stages(config.model, config.parallel)
+    return Stages(config.parallel.pipeline_model_parallel_size, chunks, schedule.v_shaped)
+
+
+def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
+    """The rank's stages, their values not yet set. `model` has the tokenizer's vocabulary filled in."""
+    parts, ranks = stage_layers(model, config.parallel), mesh.ranks("pp")
+    return gpt.make_chunks(
         model,
         mesh,
+        [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))],
+        tuple(sorted({ranks[stages.place(stage)[0]] for stage in (0, stages.count - 1)})),
         sequence_parallel=config.parallel.sequence_parallel,
         recompute=make_recompute(config),
         dtype=model_dtype(config),
     )
 
 
-def make_optimizer(config: RunConfig, network: GPT, mesh: ParallelMesh) -> Optimizer:
+def make_engine(
+    config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh, stages: Stages
+) -> PipelineEngine[MicroBatch]:
+    """The engine, linked to its neighbours: all ranks of a pipeline make theirs together."""
+    sequence = config.data.seq_length // (mesh.size("tp") if config.parallel.sequence_parallel else 1)
+    shape = sequence, config.training.micro_batch_size, config.model.hidden_size
+    hidden = HiddenStates(shape, model_dtype(config), mesh.device)
+    return PipelineEngine(chunks, stages, mesh.coordinate("pp"), make_links(mesh, stages), hidden)
+
+
+def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, *, reduce_each: bool) -> Steps:
+    """The lists of actions. `reduce_each`: whether gradients are reduced behind each micro-batch."""
+    parallel = config.parallel
+    return Steps(
+        stages,
+        mesh.coordinate("pp"),
+        schedule=pipeline_schedule(config.model, parallel),
+        group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+        reductions=Reductions(reduce_each, parallel.overlap_grad_reduce, parallel.align_grad_reduce),
+        overlap=parallel.overlap_p2p_communication,
+    )
+
+
+def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh) -> Optimizer:
     """Give the network its initial weights, in flat buffers, and make the optimizer of this rank's part of them."""
     return optimizer.make_optimizer(
-        network,
+        chunks,
         mesh,
         config.optimizer,
-        data_parallel(config, mesh),
-        blocks=network.blocks(),
+        data_parallel(config, mesh, len(chunks)),
+        blocks=[chunk.blocks() for chunk in chunks],
         set_values=functools.partial(set_initial_values, seed=config.training.seed),
     )
 
 
-def data_parallel(config: RunConfig, mesh: ParallelMesh) -> DataParallel:
-    """What the flags say of the data-parallel ranks."""
+def data_parallel(config: RunConfig, mesh: ParallelMesh, chunks: int) -> DataParallel:
+    """What the flags say of the data-parallel ranks, where a rank has so many chunks."""
     parallel, dtype = config.parallel, model_dtype(config)
+    aligned = parallel.align_grad_reduce and chunks > 1  # then the list says when a chunk's reductions begin
     low_precision = parallel.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16"
     return DataParallel(
         gradient_dtype=torch.bfloat16 if low_precision else torch.promote_types(dtype, torch.float32),
         stage=parallel.zero_stage,
         instances=parallel.num_distributed_optimizer_instances,
         bucket_size=_bucket_size(config, mesh),
-        overlap_reduce=parallel.overlap_grad_reduce,
+        overlap_reduce=parallel.overlap_grad_reduce and not aligned,
         overlap_gather=parallel.overlap_param_gather,
     )
 
@@ -107,7 +152,14 @@ def _bucket_size(config: RunConfig, mesh: ParallelMesh) -> int | None:
     return max(40_000_000, 1_000_000 * mesh.size("dp", "cp")) if config.parallel.overlap_grad_reduce else None
 
 
-def count_parameters(network: GPT) -> int:
-    """Parameters of the whole model, unpadded, each logical tensor once."""
-    shapes = {piece.tensor.name: piece.tensor.shape for _, piece in named_pieces(network)}
-    return sum(math.prod(shape) for shape in shapes.values())
+def count_parameters(chunks: Iterable[GPT], mesh: ParallelMesh) -> int:
+    """Parameters of the whole model, unpadded, each logical tensor once. All ranks of a pipeline take part."""
+    own = mesh.rank - mesh.coordinate("tp")  # of this stage, the first tensor-parallel rank
+    shapes = {
+        piece.tensor.name: piece.tensor.shape
+        for chunk in chunks
+        for parameter, piece in named_pieces(chunk)
+        if min(parameter.sharding.copies) >= own  # else it is tied, and counted by an earlier rank
+    }
+    total = torch.tensor([sum(map(math.prod, shapes.values()))], dtype=torch.int64, device=mesh.device)
+    return int(collectives.all_reduce_(total, mesh.group("pp")).item())

@@ -35,6 +35,7 @@ def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMe
         rank=place.rank,
         world_size=place.world_size,
         tensor_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_model_parallel_size,
         device=where,
         timeout=timeout,
     )

@@ -1,19 +1,20 @@
 """What a rank keeps in memory, kind by kind: as measured at the start of a run, and by formula.
 
 Parameters and their gradients, the optimizer's state (moments, and fp32 masters of narrower parameters) and the
-activations that one micro-batch keeps from forward to backward. What is freed soon after it was made (buffers of a
+activations that micro-batches keep from forward to backward, as many as are on their way at once. What is freed soon after it was made (buffers of a
 collective, temporaries of a kernel) is in neither figure; `peak_memory_bytes` of the metrics has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
+from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
 from megalite.optim.layout import ParameterGroup
 from megalite.optim.optimizer import Optimizer
@@ -28,7 +29,7 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
-    """Of one micro-batch."""
+    """Of the micro-batches in flight, at their peak."""
 
     @property
     def total(self) -> int:
@@ -49,13 +50,25 @@ def in_words(number: float) -> str:
     return f"{number:.4g} GiB"
 
 
-def measured(optimizer: Optimizer, forward: Callable[[], object]) -> Memory:
-    """What the tensors of this rank take. `forward` runs the network over one micro-batch; all ranks take part."""
+def measured(
+    optimizer: Optimizer, forwards: Iterable[Callable[[], object]], peak: Callable[[Sequence[int]], int] = sum
+) -> Memory:
+    """What the tensors of this rank take.
+
+    `forwards` run each chunk of the network over one micro-batch; all ranks take part. `peak` gives from what each
+    chunk keeps of one the most that is kept at a time.
+    """
     buckets, shards = optimizer.buckets, optimizer.shards
     parameters = _storages(tensor for bucket in buckets for tensor in (bucket.parameters, bucket.parameter_shard))
     gradients = _storages(tensor for bucket in buckets for tensor in (bucket.gradients, bucket.gradient_shard))
     kept = _storages(tensor for shard in shards for tensor in shard.tensors())
     alone = {storage: size for storage, size in kept.items() if storage not in parameters}
+    activations = peak([_kept(forward, parameters) for forward in forwards])
+    return Memory(*(sum(sizes.values()) for sizes in (parameters, gradients, alone)), activations)
+
+
+def _kept(forward: Callable[[], object], parameters: Container[int]) -> int:
+    """Bytes that a forward keeps for backward, but for what stands in the storages of parameters."""
     activations: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -66,7 +79,7 @@ def measured(optimizer: Optimizer, forward: Callable[[], object]) -> Memory:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         graph = forward()  # held until the hooks have seen all, so that no address is used twice
     del graph
-    return Memory(*(sum(sizes.values()) for sizes in (parameters, gradients, alone, activations)))
+    return sum(activations.values())
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -103,8 +116,10 @@ def activation_bytes(
     tensor_parallel_size: int,
     sequence_parallel: bool,
     recompute: Recompute,
+    part: StageLayers | None = None,
 ) -> int:
-    """What one micro-batch of `tokens` keeps for backward, without dropout and document masks.
+    """What one micro-batch of `tokens` keeps for backward in a stage (None: in all), without dropout and document
+    masks.
 
     Of each layer: both norms' inputs and outputs and their statistics; the fused projection (of which the values are
     needed), the rotated queries and keys, the core's output and its log-sums; the feed-forward's two inner tensors. A
@@ -127,10 +142,12 @@ def activation_bytes(
     core = query * item + (0 if recompute.attention else heads / tp * wide)
     feed_forward = (3 if model.swiglu else 2) * model.ffn_size / tp * item
     layer = 2 * norm + projected + core + feed_forward
-    spans = recompute.spans(model.num_layers)
+    part = part or StageLayers(0, model.num_layers, embedding=True, loss=True)
+    spans = recompute.spans(part.layers)
     kept = sum(hidden / sp * item if again else (stop - start) * layer for start, stop, again in spans)
     logits = model.padded_vocab_size(tp) / tp * item
     labels = 8 + 1 + wide + wide  # ids here and whether they are of this rank's columns; log-sum and loss mask
-    words = 8 + 1 if rotary else 8 + 1 + 8
+    loss = (norm + logits + labels) if part.loss else 0
+    words = (8 + 1 if rotary else 8 + 1 + 8) if part.embedding else 0
     tables = model.head_dim * model.rotary_percent * wide if rotary and not all(again for *_, again in spans) else 0
-    return round(tokens * (kept + norm + logits + labels + words + tables))
+    return round(tokens * (kept + loss + words + tables))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 
 from megalite.model.batch import MicroBatch
 from megalite.parallel import device
 from megalite.parallel.randomness import RandomKey
+from megalite.pipeline.simulator import peak_in_flight
 from megalite.training import memory
 from megalite.training.construction import count_parameters, make_recompute
 from megalite.training.trainer import Trainer
@@ -16,7 +20,8 @@ def summary(trainer: Trainer) -> dict[str, object]:
     """Names and values for the screen. All ranks take part: what activations take is seen in a forward."""
     config, mesh, model, batch = trainer.config, trainer.mesh, trainer.model_config, trainer.batch_size
     parallel = config.parallel
-    layout = f"TP {mesh.size('tp')}{' with SP' if parallel.sequence_parallel else ''} x DP {mesh.size('dp')}"
+    tensor = f"TP {mesh.size('tp')}{' with SP' if parallel.sequence_parallel else ''}"
+    layout = " x ".join([tensor, *_pipeline(trainer), f"DP {mesh.size('dp')}"])
     stage = max(bucket.stage for bucket in trainer.optimizer.buckets)
     zero = f"ZeRO {stage}" + ("" if stage == parallel.zero_stage else " (one rank has nothing to shard over)")
     if parallel.num_distributed_optimizer_instances > 1:
@@ -29,7 +34,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
     if model.hidden_dropout or model.attention_dropout:
         kinds["activations"] += ", which leaves out dropout"
     return {
-        "model": f"{count_parameters(trainer.network):,} parameters: {model.num_layers} layers, hidden "
+        "model": f"{count_parameters(trainer.chunks, mesh):,} parameters: {model.num_layers} layers, hidden "
         f"{model.hidden_size}",
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
         "layout": f"{layout}, {zero}, {micro_batches} a rank",
@@ -42,6 +47,14 @@ def summary(trainer: Trainer) -> dict[str, object]:
     }
 
 
+def _pipeline(trainer: Trainer) -> list[str]:
+    stages, schedule = trainer.steps.stages, trainer.steps.schedule_name
+    if stages.count == 1:
+        return []
+    each = f" with {stages.chunks} stages each" if stages.chunks > 1 else ""
+    return [f"PP {stages.ranks}{each} ({schedule})"]
+
+
 def measured_memory(trainer: Trainer) -> memory.Memory:
     """What this rank keeps; a forward of all ranks, over tokens that mean nothing and leave no trace."""
     training, device = trainer.config.training, trainer.mesh.device
@@ -51,19 +64,33 @@ def measured_memory(trainer: Trainer) -> memory.Memory:
     positions = torch.arange(shape[1], device=device).expand(shape)
     documents = zeros if trainer.config.data.reset_attention_mask else None
     micro_batch = MicroBatch(zeros, positions, documents, zeros, ones, RandomKey(training.seed, 0))
-    trainer.network.train()
-    return memory.measured(trainer.optimizer, lambda: trainer.network(None, micro_batch))
+    hidden = trainer.engine.hidden.empty().zero_().requires_grad_()
+    forwards = [
+        functools.partial(chunk.train(), None if chunk.part.embedding else hidden, micro_batch)
+        for chunk in trainer.chunks
+    ]
+    return memory.measured(trainer.optimizer, forwards, functools.partial(_peak, trainer))
+
+
+def _peak(trainer: Trainer, sizes: Sequence[int]) -> int:
+    """The most that this rank keeps in a step, from what each chunk keeps of a micro-batch."""
+    actions = trainer.steps.training(trainer.num_micro_batches(trainer.batch_size.final))
+    return peak_in_flight(actions, sizes)
 
 
 def expected_memory(trainer: Trainer) -> memory.Memory:
     """What this rank keeps, by formula."""
     config = trainer.config
-    activations = memory.activation_bytes(
-        trainer.model_config,
-        tokens=config.training.micro_batch_size * config.data.seq_length,
-        dtype=trainer.dtype,
-        tensor_parallel_size=trainer.mesh.size("tp"),
-        sequence_parallel=config.parallel.sequence_parallel,
-        recompute=make_recompute(config),
-    )
-    return memory.Memory(*memory.state_bytes(trainer.optimizer), activations)
+    activations = [
+        memory.activation_bytes(
+            trainer.model_config,
+            tokens=config.training.micro_batch_size * config.data.seq_length,
+            dtype=trainer.dtype,
+            tensor_parallel_size=trainer.mesh.size("tp"),
+            sequence_parallel=config.parallel.sequence_parallel,
+            recompute=make_recompute(config),
+            part=chunk.part,
+        )
+        for chunk in trainer.chunks
+    ]
+    return memory.Memory(*memory.state_bytes(trainer.optimizer), _peak(trainer, activations))

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 from megalite import checkpoint
 from megalite.config import RunConfig
@@ -20,14 +21,15 @@ from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
-from megalite.pipeline import engine, schedules
-from megalite.pipeline.stages import Stages
 from megalite.training.batches import to_micro_batches, valid_tokens
 from megalite.training.construction import (
+    make_chunks,
+    make_engine,
     make_loader,
     make_loss_scale,
-    make_model,
     make_optimizer,
+    make_stages,
+    make_steps,
     model_dtype,
 )
 from megalite.training.data import RunData, global_batch_size, last_iteration, order_note, seen_samples
@@ -51,8 +53,12 @@ class Trainer:
         self.model_config = replace(config.model, vocab_size=data.tokenizer.vocab_size)
         self.dtype = model_dtype(config)
         device.make_deterministic(config.training.deterministic_mode)
-        self.network = make_model(config, self.model_config, mesh)
-        self.optimizer = make_optimizer(config, self.network, mesh)
+        stages = make_stages(config)
+        self.chunks = make_chunks(config, self.model_config, mesh, stages)
+        self.network = nn.ModuleList(self.chunks)
+        self.optimizer = make_optimizer(config, self.chunks, mesh)
+        self.engine = make_engine(config, self.chunks, mesh, stages)
+        self.steps = make_steps(config, mesh, stages, reduce_each=self.optimizer.reduces_each_micro_batch)
         self.batch_size = global_batch_size(config)
         self.rates = rate_schedules(
             config.optimizer,
@@ -83,17 +89,16 @@ class Trainer:
 
         self.network.train()
         self.optimizer.begin_step(len(micro_batches))
-        reduce_each = self.optimizer.reduces_each_micro_batch
-        actions = schedules.no_pipelining(len(micro_batches), reduce_each=reduce_each)
+        actions = self.steps.training(len(micro_batches))
         loss_scale = self.loss_scale.value
         factor = loss_scale / count if count else 0.0
-        loss_sum = engine.run(actions, self.network, micro_batches, factor, self.optimizer.reduce)
+        loss_sum = self.engine.run(actions, micro_batches, factor, self.optimizer)
         rates = self.rates.at(self.consumed_samples)
         update = self.optimizer.step(rates, loss_scale)
         self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not self.loss_scale.can_shrink else 0
         self.loss_scale = self.loss_scale.after(overflow=update.skipped)
 
-        loss = collectives.all_reduce_(loss_sum.view(1), data_parallel).item() / max(count, 1.0)
+        loss = self._over_model(loss_sum.view(1)).item() / max(count, 1.0)
         self.iteration += 1
         self.consumed_samples += batch_size
         seconds = time.perf_counter() - began
@@ -109,16 +114,21 @@ class Trainer:
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         batch_size = self.batch_size.final
         num_micro_batches = self.num_micro_batches(batch_size)
-        actions = schedules.forward_only(Stages(), 0, num_micro_batches, 1)
+        actions = self.steps.evaluation(num_micro_batches)
         with make_loader(self.config, self.mesh, self.data.tokenizer, dataset) as loader:
             for batch in range(self.config.training.eval_iters):
                 arrays = loader.micro_batches(batch * batch_size, num_micro_batches)
                 micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
-                totals[0] += engine.run(actions, self.network, micro_batches)
+                totals[0] += self.engine.run(actions, micro_batches)
                 totals[1] += valid_tokens(micro_batches, self.mesh.device)[0]
-        loss_sum, count = collectives.all_reduce_(totals, self.mesh.group("dp", "cp")).tolist()
-        mean: float = loss_sum / max(count, 1.0)
+        count = collectives.all_reduce_(totals[1:].clone(), self.mesh.group("dp", "cp")).item()
+        mean: float = self._over_model(totals[:1].clone()).item() / max(count, 1.0)
         return mean
+
+    def _over_model(self, loss_sum: Tensor) -> Tensor:
+        """The sum over data-parallel ranks of what the pipelines' last stages have, the same bits on all ranks."""
+        over_data = collectives.all_reduce_(loss_sum, self.mesh.group("dp", "cp"))
+        return collectives.all_reduce_(over_data, self.mesh.group("pp"))
 
     # ------------------------------------------------------------------------------------------------ the loop
 
