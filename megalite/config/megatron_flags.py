@@ -27,6 +27,7 @@ SHORTHANDS: Mapping[str, Sequence[str]] = {
     "disable-bias-linear": ("--no-add-bias-linear",),
     "dataloader-inter-document-masking": ("--reset-attention-mask",),
     "disable-manual-gc-eval": ("--no-manual-gc-eval",),
+    "disable-align-grad-reduce": ("--no-align-grad-reduce",),
     "use-torch-fsdp2": ("--data-parallel-sharding-strategy", "optim_grads_params"),
     "recompute-activations": ("--recompute-granularity", "selective"),
     "use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
@@ -44,6 +45,9 @@ ALREADY_SO: Mapping[str, str] = {
     "no kernel is fused or compiled that this would switch off": """
     no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
     no-gradient-accumulation-fusion no-persist-layer-norm disable-jit-fuser""",
+    "a rank posts every receive from its neighbours ahead, also while a pipeline fills and drains": """
+    overlap-p2p-communication-warmup-flush""",
+    "each module waits for the gather of its own parameters, whatever other pipeline ranks do": "no-align-param-gather",
     "the vocabulary-parallel cross entropy is one fused function": "cross-entropy-loss-fusion",
     "the loss is the sum over the tokens of the global batch over their count": "calculate-per-token-loss",
     "initial weights are drawn on the CPU, the same for every layout": "use-cpu-initialization",
@@ -67,9 +71,11 @@ ALREADY_SO: Mapping[str, str] = {
 }
 """What is so -> flags that ask for it, with =1 where the flag takes a value."""
 
-PIPELINE = "arrives with the pipeline engine"
 CONTEXT = "arrives with context parallelism"
 EXPERTS = "arrives with mixture of experts"
+MESSAGES = "is not there: stages send to each other point to point, through --distributed-backend"
+PUT_OFF = "is not there: --pipeline-schedule zb-h1 puts off the weight gradients of all layers to where a rank waits"
+GATHER = "is not there: gathers begin behind the whole update; --overlap-param-gather hides them behind forward"
 MATRICES = "is not there: Muon acts on queries, keys, values, gates and ups each as a whole matrix, on any layout"
 SHARDING = "is not there: shard by --data-parallel-sharding-strategy and --num-distributed-optimizer-instances"
 WEIGHT_DECAY = "is not there: matrices and token tables decay, biases and norms do not"
@@ -103,7 +109,6 @@ REMOVED: Mapping[str, str] = {
 """Flags that are gone -> what to use."""
 
 ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
-    "pipeline-model-parallel-size": ("1", PIPELINE),
     "context-parallel-size": ("1", CONTEXT),
     "expert-model-parallel-size": ("1", EXPERTS),
     "expert-tensor-parallel-size": ("1", EXPERTS),
@@ -150,14 +155,9 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
 """Values of Megatron-LM that a field here does not take, and why."""
 
 REFUSED: Mapping[str, str] = {
-    PIPELINE: """
-    pipeline-model-parallel-comm-backend use-ring-exchange-p2p defer-embedding-wgrad-compute wgrad-deferral-limit
-    overlap-p2p-communication-warmup-flush microbatch-group-size-per-virtual-pipeline-stage
-    account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split no-align-grad-reduce
-    disable-align-grad-reduce decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
-    pipeline-model-parallel-layout num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank
-    no-overlap-p2p-communication overlap-param-gather-with-optimizer-step no-align-param-gather
-    """,
+    MESSAGES: "pipeline-model-parallel-comm-backend use-ring-exchange-p2p",
+    PUT_OFF: "defer-embedding-wgrad-compute wgrad-deferral-limit",
+    GATHER: "overlap-param-gather-with-optimizer-step",
     CONTEXT: """
     hierarchical-context-parallel-sizes max-seqlen-per-dp-cp-rank hybrid-context-parallel cp-comm-type
     """,

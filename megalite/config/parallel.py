@@ -12,6 +12,29 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = 1
     """Ranks that share each layer's matrices (short: --tp)."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that each hold some of the layers, as stages that micro-batches go through (short: --pp)."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"] | None = None
+    """Order of forward and backward in a pipeline; unset: 1f1b, or interleaved-1f1b with several stages a rank."""
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers of a stage, where a rank holds several stages; their number follows."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Stages of a rank; unset: 1, with zb-v 2, or as the two other ways to say it give."""
+    pipeline_model_parallel_layout: str | None = None
+    """What each stage holds, by letters: E embedding, t layer, L output and loss, | next stage; x*n and (..)*n
+    repeat, as in "Ett|(ttt|)*6ttL". The stages go round the pipeline ranks."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first pipeline rank; unset: as many as the others."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last pipeline rank; unset: as many as the others."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Give the first stage one layer less, for the embedding."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Give the last stage one layer less, for the output layer and the loss."""
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    """Micro-batches that go through a stage before the rank's next one; unset: pipeline-model-parallel-size."""
+    overlap_p2p_communication: bool = True
+    """Compute while messages between stages travel; off: wait for each that is sent."""
     sequence_parallel: bool = False
     """Split activations between the matrices along the sequence, over the tensor-parallel ranks."""
     use_distributed_optimizer: bool = False
@@ -27,6 +50,8 @@ class ParallelConfig:
     ddp_bucket_size: int | None = None
     """Parameters in a bucket of the gradient reduction; unset, with overlap-grad-reduce: max(40 million,
     1 million x data-parallel size); without, one bucket (one a block under ZeRO 2 and 3)."""
+    align_grad_reduce: bool = True
+    """With overlap-grad-reduce and several stages a rank: all pipeline ranks begin to reduce a stage together."""
     grad_reduce_in_bf16: bool = False
     """With bf16: accumulate and reduce gradients in bf16 instead of fp32."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
@@ -36,7 +61,12 @@ class ParallelConfig:
 
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model among `world_size` ranks (which `validate` has found divisible)."""
-        return world_size // self.tensor_model_parallel_size
+        return world_size // self.model_parallel_size
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def zero_stage(self) -> int:

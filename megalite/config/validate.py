@@ -10,16 +10,20 @@ from typing import get_args
 
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
+from megalite.config.parallel import ParallelConfig
 from megalite.config.run import RunConfig, fields_by_name
 from megalite.config.tokenizer import TokenizerType
 from megalite.config.training import TrainingConfig
 from megalite.config.validate_optimizer import optimizer_problems
+from megalite.config.validate_pipeline import pipeline_problems
 from megalite.config.validate_rates import rate_problems
 from megalite.errors import ConfigurationError
 
 _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups
     max_position_embeddings vocab_size make_vocab_size_divisible_by tensor_model_parallel_size ddp_bucket_size
-    num_distributed_optimizer_instances
+    num_distributed_optimizer_instances pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
+    num_virtual_stages_per_pipeline_rank microbatch_group_size_per_virtual_pipeline_stage
+    decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers profile_pipeline
     distributed_timeout_minutes seq_length lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
     micro_batch_size global_batch_size train_iters train_samples eval_interval exit_interval recompute_num_layers
     save_interval log_interval loss_scale_window hysteresis lr_scaling_base_batch_size muon_num_ns_steps"""
@@ -37,6 +41,12 @@ _TOKENIZER_FLAGS = {
     "tiktoken_pattern": "TikTokenizer",
     "tiktoken_num_special_tokens": "TikTokenizer",
     "tokenizer_special_tokens": "TikTokenizer",
+}
+_IDLE_WITHOUT_PIPELINE = {
+    "account_for_embedding_in_pipeline_split": "account-for-embedding-in-pipeline-split",
+    "account_for_loss_in_pipeline_split": "account-for-loss-in-pipeline-split",
+    "overlap_p2p_communication": "no-overlap-p2p-communication",
+    "align_grad_reduce": "no-align-grad-reduce",
 }
 _SHARES = "lr_warmup_fraction fim_rate fim_spm_rate fim_fragment_rate"
 _FROM_ZERO_BELOW_ONE = "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum muon_momentum"
@@ -61,6 +71,12 @@ def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         config = replace(config, parallel=replace(config.parallel, sequence_parallel=False))
         lines.append("--sequence-parallel: off, since --tensor-model-parallel-size is 1")
+    if config.parallel.pipeline_model_parallel_size == 1:
+        for name, flag in _IDLE_WITHOUT_PIPELINE.items():
+            default = getattr(ParallelConfig, name)
+            if getattr(config.parallel, name) != default:
+                config = replace(config, parallel=replace(config.parallel, **{name: default}))
+                lines.append(f"--{flag}: changes nothing, since --pipeline-model-parallel-size is 1")
     if config.optimizer.use_precision_aware_optimizer and not config.optimizer.narrow:
         config = replace(config, optimizer=replace(config.optimizer, use_precision_aware_optimizer=False))
         lines.append("--use-precision-aware-optimizer: off, since its dtypes are all fp32")
@@ -77,6 +93,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     checks = (
         _model,
         _layout,
+        pipeline_problems,
         _steps,
         _ramp,
         rate_problems,
@@ -127,11 +144,14 @@ def _range_missed(name: str, value: float) -> str | None:
 
 
 def _division(config: RunConfig, world_size: int) -> Iterator[str]:
-    training, tensor = config.training, config.parallel.tensor_model_parallel_size
-    if world_size % tensor:
-        yield f"{world_size} ranks do not divide into groups of --tensor-model-parallel-size {tensor}"
+    training, parallel = config.training, config.parallel
+    if world_size % parallel.model_parallel_size:
+        groups = f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size}"
+        if parallel.pipeline_model_parallel_size > 1:
+            groups += f" x --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}"
+        yield f"{world_size} ranks do not divide into groups of {groups}"
         return
-    copies = config.parallel.data_parallel_size(world_size)
+    copies = parallel.data_parallel_size(world_size)
     batch = training.global_batch_size or training.micro_batch_size * copies
     sizes = [("--global-batch-size", batch)]
     if training.rampup_batch_size is not None:
@@ -143,12 +163,12 @@ def _division(config: RunConfig, world_size: int) -> Iterator[str]:
                 f"{name} {size} is not a multiple of --micro-batch-size {training.micro_batch_size} x "
                 f"{copies} data-parallel ranks"
             )
-    instances = config.parallel.num_distributed_optimizer_instances
+    instances = parallel.num_distributed_optimizer_instances
     if copies % instances:
         yield f"--num-distributed-optimizer-instances {instances} does not divide {copies} data-parallel ranks"
     elif copies == instances > 1:
         yield f"--num-distributed-optimizer-instances {instances}: with one rank in each nothing is sharded"
-    if instances > 1 and config.parallel.zero_stage == 0:
+    if instances > 1 and parallel.zero_stage == 0:
         yield (
             f"--num-distributed-optimizer-instances {instances} needs shards: --use-distributed-optimizer or another "
             "--data-parallel-sharding-strategy than no_shard"
@@ -224,6 +244,9 @@ def _steps(config: RunConfig) -> Iterator[str]:
     training = config.training
     if (training.train_iters is None) == (training.train_samples is None):
         yield f"give the length as --train-iters or as --train-samples{_not_both(training.train_iters is not None)}"
+    step = config.logging.profile_pipeline
+    if step is not None and training.train_iters is not None and step > training.train_iters:
+        yield f"--profile-pipeline {step} is beyond --train-iters {training.train_iters}"
 
 
 def _data(config: RunConfig) -> Iterator[str]:
@@ -327,6 +350,8 @@ def _saving(config: RunConfig) -> Iterator[str]:
         for name in ("save_interval", "resume"):
             if getattr(checkpoint, name) is not None:
                 yield f"--{name.replace('_', '-')} {getattr(checkpoint, name)} needs --save, the run directory"
+        if config.logging.profile_pipeline is not None:
+            yield f"--profile-pipeline {config.logging.profile_pipeline} needs --save, the run directory"
 
 
 def _not_both(given: bool) -> str:

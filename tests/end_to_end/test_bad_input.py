@@ -110,7 +110,7 @@ def refused(spawn: Callable[..., Job], tmp_path: Path) -> Refused:
         (["--tp", "2", "--num-attention-heads", "1"], ["--num-attention-heads 1", "--tensor-model-parallel-size 2"]),
         (["--num-attention-heads", "3"], ["--hidden-size 16", "--num-attention-heads 3"]),
         (["--global-batch-size", "6"], ["--global-batch-size 6", "--micro-batch-size 2"]),
-        (["--pp", "2"], ["pipeline"]),
+        (["--pp", "3"], ["2 ranks", "--pipeline-model-parallel-size 3"]),
         (["--fp8-format", "e4m3"], ["Transformer Engine"]),
         (["--bf16", "--fp64"], ["--bf16", "--fp64"]),
         (["--bf16", "true"], ["--bf16 takes no value"]),

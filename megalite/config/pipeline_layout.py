@@ -1,0 +1,152 @@
+"""Which layers each stage of the pipeline holds, as the flags say, and which rank holds the stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from megalite.config.model import ModelConfig
+from megalite.config.parallel import ParallelConfig
+from megalite.config.pipeline_letters import layers_of_letters, stages_of_letters
+from megalite.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """What one stage holds: `layers` layers from number `first_layer` on, and perhaps what stands at the ends."""
+
+    first_layer: int
+    layers: int
+    embedding: bool
+    loss: bool
+
+    def __str__(self) -> str:
+        parts = ["embedding"] * self.embedding
+        if self.layers:
+            parts.append(_numbers("layer", self.first_layer, self.first_layer + self.layers - 1))
+        return ", ".join(parts + ["loss"] * self.loss) or "nothing"
+
+
+def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Stages of each rank. Raises ConfigurationError where they do not come out even."""
+    ranks = parallel.pipeline_model_parallel_size
+    if parallel.pipeline_model_parallel_layout is not None:
+        stages = stages_of_letters(parallel.pipeline_model_parallel_layout)
+        what = f"{len(stages)} stages of --pipeline-model-parallel-layout {parallel.pipeline_model_parallel_layout!r}"
+        return _dealt(what, len(stages), ranks, f"{ranks} ranks (--pipeline-model-parallel-size): add or drop |")
+    each = parallel.num_layers_per_virtual_pipeline_stage
+    if each is not None:
+        what, layers = _layers_to_share(model, parallel)
+        of_rank = _dealt(what, layers, ranks, f"{ranks} ranks (--pipeline-model-parallel-size)")
+        stages_of = f"stages of {each} (--num-layers-per-virtual-pipeline-stage)"
+        return _dealt(f"{of_rank} layers of a rank", of_rank, each, stages_of)
+    return parallel.num_virtual_stages_per_pipeline_rank or (2 if parallel.pipeline_schedule == "zb-v" else 1)
+
+
+def schedule_name(model: ModelConfig, parallel: ParallelConfig) -> str:
+    """The name of the schedule, also where no flag gives it."""
+    several = virtual_stages(model, parallel) > 1
+    return parallel.pipeline_schedule or ("interleaved-1f1b" if several else "1f1b")
+
+
+def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLayers, ...]:
+    """What each stage holds, in the order in which a micro-batch goes through them, whichever rank has them.
+
+    Raises ConfigurationError where the layers do not come out even, naming what was counted.
+    """
+    chunks = virtual_stages(model, parallel)
+    if parallel.pipeline_model_parallel_layout is not None:
+        layers = layers_of_letters(parallel.pipeline_model_parallel_layout, model.num_layers)
+    elif parallel.decoder_first_pipeline_num_layers is None and parallel.decoder_last_pipeline_num_layers is None:
+        layers = _even(model, parallel, chunks)
+    else:
+        over = f"its {chunks} stages: change --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+        of_ranks = [_dealt(f"{count} layers of a rank", count, chunks, over) for count in _uneven(model, parallel)]
+        layers = [of_ranks[rank] for rank in _ranks_of_stages(parallel, chunks)]
+    last = len(layers) - 1
+    return tuple(
+        StageLayers(end - count, count, embedding=stage == 0, loss=stage == last)
+        for stage, (end, count) in enumerate(zip(accumulate(layers), layers, strict=True))
+    )
+
+
+def layout_lines(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, ...]:
+    """The layout for a person: a count, then the stages of each rank, neighbours with as many layers in one line."""
+    stages, chunks = stage_layers(model, parallel), virtual_stages(model, parallel)
+    ranks: list[list[StageLayers]] = [[] for _ in range(parallel.pipeline_model_parallel_size)]
+    for rank, stage in zip(_ranks_of_stages(parallel, chunks), stages, strict=True):
+        ranks[rank].append(stage)
+    held, schedule = sum(stage.layers for stage in stages), schedule_name(model, parallel)
+    each = f", {chunks} a rank" if chunks > 1 else ""
+    lines = [f"{held} layers in {len(stages)} stage{'s' if len(stages) > 1 else ''}{each}, schedule {schedule}"]
+    alike = groupby(range(len(ranks)), lambda rank: [(s.layers, s.embedding, s.loss) for s in ranks[rank]])
+    for kind, numbers in alike:
+        group = list(numbers)
+        name = _numbers("rank", group[0], group[-1])
+        columns = zip(*(ranks[rank] for rank in group), strict=True)
+        held_by_each = f" ({' + '.join(str(layers) for layers, _, _ in kind)} each)" if len(group) > 1 else ""
+        lines.append(f"{name}: {'; '.join(str(_joined(column)) for column in columns)}{held_by_each}")
+    return tuple(lines)
+
+
+def _joined(stages: Sequence[StageLayers]) -> StageLayers:
+    """Stages of neighbouring ranks, in either direction, as if they were one."""
+    first, layers = min(stage.first_layer for stage in stages), sum(stage.layers for stage in stages)
+    return StageLayers(first, layers, any(stage.embedding for stage in stages), any(stage.loss for stage in stages))
+
+
+def _ranks_of_stages(parallel: ParallelConfig, chunks: int) -> list[int]:
+    """The rank of each stage. Stages go round the ranks; with zb-v every other round goes back."""
+    ranks, v_shaped = range(parallel.pipeline_model_parallel_size), parallel.pipeline_schedule == "zb-v"
+    return [rank for chunk in range(chunks) for rank in (ranks[::-1] if v_shaped and chunk % 2 else ranks)]
+
+
+def _even(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> list[int]:
+    """As many layers for every stage, where embedding and loss may count as one each."""
+    what, layers = _layers_to_share(model, parallel)
+    ranks = parallel.pipeline_model_parallel_size
+    count = ranks * chunks
+    stages = f"{count} stages (--pipeline-model-parallel-size {ranks}{f' x {chunks} of a rank' if chunks > 1 else ''})"
+    if count > layers:
+        raise ConfigurationError(f"{stages} are more than {what}: take fewer")
+    each = _dealt(what, layers, count, f"{stages}: change one, or use --pipeline-model-parallel-layout")
+    stage_sizes = [each] * count
+    stage_sizes[0] -= parallel.account_for_embedding_in_pipeline_split
+    stage_sizes[-1] -= parallel.account_for_loss_in_pipeline_split
+    return stage_sizes
+
+
+def _uneven(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
+    """The layers of each rank, where the first or the last has a number of its own."""
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    ends = (("first", first), ("last", last))
+    given = [f"--decoder-{end}-pipeline-num-layers {count}" for end, count in ends if count is not None]
+    others = parallel.pipeline_model_parallel_size - len(given)
+    rest = model.num_layers - (first or 0) - (last or 0)
+    what = f"--num-layers {model.num_layers} less {' and '.join(given)} leaves {rest} layers, which"
+    over = f"{others} other ranks (--pipeline-model-parallel-size {parallel.pipeline_model_parallel_size})"
+    if rest < others or (rest and not others):
+        raise ConfigurationError(f"{what} cannot be dealt to {over}")
+    middle = [_dealt(what, rest, others, over)] * others if others else []
+    return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
+
+
+def _layers_to_share(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, int]:
+    """What the stages share evenly, in words and as a number."""
+    words, count = f"--num-layers {model.num_layers}", model.num_layers
+    for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
+        if getattr(parallel, name):
+            words, count = f"{words} + 1 (--{name.replace('_', '-')})", count + 1
+    return words, count
+
+
+def _dealt(what: str, count: int, parts: int, over: str) -> int:
+    """`count` over `parts`, which must come out even."""
+    if count % parts:
+        raise ConfigurationError(f"{what} cannot be dealt evenly to {over}")
+    return count // parts
+
+
+def _numbers(name: str, first: int, last: int) -> str:
+    return f"{name} {first}" if first == last else f"{name}s {first}-{last}"

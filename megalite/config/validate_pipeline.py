@@ -1,0 +1,76 @@
+"""The relations between the flags of the pipeline: its layout and its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megalite.config.model import ModelConfig
+from megalite.config.parallel import ParallelConfig
+from megalite.config.pipeline_layout import schedule_name, stage_layers, virtual_stages
+from megalite.config.run import RunConfig
+from megalite.errors import ConfigurationError
+
+_NUMBERS_OF_STAGES = """num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    pipeline_model_parallel_layout"""
+_FIRST_AND_LAST = "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"
+_ACCOUNTS = "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
+
+
+def pipeline_problems(config: RunConfig) -> Iterator[str]:
+    """One line for each relation that does not hold. Layers are counted once the flags do not contradict each other."""
+    contradictions = list(_contradictions(config.parallel))
+    if contradictions:
+        yield from contradictions
+        return
+    try:
+        stage_layers(config.model, config.parallel)
+    except ConfigurationError as error:
+        yield str(error)
+    else:
+        yield from _schedule(config.model, config.parallel)
+
+
+def _contradictions(parallel: ParallelConfig) -> Iterator[str]:
+    """What is said in two ways at once, or of a pipeline that is not there."""
+    ways = _given(parallel, _NUMBERS_OF_STAGES)
+    if len(ways) > 1:
+        yield f"{' and '.join(ways)} each give the stages of a rank: keep one"
+    ends, accounts = _given(parallel, _FIRST_AND_LAST), _given(parallel, _ACCOUNTS)
+    if parallel.pipeline_model_parallel_layout is not None:
+        for flag in (*ends, *accounts):
+            yield f"--pipeline-model-parallel-layout says what each stage holds: leave {flag} out"
+    elif ends and accounts:
+        yield f"{' and '.join((*ends, *accounts))} are two ways to make stages uneven: choose one"
+    elif ends and parallel.num_layers_per_virtual_pipeline_stage is not None:
+        yield f"{ends[0]} needs --num-virtual-stages-per-pipeline-rank in place of {ways[0]}"
+    if ends and parallel.pipeline_model_parallel_size == 1:
+        yield f"{' and '.join(ends)}: --pipeline-model-parallel-size is 1, so there is one rank: leave it out"
+
+
+def _schedule(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """A schedule that does not go with so many stages a rank."""
+    ranks, name = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
+    chunks = virtual_stages(model, parallel)
+    if name == "zb-v":
+        if chunks != 2:
+            yield f"--pipeline-schedule zb-v takes two stages a rank, not {chunks}"
+    elif name == "interleaved-1f1b" and chunks == 1:
+        yield "--pipeline-schedule interleaved-1f1b takes several stages a rank: --num-virtual-stages-per-pipeline-rank"
+    elif name not in (None, "interleaved-1f1b") and chunks > 1:
+        yield f"--pipeline-schedule {name} takes one stage a rank, not {chunks}: interleaved-1f1b takes several"
+    elif chunks > 1 and ranks == 1:
+        yield f"{chunks} stages a rank need --pipeline-model-parallel-size 2 or more"
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    if group is not None:
+        flag = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
+        if schedule_name(model, parallel) != "interleaved-1f1b":
+            yield f"{flag} needs several stages a rank, and the schedule interleaved-1f1b"
+        elif group < ranks:
+            yield f"{flag} is less than --pipeline-model-parallel-size {ranks}: each group must keep all ranks busy"
+
+
+def _given(parallel: ParallelConfig, names: str) -> list[str]:
+    """Those of the flags that are given, with their values."""
+    values = {name: getattr(parallel, name) for name in names.split()}
+    given = {name: value for name, value in values.items() if value not in (None, False)}
+    return [f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}" for name, value in given.items()]
