@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from megalite.config import ModelConfig, RunConfig
-from megalite.config.pipeline_layout import pipeline_schedule, stage_layers, virtual_stages
+from megalite.config.pipeline_layout import schedule_name, stage_layers, virtual_stages
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
@@ -61,7 +61,7 @@ def make_recompute(config: RunConfig) -> Recompute:
 
 def make_stages(config: RunConfig) -> Stages:
     """How the model's stages lie on the pipeline's ranks."""
-    schedule = SCHEDULES[pipeline_schedule(config.model, config.parallel)]
+    schedule = SCHEDULES[schedule_name(config.model, config.parallel)]
     chunks = virtual_stages(config.model, config.parallel)
     return Stages(config.parallel.pipeline_model_parallel_size, chunks, schedule.v_shaped)
 
@@ -84,10 +84,15 @@ def make_engine(
     config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh, stages: Stages
 ) -> PipelineEngine[MicroBatch]:
     """The engine, linked to its neighbours: all ranks of a pipeline make theirs together."""
+    rank, links = mesh.coordinate("pp"), make_links(mesh, stages)
+    return PipelineEngine(chunks, stages, rank, links, hidden_states(config, mesh))
+
+
+def hidden_states(config: RunConfig, mesh: ParallelMesh) -> HiddenStates:
+    """What travels between stages."""
     sequence = config.data.seq_length // (mesh.size("tp") if config.parallel.sequence_parallel else 1)
     shape = sequence, config.training.micro_batch_size, config.model.hidden_size
-    hidden = HiddenStates(shape, model_dtype(config), mesh.device)
-    return PipelineEngine(chunks, stages, mesh.coordinate("pp"), make_links(mesh, stages), hidden)
+    return HiddenStates(shape, model_dtype(config), mesh.device)
 
 
 def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, *, reduce_each: bool) -> Steps:
@@ -96,7 +101,7 @@ def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, *, reduce_
     return Steps(
         stages,
         mesh.coordinate("pp"),
-        schedule=pipeline_schedule(config.model, parallel),
+        schedule=schedule_name(config.model, parallel),
         group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
         reductions=Reductions(reduce_each, parallel.overlap_grad_reduce, parallel.align_grad_reduce),
         overlap=parallel.overlap_p2p_communication,

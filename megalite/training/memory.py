@@ -1,8 +1,9 @@
 """What a rank keeps in memory, kind by kind: as measured at the start of a run, and by formula.
 
 Parameters and their gradients, the optimizer's state (moments, and fp32 masters of narrower parameters) and the
-activations that micro-batches keep from forward to backward, as many as are on their way at once. What is freed soon after it was made (buffers of a
-collective, temporaries of a kernel) is in neither figure; `peak_memory_bytes` of the metrics has it.
+activations that micro-batches keep from forward to backward, as many as are on their way at once. What is freed soon
+after it was made (buffers of a collective, temporaries of a kernel) is in neither figure; `peak_memory_bytes` of the
+metrics has it.
 """
 
 from __future__ import annotations
@@ -63,8 +64,12 @@ def measured(
     gradients = _storages(tensor for bucket in buckets for tensor in (bucket.gradients, bucket.gradient_shard))
     kept = _storages(tensor for shard in shards for tensor in shard.tensors())
     alone = {storage: size for storage, size in kept.items() if storage not in parameters}
-    activations = peak([_kept(forward, parameters) for forward in forwards])
-    return Memory(*(sum(sizes.values()) for sizes in (parameters, gradients, alone)), activations)
+    return Memory(
+        parameters=sum(parameters.values()),
+        gradients=sum(gradients.values()),
+        optimizer=sum(alone.values()),
+        activations=peak([_kept(forward, parameters) for forward in forwards]),
+    )
 
 
 def _kept(forward: Callable[[], object], parameters: Container[int]) -> int:

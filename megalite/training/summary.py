@@ -12,7 +12,7 @@ from megalite.parallel import device
 from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.simulator import peak_in_flight
 from megalite.training import memory
-from megalite.training.construction import count_parameters, make_recompute
+from megalite.training.construction import count_parameters, hidden_states, make_recompute
 from megalite.training.trainer import Trainer
 
 
@@ -64,7 +64,7 @@ def measured_memory(trainer: Trainer) -> memory.Memory:
     positions = torch.arange(shape[1], device=device).expand(shape)
     documents = zeros if trainer.config.data.reset_attention_mask else None
     micro_batch = MicroBatch(zeros, positions, documents, zeros, ones, RandomKey(training.seed, 0))
-    hidden = trainer.engine.hidden.empty().zero_().requires_grad_()
+    hidden = hidden_states(trainer.config, trainer.mesh).empty().zero_().requires_grad_()
     forwards = [
         functools.partial(chunk.train(), None if chunk.part.embedding else hidden, micro_batch)
         for chunk in trainer.chunks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
+from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
 from megalite.optim.learning_rate import Rates
+from megalite.pipeline.stages import Stages
 from tests.harness.covering_array import Row
 from tests.oracle import Oracle
 
@@ -33,6 +36,8 @@ RECOMPUTE = {
 LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4),
     "sequence_parallel": (False, True),
+    "pp": (1, 2, 3, 4),
+    "schedule": ("1f1b", "gpipe", "zb-h1", "interleaved-2", "interleaved-3", "zb-v"),
     "dp": (1, 2, 3, 4, 8),
     "zero": (0, 1, 2, 3),
     "instances": (1, 2),
@@ -65,6 +70,8 @@ class Cell:
     # the layout
     tp: int = 1
     sequence_parallel: bool = False
+    pp: int = 1
+    schedule: str = "1f1b"  # of interleaved-1f1b, with the number of stages a rank
     dp: int = 1
     zero: int = 0
     instances: int = 1
@@ -89,7 +96,26 @@ class Cell:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.dp
+        return self.tp * self.pp * self.dp
+
+    @property
+    def stages(self) -> Stages:
+        """How the stages lie on the pipeline's ranks."""
+        chunks = {"interleaved-2": 2, "interleaved-3": 3, "zb-v": 2}.get(self.schedule, 1)
+        return Stages(self.pp, chunks, v_shaped=self.schedule == "zb-v")
+
+    @property
+    def schedule_name(self) -> str:
+        return "interleaved-1f1b" if self.schedule.startswith("interleaved") else self.schedule
+
+    def parts(self) -> list[StageLayers]:
+        """What each stage holds: the layers as evenly as they go, so that of many stages some hold none."""
+        count = self.stages.count
+        borders = [stage * LAYERS // count for stage in range(count + 1)]
+        return [
+            StageLayers(first, stop - first, embedding=stage == 0, loss=stage == count - 1)
+            for stage, (first, stop) in enumerate(itertools.pairwise(borders))
+        ]
 
     @property
     def step_numbers(self) -> range:
@@ -123,7 +149,9 @@ def valid(row: Row) -> bool:
 
     What `validate` refuses, and no more.
     """
-    if row["tp"] * row["dp"] > 8:
+    if row["tp"] * row["pp"] * row["dp"] > 8:
+        return False
+    if row["schedule"].startswith("interleaved") and row["pp"] == 1:
         return False
     if row["sequence_parallel"] and row["tp"] == 1:
         return False

@@ -72,34 +72,35 @@ def run_cells(cells: Sequence[Cell]) -> list[RankResult]:
     """Every cell in turn, on this rank of as many processes as each of the cells needs."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     meshes = {
-        tp: ParallelMesh(rank=rank, world_size=world_size, tensor_parallel_size=tp)
-        for tp in dict.fromkeys(cell.tp for cell in cells)
+        (tp, pp): ParallelMesh(rank=rank, world_size=world_size, tensor_parallel_size=tp, pipeline_parallel_size=pp)
+        for tp, pp in dict.fromkeys((cell.tp, cell.pp) for cell in cells)
     }
-    return [run_cell(meshes[cell.tp], cell) for cell in cells]
+    return [run_cell(meshes[cell.tp, cell.pp], cell) for cell in cells]
 
 
 def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
     """Build the model, train it for the cell's steps, and tell all that must not depend on the layout."""
-    network = GPT(
-        model_config(cell),
-        mesh,
-        sequence_parallel=cell.sequence_parallel,
-        recompute=RECOMPUTE[cell.recompute],
-        dtype=cell.torch_dtype,
-    )
+    chunks = make_chunks(mesh, cell)
+    network = nn.ModuleList(chunks)
     initialize(network, SEED)
     perturb_constants(network)
     initial = held(network, mesh, lambda parameter: parameter)
-    optimizer = make_optimizer(network, mesh, cell)
+    optimizer = make_optimizer(chunks, mesh, cell)
+    hidden = HiddenStates(hidden_shape(cell), cell.torch_dtype, mesh.device)
+    stages, rank = cell.stages, mesh.coordinate("pp")
+    sample_losses: dict[int, Tensor] = {}
+    engine = PipelineEngine(
+        [recording_losses(chunk, sample_losses) for chunk in chunks], stages, rank, make_links(mesh, stages), hidden
+    )
+    steps = Steps(
+        stages,
+        rank,
+        schedule=cell.schedule_name,
+        reductions=Reductions(optimizer.reduces_each_micro_batch, cell.overlap != "none", align=True),
+    )
     gradients: list[Held] = []
     figures: dict[str, float] = {}
     losses, norms, skipped = [], [], []
-    sample_losses: dict[int, Tensor] = {}
-
-    def stage(hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        loss = network(hidden, micro_batch)
-        sample_losses.setdefault(micro_batch.key.sample, loss.detach().clone())
-        return loss
 
     for step in cell.step_numbers:
         if mesh.rank == cell.infinity_on:
@@ -107,9 +108,12 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
         micro_batches = list(local_micro_batches(cell, step, mesh.coordinate("dp")))
         count = torch.tensor([sum(m.loss_mask.sum(dtype=torch.float64).item() for m in micro_batches)]).double()
         count = collectives.all_reduce_(count, mesh.group("dp")).item()
-        loss_sum = accumulate_gradients(optimizer, stage, micro_batches, 1.0 / count if count else 0.0)
+        optimizer.begin_step(len(micro_batches))
+        factor = 1.0 / count if count else 0.0
+        loss_sum = engine.run(steps.training(len(micro_batches)), micro_batches, factor, optimizer)
         update = optimizer.step(rates(cell, step))
-        losses.append(collectives.all_reduce_(loss_sum.view(1), mesh.group("dp")).item() / max(count, 1.0))
+        loss_sum = collectives.all_reduce_(loss_sum.view(1), mesh.group("dp"))
+        losses.append(collectives.all_reduce_(loss_sum, mesh.group("pp")).item() / max(count, 1.0))
         norms.append(update.gradient_norm)
         skipped.append(update.skipped)
         if step == cell.first_step:
@@ -121,6 +125,36 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
         assert_padding_is_zero(network)
         final = held(network, mesh, lambda parameter: parameter)
     return RankResult(initial, gradients, final, losses, norms, skipped, sample_losses, figures)
+
+
+def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
+    """This rank's stages of the cell's model."""
+    parts, stages, ranks = cell.parts(), cell.stages, mesh.ranks("pp")
+    return gpt.make_chunks(
+        model_config(cell),
+        mesh,
+        [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))],
+        tuple(sorted({ranks[stages.place(stage)[0]] for stage in (0, stages.count - 1)})),
+        sequence_parallel=cell.sequence_parallel,
+        recompute=RECOMPUTE[cell.recompute],
+        dtype=cell.torch_dtype,
+    )
+
+
+def hidden_shape(cell: Cell) -> tuple[int, ...]:
+    return SEQUENCE // (cell.tp if cell.sequence_parallel else 1), cell.micro_batch_size, HIDDEN
+
+
+def recording_losses(chunk: GPT, sample_losses: dict[int, Tensor]) -> Callable[[Tensor | None, MicroBatch], Tensor]:
+    """The chunk as a stage; of the last one, losses are kept by their micro-batch's first sample."""
+
+    def stage(hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        output: Tensor = chunk(hidden, micro_batch)
+        if chunk.part.loss:
+            sample_losses.setdefault(micro_batch.key.sample, output.detach().clone())
+        return output
+
+    return stage
 
 
 def accumulate_gradients(

@@ -1,0 +1,100 @@
+"""Any pipeline trains the same model: one step of every schedule on every layout against the oracle, and all schedules
+of one model and batch with the same bits.
+
+docs/invariants.md: I1 to I4, I6, I7.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from tests.distributed.layout_cell import LAYOUT_FACTORS, Cell, make_cell, valid
+from tests.distributed.layout_expected import Result, assert_as_expected, run
+from tests.distributed.test_layouts import COMMUNICATION, VARIANTS, distinct, in_turn, product
+from tests.harness.close import assert_bits_equal
+from tests.harness.covering_array import Row
+from tests.harness.rank_pool import RankPools
+
+RANKS = ("tp", "sequence_parallel", "dp")
+SCHEDULES = LAYOUT_FACTORS["schedule"]
+PIPELINES = [row for row in product("pp", "schedule") if row["pp"] > 1 or row["schedule"] != "1f1b"]
+IDS = [f"pp{row['pp']}-{row['schedule']}" for row in PIPELINES]
+
+
+def layouts(pipeline: Row) -> list[Row]:
+    """The pipeline with each split over tensor- and data-parallel ranks of at most two."""
+    rows = product("pp", "schedule", *RANKS)
+    return [row for row in rows if row | pipeline == row and row["tp"] <= 2 and row["dp"] <= 2]
+
+
+def communications(layout: Row) -> list[Row]:
+    rows = [row for row in product("pp", "schedule", *RANKS, *COMMUNICATION) if row | layout == row]
+    return [row for row in rows if distinct(row)]
+
+
+def check(rank_pools: RankPools, cells: list[Cell]) -> None:
+    for world_size in sorted({cell.world_size for cell in cells}):
+        part = [cell for cell in cells if cell.world_size == world_size]
+        for cell, result in zip(part, run(rank_pools, part), strict=True):
+            assert_as_expected(cell, result)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=IDS)
+def test_one_step_is_the_oracles(pipeline: Row, rank_pools: RankPools) -> None:
+    """Each layout with every ZeRO stage, what overlaps by turns, and so the families and the other factors."""
+    turn = PIPELINES.index(pipeline)
+    variants = itertools.cycle(VARIANTS[7 * turn % len(VARIANTS) :] + VARIANTS)
+    cells = []
+    for layout in layouts(pipeline):
+        stages = itertools.groupby(communications(layout), key=lambda row: row["zero"])
+        for number, (_, ways) in enumerate(stages):
+            choices = list(ways)
+            cells.append(in_turn(choices[(turn + number) % len(choices)], variants))
+    check(rank_pools, cells)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=IDS)
+def test_one_step_is_the_oracles_in_the_full_product(pipeline: Row, rank_pools: RankPools) -> None:
+    variants = itertools.cycle(VARIANTS)
+    rows = [row for layout in layouts(pipeline) for row in communications(layout)]
+    check(rank_pools, [in_turn(row | {"family": family}, variants) for row in rows for family in ("gpt2", "llama")])
+
+
+def assert_same_bits(actual: Result, expected: Result, name: str) -> None:
+    assert actual.losses == expected.losses, name
+    for tensor, gradient in expected.gradients.items():
+        assert_bits_equal(actual.gradients[tensor], gradient, f"{name}: gradient of {tensor}")
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 2, "zero": 1},
+        {"pp": 3, "recompute": "uniform"},
+        {"pp": 4, "dp": 2, "overlap": "reduce"},
+        {"pp": 2, "dp": 2, "zero": 3, "overlap": "reduce and gather"},
+        {"pp": 2, "tp": 2, "dp": 2, "sequence_parallel": True, "zero": 2},
+    ],
+    ids=lambda layout: "-".join(f"{name}{value}" for name, value in layout.items()),
+)
+def test_all_schedules_give_the_same_bits(layout: Row, tied: bool, rank_pools: RankPools) -> None:
+    """Losses and gradients; so do one process's, where there are no data-parallel ranks to sum over.
+
+    (The weights are not compared: the norm is summed over ranks, which hold other layers in other schedules.)
+    """
+    plainest = {name: values[0] for name, values in LAYOUT_FACTORS.items()}
+    rest = {"family": "gpt2", "tied": tied, "dropout": 0.1, "samples": 10}
+    names = [name for name in SCHEDULES if valid(plainest | {"key_values": "mha"} | layout | {"schedule": name})]
+    assert len(names) == len(SCHEDULES)
+    cells = [make_cell(layout | {"schedule": name}, **rest) for name in names]
+    first, *others = run(rank_pools, cells)
+    for name, result in zip(names[1:], others, strict=True):
+        assert_same_bits(result, first, f"{name} against {names[0]}")
+    if cells[0].world_size == cells[0].pp:
+        (alone,) = run(rank_pools, [replace(cells[0], pp=1)])
+        assert_same_bits(first, alone, "1f1b against one process")

@@ -1,0 +1,182 @@
+"""The engine on one process: the list of actions decides what runs when, and what is alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.errors import MegaliteError
+from megalite.parallel.parameter import DeferredGradients
+from megalite.pipeline.engine import HiddenStates, PipelineEngine, Recording
+from megalite.pipeline.lowering import Reductions
+from megalite.pipeline.schedules import Action
+from megalite.pipeline.stages import Stages
+from megalite.pipeline.steps import Steps
+
+CPU = torch.device("cpu")
+
+
+class Stage(torch.nn.Module):
+    """(weight * x).square().sum(), with a note of what is alive when a forward begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64))
+        self.activations: list[weakref.ref[Tensor]] = []
+        self.alive: list[int] = []
+
+    def forward(self, hidden: Tensor | None, x: Tensor) -> Tensor:
+        gc.collect()
+        self.alive.append(sum(reference() is not None for reference in self.activations))
+        product = self.weight * x
+        self.activations.append(weakref.ref(product))
+        return product.square().sum()
+
+
+MICRO_BATCHES = [torch.tensor([1.0, 0.5]), torch.tensor([3.0, -1.0]), torch.tensor([0.0, 2.0])]
+
+
+class Gradients:
+    """Notes what is asked of the gradients' side."""
+
+    def __init__(self, stage: Stage | None = None) -> None:
+        self.stage = stage
+        self.counts: list[int] = []
+        self.seen: list[Tensor] = []
+
+    @contextmanager
+    def deferring(self, chunk: int) -> Iterator[DeferredGradients]:
+        raise AssertionError("these schedules defer nothing")
+        yield
+
+    def reduce(self, chunk: int, micro_batches: int) -> None:
+        self.counts.append(micro_batches)
+        if self.stage is not None and self.stage.weight.grad is not None:
+            self.seen.append(self.stage.weight.grad.clone())
+
+
+def test_the_sum_of_losses_is_differentiated_at_the_given_scale() -> None:
+    stage = Stage()
+    total = PipelineEngine([stage]).run(Steps().training(3), MICRO_BATCHES, factor=0.25)
+    loss = sum((stage.weight.detach() * x).square().sum().item() for x in MICRO_BATCHES)
+    assert total.item() == loss
+    assert total.dtype == torch.float64
+    assert not total.requires_grad
+    assert stage.weight.grad is not None
+    torch.testing.assert_close(stage.weight.grad, 0.25 * 2 * stage.weight.detach() * sum(x**2 for x in MICRO_BATCHES))
+
+
+def test_one_micro_batchs_activations_live_at_a_time() -> None:
+    stage = Stage()
+    PipelineEngine([stage]).run(Steps().training(3), MICRO_BATCHES)
+    assert stage.alive == [0, 0, 0]
+
+
+def test_forward_alone_keeps_no_graph() -> None:
+    stage = Stage()
+    total = PipelineEngine([stage]).run(Steps().evaluation(3), MICRO_BATCHES)
+    assert total.item() > 0
+    assert stage.weight.grad is None
+    assert stage.alive == [0, 0, 0]
+
+
+def test_any_order_in_which_a_forward_precedes_its_backward_is_executed() -> None:
+    stage, other = Stage(), Stage()
+    order = [Action("F", 1), Action("F", 0), Action("B", 0), Action("F", 2), Action("B", 2), Action("B", 1)]
+    PipelineEngine([stage]).run(order, MICRO_BATCHES)
+    PipelineEngine([other]).run(Steps().training(3), MICRO_BATCHES)
+    torch.testing.assert_close(stage.weight.grad, other.weight.grad)
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_reductions_are_actions_behind_the_backward_that_completes_them(each: bool) -> None:
+    stage = Stage()
+    gradients = Gradients(stage)
+    actions = Steps(reductions=Reductions(each=each)).training(3)
+    PipelineEngine([stage]).run(actions, MICRO_BATCHES, gradients=gradients)
+    assert gradients.counts == ([1, 2, 3] if each else [3])
+    assert "".join(action.kind for action in actions) == ("FBRFBRFBR" if each else "FBFBFBR")
+    done = [2 * stage.weight.detach() * sum(x**2 for x in MICRO_BATCHES[:count]) for count in (1, 2, 3)]
+    torch.testing.assert_close(gradients.seen, done if each else done[-1:])
+
+
+def test_a_step_of_no_micro_batch_has_no_loss() -> None:
+    assert PipelineEngine([Stage()]).run([], []).item() == 0.0
+
+
+# ---------------------------------------------------------------------------------------- two stages on one process
+
+ON_ONE_RANK = Stages(1, 2, v_shaped=True)
+
+
+class First(torch.nn.Module):
+    """Hidden states of the wanted kind, made by the wanted last operation."""
+
+    def __init__(self, shape: tuple[int, ...] = (2,), dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(shape, dtype=dtype))
+
+    def forward(self, hidden: Tensor | None, x: Tensor) -> Tensor:
+        return torch.tanh(self.weight)
+
+
+class Last(torch.nn.Module):
+    def forward(self, hidden: Tensor | None, x: Tensor) -> Tensor:
+        assert hidden is not None
+        return (hidden * x).sum()
+
+
+class Ignoring(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, hidden: Tensor | None, x: Tensor) -> Tensor:
+        return self.weight * x.sum()
+
+
+def on_one_rank(first: torch.nn.Module, last: torch.nn.Module) -> PipelineEngine[Tensor]:
+    return PipelineEngine([first, last], ON_ONE_RANK, hidden=HiddenStates((2,), torch.float64, CPU))
+
+
+def test_stages_of_one_rank_pass_hidden_states_on_without_a_message() -> None:
+    first = First()
+    actions = Steps(ON_ONE_RANK, schedule="zb-v").training(3)
+    assert {action.kind for action in actions} == {"F", "I", "W", "R"}
+    total = on_one_rank(first, Last()).run(actions, MICRO_BATCHES)
+    expected = sum((torch.tanh(torch.ones(2, dtype=torch.float64)) * x).sum() for x in MICRO_BATCHES)
+    assert total == expected
+    slope = 1 - torch.tanh(torch.ones(2, dtype=torch.float64)) ** 2
+    torch.testing.assert_close(first.weight.grad, slope * sum(MICRO_BATCHES))
+
+
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        (First((3,)), r"stage 0 returned \(3,\) of torch.float64 for micro-batch 0.*expects hidden states \(2,\)"),
+        (First(dtype=torch.float32), r"stage 0 returned \(2,\) of torch.float32.*of torch.float64"),
+    ],
+)
+def test_an_output_that_the_next_stage_cannot_take_is_told(first: First, message: str) -> None:
+    with pytest.raises(MegaliteError, match=message):
+        on_one_rank(first, Last()).run(Steps(ON_ONE_RANK, schedule="zb-v").training(1), MICRO_BATCHES)
+
+
+def test_a_stage_that_leaves_its_input_out_is_told() -> None:
+    with pytest.raises(MegaliteError, match="stage 1 did not use its input for micro-batch 0"):
+        on_one_rank(First(), Ignoring()).run(Steps(ON_ONE_RANK, schedule="zb-v").training(1), MICRO_BATCHES)
+
+
+def test_a_recording_has_every_action_in_its_order() -> None:
+    recording = Recording(CPU)
+    actions = Steps(reductions=Reductions()).training(3)
+    PipelineEngine([Stage()]).run(actions, MICRO_BATCHES, gradients=Gradients(), recording=recording)
+    assert [span.action for span in recording.spans] == actions
+    times = [time for span in recording.spans for time in (span.start, span.end)]
+    assert times == sorted(times)
