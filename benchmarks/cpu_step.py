@@ -14,6 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,7 @@ def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: boo
     model = GPT(config, mesh, sequence_parallel=sequence_parallel)
     initialize(model, seed=1)
     options = DataParallel(torch.float32, stage)
-    optimizer = make_optimizer(model, mesh, OptimizerConfig(lr=1e-3), options, blocks=model.blocks())
+    optimizer = make_optimizer([model], mesh, OptimizerConfig(lr=1e-3), options, blocks=[model.blocks()])
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
     micro_batches = [
         MicroBatch(tokens, positions, None, labels, torch.ones(BATCH, SEQUENCE), RandomKey(1, index))
@@ -75,7 +76,7 @@ def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: boo
             model,
             micro_batches,
             1.0 / TOKENS,
-            optimizer.reduce,
+            partial(optimizer.reduce, 0),
         )
         optimizer.step(Rates(1e-3, 1e-3, 0.01))
 

@@ -62,11 +62,11 @@ def make_model(config: RunConfig, model: ModelConfig, mesh: ParallelMesh) -> GPT
 def make_optimizer(config: RunConfig, network: GPT, mesh: ParallelMesh) -> Optimizer:
     """Give the network its initial weights, in flat buffers, and make the optimizer of this rank's part of them."""
     return optimizer.make_optimizer(
-        network,
+        [network],
         mesh,
         config.optimizer,
         data_parallel(config, mesh),
-        blocks=network.blocks(),
+        blocks=[network.blocks()],
         set_values=functools.partial(set_initial_values, seed=config.training.seed),
     )
 

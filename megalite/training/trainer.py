@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -87,7 +88,7 @@ class Trainer:
         actions = schedules.no_pipelining(len(micro_batches), reduce_each=reduce_each)
         loss_scale = self.loss_scale.value
         factor = loss_scale / count if count else 0.0
-        loss_sum = engine.run(actions, self.network, micro_batches, factor, self.optimizer.reduce)
+        loss_sum = engine.run(actions, self.network, micro_batches, factor, partial(self.optimizer.reduce, 0))
         rates = self.rates.at(self.consumed_samples)
         update = self.optimizer.step(rates, loss_scale)
         self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not self.loss_scale.can_shrink else 0

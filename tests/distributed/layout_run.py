@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives
 from megalite.parallel.initialization import initial_values, initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import Gradient, Parameter, named_pieces
+from megalite.parallel.parameter import DeferredGradients, Gradient, Parameter, named_pieces
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sharding import Box, Constant, Normal
 from megalite.pipeline import engine, schedules
@@ -132,7 +133,7 @@ def accumulate_gradients(
     """A step up to the optimizer's: all micro-batches forward and backward; the sum of their losses."""
     optimizer.begin_step(len(micro_batches))
     actions = schedules.no_pipelining(len(micro_batches), reduce_each=optimizer.reduces_each_micro_batch)
-    return engine.run(actions, stage, micro_batches, factor, optimizer.reduce)
+    return engine.run(actions, stage, micro_batches, factor, partial(optimizer.reduce, 0))
 
 
 def make_optimizer(network: GPT, mesh: ParallelMesh, cell: Cell) -> Optimizer:
@@ -145,7 +146,7 @@ def make_optimizer(network: GPT, mesh: ParallelMesh, cell: Cell) -> Optimizer:
         overlap_reduce=overlap,
         overlap_gather=cell.overlap == "reduce and gather",
     )
-    return optim.make_optimizer(network, mesh, optimizer_config(cell), options, blocks=network.blocks())
+    return optim.make_optimizer([network], mesh, optimizer_config(cell), options, blocks=[network.blocks()])
 
 
 def local_micro_batches(cell: Cell, step: int, dp_rank: int) -> Iterator[MicroBatch]:
@@ -219,8 +220,12 @@ class _Infinite:
 class _Infector:
     bucket: Bucket
 
-    def accumulate(self, parameter: Parameter, gradient: Gradient) -> None:
-        self.bucket.accumulate(parameter, _Infinite(gradient))
+    @property
+    def deferred(self) -> DeferredGradients | None:
+        return self.bucket.deferred
+
+    def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
+        self.bucket.accumulate(parameter, _Infinite(gradient), use)
 
 
 def plant_infinity(network: GPT, *, active: bool) -> None:

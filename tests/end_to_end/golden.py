@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -56,7 +57,7 @@ def _train(config: ModelConfig, dtype: torch.dtype) -> list[float]:
     mesh = ParallelMesh()
     network = GPT(config, mesh, dtype=dtype)
     initialize(network, SEED)
-    optimizer = make_optimizer(network, mesh, OptimizerConfig(lr=0.0), DataParallel(gradient_dtype=dtype))
+    optimizer = make_optimizer([network], mesh, OptimizerConfig(lr=0.0), DataParallel(gradient_dtype=dtype))
     schedule = LearningRateSchedule(
         maximum=1e-2, minimum=1e-3, warmup_samples=5 * BATCH, decay_samples=STEPS * BATCH, style="cosine"
     )
@@ -71,7 +72,7 @@ def _train(config: ModelConfig, dtype: torch.dtype) -> list[float]:
             network,
             halves,
             1.0 / count,
-            optimizer.reduce,
+            partial(optimizer.reduce, 0),
         )
         rate = schedule.at(step * BATCH)
         optimizer.step(Rates(rate, rate, weight_decay=0.01))
