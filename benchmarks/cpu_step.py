@@ -22,6 +22,7 @@ from torch import Tensor
 
 from benchmarks import plain_pytorch
 from megalite.config import ModelConfig, OptimizerConfig
+from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import DataParallel
@@ -31,7 +32,11 @@ from megalite.parallel import collectives
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
-from megalite.pipeline import engine, schedules
+from megalite.pipeline.engine import HiddenStates, PipelineEngine
+from megalite.pipeline.lowering import Reductions
+from megalite.pipeline.point_to_point import make_links
+from megalite.pipeline.stages import Stages
+from megalite.pipeline.steps import Steps
 
 LAYERS, HIDDEN, HEADS, FFN, SEQUENCE, BATCH, MICRO_BATCHES = 4, 256, 4, 688, 256, 4, 4
 TOKENS = SEQUENCE * BATCH * MICRO_BATCHES
@@ -58,25 +63,25 @@ def llama(layers: int, hidden: int, heads: int, ffn: int, vocabulary: int) -> Mo
 
 def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: bool = False, stage: int = 0) -> Step:
     config = llama(LAYERS, HIDDEN, HEADS, FFN, vocabulary)
-    model = GPT(config, mesh, sequence_parallel=sequence_parallel)
+    stages, rank, each = Stages(mesh.size("pp")), mesh.coordinate("pp"), LAYERS // mesh.size("pp")
+    part = StageLayers(rank * each, each, embedding=rank == 0, loss=rank == stages.ranks - 1)
+    model = GPT(config, mesh, part=part, sequence_parallel=sequence_parallel)
     initialize(model, seed=1)
     options = DataParallel(torch.float32, stage)
-    optimizer = make_optimizer(model, mesh, OptimizerConfig(lr=1e-3), options, blocks=model.blocks())
+    optimizer = make_optimizer([model], mesh, OptimizerConfig(lr=1e-3), options, blocks=[model.blocks()])
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
     micro_batches = [
         MicroBatch(tokens, positions, None, labels, torch.ones(BATCH, SEQUENCE), RandomKey(1, index))
         for index, (tokens, labels) in enumerate(batches(vocabulary))
     ]
+    hidden = HiddenStates((SEQUENCE, BATCH, HIDDEN), torch.float32, torch.device("cpu"))
+    engine = PipelineEngine([model], stages, rank, make_links(mesh, stages), hidden)
+    reductions = Reductions(optimizer.reduces_each_micro_batch)
+    actions = Steps(stages, rank, reductions=reductions).training(MICRO_BATCHES)
 
     def step() -> None:
         optimizer.begin_step(MICRO_BATCHES)
-        engine.run(
-            schedules.no_pipelining(MICRO_BATCHES, reduce_each=optimizer.reduces_each_micro_batch),
-            model,
-            micro_batches,
-            1.0 / TOKENS,
-            optimizer.reduce,
-        )
+        engine.run(actions, micro_batches, 1.0 / TOKENS, optimizer)
         optimizer.step(Rates(1e-3, 1e-3, 0.01))
 
     return step
@@ -177,12 +182,14 @@ def compare_two_ranks(rank: int, port: int, vocabulary: int, rounds: int) -> Non
     alone = ParallelMesh()
     data_parallel = ParallelMesh(rank=rank, world_size=2)
     tensor_parallel = ParallelMesh(rank=rank, world_size=2, tensor_parallel_size=2)
+    pipeline = ParallelMesh(rank=rank, world_size=2, pipeline_parallel_size=2)
     steps = {
         "one rank": megalite_step(vocabulary, alone),
         "DP2": megalite_step(vocabulary, data_parallel),
         "DP2 ZeRO 1": megalite_step(vocabulary, data_parallel, stage=1),
         "TP2": megalite_step(vocabulary, tensor_parallel),
         "TP2 SP": megalite_step(vocabulary, tensor_parallel, sequence_parallel=True),
+        "PP2": megalite_step(vocabulary, pipeline),
         "floor": collectives_step(vocabulary, tensor_parallel, sequence_parallel=False),
         "SP floor": collectives_step(vocabulary, tensor_parallel, sequence_parallel=True),
     }
@@ -201,6 +208,9 @@ def compare_two_ranks(rank: int, port: int, vocabulary: int, rounds: int) -> Non
                   f"{quartiles(ratios(times, name, 'one rank', floor))}  (target 1.06)")  # fmt: skip
             print(f"  {'':10} {'':5}              / one rank alone          "
                   f"{quartiles(ratios(times, name, 'one rank'))}")  # fmt: skip
+        cost = 1e6 * statistics.median(times["PP2"]) / TOKENS
+        print(f"  {'PP2 1F1B':10} {cost:5.0f} µs a token   / one rank                  "
+              f"{quartiles(ratios(times, 'PP2', 'one rank'))}  (target 1.03)")  # fmt: skip
     dist.destroy_process_group()
 
 

@@ -37,7 +37,7 @@ def flat_update(backend: str) -> Callable[[], None]:
     network = GPT(llama(LAYERS, HIDDEN, HEADS, FFN, VOCABULARY), mesh)
     initialize(network, seed=1)
     config = OptimizerConfig(lr=1e-3, optimizer_backend=backend)  # type: ignore[arg-type]
-    optimizer = make_optimizer(network, mesh, config, DataParallel(torch.float32))
+    optimizer = make_optimizer([network], mesh, config, DataParallel(torch.float32))
     for bucket in optimizer.buckets:
         bucket.gradients.normal_()
     (rule,) = make_rules(optimizer.shards, mesh, config)

@@ -4,8 +4,8 @@
 
 Stages that compute next to nothing, on gloo ranks with one thread each: what is left is the engine, autograd's part and
 the messages. Counted is the CPU time of each rank's main thread (`time.thread_time`), so that waiting and other
-processes do not count, divided by the rank's forwards and backwards; messages and their waits are in it. Below it stands
-what the messages alone cost, sent and received in the same number by bare isend and irecv. The engines step in turn,
+processes do not count, divided by the rank's forwards and backwards; messages and their waits are in it. Below stands
+what the messages alone cost, as many by bare isend and irecv. The engines step in turn,
 round by round; figures are medians over rounds of the mean over ranks, with quartiles.
 """
 

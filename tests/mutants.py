@@ -47,6 +47,7 @@ def _one_step(layout: str) -> str:
 
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
 _UNIT = "tests/unit/test_parallel_"
+_DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
 _RATES = "tests/distributed/test_rates_megatron.py::test_whole_runs"
 
 MUTANTS = (
@@ -185,7 +186,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradients are not summed over data-parallel ranks",
-        "megalite/optim/buckets.py",
+        "megalite/optim/layout.py",
         'mesh.ranks("dp", "cp")',
         'mesh.ranks("cp")',
         _one_step("tp1-dp2"),
@@ -206,16 +207,37 @@ MUTANTS = (
     ),
     Mutant(
         "ZeRO 2 forgets the micro-batches before the last",
-        "megalite/optim/buckets.py",
+        "megalite/optim/accumulator.py",
         "add_to(self.gradient_shard, overwrite=self._rounds == 1)",
         "add_to(self.gradient_shard, overwrite=True)",
         _one_step("tp1-dp2"),
     ),
     Mutant(
+        "ZeRO 3 keeps a block's weights until its deferred gradients are added",
+        "megalite/optim/buckets.py",
+        "        self._handed_over[accumulator.chunk] += 1\n",
+        "        self._handed_over[accumulator.chunk] += self.deferred is None\n",
+        f"{_DEFERRED}split_backward_changes_no_bit[tp=1-dp=2-zero=3-family=llama-recompute=block]",
+    ),
+    Mutant(
+        "deferred weight gradients keep a gathered input",
+        "megalite/parallel/linear.py",
+        "later = ctx.sequence_parallel and is_deferred(weights[0])",
+        "later = False",
+        f"{_DEFERRED}inputs_and_output_gradients_are_kept_and_no_more[2-True]",
+    ),
+    Mutant(
+        "deferred weight gradients keep the graph",
+        "megalite/parallel/linear.py",
+        "ctx.saved_tensors[0].detach(), ctx.weights",
+        "ctx.saved_tensors[0], ctx.weights",
+        f"{_DEFERRED}inputs_and_output_gradients_are_kept_and_no_more[1-False]",
+    ),
+    Mutant(
         "the instances of hybrid sharding are not summed",
         "megalite/optim/reduction.py",
-        "collectives.all_reduce_(gradients, self.instance_group)",
-        "pass",
+        '("instances", self.instance_group), ',
+        "",
         _one_step("tp1-dp4"),
     ),
     Mutant(
@@ -318,7 +340,7 @@ MUTANTS = (
     ),
     Mutant(
         "a micro-batch's gradient replaces the one before",
-        "megalite/optim/buckets.py",
+        "megalite/optim/accumulator.py",
         "overwrite=self._arrived[key] == 0",
         "overwrite=True",
         f"{_UNIT}buckets.py::test_an_ordinary_gradient_comes_through_the_same_door",

@@ -37,7 +37,13 @@ class Head(nn.Module):
         else:
             weight = tied
         self.output = ColumnParallelLinear(
-            [weight], [], mesh.group("tp"), sequence_parallel=sequence_parallel, dtype=dtype, device=mesh.device
+            [weight],
+            [],
+            mesh.group("tp"),
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            device=mesh.device,
+            use=1 if isinstance(tied, Parameter) else 0,
         )
 
     def forward(self, hidden: Tensor) -> Tensor:

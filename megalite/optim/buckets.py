@@ -6,21 +6,20 @@ after every micro-batch and accumulated in this rank's slice. 3: parameters too:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from megalite.errors import MegaliteError
-from megalite.optim.layout import BucketLayout, Slot, bucket_layouts
-from megalite.optim.reduction import ReduceScatter, Reduction
+from megalite.optim.accumulator import Accumulator
+from megalite.optim.flat import fill, free, is_free, owned
+from megalite.optim.layout import BucketLayout, Slot, bucket_layouts, data_parallel_ranks, unique_parameters
+from megalite.optim.reduction import Collective, ReduceScatter, Reduction
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
-from megalite.parallel.parameter import DenseGradient, Gradient, Parameter
-
-REDUCTIONS_IN_FLIGHT = 2
-"""Under ZeRO 2 and 3: whole gradients of so many buckets are kept while they are reduced beside backward."""
+from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, Parameter
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class DataParallel:
 
 
 class Bucket:
-    """One message: flat parameters, flat gradients, and the counting of what has arrived.
+    """One message: flat parameters, and an accumulator of flat gradients for each chunk that uses them.
 
     Gradients enter through `accumulate` alone.
     """
@@ -55,46 +54,52 @@ class Bucket:
         reduction: Reduction,
         *,
         counted_here: bool,
-        in_flight: list[Bucket] | None = None,
+        uses: Mapping[int, Sequence[int]],
+        in_flight: list[Accumulator],
         set_values: Callable[[Parameter], None] | None = None,
     ) -> None:
-        """`set_values` gives a parameter its values in its place here; None: it brings them.
+        """`uses`: by chunk, which uses of the parameters are there. `set_values` gives a parameter its values in its
+        place here; None: it brings them.
 
         `in_flight` lists, for all buckets together, those of ZeRO 2 and 3 that are being reduced.
         """
         self.layout, self.slots, self.length = layout, layout.slots, layout.length
-        self.shard_group, self.reduction = shard_group, reduction
+        self.shard_group = shard_group
         self.stage = options.stage if shard_group.size > 1 else 0
         self.counted_here = counted_here
         """Whether the norm counts this rank's copy."""
-        self._overlap = options.overlap_reduce
-        self._in_flight = in_flight if in_flight is not None else []
         self.prefetch = options.overlap_gather
         """Whether ZeRO 3 gathers it before its block's turn."""
+        self.accumulators = tuple(
+            Accumulator(
+                layout,
+                shard_group,
+                reduction,
+                in_flight,
+                chunk=chunk,
+                uses=there,
+                stage=self.stage,
+                overlap=options.overlap_reduce,
+                dtype=options.gradient_dtype,
+            )
+            for chunk, there in uses.items()
+        )
+        """Those of lower chunks first: the first has, in the end, the sum of all."""
+        self.gradients, self.gradient_shard = self.accumulators[0].gradients, self.accumulators[0].gradient_shard
+        self._accumulator_of = {use: a for a in self.accumulators for use in a.flats}
+        self._handed_over = dict.fromkeys(uses, 0)  # by chunk, gradients of the step
+        self.deferred: DeferredGradients | None = None
         first = self.slots[0].parameter
         self.parameters = torch.zeros(layout.length, dtype=first.dtype, device=first.device)
-        self.gradients = torch.zeros(layout.length, dtype=options.gradient_dtype, device=first.device)
         self.owned_runs = list(layout.runs(*self.owned_range))
         """This rank's slice, by parameter group."""
-        self._slot_of = {id(slot.parameter): slot for slot in self.slots}
         for slot in self.slots:
             self._adopt(slot, set_values)
-        self.parameter_shard, self.gradient_shard = self.owned(self.parameters), self.owned(self.gradients)
-        """This rank's slices."""
-        if self.stage >= 2:
-            self.gradient_shard = self.gradient_shard.clone()
-            _free(self.gradients)
+        self.parameter_shard = owned(self.parameters, shard_group)
+        """This rank's slice."""
         if self.stage == 3:
             self.parameter_shard = self.parameter_shard.clone()
-            _free(self.parameters)
-        ends = [0, *(slot.stop for slot in self.slots)]
-        starts = [*(slot.start for slot in self.slots), layout.length]
-        self._gaps = [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
-        self._rounds = self._rounds_due = self._micro_batches_a_round = 0  # the step's reductions: begun, due
-        self._arrived: dict[int, int] = {}
-        self._due: dict[int, int] = {}
-        self._outstanding = 0
-        self._pending_reduction: collectives.Pending | None = None
+            free(self.parameters)
         self._pending_gather: collectives.Pending | None = None
 
     def _adopt(self, slot: Slot, set_values: Callable[[Parameter], None] | None) -> None:
@@ -108,117 +113,68 @@ class Bucket:
         parameter.gradient_buffer = self
         parameter.register_post_accumulate_grad_hook(self._take_ordinary_gradient)
 
-    def owned(self, flat: Tensor) -> Tensor:
-        """This rank's slice of a tensor of the bucket's length."""
-        return flat.view(self.shard_group.size, -1)[self.shard_group.rank]
-
     @property
     def owned_range(self) -> tuple[int, int]:
         """First and behind the last element of this rank's slice."""
         length = self.length // self.shard_group.size
         return self.shard_group.rank * length, (self.shard_group.rank + 1) * length
 
-    def gradient(self, parameter: Parameter) -> Tensor:
-        """The gathered gradient of one of the bucket's parameters, in its shape."""
-        slot = self._slot_of[id(parameter)]
-        return self.gradients[slot.start : slot.stop].view(parameter.shape)
-
     # ------------------------------------------------------------------------------------------------ gradients
 
     def begin_step(self, micro_batches: int) -> None:
-        """Expect one gradient for each use of each parameter in each of `micro_batches`."""
-        self._rounds, self._rounds_due = 0, micro_batches if self.stage >= 2 else 1
-        self._micro_batches_a_round = micro_batches // self._rounds_due
-        self._begin_round(self._micro_batches_a_round)
-
-    def _begin_round(self, micro_batches: int) -> None:
-        self._arrived = dict.fromkeys(self._slot_of, 0)
-        self._due = {id(slot.parameter): slot.parameter.sharding.uses * micro_batches for slot in self.slots}
-        self._outstanding = sum(self._due.values())
+        """Expect the gradients of so many micro-batches."""
+        for accumulator in self.accumulators:
+            self._handed_over[accumulator.chunk] = 0
+            accumulator.begin_step(micro_batches)
 
     def _take_ordinary_gradient(self, parameter: Tensor) -> None:
         if isinstance(parameter, Parameter) and parameter.grad is not None:
             gradient, parameter.grad = parameter.grad, None
             self.accumulate(parameter, DenseGradient(gradient))
 
-    def accumulate(self, parameter: Parameter, gradient: Gradient) -> None:
-        """Add a gradient. With the last that is due in a round the parameters have been used; the reduction starts
-        where it overlaps backward, or where the next round needs the room.
+    def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
+        """Add the gradient of a use, or keep it where gradients are deferred. With a micro-batch's last of a chunk the
+        parameters have been used, added or not.
         """
-        key = id(parameter)
-        if self._arrived[key] == self._due[key]:
-            name = parameter.sharding.name
-            raise MegaliteError(f"{name} received more than the {self._due[key]} gradients due: its `uses` is wrong")
-        if self.stage >= 2 and self._outstanding == sum(self._due.values()):
-            self._make_room()
-        gradient.add_to(self.gradient(parameter), overwrite=self._arrived[key] == 0)
-        self._arrived[key] += 1
-        self._outstanding -= 1
-        if self._outstanding == 0:
+        accumulator = self._accumulator_of[use]
+        self._handed_over[accumulator.chunk] += 1
+        if self._handed_over[accumulator.chunk] % accumulator.gradients_a_micro_batch == 0:
             self.free_parameters()
-            if self._overlap or self.stage >= 2:
-                self._begin_reduction()
+        if self.deferred is not None:
+            self.deferred.keep(partial(accumulator.add, parameter, gradient, use))
+        else:
+            accumulator.add(parameter, gradient, use)
 
-    def _make_room(self) -> None:
-        self._finish_round()
-        _fill(self.gradients)
-        for start, stop in self._gaps:
-            self.gradients[start:stop].zero_()
+    def begin_reduction(self, chunk: int, micro_batches: int) -> None:
+        """Reduce what so many micro-batches of a chunk complete, unless that has begun."""
+        for accumulator in self.accumulators:
+            if accumulator.chunk == chunk:
+                accumulator.begin_reduction(micro_batches)
 
-    def _begin_reduction(self) -> None:
-        for slot in self.slots:
-            arrived, due = self._arrived[id(slot.parameter)], self._due[id(slot.parameter)]
-            if arrived != due:
-                name = slot.parameter.sharding.name
-                raise MegaliteError(f"{name} received {arrived} of the {due} gradients due: is it used in forward?")
-        self._pending_reduction = self.reduction.begin(self.gradients, None if self.stage >= 2 else self.gradient_shard)
-        self._rounds += 1
-        if self._rounds < self._rounds_due:
-            self._begin_round(1)
-        if self.stage >= 2:
-            self._in_flight.append(self)
-            while len(self._in_flight) > (REDUCTIONS_IN_FLIGHT if self._overlap else 0):
-                self._in_flight[0]._finish_round()
+    def completion(self) -> Iterator[Collective[object]]:
+        """What completes this rank's slice of the step's gradients, those of uses in other chunks added."""
+        for accumulator in self.accumulators:
+            yield from accumulator.completion()
+        for other in self.accumulators[1:]:
+            yield Collective("sum of the uses", (), partial(self.gradient_shard.add_, other.gradient_shard))
 
-    def _finish_round(self) -> None:
-        """Wait for the reduction under way, if there is one; ZeRO 2 and 3 add its slice to this rank's and free the
-        room.
-        """
-        if self._pending_reduction is None:
-            return
-        slice_of_sum = self._pending_reduction.wait()
-        self._pending_reduction = None
-        if self.stage >= 2:
-            self._in_flight.remove(self)
-            DenseGradient(slice_of_sum).add_to(self.gradient_shard, overwrite=self._rounds == 1)
-            _free(self.gradients)
-
-    def begin_reduction(self, micro_batches: int) -> None:
-        """Reduce what so many micro-batches complete, unless that has begun. Raises MegaliteError, naming a parameter,
-        where gradients have not arrived.
-        """
-        if self._rounds < micro_batches // self._micro_batches_a_round:
-            self._begin_reduction()
-
-    def finish_reduction(self) -> None:
-        """Complete this rank's slice of the step's gradients."""
-        if self._rounds < self._rounds_due:
-            raise RuntimeError(f"of {self._rounds_due} reductions that a step has, {self._rounds} were begun")
-        self._finish_round()
-        self.reduction.finish(self.gradient_shard)
+    def gradient_gather(self) -> Collective[collectives.Pending]:
+        """Begin to make the gradients whole from the ranks' slices."""
+        gather = partial(collectives.all_gather_async, self.gradient_shard, self.shard_group, out=self.gradients)
+        return Collective("gather of gradients", self.shard_group.ranks, gather)
 
     # ------------------------------------------------------------------------------------------------ parameters
 
-    def gather(self, flat: Tensor) -> collectives.Pending:
-        """Begin to fill a flat tensor of the bucket's length from the slices of it that its ranks own."""
-        return collectives.all_gather_async(self.owned(flat), self.shard_group, out=flat)
+    def parameter_gather(self) -> Collective[None]:
+        """Begin to make the parameters whole."""
+        return Collective("gather of parameters", self.shard_group.ranks, self.begin_parameter_gather)
 
     def begin_parameter_gather(self) -> None:
         """Start to make the parameters whole from the ranks' slices, unless they are or are being made so."""
         if self.stage == 3:
-            if not _is_free(self.parameters):
+            if not is_free(self.parameters):
                 return
-            _fill(self.parameters)
+            fill(self.parameters)
         self._pending_gather = collectives.all_gather_async(self.parameter_shard, self.shard_group, out=self.parameters)
 
     def finish_parameter_gather(self) -> None:
@@ -230,58 +186,77 @@ class Bucket:
         """Under ZeRO 3: keep this rank's slice alone."""
         if self.stage == 3:
             self.finish_parameter_gather()
-            _free(self.parameters)
-
-
-def _is_free(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().size() == 0
-
-
-def _free(tensor: Tensor) -> None:
-    """Give back the memory under a tensor and all its views; they keep their shapes."""
-    tensor.untyped_storage().resize_(0)
-
-
-def _fill(tensor: Tensor) -> None:
-    """Give a freed tensor memory again, not yet set. (Saved for backward, its views are as good as before: refilling
-    does not touch the version counters of parameters, which are theirs alone.)
-    """
-    if _is_free(tensor):
-        tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+            free(self.parameters)
 
 
 def make_buckets(
-    module: nn.Module,
+    networks: Sequence[nn.Module],
     mesh: ParallelMesh,
     options: DataParallel,
     *,
-    blocks: Sequence[nn.Module] = (),
+    blocks: Sequence[Sequence[nn.Module]] = (),
     set_values: Callable[[Parameter], None] | None = None,
 ) -> list[Bucket]:
-    """Move the parameters of `module` into flat buckets, in about backward's order.
+    """Move the parameters of `networks`, one a chunk, into flat buckets, in about backward's order.
 
-    `set_values` gives a parameter its values in its place; None: it has them. Under ZeRO 2 and 3 no bucket holds
-    parameters of two of the `blocks`.
+    `set_values` gives a parameter its values in its place; None: it has them. No bucket holds parameters of two chunks,
+    nor under ZeRO 2 and 3 of two of the `blocks` of a chunk. A parameter of several chunks stands with the lowest.
     """
-    dense, expert = mesh.ranks("dp", "cp"), mesh.ranks("edp")
+    chunks_of = _chunks_by_parameter(networks)
     buckets: list[Bucket] = []
-    in_flight: list[Bucket] = []
-    for part in [*(reversed(blocks) if options.stage >= 2 else ()), module]:
-        for layout in bucket_layouts(part, options.bucket_size, len(dense), len(expert)):
-            record = layout.slots[0].parameter.sharding
-            shard_group, instance_group = _instance(mesh, expert if record.expert else dense, options.instances)
-            replica_group = mesh.group_of(record.replica_group or (mesh.rank,))
-            bucket = Bucket(
-                layout,
-                options,
-                shard_group,
-                ReduceScatter(shard_group, instance_group, replica_group),
-                counted_here=mesh.rank == min(record.copies) and instance_group.rank == 0,
-                in_flight=in_flight,
-                set_values=set_values,
-            )
-            buckets.append(bucket)
+    in_flight: list[Accumulator] = []
+    for chunk in reversed(range(len(networks))):
+        for part in [*(reversed(blocks[chunk]) if blocks and options.stage >= 2 else ()), networks[chunk]]:
+            parameters = [
+                parameter
+                for parameter in unique_parameters(part)
+                if parameter.gradient_buffer is None and chunks_of[id(parameter)][0] == chunk
+            ]
+            for layout in bucket_layouts(parameters, mesh, options.bucket_size):
+                first = layout.slots[0].parameter
+                uses = _uses_by_chunk(first.sharding.uses, chunks_of[id(first)])
+                buckets.append(_make_bucket(layout, mesh, options, uses, in_flight, set_values))
     return buckets
+
+
+def _make_bucket(
+    layout: BucketLayout,
+    mesh: ParallelMesh,
+    options: DataParallel,
+    uses: Mapping[int, Sequence[int]],
+    in_flight: list[Accumulator],
+    set_values: Callable[[Parameter], None] | None,
+) -> Bucket:
+    record = layout.slots[0].parameter.sharding
+    shard_group, instance_group = _instance(mesh, data_parallel_ranks(mesh, record), options.instances)
+    replica_group = mesh.group_of(record.replica_group or (mesh.rank,))
+    return Bucket(
+        layout,
+        options,
+        shard_group,
+        ReduceScatter(shard_group, instance_group, replica_group),
+        counted_here=mesh.rank == min(record.copies) and instance_group.rank == 0,
+        uses=uses,
+        in_flight=in_flight,
+        set_values=set_values,
+    )
+
+
+def _chunks_by_parameter(networks: Sequence[nn.Module]) -> dict[int, list[int]]:
+    """The chunks that hold each parameter, by its id."""
+    chunks: dict[int, list[int]] = {}
+    for chunk, network in enumerate(networks):
+        for parameter in unique_parameters(network):
+            chunks.setdefault(id(parameter), []).append(chunk)
+    return chunks
+
+
+def _uses_by_chunk(uses: int, chunks: Sequence[int]) -> dict[int, list[int]]:
+    """One use in each of the chunks that hold a parameter; all in the one where there is but one."""
+    found: dict[int, list[int]] = {}
+    for use in range(uses):
+        found.setdefault(chunks[min(use, len(chunks) - 1)], []).append(use)
+    return found
 
 
 def _instance(mesh: ParallelMesh, ranks: tuple[int, ...], instances: int) -> tuple[Group, Group]:

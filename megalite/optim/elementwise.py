@@ -46,7 +46,14 @@ def elementwise_rule(runs: Sequence[Run], config: OptimizerConfig) -> FusedRule 
     return ChunkedRule(runs, config) if chunked else FusedRule(runs, config)
 
 
-class FusedRule:
+class _Local:
+    """A rule that talks to no other rank."""
+
+    def collectives(self) -> tuple[()]:
+        return ()
+
+
+class FusedRule(_Local):
     """By the fused kernels of torch or apex, for state of the master weights' dtype."""
 
     def __init__(self, runs: Sequence[Run], config: OptimizerConfig) -> None:
@@ -110,7 +117,7 @@ def _fused(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim
     return made
 
 
-class ChunkedRule:
+class ChunkedRule(_Local):
     """By plain operations on so few elements at a time that they stay in the cache.
 
     State and master weights may be of any dtype: the arithmetic is in fp32 (or float64), and what is kept is rounded.

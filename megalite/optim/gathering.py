@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor, nn
 
 from megalite.optim.buckets import Bucket
+from megalite.optim.layout import unique_parameters
 
 
 def gather_around_forward(network: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
-    """Make the modules of `network` wait for, or under ZeRO 3 bring about, the gathers of what they use."""
+    """Make the modules of a chunk's network wait for, or under ZeRO 3 bring about, the gathers of what they use."""
     if any(bucket.stage == 3 for bucket in buckets):
         BlockGathers(network, blocks, buckets)
     elif any(bucket.prefetch for bucket in buckets):
@@ -22,7 +23,7 @@ def gather_around_forward(network: nn.Module, blocks: Sequence[nn.Module], bucke
 
 class BlockGathers:
     """ZeRO 3: a block's parameters are whole from just before its forward to its end, and in backward until its last
-    gradient has arrived. The order is fixed by the blocks, so it is the same on all ranks.
+    gradient has come, to be added then or later. The order is fixed by the blocks, so it is the same on all ranks.
 
     A block that is recomputed is gathered once for its second forward and its backward together. While one block
     computes the next is gathered.
@@ -31,10 +32,9 @@ class BlockGathers:
     def __init__(self, network: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
         bucket_of = {id(slot.parameter): bucket for bucket in buckets for slot in bucket.slots}
         in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
-        for bucket in buckets:
-            for slot in bucket.slots:
-                if bucket.stage == 3 and id(slot.parameter) not in in_blocks:
-                    raise ValueError(f"ZeRO 3 would never gather {slot.parameter.sharding.name}: it is in no block")
+        for parameter in unique_parameters(network):
+            if bucket_of[id(parameter)].stage == 3 and id(parameter) not in in_blocks:
+                raise ValueError(f"ZeRO 3 would never gather {parameter.sharding.name}: it is in no block")
         self._buckets = [tuple(dict.fromkeys(bucket_of[id(p)] for p in block.parameters())) for block in blocks]
         self._in_backward = False
         network.register_forward_pre_hook(lambda *_: self._enter(backward=False))

@@ -1,7 +1,8 @@
 """How parameters are dealt into flat buckets: a pure function of their sizes and records.
 
-Parameters of one kind (dtype, data-parallel peers, copies) stand one behind the other in reverse order of registration,
-about the order in which backward reaches them. All members of a shard group or a replica group get the same layout.
+Parameters of one kind (dtype, data-parallel peers, copies, uses) stand one behind the other in reverse order of
+registration, about the order in which backward reaches them. All members of a shard group or a replica group get the
+same layout.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import ClassVar
 
 from torch import nn
 
+from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
+from megalite.parallel.sharding import Sharding
 
 ALIGNMENT = 64
 """Elements to whose multiple a parameter's start is aligned: 256 bytes of fp32, a vector load of any device."""
@@ -96,22 +99,25 @@ def bucket_length(places: Sequence[tuple[int, int, int]], shards: int) -> int:
     return _round_up(places[-1][2], shards * ALIGNMENT)
 
 
-def bucket_layouts(
-    module: nn.Module, bucket_size: int | None, shards: int, shards_of_experts: int
-) -> list[BucketLayout]:
-    """The buckets of the parameters of `module` that are in none yet, in about backward's order."""
+def bucket_layouts(parameters: Sequence[Parameter], mesh: ParallelMesh, bucket_size: int | None) -> list[BucketLayout]:
+    """The buckets of parameters given in order of registration, in about backward's order."""
     kinds: dict[tuple[object, ...], list[Parameter]] = {}
-    for parameter in reversed(unique_parameters(module)):
+    for parameter in reversed(parameters):
         record = parameter.sharding
-        if parameter.gradient_buffer is None:
-            kinds.setdefault((parameter.dtype, record.expert, record.copies, record.summed), []).append(parameter)
+        kind = (parameter.dtype, record.expert, record.copies, record.summed, record.uses)
+        kinds.setdefault(kind, []).append(parameter)
     layouts: list[BucketLayout] = []
-    for parameters in kinds.values():
-        parts = shards_of_experts if parameters[0].sharding.expert else shards
-        for places in lay_out([parameter.numel() for parameter in parameters], bucket_size):
-            slots = tuple(Slot(parameters[index], start, stop) for index, start, stop in places)
-            layouts.append(BucketLayout(slots, bucket_length(places, parts)))
+    for alike in kinds.values():
+        shards = len(data_parallel_ranks(mesh, alike[0].sharding))
+        for places in lay_out([parameter.numel() for parameter in alike], bucket_size):
+            slots = tuple(Slot(alike[index], start, stop) for index, start, stop in places)
+            layouts.append(BucketLayout(slots, bucket_length(places, shards)))
     return layouts
+
+
+def data_parallel_ranks(mesh: ParallelMesh, record: Sharding) -> tuple[int, ...]:
+    """The ranks over which a parameter's gradient is summed because they see other samples."""
+    return mesh.ranks("edp") if record.expert else mesh.ranks("dp", "cp")
 
 
 def unique_parameters(module: nn.Module) -> list[Parameter]:

@@ -85,6 +85,16 @@ class Muon:
         for tensors in self._rounds:
             self._update(tensors, rates)
 
+    def collectives(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Of each round: the parts to the ranks that orthogonalize, over the split of their tensors, and back."""
+        for tensors in self._rounds:
+            group = tensors[0].shard_group
+            if tensors[0].sharded:
+                yield "exchange of matrices' parts", group.ranks
+            if group.rank < len(tensors):
+                yield "sum of a matrix' parts", tensors[group.rank].split_group.ranks
+            yield "exchange of matrices' updates", group.ranks
+
     def _update(self, tensors: Sequence[SplitTensor], rates: Rates) -> None:
         """Rank i of the shard group orthogonalizes tensor i. What a rank sends or gets is flat, part by part."""
         group, rank, count = tensors[0].shard_group, tensors[0].shard_group.rank, len(tensors)

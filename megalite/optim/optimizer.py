@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -18,10 +19,12 @@ from megalite.optim import statistics
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
 from megalite.optim.gathering import gather_around_forward
 from megalite.optim.learning_rate import Rates
+from megalite.optim.reduction import Collective
 from megalite.optim.rules import make_rules
 from megalite.optim.shard import Shard, StateSlice, all_state_names
+from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import Parameter
+from megalite.parallel.parameter import DeferredGradients, Parameter
 
 
 @dataclass(frozen=True)
@@ -80,27 +83,64 @@ class Optimizer:
         for bucket in self.buckets:
             bucket.begin_step(micro_batches)
 
-    def reduce(self, micro_batches: int) -> None:
-        """Begin the reductions that are due behind so many micro-batches of the step."""
+    def reduce(self, chunk: int, micro_batches: int) -> None:
+        """Begin the reductions that are due behind so many micro-batches of a chunk."""
         for bucket in self.buckets:
-            bucket.begin_reduction(micro_batches)
+            bucket.begin_reduction(chunk, micro_batches)
+
+    @contextmanager
+    def deferring(self, chunk: int) -> Iterator[DeferredGradients]:
+        """Within it all gradients of a chunk's parameters are kept, to be added whenever the caller says."""
+        deferred = DeferredGradients()
+        buckets = [bucket for bucket in self.buckets if any(a.chunk == chunk for a in bucket.accumulators)]
+        for bucket in buckets:
+            bucket.deferred = deferred
+        try:
+            yield deferred
+        finally:
+            for bucket in buckets:
+                bucket.deferred = None
 
     def step(self, rates: Rates, loss_scale: float = 1.0) -> StepResult:
         """Finish the gradients' reduction, clip and update. The same decision and the same bits on every rank.
 
         `loss_scale` is what the loss was multiplied by: the gradients are divided by it.
         """
-        for bucket in self.buckets:
-            bucket.finish_reduction()
-        norms = statistics.norms([(bucket, bucket.gradient_shard) for bucket in self.buckets], self.mesh)
-        result = StepResult({name: norm / loss_scale for name, norm in norms.items()})
+        for part in self._completion():
+            part.run()
+        result = StepResult({name: norm / loss_scale for name, norm in self._norms().run().items()})
         if result.skipped:
             return result
-        for pending in [bucket.gather(bucket.gradients) for bucket in self.buckets if bucket.stage == 0]:
+        for pending in [gather.run() for gather in self._gradient_gathers()]:
             pending.wait()
         self._scale(self._clipping(result.gradient_norm) / loss_scale)
         self._update(rates)
         return result
+
+    def collectives(self) -> list[tuple[str, tuple[int, ...]]]:
+        """What `step` does together with other ranks, in order, where it does not skip: names and ranks.
+
+        Gathers of one kind are all begun before the first is waited for.
+        """
+        own: list[Collective[object]] = [*self._completion(), self._norms(), *self._gradient_gathers()]
+        rules = [part for rule in self._rules for part in rule.collectives()]
+        gathers = [(part.name, part.ranks) for part in self._parameter_gathers()]
+        every = [*((part.name, part.ranks) for part in own), *rules, *gathers]
+        return [(name, ranks) for name, ranks in every if len(ranks) > 1]
+
+    def _completion(self) -> Iterator[Collective[object]]:
+        for bucket in self.buckets:
+            yield from bucket.completion()
+
+    def _norms(self) -> Collective[dict[str, float]]:
+        owned = [(bucket, bucket.gradient_shard) for bucket in self.buckets]
+        return Collective("norm", self.mesh.world().ranks, partial(statistics.norms, owned, self.mesh))
+
+    def _gradient_gathers(self) -> list[Collective[Pending]]:
+        return [bucket.gradient_gather() for bucket in self.buckets if bucket.stage == 0]
+
+    def _parameter_gathers(self) -> list[Collective[None]]:
+        return [bucket.parameter_gather() for bucket in reversed(self.buckets) if bucket.stage in (1, 2)]
 
     def _clipping(self, norm: float) -> float:
         return min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0.0 else 1.0
@@ -123,9 +163,8 @@ class Optimizer:
 
     def begin_parameter_gather(self) -> None:
         """Start to make whole, under ZeRO 1 and 2, the parameters whose slices have changed."""
-        for bucket in reversed(self.buckets):
-            if bucket.stage in (1, 2):
-                bucket.begin_parameter_gather()
+        for gather in self._parameter_gathers():
+            gather.run()
 
     @contextmanager
     def whole_parameters(self) -> Iterator[None]:
@@ -152,19 +191,20 @@ class Optimizer:
 
 
 def make_optimizer(
-    network: nn.Module,
+    networks: Sequence[nn.Module],
     mesh: ParallelMesh,
     config: OptimizerConfig,
     options: DataParallel,
     *,
-    blocks: Sequence[nn.Module] = (),
+    blocks: Sequence[Sequence[nn.Module]] = (),
     set_values: Callable[[Parameter], None] | None = None,
 ) -> Optimizer:
-    """Move the parameters of `network` into flat buckets and make the optimizer of this rank's part of them.
+    """Move the parameters of `networks`, one a chunk, into flat buckets; the optimizer of this rank's part of them.
 
-    `blocks`: the parts of the network that run one after the other, which ZeRO 3 needs. `set_values` gives a parameter
+    `blocks`: the parts of each network that run one after the other, which ZeRO 3 needs. `set_values` gives a parameter
     its initial values; None where they have them.
     """
-    buckets = make_buckets(network, mesh, options, blocks=blocks, set_values=set_values)
-    gather_around_forward(network, blocks, buckets)
+    buckets = make_buckets(networks, mesh, options, blocks=blocks, set_values=set_values)
+    for chunk, network in enumerate(networks):
+        gather_around_forward(network, blocks[chunk] if blocks else (), buckets)
     return Optimizer(buckets, mesh, config, overlap_gather=options.overlap_gather)

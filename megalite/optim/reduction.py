@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
+
+Result = TypeVar("Result", covariant=True)
+
+
+@dataclass(frozen=True)
+class Collective(Generic[Result]):
+    """Something that ranks do together behind a step's list of actions."""
+
+    name: str
+    ranks: tuple[int, ...]
+    run: Callable[[], Result]
 
 
 class Reduction(Protocol):
@@ -16,8 +30,8 @@ class Reduction(Protocol):
     def begin(self, gradients: Tensor, out: Tensor | None) -> collectives.Pending:
         """Start; the result, in `out` where given, is this rank's slice of the sum. `gradients` may be overwritten."""
 
-    def finish(self, gradients: Tensor) -> None:
-        """Once a step, after the last of its reductions: complete this rank's slice in place."""
+    def completion(self, gradients: Tensor) -> Iterator[Collective[object]]:
+        """What completes this rank's slice in place, once a step, after the last of its reductions."""
 
 
 class ReduceScatter:
@@ -31,6 +45,7 @@ class ReduceScatter:
     def begin(self, gradients: Tensor, out: Tensor | None) -> collectives.Pending:
         return collectives.reduce_scatter_async(gradients, self.shard_group, out=out)
 
-    def finish(self, gradients: Tensor) -> None:
-        collectives.all_reduce_(gradients, self.instance_group)
-        collectives.all_reduce_(gradients, self.replica_group)
+    def completion(self, gradients: Tensor) -> Iterator[Collective[object]]:
+        for kind, group in (("instances", self.instance_group), ("replicas", self.replica_group)):
+            summed = partial(collectives.all_reduce_, gradients, group)
+            yield Collective(f"sum of the gradients over {kind}", group.ranks, summed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from megalite.config.optimizer import OptimizerConfig
@@ -18,6 +18,9 @@ class UpdateRule(Protocol):
 
     def update(self, rates: Rates, step: int) -> None:
         """`step` counts updates from 1. Every rank calls it: a rule may talk to other ranks."""
+
+    def collectives(self) -> Iterable[tuple[str, tuple[int, ...]]]:
+        """What an update does together with other ranks, in order: names and ranks."""
 
 
 def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:

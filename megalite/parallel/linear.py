@@ -2,12 +2,15 @@
 
 Megatron-LM (arXiv:1909.08053) and, with sequence parallelism, Korthikanti et al. (arXiv:2205.05198): the
 column-parallel layer's gathered input is not saved but gathered again in backward, beside the input-gradient product;
-the input gradient's reduction then runs beside the weight-gradient product.
+the input gradient's reduction then runs beside the weight-gradient product. What deferred weight gradients keep stays
+split along the sequence and is gathered when they are added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
-from megalite.parallel.parameter import Parameter, ProductGradient, hand_over
+from megalite.parallel.parameter import Gradient, Parameter, ProductGradient, hand_over, is_deferred
 from megalite.parallel.sharding import Sharding
 
 
@@ -24,13 +27,29 @@ def _matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
+@dataclass(frozen=True)
+class _GatheredGradient:
+    """A `ProductGradient` of which a factor is gathered when it is added."""
+
+    output_gradient: Callable[[], Tensor]
+    input: Callable[[], Tensor]
+
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        ProductGradient(self.output_gradient(), self.input()).add_to(target, overwrite=overwrite)
+
+
+def _gather_later(split: Tensor, group: Group) -> Callable[[], Tensor]:
+    """Gathers once, however many gradients ask, and keeps the whole until the last of them is gone."""
+    return functools.cache(lambda: _matrix(collectives.all_gather(split, group)))
+
+
 class _ColumnParallel(torch.autograd.Function):
     """input [sequence (/ size), batch, in], weights [out_i, in] -> [sequence, batch, sum of out_i]."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, group: Group, sequence_parallel: bool, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, input: Tensor, group: Group, sequence_parallel: bool, use: int, *weights: Tensor) -> Tensor:
         # Parameters are kept as they are: a saved tensor would lose its buffer under recomputation.
-        ctx.group, ctx.sequence_parallel, ctx.weights = group, sequence_parallel, weights
+        ctx.group, ctx.sequence_parallel, ctx.use, ctx.weights = group, sequence_parallel, use, weights
         ctx.save_for_backward(input)
         whole = collectives.all_gather(input, group) if sequence_parallel else input
         if len(weights) == 1:
@@ -42,24 +61,31 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (input,), weights = ctx.saved_tensors, ctx.weights
+        input, weights = ctx.saved_tensors[0].detach(), ctx.weights  # a deferred gradient must not keep the graph
         group: Group = ctx.group
-        input_again = collectives.all_gather_async(input, group) if ctx.sequence_parallel else collectives.done(input)
+        later = ctx.sequence_parallel and is_deferred(weights[0])
+        gather_now = ctx.sequence_parallel and not later
+        input_again = collectives.all_gather_async(input, group) if gather_now else collectives.done(input)
         parts = _split(_matrix(gradients[0]), weights)
         input_gradient = parts[0] @ weights[0]
         for part, weight in zip(parts[1:], weights[1:], strict=True):
             input_gradient.addmm_(part, weight)
         whole = input_again.wait()
-        input_gradient = input_gradient.view(whole.shape)
+        input_gradient = input_gradient.view(*gradients[0].shape[:-1], -1)
         if ctx.sequence_parallel:
             reduction = collectives.reduce_scatter_async(input_gradient, group)
         else:
             reduction = collectives.all_reduce_async_(input_gradient, group)
+        products: list[Gradient]
+        if later:
+            gathered = _gather_later(input, group)
+            products = [_GatheredGradient(functools.partial(_matrix, part), gathered) for part in parts]
+        else:
+            products = [ProductGradient(part, _matrix(whole)) for part in parts]
         weight_gradients = [
-            hand_over(weight, ProductGradient(part, _matrix(whole)))
-            for part, weight in zip(parts, weights, strict=True)
+            hand_over(weight, product, ctx.use) for weight, product in zip(weights, products, strict=True)
         ]
-        return reduction.wait(), None, None, *weight_gradients
+        return reduction.wait(), None, None, None, *weight_gradients
 
 
 class _RowParallel(torch.autograd.Function):
@@ -74,11 +100,16 @@ class _RowParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (input,) = ctx.saved_tensors
+        input = ctx.saved_tensors[0].detach()
         gradient = collectives.all_gather(gradients[0], ctx.group) if ctx.sequence_parallel else gradients[0]
         input_gradient = gradient @ ctx.weight  # first: the last gradient to be handed over may free the weight
-        weight_gradient = hand_over(ctx.weight, ProductGradient(_matrix(gradient), _matrix(input)))
-        return input_gradient, weight_gradient, None, None
+        product: Gradient
+        if ctx.sequence_parallel and is_deferred(ctx.weight):
+            gathered = _gather_later(gradients[0], ctx.group)
+            product = _GatheredGradient(gathered, functools.partial(_matrix, input))
+        else:
+            product = ProductGradient(_matrix(gradient), _matrix(input))
+        return input_gradient, hand_over(ctx.weight, product), None, None
 
 
 def _split(matrix: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -101,19 +132,20 @@ class ColumnParallelLinear(nn.Module):
         sequence_parallel: bool,
         dtype: torch.dtype,
         device: torch.device,
+        use: int = 0,
     ) -> None:
-        """A weight that is tied to another layer's is given as that `Parameter`."""
+        """A weight that is tied to another layer's is given as that `Parameter`, with the number of its use here."""
         super().__init__()
         self.weights = nn.ParameterList(
             [weight if isinstance(weight, Parameter) else Parameter(weight, dtype, device) for weight in weights]
         )
         self.biases = nn.ParameterList([Parameter(sharding, dtype, device) for sharding in biases])
-        self.group = group
+        self.group, self.use = group, use
         self.sequence_parallel = sequence_parallel and group.size > 1
 
     def forward(self, input: Tensor) -> Tensor:
         """[sequence (/ size under sequence parallelism), batch, in] to [sequence, batch, out / size]."""
-        output: Tensor = _ColumnParallel.apply(input, self.group, self.sequence_parallel, *self.weights)
+        output: Tensor = _ColumnParallel.apply(input, self.group, self.sequence_parallel, self.use, *self.weights)
         if len(self.biases) == 0:
             return output
         return output + (self.biases[0] if len(self.biases) == 1 else torch.cat(list(self.biases)))

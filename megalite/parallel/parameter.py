@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,10 +66,35 @@ class RowsGradient:
         target.index_add_(0, self.rows, self.values.to(target.dtype))
 
 
+class DeferredGradients:
+    """Gradients that are kept, in the order in which they came, to be added later.
+
+    Each has with it all that it takes to add it: until then the tensors that it is made from are alive.
+    """
+
+    def __init__(self) -> None:
+        self._additions: deque[Callable[[], None]] = deque()
+
+    def keep(self, addition: Callable[[], None]) -> None:
+        """Keep a gradient: what adds it."""
+        self._additions.append(addition)
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Add all in order, and let go of each."""
+        while self._additions:
+            self._additions.popleft()()
+
+
 class GradientBuffer(Protocol):
     """Where gradients are gathered: the one door through which they enter."""
 
-    def accumulate(self, parameter: Parameter, gradient: Gradient) -> None: ...
+    @property
+    def deferred(self) -> DeferredGradients | None:
+        """What keeps gradients that arrive now; None: they are added."""
+
+    def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
+        """Take a gradient of one of the parameter's uses in a forward pass, by number."""
 
 
 class Parameter(nn.Parameter):
@@ -95,13 +121,18 @@ class Parameter(nn.Parameter):
             self.data = torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
-def hand_over(parameter: Parameter, gradient: Gradient) -> Tensor | None:
-    """Give a gradient to the parameter's buffer, from inside a backward function.
+def is_deferred(parameter: Parameter) -> bool:
+    """Whether a gradient that is handed over now is kept to be added later."""
+    return parameter.gradient_buffer is not None and parameter.gradient_buffer.deferred is not None
+
+
+def hand_over(parameter: Parameter, gradient: Gradient, use: int = 0) -> Tensor | None:
+    """Give the gradient of a use to the parameter's buffer, from inside a backward function.
 
     Returns what the function must return to autograd for it: None, or the plain gradient where there is no buffer.
     """
     if parameter.gradient_buffer is not None:
-        parameter.gradient_buffer.accumulate(parameter, gradient)
+        parameter.gradient_buffer.accumulate(parameter, gradient, use)
         return None
     plain = torch.empty_like(parameter, requires_grad=False)
     gradient.add_to(plain, overwrite=True)
@@ -118,9 +149,3 @@ def named_pieces(module: nn.Module) -> Iterator[tuple[Parameter, Piece]]:
             raise TypeError(f"parameter {name} was created without a Sharding")
         for piece in parameter.sharding.pieces:
             yield parameter, piece
-
-
-class DeferredGradients:
-    """placeholder"""
-
-    def add(self) -> None: ...

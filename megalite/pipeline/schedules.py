@@ -178,12 +178,3 @@ SCHEDULES = {
     "zb-v": Schedule(zb_v, v_shaped=True, splits_backward=True),
 }
 FORWARD_ONLY = Schedule(forward_only)
-
-
-def no_pipelining(micro_batches: int, *, reduce_each: bool = False) -> list[Action]:
-    actions: list[Action] = []
-    for m in range(micro_batches):
-        actions += [Action("F", m), Action("B", m)]
-        if reduce_each or m == micro_batches - 1:
-            actions.append(Action("R", m))
-    return actions

@@ -61,7 +61,8 @@ def measured(
     """
     buckets, shards = optimizer.buckets, optimizer.shards
     parameters = _storages(tensor for bucket in buckets for tensor in (bucket.parameters, bucket.parameter_shard))
-    gradients = _storages(tensor for bucket in buckets for tensor in (bucket.gradients, bucket.gradient_shard))
+    accumulators = [accumulator for bucket in buckets for accumulator in bucket.accumulators]
+    gradients = _storages(tensor for a in accumulators for tensor in (*a.flats.values(), a.gradient_shard))
     kept = _storages(tensor for shard in shards for tensor in shard.tensors())
     alone = {storage: size for storage, size in kept.items() if storage not in parameters}
     return Memory(
@@ -97,15 +98,19 @@ def state_bytes(optimizer: Optimizer) -> tuple[int, int, int]:
 
     With p, g and o bytes an element and d shards: p + g + o, p + g + o/d, p + g/d + o/d, (p + g + o)/d for the stages
     0 to 3; o is 8 for Adam's moments in fp32 and 4 more for the masters of narrower parameters. Muon's momentum of a
-    matrix is 4, so that its shards are not alike. (The precision-aware optimizer has less of each, as asked.)
+    matrix is 4, so that its shards are not alike. A tied weight's gradient has a sum for each use until they are
+    reduced. (The precision-aware optimizer has less of each, as asked.)
     """
     totals = [0.0, 0.0, 0.0]
     for shard in optimizer.shards:
         bucket, master = shard.bucket, [shard.master.dtype] if shard.has_master else []
         for slot in bucket.slots:
             elements = slot.stop - slot.start
-            for kind, (flat, stage) in enumerate(((bucket.parameters, 3), (bucket.gradients, 2))):
-                totals[kind] += elements * flat.itemsize / (bucket.shard_group.size if bucket.stage >= stage else 1)
+            shards = bucket.shard_group.size
+            totals[0] += elements * bucket.parameters.itemsize / (shards if bucket.stage == 3 else 1)
+            for accumulator in bucket.accumulators:
+                sums = 1 / shards if bucket.stage >= 2 else len(accumulator.flats)
+                totals[1] += elements * bucket.gradients.itemsize * sums
             updated = max(min(slot.stop, shard.stop) - max(slot.start, shard.start), 0)
             kept = state_dtypes(optimizer.config, ParameterGroup.of(slot.parameter), shard.parameters.dtype)
             totals[2] += updated * sum(dtype.itemsize for dtype in [*kept.values(), *master])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalite.model import gpt
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.optim import optimizer as optim
@@ -18,13 +19,19 @@ from megalite.optim.optimizer import Optimizer
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives
 from megalite.parallel.initialization import initial_values, initialize
+from megalite.parallel.linear import RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import Gradient, Parameter, named_pieces
+from megalite.parallel.parameter import DeferredGradients, Gradient, Parameter, named_pieces
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sharding import Box, Constant, Normal
-from megalite.pipeline import engine, schedules
+from megalite.pipeline.engine import HiddenStates, PipelineEngine
+from megalite.pipeline.lowering import Reductions
+from megalite.pipeline.point_to_point import make_links
+from megalite.pipeline.steps import Steps
 from tests.distributed.layout_cell import (
+    HIDDEN,
     RECOMPUTE,
+    SEQUENCE,
     Cell,
     batch,
     model_config,
@@ -165,21 +172,22 @@ def accumulate_gradients(
 ) -> Tensor:
     """A step up to the optimizer's: all micro-batches forward and backward; the sum of their losses."""
     optimizer.begin_step(len(micro_batches))
-    actions = schedules.no_pipelining(len(micro_batches), reduce_each=optimizer.reduces_each_micro_batch)
-    return engine.run(actions, stage, micro_batches, factor, optimizer.reduce)
+    actions = Steps(reductions=Reductions(optimizer.reduces_each_micro_batch)).training(len(micro_batches))
+    return PipelineEngine([stage]).run(actions, micro_batches, factor, optimizer)
 
 
-def make_optimizer(network: GPT, mesh: ParallelMesh, cell: Cell) -> Optimizer:
+def make_optimizer(chunks: Sequence[GPT], mesh: ParallelMesh, cell: Cell) -> Optimizer:
     overlap = cell.overlap != "none"
     options = DataParallel(
         gradient_dtype=cell.torch_gradient_dtype,
         stage=cell.zero,
         instances=cell.instances,
         bucket_size=1 if cell.overlap == "single parameters" else BUCKET_SIZE if overlap else None,
-        overlap_reduce=overlap,
+        overlap_reduce=overlap and len(chunks) == 1,  # else the list says when
         overlap_gather=cell.overlap == "reduce and gather",
     )
-    return optim.make_optimizer(network, mesh, optimizer_config(cell), options, blocks=network.blocks())
+    blocks = [chunk.blocks() for chunk in chunks]
+    return optim.make_optimizer(chunks, mesh, optimizer_config(cell), options, blocks=blocks)
 
 
 def local_micro_batches(cell: Cell, step: int, dp_rank: int) -> Iterator[MicroBatch]:
@@ -253,13 +261,17 @@ class _Infinite:
 class _Infector:
     bucket: Bucket
 
-    def accumulate(self, parameter: Parameter, gradient: Gradient) -> None:
-        self.bucket.accumulate(parameter, _Infinite(gradient))
+    @property
+    def deferred(self) -> DeferredGradients | None:
+        return self.bucket.deferred
+
+    def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
+        self.bucket.accumulate(parameter, _Infinite(gradient), use)
 
 
-def plant_infinity(network: GPT, *, active: bool) -> None:
+def plant_infinity(network: nn.Module, *, active: bool) -> None:
     """Let one weight of this rank meet infinite gradients, or no longer."""
-    weight = network.layers[0].mlp.up.weights[0]
+    weight = next(module for module in network.modules() if isinstance(module, RowParallelLinear)).weight
     if isinstance(weight.gradient_buffer, _Infector):
         weight.gradient_buffer = weight.gradient_buffer.bucket
     if active:

@@ -93,7 +93,7 @@ class Case:
         options = DataParallel(
             wide, layout.zero, layout.instances, bucket_size=layout.bucket_size, overlap_gather=layout.zero > 0
         )
-        optimizer = make_optimizer(network, mesh, OPTIMIZERS[model], options, blocks=network.blocks())
+        optimizer = make_optimizer([network], mesh, OPTIMIZERS[model], options, blocks=[network.blocks()])
         return Case(network, optimizer, mesh)
 
     def step(self, number: int) -> None:
@@ -107,9 +107,9 @@ class Case:
             piece.view(gradient).copy_(values)
         for bucket in self.optimizer.buckets:
             for slot in bucket.slots:
-                for _ in range(slot.parameter.sharding.uses):
-                    bucket.accumulate(slot.parameter, DenseGradient(drawn[id(slot.parameter)]))
-        self.optimizer.reduce(1)
+                for use in range(slot.parameter.sharding.uses):
+                    bucket.accumulate(slot.parameter, DenseGradient(drawn[id(slot.parameter)]), use)
+        self.optimizer.reduce(0, 1)
         self.optimizer.step(Rates(0.01, 0.01, 0.01))
 
     def save(self, path: Path, iteration: int = 1) -> Path:

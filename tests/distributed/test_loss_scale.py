@@ -31,7 +31,7 @@ def trajectory(tp: int, stage: int) -> list[tuple[float, bool, int]]:
     network = GPT(model_config(cell), mesh, dtype=torch.float16)
     initialize(network, seed=1)
     options = DataParallel(torch.float32, stage)
-    optimizer = make_optimizer(network, mesh, OptimizerConfig(lr=0.01), options, blocks=network.blocks())
+    optimizer = make_optimizer([network], mesh, OptimizerConfig(lr=0.01), options, blocks=[network.blocks()])
     scale, seen = START, []
     for step in range(STEPS):
         if rank == world_size - 1:

@@ -14,7 +14,8 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
-from megalite.optim.buckets import REDUCTIONS_IN_FLIGHT, DataParallel
+from megalite.optim.accumulator import REDUCTIONS_IN_FLIGHT
+from megalite.optim.buckets import DataParallel
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize, set_initial_values
@@ -45,7 +46,7 @@ def kept(stage: int, overlap: bool, narrow: bool) -> dict[str, float]:
         torch.bfloat16 if narrow else torch.float32, stage, overlap_reduce=overlap, overlap_gather=overlap and stage > 0
     )
     optimizer = make_optimizer(
-        network, mesh, NARROW if narrow else OptimizerConfig(lr=0.01), options, blocks=network.blocks()
+        [network], mesh, NARROW if narrow else OptimizerConfig(lr=0.01), options, blocks=[network.blocks()]
     )
     micro_batches = list(local_micro_batches(cell, 0, mesh.coordinate("dp")))
     accumulate_gradients(optimizer, network, micro_batches)
@@ -140,7 +141,7 @@ def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[
         initialize(network, seed=1)
         options = DataParallel(torch.float32, stage)
         config = OptimizerConfig(lr=0.01, optimizer="muon" if dtype == torch.bfloat16 else "adam")
-        optimizer = make_optimizer(network, mesh, config, options, blocks=network.blocks())
+        optimizer = make_optimizer([network], mesh, config, options, blocks=[network.blocks()])
         positions = torch.arange(TOKENS[1]).expand(TOKENS)
         batch = MicroBatch(zeros, positions, None, zeros, torch.ones(TOKENS), RandomKey(1, 0))
         seen = memory.measured(optimizer, functools.partial(network, None, batch))
@@ -185,7 +186,7 @@ def largest_construction(stage: int) -> tuple[float, float]:
         seen.append(sum(live_storages().values()))
 
     options, config = DataParallel(torch.float32, stage), OptimizerConfig(lr=0.01)
-    optimizer = make_optimizer(network, mesh, config, options, blocks=network.blocks(), set_values=set_values)
+    optimizer = make_optimizer([network], mesh, config, options, blocks=[network.blocks()], set_values=set_values)
     elements = sum(bucket.length for bucket in optimizer.buckets)
     block = max(bucket.length for bucket in optimizer.buckets)
     return max(seen) / elements, block / elements

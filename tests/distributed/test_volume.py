@@ -65,7 +65,7 @@ def sent_in_a_step(dp: int, instances: int, stage: int, overlap: bool, recompute
     options = DataParallel(
         torch.float32, stage, instances, overlap_reduce=overlap, overlap_gather=overlap and stage > 0
     )
-    optimizer = make_optimizer(network, mesh, OptimizerConfig(lr=0.01), options, blocks=network.blocks())
+    optimizer = make_optimizer([network], mesh, OptimizerConfig(lr=0.01), options, blocks=[network.blocks()])
     micro_batches = list(local_micro_batches(cell, 0, mesh.coordinate("dp")))
     sent = Sent()
     with (

@@ -23,7 +23,9 @@ from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
-from megalite.pipeline import engine, schedules
+from megalite.pipeline.engine import PipelineEngine
+from megalite.pipeline.lowering import Reductions
+from megalite.pipeline.steps import Steps
 
 DIRECTORY = Path(__file__).with_suffix("")
 STEPS, BATCH, SEQUENCE, VOCABULARY, SEED = 50, 8, 32, 61, 1234
@@ -56,23 +58,18 @@ def _train(config: ModelConfig, dtype: torch.dtype) -> list[float]:
     mesh = ParallelMesh()
     network = GPT(config, mesh, dtype=dtype)
     initialize(network, SEED)
-    optimizer = make_optimizer(network, mesh, OptimizerConfig(lr=0.0), DataParallel(gradient_dtype=dtype))
+    optimizer = make_optimizer([network], mesh, OptimizerConfig(lr=0.0), DataParallel(gradient_dtype=dtype))
     schedule = LearningRateSchedule(
         maximum=1e-2, minimum=1e-3, warmup_samples=5 * BATCH, decay_samples=STEPS * BATCH, style="cosine"
     )
     dataset = MockDataset(VOCABULARY, SEQUENCE, SEED, STEPS * BATCH)
+    engine, actions = PipelineEngine([network]), Steps(reductions=Reductions()).training(2)
     means = []
     for step in range(STEPS):
         halves = [micro_batch(dataset, step * BATCH + half, dtype) for half in (0, BATCH // 2)]
         optimizer.begin_step(len(halves))
         count = BATCH * SEQUENCE
-        loss_sum = engine.run(
-            schedules.no_pipelining(len(halves), reduce_each=optimizer.reduces_each_micro_batch),
-            network,
-            halves,
-            1.0 / count,
-            optimizer.reduce,
-        )
+        loss_sum = engine.run(actions, halves, 1.0 / count, optimizer)
         rate = schedule.at(step * BATCH)
         optimizer.step(Rates(rate, rate, weight_decay=0.01))
         means.append(loss_sum.item() / count)

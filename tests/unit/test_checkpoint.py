@@ -40,7 +40,7 @@ def build(
     network = GPT(model, MESH, dtype=dtype)
     initialize(network, seed)
     wide = torch.promote_types(dtype, torch.float32)
-    made = make_optimizer(network, MESH, optimizer, DataParallel(gradient_dtype=wide, bucket_size=500))
+    made = make_optimizer([network], MESH, optimizer, DataParallel(gradient_dtype=wide, bucket_size=500))
     generator = torch.Generator().manual_seed(seed)
     for state in made.slices():
         for values in state.state.values():

@@ -18,7 +18,7 @@ from megalite.optim.newton_schulz import coefficients, orthogonalized
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import DenseGradient, named_pieces
+from megalite.parallel.parameter import DenseGradient, hand_over, named_pieces
 from tests import muon as oracle
 from tests.harness.close import assert_bits_equal
 
@@ -40,7 +40,7 @@ def trained(
     mesh = ParallelMesh()
     network = GPT(MODEL, mesh, dtype=torch.float32)
     initialize(network, seed=1)
-    optimizer = make_optimizer(network, mesh, config, DataParallel(torch.float32))
+    optimizer = make_optimizer([network], mesh, config, DataParallel(torch.float32))
     generator = torch.Generator().manual_seed(0)
     before = weights(network)
     gradients: list[dict[str, Tensor]] = []
@@ -53,9 +53,9 @@ def trained(
                 values = torch.randn(piece.box.size, generator=generator)
                 gradients[-1][piece.tensor.name] = values * parameter.sharding.uses
                 piece.view(drawn).copy_(values)
-            for _ in range(parameter.sharding.uses):
-                optimizer.buckets[0].accumulate(parameter, DenseGradient(drawn))
-        optimizer.reduce(1)
+            for use in range(parameter.sharding.uses):
+                hand_over(parameter, DenseGradient(drawn), use)
+        optimizer.reduce(0, 1)
         optimizer.step(RATES)
     return before, gradients, weights(network)
 

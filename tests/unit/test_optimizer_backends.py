@@ -44,22 +44,21 @@ def stepped(config: OptimizerConfig, steps: int = 4, gradients: torch.dtype = to
     """Masters and state after steps with drawn gradients, in float64; the second step is skipped."""
     network = GPT(MODEL, ParallelMesh(), dtype=torch.float64)
     initialize(network, seed=1)
-    optimizer = make_optimizer(network, ParallelMesh(), config, DataParallel(gradients))
+    optimizer = make_optimizer([network], ParallelMesh(), config, DataParallel(gradients))
     generator = torch.Generator().manual_seed(0)
     for number in range(steps):
         step(optimizer, generator, Rates(0.1 / (1 + number), 0.05, weight_decay=0.1), infinite=number == 1)
-    (shard,) = optimizer.shards
-    return shard.tensors()
+    return [tensor for shard in optimizer.shards for tensor in shard.tensors()]
 
 
 def step(optimizer: Optimizer, generator: torch.Generator, rates: Rates, *, infinite: bool = False) -> None:
-    (bucket,) = optimizer.buckets
     optimizer.begin_step(1)
-    for slot in bucket.slots:
-        gradient = torch.randn(slot.parameter.shape, generator=generator)
-        for _ in range(slot.parameter.sharding.uses):
-            bucket.accumulate(slot.parameter, DenseGradient(gradient / (0.0 if infinite else 1.0)))
-    optimizer.reduce(1)
+    for bucket in optimizer.buckets:
+        for slot in bucket.slots:
+            gradient = torch.randn(slot.parameter.shape, generator=generator)
+            for use in range(slot.parameter.sharding.uses):
+                bucket.accumulate(slot.parameter, DenseGradient(gradient / (0.0 if infinite else 1.0)), use)
+    optimizer.reduce(0, 1)
     assert optimizer.step(rates).skipped is infinite
 
 
@@ -99,13 +98,13 @@ def test_lower_precision_rounds_what_is_kept_and_no_more(name: str) -> None:
     config = OptimizerConfig(lr=0.0, use_precision_aware_optimizer=True, clip_grad=0.0, **NARROW[name])  # type: ignore[arg-type]
     network = GPT(MODEL, ParallelMesh(), dtype=torch.bfloat16)
     initialize(network, seed=1)
-    optimizer = make_optimizer(network, ParallelMesh(), config, DataParallel(torch.float32))
+    optimizer = make_optimizer([network], ParallelMesh(), config, DataParallel(torch.float32))
     generator = torch.Generator().manual_seed(0)
-    (shard,) = optimizer.shards
+    runs = [run for shard in optimizer.shards for run in shard.runs]
     for number in range(3):
-        before = [[tensor.clone().float() for tensor in (run.master, *run.state.values())] for run in shard.runs]
+        before = [[tensor.clone().float() for tensor in (run.master, *run.state.values())] for run in runs]
         step(optimizer, generator, Rates(0.01, 0.02, weight_decay=0.1))
-        for run, (master, average, squares) in zip(shard.runs, before, strict=True):
+        for run, (master, average, squares) in zip(runs, before, strict=True):
             rate = 0.02 if run.group.token_table else 0.01
             torchs = torch.optim.AdamW([master], lr=rate, weight_decay=0.1 if run.group.weight_decay else 0.0)
             torchs.state[master] = {"step": torch.tensor(float(number)), "exp_avg": average, "exp_avg_sq": squares}
@@ -115,7 +114,7 @@ def test_lower_precision_rounds_what_is_kept_and_no_more(name: str) -> None:
                 spacing = 2.0 ** -BITS[kept.dtype]
                 torch.testing.assert_close(kept.float(), wide, rtol=0.51 * spacing + 1e-6, atol=1e-7)
     asked = {torch.float32, *(dtype for dtype in BITS if dtype_name(dtype) in NARROW[name].values())}
-    assert {tensor.dtype for tensor in shard.tensors()} == asked
+    assert {tensor.dtype for shard in optimizer.shards for tensor in shard.tensors()} == asked
 
 
 @pytest.mark.parametrize(

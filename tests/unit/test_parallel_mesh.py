@@ -113,7 +113,7 @@ config = ModelConfig(  # Llama 3.1 405B's sizes, 16 of its layers
 )
 network = GPT(config, mesh, sequence_parallel=True, dtype=torch.bfloat16)
 options = DataParallel(torch.float32, stage=1, bucket_size=256_000_000, overlap_reduce=True, overlap_gather=True)
-optimizer = make_optimizer(network, mesh, OptimizerConfig(lr=1e-4), options)
+optimizer = make_optimizer([network], mesh, OptimizerConfig(lr=1e-4), options)
 assert all(bucket.parameters.is_meta for bucket in optimizer.buckets)
 elements = sum(shard.master.numel() for shard in optimizer.shards)
 layer = 16384 * 128 * (128 + 128 + 8 + 8) + 3 * 16384 * 53248

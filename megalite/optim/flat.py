@@ -1,0 +1,29 @@
+"""Flat tensors: a rank's slice of one, and memory that comes and goes while its views keep their shapes."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megalite.parallel.mesh import Group
+
+
+def owned(flat: Tensor, group: Group) -> Tensor:
+    """This rank's of the equal slices into which the group cuts a tensor."""
+    return flat.view(group.size, -1)[group.rank]
+
+
+def is_free(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().size() == 0
+
+
+def free(tensor: Tensor) -> None:
+    """Give back the memory under a tensor and all its views; they keep their shapes."""
+    tensor.untyped_storage().resize_(0)
+
+
+def fill(tensor: Tensor) -> None:
+    """Give a freed tensor memory again, not yet set. (Saved for backward, its views are as good as before: refilling
+    does not touch the version counters of parameters, which are theirs alone.)
+    """
+    if is_free(tensor):
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)

@@ -1,0 +1,153 @@
+"""Backward split in two: the gradients of weights are kept, and added later, without a bit or a byte of difference."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.parameter import DeferredGradients
+from megalite.pipeline.schedules import Action
+from tests.distributed.chunks_run import Case, Rank, actions, trained
+from tests.distributed.layout_cell import Cell, make_cell
+from tests.distributed.layout_run import local_micro_batches
+from tests.distributed.test_memory import live_storages
+from tests.harness.rank_pool import RankPools
+
+WHOLE = "F0 F1 B0 F2 B1 F3 B2 B3"
+SPLIT = "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3"
+ONE_AFTER_THE_OTHER = "F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3"
+
+
+def with_reductions(order: str, cell: Cell) -> tuple[Action, ...]:
+    """Behind each micro-batch under ZeRO 2 and 3, else at the end."""
+    found: list[Action] = []
+    for action in actions(order):
+        found.append(action)
+        if action.kind in ("B", "W") and (cell.zero >= 2 or action.micro_batch == 3):
+            found.append(Action("R", action.micro_batch))
+    return tuple(found)
+
+
+def assert_same_bits(results: list[Any], wanted: list[Any]) -> None:
+    for (norms, tensors), (wanted_norms, wanted_tensors) in zip(results, wanted, strict=True):
+        assert norms == wanted_norms
+        for ours, theirs in zip(tensors, wanted_tensors, strict=True):
+            assert ours.digest == theirs.digest, ours.name
+
+
+CELLS = [
+    {"tp": 2, "dp": 1, "sequence_parallel": True, "family": "gpt2", "recompute": "uniform", "key_values": "mqa"},
+    {"tp": 2, "dp": 1, "sequence_parallel": True, "family": "llama", "recompute": "selective", "dtype": "bfloat16"},
+    {"tp": 2, "dp": 1, "family": "gpt2"},
+    {"tp": 1, "dp": 2, "zero": 1, "overlap": "reduce", "family": "llama"},
+    {"tp": 2, "dp": 2, "zero": 2, "overlap": "reduce", "sequence_parallel": True, "family": "gpt2"},
+    {"tp": 1, "dp": 2, "zero": 3, "family": "llama", "recompute": "block"},
+    {"tp": 2, "dp": 2, "zero": 3, "overlap": "reduce and gather", "sequence_parallel": True, "recompute": "uniform"},
+]
+
+
+@pytest.mark.parametrize("row", CELLS, ids=lambda row: "-".join(f"{key}={value}" for key, value in row.items()))
+def test_split_backward_changes_no_bit(row: dict[str, Any], rank_pools: RankPools) -> None:
+    cell = make_cell(row | {"samples": 4 * row["dp"]}, optimizer="adam", clip_grad=0.5, dropout=0.1)
+    cases = [Case(cell, 1, with_reductions(order, cell)) for order in (WHOLE, SPLIT, ONE_AFTER_THE_OTHER)]
+    for whole, *split in rank_pools(cell.world_size).run(trained, cases):
+        for result in split:
+            assert_same_bits([result], [whole])
+
+
+class Packed:
+    """A tensor that a graph has saved."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def kept_between(tp: int, sequence_parallel: bool) -> dict[str, Any]:
+    """Bytes that a micro-batch's I leaves alive, and what the formula says; what the graph keeps; and what is left."""
+    parallel = {"tp": tp, "sequence_parallel": sequence_parallel}
+    cell = Cell(family="llama", tied=False, dtype="float32", micro_batch_size=4, **parallel)
+    rank = Rank.build(cell, chunks=1)
+    (batch,) = local_micro_batches(cell, 0, 0)
+    rank.optimizer.begin_step(1)
+    wanted = 0
+
+    def count(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal wanted
+        wanted += arguments[0].nbytes + output.nbytes
+
+    for module in rank.network.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            module.register_forward_hook(count)
+        elif module is rank.network.embedding.word:
+            rows = batch.tokens.numel()
+            wanted += rows * 8 + rows * module.weight.shape[1] * 4  # of the table: ids, and the rows' gradients
+        else:
+            wanted += sum(parameter.nbytes for parameter in module.parameters(recurse=False) if parameter.dim() == 1)
+    saved: weakref.WeakSet[Packed] = weakref.WeakSet()
+
+    def pack(tensor: Tensor) -> Packed:
+        packed = Packed(tensor)
+        saved.add(packed)
+        return packed
+
+    gc.collect()
+    gc.freeze()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
+        loss = rank.chunks[0](None, batch)
+    before = len(saved)
+    with rank.optimizer.deferring(0) as deferred:
+        loss.backward()
+    del loss
+    found = {"kept": alive(wanted), "wanted": wanted, "saved": before, "still saved": len(saved)}
+    deferred.add()
+    return found | {"left": alive(0)}
+
+
+def alive(wanted: int) -> int:
+    """Bytes of new tensors. A thread of gloo lets go of a collective's a moment after it is done: wait for that."""
+    for _ in range(200):
+        if (found := sum(live_storages().values())) <= wanted:
+            break
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_inputs_and_output_gradients_are_kept_and_no_more(
+    tp: int, sequence_parallel: bool, rank_pools: RankPools
+) -> None:
+    """Of the linear layers, split under sequence parallelism; of vectors and the embedding their gradients."""
+    for found in rank_pools(2).run(kept_between, tp, sequence_parallel):
+        assert found["saved"] > 0
+        assert found["still saved"] == 0
+        assert found["kept"] == found["wanted"]
+        assert found["left"] == 0
+
+
+def test_each_gradient_is_let_go_of_as_it_is_added() -> None:
+    deferred, alive, order = DeferredGradients(), [], []
+
+    class Gradient:
+        pass
+
+    references = []
+    for number in range(3):
+        gradient = Gradient()
+        references.append(weakref.ref(gradient))
+
+        def add(gradient: Gradient = gradient, number: int = number) -> None:
+            order.append(number)
+            alive.append(sum(reference() is not None for reference in references))
+
+        deferred.keep(add)
+    del gradient, add
+    deferred.add()
+    assert order == [0, 1, 2]
+    assert alive == [3, 2, 1]
