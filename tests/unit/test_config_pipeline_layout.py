@@ -52,6 +52,7 @@ def test_known_values() -> None:
     assert offsets(16, 4, num_virtual_stages_per_pipeline_rank=2) == [[0, 8], [2, 10], [4, 12], [6, 14]]
     assert offsets(16, 4, num_layers_per_virtual_pipeline_stage=2) == [[0, 8], [2, 10], [4, 12], [6, 14]]
     assert offsets(16, 4, pipeline_schedule="zb-v") == [[0, 14], [2, 12], [4, 10], [6, 8]]
+    assert offsets(10, 2, pipeline_schedule="zb-v", decoder_first_pipeline_num_layers=4) == [[0, 8], [2, 5]]
     accounts = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
     assert offsets(14, 4, **accounts, num_layers_per_virtual_pipeline_stage=2) == [[0, 7], [1, 9], [3, 11], [5, 13]]
 
