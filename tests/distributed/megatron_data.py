@@ -1,7 +1,7 @@
 """Megatron-LM's own datasets, the wheel megatron-core 0.16.1, run on a rank: what it gives for the same files.
 
-It is installed beside the project without its dependencies (see the Makefile), and imported only here and in
-`megatron_rates`.
+It is installed beside the project without its dependencies (see the Makefile), and imported only here, in
+`megatron_rates` and in `megatron_layout`.
 """
 
 from __future__ import annotations

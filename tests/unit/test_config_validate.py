@@ -37,6 +37,20 @@ def problems(flags: str, world_size: int = 1, base: str = VALID) -> list[str]:
         ("--tp 4 --sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 8),
         ("--tp 12 --group-query-attention --num-query-groups 4", 12),
         ("--tp 3 --group-query-attention --num-query-groups 2", 3),
+        ("--pp 4 --tp 2 --sequence-parallel", 16),
+        ("--pp 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2", 2),
+        ("--pp 2 --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule interleaved-1f1b", 2),
+        ("--pp 2 --num-layers-per-virtual-pipeline-stage 2 --pipeline-schedule gpipe", 2),
+        ("--pp 2 --pipeline-schedule zb-v --use-distributed-optimizer --overlap-grad-reduce", 4),
+        ("--pp 2 --pipeline-schedule zb-v --pipeline-model-parallel-layout Et|t|t|tL", 2),
+        ("--pp 2 --pipeline-schedule zb-v --num-layers-per-virtual-pipeline-stage 1", 2),
+        ("--pipeline-schedule zb-v", 1),
+        ("--pipeline-schedule zb-h1 --num-virtual-stages-per-pipeline-rank 1", 1),
+        ("--pp 2 --pipeline-model-parallel-layout E(t|)*3tL --microbatch-group-size-per-virtual-pipeline-stage 3", 2),
+        ("--pp 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication --no-align-grad-reduce", 2),
+        ("--pp 3 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", 3),
+        ("--pp 3 --decoder-first-pipeline-num-layers 2 --untie-embeddings-and-output-weights", 3),
+        ("--profile-pipeline 100 --save d", 1),
         ("--group-query-attention", 1),
         ("--num-attention-heads 5 --kv-channels 7", 1),
         ("--position-embedding-type rope --rotary-percent 0.5 --use-rope-scaling --rope-scaling-factor 4", 1),
@@ -88,6 +102,10 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ("--num-layers 0", "--num-layers 0: must be at least 1"),
         ("--tp 0", "--tensor-model-parallel-size 0: must be at least 1"),
         ("--micro-batch-size -2", "--micro-batch-size -2: must be at least 1"),
+        ("--pp 0", "--pipeline-model-parallel-size 0: must be at least 1"),
+        ("--profile-pipeline 0", "--profile-pipeline 0: must be at least 1"),
+        ("--profile-pipeline 3", "--profile-pipeline 3 needs --save, the run directory"),
+        ("--profile-pipeline 101 --save d", "--profile-pipeline 101 is beyond --train-iters 100"),
         ("--seed -1", "--seed -1: must be at least 0"),
         ("--seed 4294967296", "--seed 4294967296: must be below 2^32"),
         ("--lr nan", "--lr nan: must be a finite number"),
@@ -332,6 +350,21 @@ def test_what_does_not_fit_is_the_one_problem(flags: str, problem: str) -> None:
         ("--tp 3", 4, "4 ranks do not divide into groups of --tensor-model-parallel-size 3"),
         ("--tp 2", 1, "1 ranks do not divide into groups of --tensor-model-parallel-size 2"),
         (
+            "--tp 2 --pp 4",
+            4,
+            "4 ranks do not divide into groups of --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 4",
+        ),
+        (
+            "--pp 2 --global-batch-size 6",
+            4,
+            "--global-batch-size 6 is not a multiple of --micro-batch-size 2 x 2 data-parallel ranks",
+        ),
+        (
+            "--pp 2 --use-distributed-optimizer --num-distributed-optimizer-instances 4",
+            4,
+            "--num-distributed-optimizer-instances 4 does not divide 2 data-parallel ranks",
+        ),
+        (
             "--tp 2 --global-batch-size 6",
             4,
             "--global-batch-size 6 is not a multiple of --micro-batch-size 2 x 2 data-parallel ranks",
@@ -352,6 +385,117 @@ def test_what_does_not_fit_is_the_one_problem(flags: str, problem: str) -> None:
 )
 def test_layouts_that_do_not_fit_the_ranks(flags: str, world_size: int, problem: str) -> None:
     assert problems(flags, world_size) == [problem]
+
+
+SEVERAL = "--num-virtual-stages-per-pipeline-rank 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--pp 3", "--num-layers 4 cannot be dealt evenly to 3 stages (--pipeline-model-parallel-size 3)"),
+        ("--pp 6", "6 stages (--pipeline-model-parallel-size 6) are more than --num-layers 4: take fewer"),
+        ("--pp 2 --pipeline-model-parallel-layout Ett|ttt|L", "3 stages of --pipeline-model-parallel-layout 'Ett|ttt"),
+        ("--pp 2 --pipeline-model-parallel-layout Ett|tL", "--pipeline-model-parallel-layout 'Ett|tL' holds 3 layers"),
+        (
+            f"--pp 2 {SEVERAL} --num-layers-per-virtual-pipeline-stage 1",
+            f"--num-layers-per-virtual-pipeline-stage 1 and {SEVERAL} each give the stages of a rank: keep one",
+        ),
+        (
+            f"--pp 2 {SEVERAL} --pipeline-model-parallel-layout Et|t|t|tL",
+            f"{SEVERAL} and --pipeline-model-parallel-layout Et|t|t|tL each give the stages of a rank: keep one",
+        ),
+        (
+            "--pp 2 --pipeline-model-parallel-layout Ett|ttL --decoder-first-pipeline-num-layers 2",
+            "--pipeline-model-parallel-layout says what each stage holds: leave --decoder-first-pipeline-num-layers 2 "
+            "out",
+        ),
+        (
+            "--pp 2 --pipeline-model-parallel-layout Ett|ttL --account-for-loss-in-pipeline-split",
+            "--pipeline-model-parallel-layout says what each stage holds: leave --account-for-loss-in-pipeline-split "
+            "out",
+        ),
+        (
+            "--pp 2 --decoder-last-pipeline-num-layers 2 --account-for-loss-in-pipeline-split",
+            "--decoder-last-pipeline-num-layers 2 and --account-for-loss-in-pipeline-split are two ways to make stages "
+            "uneven: choose one",
+        ),
+        (
+            "--pp 2 --decoder-last-pipeline-num-layers 2 --num-layers-per-virtual-pipeline-stage 1",
+            "--decoder-last-pipeline-num-layers 2 needs --num-virtual-stages-per-pipeline-rank in place of "
+            "--num-layers-per-virtual-pipeline-stage 1",
+        ),
+        (
+            "--decoder-last-pipeline-num-layers 4",
+            "--decoder-last-pipeline-num-layers 4: --pipeline-model-parallel-size is 1, so there is one rank: leave it "
+            "out",
+        ),
+        (SEVERAL, "2 stages a rank need --pipeline-model-parallel-size 2 or more"),
+        (
+            f"{SEVERAL} --pipeline-schedule interleaved-1f1b",
+            "2 stages a rank need --pipeline-model-parallel-size 2 or more",
+        ),
+        (
+            "--pp 2 --pipeline-schedule interleaved-1f1b",
+            "--pipeline-schedule interleaved-1f1b takes several stages a rank: --num-virtual-stages-per-pipeline-rank",
+        ),
+        *(
+            (
+                f"--pp 2 --pipeline-schedule {schedule} {SEVERAL}",
+                f"--pipeline-schedule {schedule} takes one stage a rank, not 2: interleaved-1f1b takes several",
+            )
+            for schedule in ("gpipe", "1f1b", "zb-h1")
+        ),
+        (
+            "--pp 2 --pipeline-schedule zb-v --pipeline-model-parallel-layout Ett|ttL",
+            "--pipeline-schedule zb-v takes two stages a rank, not 1",
+        ),
+        (
+            "--pp 2 --num-layers 6 --pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 3",
+            "--pipeline-schedule zb-v takes two stages a rank, not 3",
+        ),
+        *(
+            (
+                f"{flags} --microbatch-group-size-per-virtual-pipeline-stage 4",
+                "--microbatch-group-size-per-virtual-pipeline-stage 4 needs several stages a rank, and the schedule "
+                "interleaved-1f1b",
+            )
+            for flags in ("", "--pp 2", "--pp 2 --pipeline-schedule zb-v")
+        ),
+        (
+            f"--pp 2 {SEVERAL} --microbatch-group-size-per-virtual-pipeline-stage 1",
+            "--microbatch-group-size-per-virtual-pipeline-stage 1 is less than --pipeline-model-parallel-size 2: each "
+            "group must keep all ranks busy",
+        ),
+    ],
+)
+def test_pipelines_that_do_not_fit(flags: str, problem: str) -> None:
+    (found,) = problems(flags, 12)
+    assert found.startswith(problem)
+
+
+def test_an_unknown_schedule_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        config_of("--pipeline-schedule 2f2b")
+    for part in ("pipeline-schedule", "2f2b", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"):
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split",
+        "--no-overlap-p2p-communication",
+        "--no-align-grad-reduce",
+    ],
+)
+def test_without_a_pipeline_what_steers_it_changes_nothing_and_is_told(flag: str) -> None:
+    parsed = parse_arguments(f"{VALID} {flag}".split())
+    assert parsed.config == config_of("")
+    assert parsed.notes == (f"{flag}: changes nothing, since --pipeline-model-parallel-size is 1",)
+    assert parse_arguments(f"{VALID} {flag} --pp 2".split()).notes == ()
+    assert config_of(f"{flag} --pp 2") != config_of("--pp 2")
 
 
 def test_neither_length_nor_data_is_a_problem_each() -> None:
