@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megalite.config.pipeline_layout import layout_lines
 from megalite.model.batch import MicroBatch
 from megalite.parallel import device
 from megalite.parallel.randomness import RandomKey
@@ -20,8 +21,8 @@ def summary(trainer: Trainer) -> dict[str, object]:
     """Names and values for the screen. All ranks take part: what activations take is seen in a forward."""
     config, mesh, model, batch = trainer.config, trainer.mesh, trainer.model_config, trainer.batch_size
     parallel = config.parallel
-    tensor = f"TP {mesh.size('tp')}{' with SP' if parallel.sequence_parallel else ''}"
-    layout = " x ".join([tensor, *_pipeline(trainer), f"DP {mesh.size('dp')}"])
+    pipeline = f" x PP {mesh.size('pp')}" if mesh.size("pp") > 1 else ""
+    layout = f"TP {mesh.size('tp')}{' with SP' if parallel.sequence_parallel else ''}{pipeline} x DP {mesh.size('dp')}"
     stage = max(bucket.stage for bucket in trainer.optimizer.buckets)
     zero = f"ZeRO {stage}" + ("" if stage == parallel.zero_stage else " (one rank has nothing to shard over)")
     if parallel.num_distributed_optimizer_instances > 1:
@@ -38,6 +39,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
         f"{model.hidden_size}",
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
         "layout": f"{layout}, {zero}, {micro_batches} a rank",
+        **_pipeline(trainer),
         "precision": config.training.dtype,
         "memory": f"{memory.in_words(measured.total)} a rank, {memory.in_words(formula.total)} by formula",
         **{f"  {kind}": line for kind, line in kinds.items()},
@@ -47,12 +49,13 @@ def summary(trainer: Trainer) -> dict[str, object]:
     }
 
 
-def _pipeline(trainer: Trainer) -> list[str]:
-    stages, schedule = trainer.steps.stages, trainer.steps.schedule_name
-    if stages.count == 1:
-        return []
-    each = f" with {stages.chunks} stages each" if stages.chunks > 1 else ""
-    return [f"PP {stages.ranks}{each} ({schedule})"]
+def _pipeline(trainer: Trainer) -> dict[str, object]:
+    """Which rank of the pipeline holds what, where there is more than one stage."""
+    if trainer.steps.stages.count == 1:
+        return {}
+    layers, *ranks = layout_lines(trainer.model_config, trainer.config.parallel)
+    held = (line.partition(": ") for line in ranks)
+    return {"pipeline": layers, **{f"  {rank}": stages for rank, _, stages in held}}
 
 
 def measured_memory(trainer: Trainer) -> memory.Memory:

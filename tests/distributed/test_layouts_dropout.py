@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.distributed.layout_cell import RECOMPUTE, Cell, make_cell
+from tests.distributed.layout_cell import LAYOUT_FACTORS, RECOMPUTE, Cell, make_cell
 from tests.distributed.layout_expected import Result, run
 from tests.harness.close import assert_bits_equal, assert_gradient_close, assert_number_close
 from tests.harness.rank_pool import RankPools
@@ -21,11 +21,15 @@ LAYOUTS = [
     {"tp": 4, "dp": 1, "sequence_parallel": True},
     {"tp": 1, "dp": 2, "zero": 2, "overlap": "reduce"},
     {"tp": 2, "dp": 4, "zero": 3, "instances": 2, "overlap": "reduce and gather"},
+    {"tp": 2, "dp": 1, "pp": 2, "schedule": "zb-h1", "sequence_parallel": True},
+    {"tp": 1, "dp": 2, "pp": 2, "schedule": "interleaved-2", "zero": 3, "overlap": "reduce and gather"},
 ]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"tp{layout['tp']}-dp{layout['dp']}")
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda layout: f"tp{layout['tp']}-dp{layout['dp']}-pp{layout.get('pp', 1)}"
+)
 def test_recomputation_changes_no_bit(layout: dict, family: str, rank_pools: RankPools) -> None:
     rest = layout | {"family": family, "dropout": 0.1, "documents": family == "llama", "steps": 2}
     plain, *recomputed = run(rank_pools, [make_cell(rest | {"recompute": way}) for way in RECOMPUTE])
@@ -54,6 +58,19 @@ def test_dropout_is_the_same_over_data_parallel_splits(dp: int, size: int, rank_
     for sample, loss in alone.sample_losses.items():
         assert_bits_equal(split.sample_losses[sample], loss, f"loss of the micro-batch that starts at {sample}")
     assert_same_dropout(split, alone)
+
+
+@pytest.mark.parametrize("schedule", LAYOUT_FACTORS["schedule"])
+@pytest.mark.parametrize("pp", [2, 3])
+def test_dropout_is_the_same_over_pipelines(pp: int, schedule: str, rank_pools: RankPools) -> None:
+    cell = Cell(dropout=0.1, samples=5, recompute="block")
+    (alone,) = run(rank_pools, [cell])
+    (split,) = run(rank_pools, [replace(cell, pp=pp, schedule=schedule)])
+    assert sorted(split.sample_losses) == sorted(alone.sample_losses) == list(range(5))
+    for sample, loss in alone.sample_losses.items():
+        assert_bits_equal(split.sample_losses[sample], loss, f"loss of micro-batch {sample}")
+    for name, gradient in alone.gradients.items():
+        assert_bits_equal(split.gradients[name], gradient, f"gradient of {name}")
 
 
 def test_hidden_dropout_is_the_same_on_replicated_activations(rank_pools: RankPools) -> None:

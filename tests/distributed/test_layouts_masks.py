@@ -25,8 +25,15 @@ LAYOUTS = [
     {"tp": 1, "dp": 8},
     {"tp": 1, "dp": 2, "zero": 2, "overlap": "reduce"},
     {"tp": 2, "dp": 4, "zero": 3, "instances": 2, "overlap": "reduce and gather"},
+    {"tp": 1, "dp": 1, "pp": 4},
+    {"tp": 2, "dp": 1, "pp": 2, "schedule": "zb-v", "sequence_parallel": True},
+    {"tp": 1, "dp": 2, "pp": 2, "schedule": "interleaved-2", "zero": 1, "overlap": "reduce"},
+    {"tp": 1, "dp": 2, "pp": 3, "schedule": "zb-h1", "zero": 3},
 ]
-IDS = [f"tp{layout['tp']}-dp{layout['dp']}" + "-sharded" * (layout.get("zero", 0) > 1) for layout in LAYOUTS]
+IDS = [
+    f"tp{layout['tp']}-dp{layout['dp']}-pp{layout.get('pp', 1)}" + "-sharded" * (layout.get("zero", 0) > 1)
+    for layout in LAYOUTS
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
@@ -56,7 +63,7 @@ def test_a_batch_in_which_no_token_counts_has_zero_gradients(layout: dict, rank_
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
 def test_an_infinity_on_one_rank_makes_all_skip(layout: dict, rank_pools: RankPools) -> None:
     """The first step is skipped, and the second one goes as if it were the first."""
-    world_size = layout["tp"] * layout["dp"]
+    world_size = layout["tp"] * layout["dp"] * layout.get("pp", 1)
     clean = make_cell(layout, optimizer="adam", samples=8, first_step=1)
     ranks = sorted({0, world_size // 2, world_size - 1})
     infected = [replace(clean, first_step=0, steps=2, infinity_on=rank) for rank in ranks]

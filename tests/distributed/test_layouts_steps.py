@@ -17,9 +17,9 @@ from tests.harness.rank_pool import RankPools
 
 STEPS = 4
 FACTORS = LAYOUT_FACTORS | MODEL_FACTORS | {"optimizer": ("sgd", "adam", "muon"), "clip_grad": (0.0, 0.5)}
-TRIPLES = ("tp", "sequence_parallel", "zero")
+TRIPLES = ("tp", "sequence_parallel", "pp", "zero")
 ROWS = covering_array(FACTORS, valid, TRIPLES)
-WORLD_SIZES = sorted({row["tp"] * row["dp"] for row in ROWS})
+WORLD_SIZES = sorted({row["tp"] * row["pp"] * row["dp"] for row in ROWS})
 
 
 def test_every_pair_of_factors_is_met() -> None:
@@ -28,7 +28,7 @@ def test_every_pair_of_factors_is_met() -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_parameters_after_steps_are_the_oracles(world_size: int, rank_pools: RankPools) -> None:
-    cells = [make_cell(row, steps=STEPS) for row in ROWS if row["tp"] * row["dp"] == world_size]
+    cells = [make_cell(row, steps=STEPS) for row in ROWS if row["tp"] * row["pp"] * row["dp"] == world_size]
     for cell, result in zip(cells, run(rank_pools, cells), strict=True):
         assert_as_expected(cell, result)
 
