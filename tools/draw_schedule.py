@@ -97,9 +97,7 @@ def build_time_line(arguments: Arguments) -> TimeLine:
         if measured is None:
             raise ConfigurationError("give --pipeline-schedule, or --measured with a file to draw")
         if flags := arguments.given(*SIZES, "transfer"):
-            raise ConfigurationError(
-                f"{', '.join(flags)}: a measured step is drawn as it is without --pipeline-schedule"
-            )
+            raise ConfigurationError(f"{', '.join(flags)}: without --pipeline-schedule the measured step is drawn")
         return measured
     stages, micro_batches = find_stages(arguments, name, measured), find_micro_batches(arguments, measured)
     orders = SCHEDULES[name].orders(stages, micro_batches, find_group(arguments, name, stages))
@@ -163,10 +161,8 @@ def find_time(arguments: Arguments, name: str, unset: float) -> float:
     if time is None:
         return unset
     if not 0 <= time <= LONGEST_TIME or (name == "forward" and time == 0):
-        least = "above 0" if name == "forward" else "of 0 or more"
-        raise ConfigurationError(
-            f"--{name.replace('_', '-')} {time:g} must be a time {least}, at most {LONGEST_TIME:g}"
-        )
+        least = "above 0" if name == "forward" else "0 or more"
+        raise ConfigurationError(f"--{name.replace('_', '-')} {time:g} must be {least}, at most {LONGEST_TIME:g}")
     return time
 
 

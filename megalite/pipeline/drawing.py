@@ -35,7 +35,7 @@ STYLE = """
 .box:hover rect { stroke: #000; stroke-width: 1.5; }
 @media (prefers-color-scheme: dark) {
   .paper { fill: #16191d; } .row { fill: #23282e; } .ink { fill: #e6e8ea; } .faint { stroke: #7d858d; }
-  .communication { fill: #aab2ba; } .box:hover rect { stroke: #fff; }
+  .communication { fill: #aab2ba; } .box rect { stroke: #16191d; } .box:hover rect { stroke: #fff; }
 }
 """
 PAGE = """<!doctype html>
@@ -108,10 +108,7 @@ def _summary(time_line: TimeLine) -> list[str]:
     times += f" ({100 * bubble / ideal:.1f} % of the computation)"
     chunks = "" if time_line.stages.chunks == 1 else f", of one of {time_line.stages.chunks} chunks each"
     peaks = ", ".join(f"rank {rank}: {peak}" for rank, peak in enumerate(time_line.peaks))
-    return [
-        f"{times} ({100 * bubble / ideal:.1f} % of the computation)",
-        f"Peak activations (micro-batches{chunks}): {peaks}",
-    ]
+    return [times, f"Peak activations (micro-batches{chunks}): {peaks}"]
 
 
 def _scale(time_line: TimeLine) -> float:

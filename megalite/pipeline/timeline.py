@@ -59,9 +59,9 @@ class TimeLine:
         """By what to multiply a time to show it, and the unit it then has."""
         if not self.in_seconds:
             return 1.0, ""
-        return next(
-            ((factor, name) for factor, name in ((1.0, "s"), (1e3, "ms")) if self.end * factor >= 1), (1e6, "µs")
-        )
+        if self.end >= 1:
+            return 1.0, "s"
+        return (1e3, "ms") if self.end >= 1e-3 else (1e6, "µs")
 
     def show(self, time: float) -> str:
         """A time in words."""

@@ -67,9 +67,7 @@ def read_trace(path: Path) -> TimeLine:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
-        raise DataError(
-            f"{path} is no time line that --profile-pipeline or draw_schedule.py wrote ({problem})"
-        ) from error
+        raise DataError(f"{path} is no trace of --profile-pipeline or of draw_schedule.py ({problem})") from error
 
 
 def _time_line(trace: Mapping[str, Any]) -> TimeLine:
