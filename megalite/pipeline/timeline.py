@@ -41,8 +41,9 @@ class TimeLine:
 
     @property
     def bubble(self) -> float:
-        """The time that the busiest rank is idle."""
-        return bubble(self.computation)
+        """The time that the busiest rank is idle; 0 where it is only the rounding of a sum."""
+        idle = bubble(self.computation)
+        return idle if idle > 1e-9 * self.end else 0.0
 
     @property
     def ideal(self) -> float:

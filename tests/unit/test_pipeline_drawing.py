@@ -18,7 +18,7 @@ from megalite.errors import DataError
 from megalite.pipeline import drawing
 from megalite.pipeline.lowering import Reductions, lower
 from megalite.pipeline.schedules import SCHEDULES, Action, Kind
-from megalite.pipeline.simulator import Span, durations, simulate
+from megalite.pipeline.simulator import Span, bubble, durations, simulate
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.timeline import COMPUTATIONS, TimeLine, measured_durations
 from megalite.pipeline.trace import read_trace, to_trace
@@ -126,6 +126,13 @@ def test_the_axis_has_a_readable_number_of_ticks_in_any_unit(unit: float, name: 
     assert 5 <= len(grid) <= 12
     assert f"time ({name})" in [text.text for text in root.iter(f"{SVG}text")]
     assert drawn.show(drawn.bubble).endswith(f" {name}")
+
+
+def test_a_rank_that_is_never_idle_has_no_bubble(tmp_path: Path) -> None:
+    drawing.write_timeline(tmp_path, "step", time_line("1f1b", Stages(1), 50, in_seconds=True, unit=0.0021))
+    read = read_trace(tmp_path / "step.json")  # whose times are rounded
+    assert bubble(read.computation) != 0
+    assert read.bubble == 0
 
 
 def test_numbers_can_be_read_on_every_colour() -> None:
