@@ -1,0 +1,94 @@
+"""A time line as a trace that chrome://tracing and ui.perfetto.dev show, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+from megalite.errors import DataError
+from megalite.pipeline.schedules import Action, Kind
+from megalite.pipeline.simulator import Span
+from megalite.pipeline.stages import Stages
+from megalite.pipeline.timeline import COMPUTATIONS, TimeLine
+
+MICROSECONDS = 1e6
+LONGEST = 1e9
+"""Seconds."""
+TRACKS = ("computation", "communication")
+
+
+def to_trace(time_line: TimeLine) -> str:
+    """In the Trace Event Format: a process a rank, computation and communication as its threads. Assumed times count as
+    seconds."""
+    return json.dumps(
+        {
+            "traceEvents": list(_events(time_line)),
+            "displayTimeUnit": "ms",
+            "otherData": {
+                "title": time_line.title,
+                "stages": asdict(time_line.stages),
+                "in_seconds": time_line.in_seconds,
+            },
+        }
+    )
+
+
+def _events(time_line: TimeLine) -> Iterator[dict[str, object]]:
+    for rank, spans in enumerate(time_line.spans):
+        yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+        for track, name in enumerate(TRACKS):
+            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": name}}
+        for span in spans:
+            action = span.action
+            yield {
+                "ph": "X",
+                "name": f"{action.kind} {action.micro_batch}",
+                "cat": action.kind,
+                "pid": rank,
+                "tid": int(action.kind not in COMPUTATIONS),
+                "ts": span.start * MICROSECONDS,
+                "dur": (span.end - span.start) * MICROSECONDS,
+                "args": {**asdict(action), "stage": time_line.stages.stage(rank, action.chunk)},
+            }
+
+
+def read_trace(path: Path) -> TimeLine:
+    """The time line that `to_trace` gave.
+
+    Raises DataError where the file cannot be read or is something else.
+    """
+    try:
+        return _time_line(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise DataError(f"{path} is no trace of --profile-pipeline or of draw_schedule.py ({problem})") from error
+
+
+def _time_line(trace: Mapping[str, Any]) -> TimeLine:
+    header = trace["otherData"]
+    stages = Stages(**header["stages"])
+    spans: list[list[Span]] = [[] for _ in range(stages.ranks)]
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            rank, span = _span(event, stages)
+            spans[rank].append(span)
+    time_line = TimeLine(str(header["title"]), stages, spans, bool(header["in_seconds"]))
+    if not any(span.end > span.start for rank in time_line.computation for span in rank):
+        raise ValueError("it has no computation")
+    return time_line
+
+
+def _span(event: Mapping[str, Any], stages: Stages) -> tuple[int, Span]:
+    arguments = {name: value for name, value in event["args"].items() if name != "stage"}
+    action, rank = Action(**arguments), event["pid"]
+    start, end = event["ts"] / MICROSECONDS, (event["ts"] + event["dur"]) / MICROSECONDS
+    known = action.kind in get_args(Kind) and rank in range(stages.ranks) and action.chunk in range(stages.chunks)
+    if not (known and action.micro_batch >= 0 and 0 <= start <= end < LONGEST):
+        raise ValueError(f"{event['name']} of rank {rank} cannot be")
+    return rank, Span(action, start, end)
