@@ -337,6 +337,14 @@ def test_copies_that_reduce_in_different_order() -> None:
         lists.check()
 
 
+def test_copies_that_gather_go_in_one_order() -> None:
+    lists = [*Pipeline("1f1b", 2, 1, 3).lists(Reductions()), *Pipeline("gpipe", 2, 1, 3).lists(Reductions())]
+    check(Stages(2), lists, 3, Reductions())
+    message = r"rank 0 of copy 0 at B of micro-batch 0, .* meets rank 0 of copy 1 at F of micro-batch 2"
+    with pytest.raises(ScheduleError, match=message):
+        check(Stages(2), lists, 3, Reductions(), inside=ZERO_3)
+
+
 def test_collectives_that_wait_in_a_ring() -> None:
     """Every communicator sees one order, and yet each rank waits for the next."""
     pipeline = Pipeline("gpipe", 3, 1, 1)
