@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, NoReturn
 
@@ -61,7 +61,9 @@ def check(
 
     Raises ScheduleError, whose message names rank, action and stage.
     """
-    copies = len(lists) // stages.ranks
+    copies, more = divmod(len(lists), stages.ranks)
+    if more or not copies:
+        raise ScheduleError(f"{len(lists)} lists are not those of whole pipelines of {stages.ranks} ranks")
     step = _Step(stages, copies, micro_batches, reductions, backward, inside or {})
     ranks = [_Rank(step, *divmod(number, stages.ranks)) for number in range(len(lists))]
     for number, (rank, actions) in enumerate(zip(ranks, lists, strict=True)):
@@ -117,12 +119,10 @@ class _Rank:
         self._stage = own
         self._before = [stages.place(stage - 1) if stage > 0 else None for stage in own]
         self._after = [stages.place(stage + 1) if stage < stages.count - 1 else None for stage in own]
-        self._forwards: set[tuple[int, int]] = set()
-        self._backwards, self._weights, self._reductions, self._kept = ([0] * len(own) for _ in range(4))
-        self._posted: dict[tuple[Way, int, int], int] = {}
-        self._sent: dict[tuple[Way, int, int], int] = {}
-        self._freed: set[tuple[int, int]] = set()
+        # By kind, micro-batch and chunk; I counts as B, and B as W too. The number is that of the operation begun.
+        self._done: dict[tuple[Kind, int, int], int] = {}
         self._begun: Counter[Communicator] = Counter()
+        self._kept = [0] * len(own)
         self._receives = 0
         self.name = f"rank {rank}" if step.copies == 1 else f"rank {rank} of copy {copy}"
         self.events: list[Begin | Wait] = []
@@ -133,149 +133,134 @@ class _Rank:
         if not (0 <= action.chunk < len(self._stage) and 0 <= action.micro_batch < self._step.micro_batches):
             raise ScheduleError(f"{self.name} at {action}: there is no such micro-batch or chunk")
         self._at = _At(action, self._stage[action.chunk])
-        match action.kind:
+        kind: Kind = "B" if action.kind == "I" else action.kind
+        if (kind, action.micro_batch, action.chunk) in self._done:
+            self._refuse("it has been done before")
+        number = 0
+        match kind:
             case "F":
                 self._forward(action)
-            case "B" | "I":
+            case "B":
                 self._backward(action)
             case "W":
                 self._weight_gradients(action)
             case "R":
-                self._reduce(action)
-            case "receive F":
-                self._receive("F", action, self._before[action.chunk])
-            case "receive B":
-                self._receive("B", action, self._after[action.chunk])
-            case "send F":
-                self._send("F", action, self._after[action.chunk])
-            case "send B":
-                self._send("B", action, self._before[action.chunk])
+                number = self._reduce(action)
+            case "receive F" | "receive B":
+                number = self._receive(action)
+            case "send F" | "send B":
+                number = self._send(action)
             case "free F":
                 self._free(action)
+        self._done[kind, action.micro_batch, action.chunk] = number
 
     def end(self, behind: Sequence[Collective]) -> None:
         """Everything must have been done; then what was begun is waited for, and what comes behind it done."""
-        for chunk in range(len(self._stage)):
-            for micro_batch in range(self._step.micro_batches):
-                self._demand_all(micro_batch, chunk)
-            if self._reductions[chunk] < len(self._step.reduced()):
-                self._missing(Action("R", self._step.reduced()[self._reductions[chunk]], chunk))
+        for chunk, stage in enumerate(self._stage):
+            for action in self._whole(chunk):
+                if (action.kind, action.micro_batch, chunk) not in self._done:
+                    raise ScheduleError(f"{self.name}: {_At(action, stage)} is missing")
         for communicator, number in self._begun.items():
             self.events.append(Wait(communicator, number, "the end of its list"))
         for collective in behind:
             self._together(Communicator(collective.ranks), collective.name, collective)
 
-    def _demand_all(self, micro_batch: int, chunk: int) -> None:
+    def _whole(self, chunk: int) -> Iterator[Action]:
+        """What a chunk does in a whole step, but for receives: without them it could not have done it."""
         before, after = self._before[chunk], self._after[chunk]
-        if (micro_batch, chunk) not in self._forwards:
-            self._missing(Action("F", micro_batch, chunk))
+        kinds: list[Kind] = ["F"]
         if after is not None and after[0] != self._rank:
-            if ("F", micro_batch, chunk) not in self._sent:
-                self._missing(Action("send F", micro_batch, chunk, after[0]))
-            if (micro_batch, chunk) not in self._freed:
-                self._missing(Action("free F", micro_batch, chunk, after[0]))
-        if not self._step.backward:
-            return
-        if micro_batch >= self._backwards[chunk]:
-            self._missing(Action("B", micro_batch, chunk))
-        if micro_batch >= self._weights[chunk]:
-            self._missing(Action("W", micro_batch, chunk))
-        if before is not None and before[0] != self._rank and ("B", micro_batch, chunk) not in self._sent:
-            self._missing(Action("send B", micro_batch, chunk, before[0]))
+            kinds += ["send F", "free F"]
+        if self._step.backward:
+            kinds += ["B", "W"]
+            if before is not None and before[0] != self._rank:
+                kinds += ["send B"]
+        for kind in kinds:
+            yield from (Action(kind, m, chunk) for m in range(self._step.micro_batches))
+        yield from (Action("R", m, chunk) for m in self._step.reduced())
 
     def _forward(self, action: Action) -> None:
-        key = action.micro_batch, action.chunk
-        if key in self._forwards:
-            self._refuse("it has been done before")
         self._need("F", action, self._before[action.chunk])
-        self._forwards.add(key)
         self._kept[action.chunk] += 1
         self.most_kept_of[action.chunk] = max(self.most_kept_of[action.chunk], self._kept[action.chunk])
         self.most_kept = max(self.most_kept, sum(self._kept))
 
     def _backward(self, action: Action) -> None:
+        m, chunk = action.micro_batch, action.chunk
         if not self._step.backward:
             self._refuse("evaluation does not go backward")
-        if action.micro_batch != self._backwards[action.chunk]:
-            self._refuse(f"micro-batch {self._backwards[action.chunk]} of this chunk goes backward next")
-        if (action.micro_batch, action.chunk) not in self._forwards:
+        if m > 0 and ("B", m - 1, chunk) not in self._done:
+            self._refuse(f"micro-batch {m - 1} of this chunk has not gone backward")
+        if ("F", m, chunk) not in self._done:
             self._refuse("it has not gone forward")
-        self._need("B", action, self._after[action.chunk])
-        self._backwards[action.chunk] += 1
+        self._need("B", action, self._after[chunk])
         if action.kind == "B":
             self._weights_done(action)
 
     def _weight_gradients(self, action: Action) -> None:
-        if action.micro_batch >= self._backwards[action.chunk]:
+        if ("B", action.micro_batch, action.chunk) not in self._done:
             self._refuse("its I has not been done")
         self._inside(action)
         self._weights_done(action)
 
     def _weights_done(self, action: Action) -> None:
-        if action.micro_batch != self._weights[action.chunk]:
-            self._refuse(f"the weight gradients of micro-batch {self._weights[action.chunk]} of this chunk come next")
-        self._weights[action.chunk] += 1
-        self._kept[action.chunk] -= 1
+        m, chunk = action.micro_batch, action.chunk
+        if m > 0 and ("W", m - 1, chunk) not in self._done:
+            self._refuse(f"the weight gradients of micro-batch {m - 1} of this chunk have not been given")
+        self._done["W", m, chunk] = 0
+        self._kept[chunk] -= 1
 
-    def _reduce(self, action: Action) -> None:
-        due = self._step.reduced()[self._reductions[action.chunk] :]
-        if not due or action.micro_batch != due[0]:
-            self._refuse(f"the next reduction of this chunk is behind micro-batch {due[0]}" if due else "none is due")
-        if self._weights[action.chunk] != action.micro_batch + 1:
-            self._refuse(f"this chunk has the weight gradients of {self._weights[action.chunk]} micro-batches")
-        self._reductions[action.chunk] += 1
-        number = self._begin(self._copies, ("R", action.micro_batch, action.chunk), self._at)
+    def _reduce(self, action: Action) -> int:
+        m, chunk = action.micro_batch, action.chunk
+        if m not in self._step.reduced():
+            self._refuse("none is due behind this micro-batch")
+        if ("W", m, chunk) not in self._done:
+            self._refuse("its weight gradients have not been given")
+        if ("W", m + 1, chunk) in self._done:
+            self._refuse("the next micro-batch has given weight gradients already")
+        number = self._begin(self._copies, ("R", m, chunk), self._at)
         self.events.append(Wait(self._copies, number, self._at, rendezvous=True))
+        return number
 
     def _need(self, way: Way, action: Action, giver: tuple[int, int] | None) -> None:
         """What a computation begins with: its message, from another rank or from a chunk of its own."""
         if giver is not None and giver[0] != self._rank:
-            number = self._posted.get((way, action.micro_batch, action.chunk))
+            receive: Kind = "receive F" if way == "F" else "receive B"
+            number = self._done.get((receive, action.micro_batch, action.chunk))
             if number is None:
                 self._refuse("the receive of its message has not been posted")
             self.events.append(Wait(self._edge(giver[0], self._rank), number, self._at))
             self._receives -= 1
-        elif giver is not None:
-            chunk = giver[1]
-            if not self._given(way, action.micro_batch, chunk):
-                self._refuse(f"chunk {chunk} of this rank, stage {self._stage[chunk]}, has not given its message")
+        elif giver is not None and (way, action.micro_batch, giver[1]) not in self._done:
+            self._refuse(f"chunk {giver[1]} of this rank, stage {self._stage[giver[1]]}, has not given its message")
         self._inside(action)
 
-    def _receive(self, way: Way, action: Action, giver: tuple[int, int] | None) -> None:
-        key = way, action.micro_batch, action.chunk
-        peer, chunk = self._other_end(action, giver)
-        if key in self._posted:
-            self._refuse("it has been posted before")
-        message = way, self._step.stages.stage(peer, chunk), action.micro_batch
-        self._posted[key] = self._begin(self._edge(peer, self._rank), message, self._at)
+    def _receive(self, action: Action) -> int:
+        peer, chunk = self._other_end(action)
         self._receives += 1
         self.most_receives = max(self.most_receives, self._receives)
+        message = _way(action), self._step.stages.stage(peer, chunk), action.micro_batch
+        return self._begin(self._edge(peer, self._rank), message, self._at)
 
-    def _send(self, way: Way, action: Action, taker: tuple[int, int] | None) -> None:
-        key = way, action.micro_batch, action.chunk
-        edge = self._edge(self._rank, self._other_end(action, taker)[0])
-        if not self._given(way, action.micro_batch, action.chunk):
+    def _send(self, action: Action) -> int:
+        edge = self._edge(self._rank, self._other_end(action)[0])
+        way = _way(action)
+        if (way, action.micro_batch, action.chunk) not in self._done:
             self._refuse("the action that gives it has not been done")
-        if key in self._sent:
-            self._refuse("it has been sent before")
-        message = way, self._stage[action.chunk], action.micro_batch
-        self._sent[key] = self._begin(edge, message, self._at)
-        self.events.append(Wait(edge, self._sent[key], self._at, rendezvous=True))
+        number = self._begin(edge, (way, self._stage[action.chunk], action.micro_batch), self._at)
+        self.events.append(Wait(edge, number, self._at, rendezvous=True))
+        return number
 
     def _free(self, action: Action) -> None:
-        key = action.micro_batch, action.chunk
-        edge = self._edge(self._rank, self._other_end(action, self._after[action.chunk])[0])
-        if ("F", *key) not in self._sent:
+        edge = self._edge(self._rank, self._other_end(action)[0])
+        number = self._done.get(("send F", action.micro_batch, action.chunk))
+        if number is None:
             self._refuse("its send has not started")
-        if key in self._freed:
-            self._refuse("it has been freed before")
-        self._freed.add(key)
-        self.events.append(Wait(edge, self._sent["F", *key], self._at))
+        self.events.append(Wait(edge, number, self._at))
 
-    def _given(self, way: Way, micro_batch: int, chunk: int) -> bool:
-        return (micro_batch, chunk) in self._forwards if way == "F" else micro_batch < self._backwards[chunk]
-
-    def _other_end(self, action: Action, place: tuple[int, int] | None) -> tuple[int, int]:
+    def _other_end(self, action: Action) -> tuple[int, int]:
+        """The rank and chunk at the other end of a message."""
+        place = (self._before if action.kind in ("receive F", "send B") else self._after)[action.chunk]
         if place is None or place[0] == self._rank:
             self._refuse("nothing travels here")
         if action.peer != place[0]:
@@ -301,5 +286,6 @@ class _Rank:
     def _refuse(self, why: str) -> NoReturn:
         raise ScheduleError(f"{self.name} at {self._at}: {why}")
 
-    def _missing(self, action: Action) -> NoReturn:
-        raise ScheduleError(f"{self.name}: {_At(action, self._stage[action.chunk])} is missing")
+
+def _way(action: Action) -> Way:
+    return "F" if action.kind in ("receive F", "send F") else "B"

@@ -195,7 +195,7 @@ def backward_before_its_forward(lists: Lists) -> str:
 def backward_out_of_order(lists: Lists) -> str:
     first, second = lists.spot(lists.backward, 2), lists.spot(lists.backward, 3)
     lists.one[first], lists.one[second] = lists.one[second], lists.one[first]
-    return f"rank 1 at {lists.backward} of micro-batch 3.*: micro-batch 2 of this chunk goes backward next"
+    return f"rank 1 at {lists.backward} of micro-batch 3.*: micro-batch 2 of this chunk has not gone backward"
 
 
 def weights_out_of_order(lists: Lists) -> str:
@@ -206,7 +206,7 @@ def weights_out_of_order(lists: Lists) -> str:
 
 def reduced_before_the_last_weights(lists: Lists) -> str:
     lists.move(lists.spot("R", 6), lists.spot(lists.weights, 6))
-    return "rank 1 at R of micro-batch 6.*: this chunk has the weight gradients of 6 micro-batches"
+    return "rank 1 at R of micro-batch 6.*: its weight gradients have not been given"
 
 
 def reduction_lost(lists: Lists) -> str:
@@ -216,7 +216,7 @@ def reduction_lost(lists: Lists) -> str:
 
 def reduction_doubled(lists: Lists) -> str:
     lists.one.append(lists.one[lists.spot("R", 6)])
-    return "rank 1 at R of micro-batch 6.*: none is due"
+    return "rank 1 at R of micro-batch 6.*: it has been done before"
 
 
 def reduced_behind_another(lists: Lists) -> str:
@@ -260,7 +260,7 @@ FAULTS: dict[str, Fault] = {
     "receive from a wrong peer": wrong("receive F", peer=2),
     "receive for a wrong micro-batch": wrong("receive F", micro_batch=7),
     "send F lost": lost("send F", "rank 1 at free F of micro-batch 3, chunk 0 to rank 2 .*: its send has not started"),
-    "send B lost": lost("send B", "rank 1: send B of micro-batch 3, chunk 0 to rank 0 .* is missing"),
+    "send B lost": lost("send B", "rank 1: send B of micro-batch 3, chunk 0 .* is missing"),
     "send F doubled": doubled("send F"),
     "send B doubled": doubled("send B"),
     "send F before F": before("send F", "F"),
@@ -270,7 +270,7 @@ FAULTS: dict[str, Fault] = {
     "send B to a wrong peer": wrong("send B", peer=1),
     "F of a chunk that is not there": wrong("F", chunk=2),
     "a buffer freed before its send": before("free F", "send F"),
-    "free F lost": lost("free F", "rank 1: free F of micro-batch 3, chunk 0 to rank 2 .* is missing"),
+    "free F lost": lost("free F", "rank 1: free F of micro-batch 3, chunk 0 .* is missing"),
     "free F doubled": doubled("free F"),
     "backward of micro-batches in another order": backward_out_of_order,
     "R before the last weight gradients": reduced_before_the_last_weights,
@@ -284,7 +284,7 @@ FAULTS: dict[str, Fault] = {
 FAULTS_OF_SPLIT_BACKWARD: dict[str, Fault] = {
     "W before I": before("W", "I"),
     "W lost": lost(
-        "W", "rank 1 at W of micro-batch 4, chunk 0 .*: the weight gradients of micro-batch 3 of this chunk come next"
+        "W", "rank 1 at W of micro-batch 4, chunk 0 .*: the weight gradients of micro-batch 3 of this chunk have not"
     ),
     "I lost": lost(
         "I", "rank 1 at send B of micro-batch 3, chunk 0 to rank 0 .*: the action that gives it has not been done"
@@ -326,6 +326,21 @@ def test_reductions_that_nobody_asked_for() -> None:
     pipeline = Pipeline("1f1b", 2, 1, 3)
     with pytest.raises(ScheduleError, match=r"rank 0 at R of micro-batch 2.*none is due"):
         check(pipeline.stages, pipeline.lists(Reductions()), 3)
+
+
+def test_a_reduction_behind_the_next_micro_batch() -> None:
+    """Which would take its gradients along."""
+    lists = Lists("1f1b", Reductions(each=True))
+    lists.check()
+    lists.move(lists.spot("R"), lists.spot("R", 4))
+    with pytest.raises(ScheduleError, match=r"rank 1 at R of micro-batch 3.*the next micro-batch has given"):
+        lists.check()
+
+
+def test_ranks_without_lists() -> None:
+    pipeline = Pipeline("1f1b", 2, 1, 3)
+    with pytest.raises(ScheduleError, match="3 lists are not those of whole pipelines of 2 ranks"):
+        check(pipeline.stages, [*pipeline.lists(), []], 3)
 
 
 def test_copies_that_reduce_in_different_order() -> None:
