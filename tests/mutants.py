@@ -422,6 +422,61 @@ MUTANTS = (
         "            pass",
         "tests/unit/test_data_indexed_dataset.py::test_no_moment_shows_the_index_of_other_tokens",
     ),
+    Mutant(
+        "pipeline: a rank in ZB-V goes through its two last backwards in the other order",
+        "megalite/pipeline/schedules.py",
+        """        take("I", 0)
+        take("I", 1)
+""",
+        """        take("I", 1)
+        take("I", 0)
+""",
+        "tests/unit/test_pipeline_schedules.py::test_orders_are_torchs",
+    ),
+    Mutant(
+        "pipeline: ZB-H1 puts weight gradients off by one micro-batch more",
+        "megalite/pipeline/schedules.py",
+        """[Action("W", m - rank)] * (m >= rank))
+    put_off = [Action("W", m) for m in range(max(micro_batches - rank, 0), micro_batches)]""",
+        """[Action("W", m - rank - 1)] * (m > rank))
+    put_off = [Action("W", m) for m in range(max(micro_batches - rank - 1, 0), micro_batches)]""",
+        "tests/unit/test_pipeline_simulator.py::test_activations_in_flight",
+    ),
+    Mutant(
+        "pipeline: receives are posted right before their message is needed",
+        "megalite/pipeline/lowering.py",
+        "min(latest, index - 1, bisect_left(ends, sent_at))",
+        "min(latest, index)",
+        "tests/unit/test_pipeline_checker.py::test_every_schedule_passes",
+    ),
+    Mutant(
+        "pipeline: a chunk is reduced before its last weight gradients",
+        "megalite/pipeline/lowering.py",
+        """if action.kind in ("B", "W")}""",
+        """if action.kind in ("B", "I")}""",
+        "tests/unit/test_pipeline_checker.py::test_every_schedule_passes",
+    ),
+    Mutant(
+        "pipeline: the checker lets reductions come early",
+        "megalite/pipeline/checker.py",
+        """if ("W", m, chunk) not in self._done:""",
+        """if ("F", m, chunk) not in self._done:""",
+        "tests/unit/test_pipeline_checker.py::test_faults_are_refused",
+    ),
+    Mutant(
+        "pipeline: the checker takes sends to be buffered",
+        "megalite/pipeline/rendezvous.py",
+        "(rendezvous or not event.rendezvous) and",
+        "not event.rendezvous and",
+        "tests/unit/test_pipeline_checker.py::test_two_that_send_before_they_receive_end_only_where_sends_do_not_wait",
+    ),
+    Mutant(
+        "pipeline: the checker lets ranks do different things together",
+        "megalite/pipeline/rendezvous.py",
+        "if mine is None or theirs is None or mine.operation != theirs.operation:",
+        "if mine is None or theirs is None:",
+        "tests/unit/test_pipeline_checker.py::test_copies_that_reduce_in_different_order",
+    ),
 )
 
 

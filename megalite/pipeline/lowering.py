@@ -45,7 +45,8 @@ def lower(
     Raises ScheduleError where the orders wait for each other for ever.
     """
     spans = simulate(stages, orders, durations())
-    inboxes = [_receives(stages, spans, rank) for rank in range(stages.ranks)]
+    sent = _sent(stages, spans)
+    inboxes = [_receives(stages, rank, spans[rank], sent) for rank in range(stages.ranks)]
     return [
         list(
             _with_messages(
@@ -56,33 +57,41 @@ def lower(
     ]
 
 
-def _receives(stages: Stages, spans: Sequence[Sequence[Span]], rank: int) -> dict[int, list[Action]]:
+Edge = tuple[int, int]
+"""The ranks that send and receive."""
+
+
+def _sent(stages: Stages, spans: Sequence[Sequence[Span]]) -> dict[Edge, list[tuple[Message, float]]]:
+    """What travels along each edge, in order, and when."""
+    sent: dict[Edge, list[tuple[Message, float]]] = defaultdict(list)
+    for rank, own in enumerate(spans):
+        for span in own:
+            message = given(stages, rank, span.action)
+            if message is not None and (edge := message.route(stages)) != (rank, rank):
+                sent[edge].append((message, span.end))
+    return sent
+
+
+def _receives(
+    stages: Stages, rank: int, spans: Sequence[Span], sent: dict[Edge, list[tuple[Message, float]]]
+) -> dict[int, list[Action]]:
     """The receives of a rank by the index of the computation before which they are posted."""
-    own = spans[rank]
     user: dict[Message, tuple[int, Action]] = {}
-    for index, span in enumerate(own):
+    for index, span in enumerate(spans):
         message = needed(stages, rank, span.action)
-        if message is not None and message.route(stages)[0] != rank:
+        if message is not None:
             user[message] = index, span.action
-    ends = [span.end for span in own]
+    ends = [span.end for span in spans]
     receives: dict[int, list[Action]] = defaultdict(list)
     for peer in range(stages.ranks):
-        latest = len(own)
-        for message, sent_at in reversed(_sent(stages, spans[peer], peer, rank)):
+        latest = len(spans)
+        for message, sent_at in reversed(sent.get((peer, rank), ())):
             index, action = user[message]
             # Posted before the first computation of this rank that ends no earlier than the message is sent.
             latest = max(min(latest, index - 1, bisect_left(ends, sent_at)), 0)
             kind: Kind = "receive F" if message.kind == "F" else "receive B"
             receives[latest].insert(0, Action(kind, action.micro_batch, action.chunk, peer))
     return receives
-
-
-def _sent(stages: Stages, spans: Sequence[Span], rank: int, to: int) -> list[tuple[Message, float]]:
-    """What `rank` sends to another, in order, and when."""
-    if rank == to:
-        return []
-    messages = ((given(stages, rank, span.action), span.end) for span in spans)
-    return [(message, end) for message, end in messages if message is not None and message.route(stages)[1] == to]
 
 
 def _with_messages(

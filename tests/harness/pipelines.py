@@ -1,0 +1,59 @@
+"""Pipelines to test: every schedule on the pipelines that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from megalite.pipeline.lowering import Reductions, lower
+from megalite.pipeline.schedules import FORWARD_ONLY, SCHEDULES, Action
+from megalite.pipeline.stages import Stages
+
+CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved-1f1b": (1, 2, 3, 4), "zb-h1": (1,), "zb-v": (2,)}
+REDUCTIONS = (
+    None,
+    Reductions(),
+    Reductions(each=True),
+    *(Reductions(overlap=overlap, align=True) for overlap in (False, True)),
+    Reductions(overlap=True),
+)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    schedule: str
+    ranks: int
+    chunks: int
+    micro_batches: int
+    group: int | None = None
+    backward: bool = True
+
+    @property
+    def stages(self) -> Stages:
+        return Stages(self.ranks, self.chunks, SCHEDULES[self.schedule].v_shaped)
+
+    def orders(self) -> list[list[Action]]:
+        schedule = SCHEDULES[self.schedule] if self.backward else FORWARD_ONLY
+        return schedule.orders(self.stages, self.micro_batches, self.group)
+
+    def lists(self, reductions: Reductions | None = None) -> list[list[Action]]:
+        return lower(self.stages, self.orders(), reductions)
+
+
+def every_pipeline(schedule: str, most_micro_batches: int = 32) -> Iterator[Pipeline]:
+    """Up to 8 ranks, 4 chunks and so many micro-batches."""
+    for ranks in range(1, 9):
+        for chunks in CHUNKS[schedule]:
+            for micro_batches in range(1, most_micro_batches + 1):
+                yield Pipeline(schedule, ranks, chunks, micro_batches)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> Pipeline:
+    schedule = draw(st.sampled_from(sorted(CHUNKS)))
+    ranks = draw(st.integers(1, 8))
+    chunks = draw(st.sampled_from(CHUNKS[schedule]))
+    group = draw(st.none() | st.integers(ranks, 3 * ranks))
+    return Pipeline(schedule, ranks, chunks, draw(st.integers(1, 32)), group, draw(st.booleans()))

@@ -1,0 +1,392 @@
+"""The checker accepts every schedule, and refuses lists with one fault in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.pipeline.checker import Collective, Report, check
+from megalite.pipeline.lowering import Reductions
+from megalite.pipeline.rendezvous import Begin, Communicator, Program, Wait, run
+from megalite.pipeline.schedules import Action, Kind, no_pipelining
+from megalite.pipeline.simulator import ScheduleError, peak_in_flight
+from megalite.pipeline.stages import Stages
+from tests.harness.pipelines import CHUNKS, REDUCTIONS, Pipeline, every_pipeline, pipelines
+
+# As ZeRO 3 does: parameters are gathered before use, gradients reduced as they come.
+ZERO_3: dict[Kind, tuple[str, ...]] = {
+    "F": ("gather", "gather of the next block"),
+    "B": ("gather", "reduction"),
+    "I": ("gather",),
+    "W": ("reduction",),
+}
+
+
+def behind(pipeline: Pipeline, copies: int) -> list[list[Collective]]:
+    """What comes behind the list of each rank: the sum of a tied weight, the norm, the gather of parameters."""
+    world = tuple(range(copies * pipeline.ranks))
+    collectives: list[list[Collective]] = []
+    for number in world:
+        copy, rank = divmod(number, pipeline.ranks)
+        ends = (copy * pipeline.ranks, (copy + 1) * pipeline.ranks - 1)
+        tied = [Collective("sum of the tied weight", ends)] if pipeline.ranks > 1 and number in ends else []
+        gather = Collective("gather", tuple(range(rank, len(world), pipeline.ranks)))
+        collectives.append([*tied, Collective("norm", world), gather])
+    return collectives
+
+
+@pytest.mark.parametrize("schedule", sorted(CHUNKS))
+def test_every_schedule_passes(schedule: str) -> None:
+    for pipeline in every_pipeline(schedule, most_micro_batches=16):
+        reductions = Reductions(overlap=True, align=True)
+        report = check(pipeline.stages, pipeline.lists(reductions), pipeline.micro_batches, reductions)
+        assert report.activations == tuple(peak_in_flight(order) for order in pipeline.orders()), pipeline
+
+
+@settings(max_examples=300)
+@given(pipeline=pipelines(), reductions=st.sampled_from(REDUCTIONS), copies=st.integers(1, 3), zero_3=st.booleans())
+def test_every_kind_of_step_passes(
+    pipeline: Pipeline, reductions: Reductions | None, copies: int, zero_3: bool
+) -> None:
+    reductions = reductions if pipeline.backward else None
+    check(
+        pipeline.stages,
+        pipeline.lists(reductions) * copies,
+        pipeline.micro_batches,
+        reductions,
+        backward=pipeline.backward,
+        inside=ZERO_3 if zero_3 else None,
+        behind=behind(pipeline, copies),
+    )
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_step_without_pipelining_passes(each: bool) -> None:
+    actions = no_pipelining(3, reduce_each=each)
+    assert check(Stages(), [actions], 3, Reductions(each=each)) == Report((1,), ((1,),), (0,))
+
+
+def test_the_report_counts_by_chunk() -> None:
+    pipeline = Pipeline("zb-v", 2, 2, 6)
+    report = check(pipeline.stages, pipeline.lists(), 6)
+    assert report.activations == (4, 4)
+    assert report.activations_of_chunks == ((4, 1), (3, 2))
+    assert all(0 < receives <= 4 for receives in report.receives)
+
+
+class Lists:
+    """A right step of three ranks in one or two copies, to be made wrong. `spot` finds an action of rank 1."""
+
+    def __init__(self, schedule: str, reductions: Reductions, copies: int = 1) -> None:
+        chunks = {"interleaved-1f1b": 2, "zb-v": 2}.get(schedule, 1)
+        self.pipeline = Pipeline(schedule, 3, chunks, 7)
+        self.reductions = reductions
+        self.lists = [list(actions) for actions in self.pipeline.lists(reductions) * copies]
+        self.behind = behind(self.pipeline, copies)
+        self.split = schedule.startswith("zb")
+        self.backward: Kind = "I" if self.split else "B"
+        self.weights: Kind = "W" if self.split else "B"
+
+    @property
+    def one(self) -> list[Action]:
+        return self.lists[1]
+
+    def spot(self, kind: Kind, micro_batch: int = 3, chunk: int = 0) -> int:
+        (index,) = [
+            index
+            for index, action in enumerate(self.one)
+            if (action.kind, action.micro_batch, action.chunk) == (kind, micro_batch, chunk)
+        ]
+        return index
+
+    def move(self, index: int, to: int) -> Action:
+        """Moves an action of rank 1 before what now stands at `to`."""
+        action = self.one[index]
+        self.one.insert(to, action)
+        del self.one[index + (to <= index)]
+        return action
+
+    def check(self) -> None:
+        pipeline = self.pipeline
+        check(pipeline.stages, self.lists, pipeline.micro_batches, self.reductions, behind=self.behind)
+
+
+Fault = Callable[[Lists], str]
+"""Makes lists wrong; returns what the message must say."""
+
+
+def lost(kind: Kind, noticed: str) -> Fault:
+    def fault(lists: Lists) -> str:
+        del lists.one[lists.spot(kind)]
+        return noticed.replace("BACKWARD", lists.backward)
+
+    return fault
+
+
+def doubled(kind: Kind) -> Fault:
+    def fault(lists: Lists) -> str:
+        index = lists.spot(kind)
+        lists.one.insert(index + 1, lists.one[index])
+        return f"rank 1 at {lists.one[index]}"
+
+    return fault
+
+
+def wrong(kind: Kind, **change: Any) -> Fault:
+    def fault(lists: Lists) -> str:
+        index = lists.spot(kind)
+        lists.one[index] = replace(lists.one[index], **change)
+        return f"rank 1 at {lists.one[index]}"
+
+    return fault
+
+
+def out_of_order(kind: Kind) -> Fault:
+    def fault(lists: Lists) -> str:
+        first, second = lists.spot(kind, 2), lists.spot(kind, 3)
+        lists.one[first], lists.one[second] = lists.one[second], lists.one[first]
+        return f"rank [012] at .*{kind}|rank 1 at {'F' if kind == 'receive F' else lists.backward} of micro-batch 2"
+
+    return fault
+
+
+def before(kind: Kind, other: Kind) -> Fault:
+    """An action right before one that it must come behind."""
+
+    def fault(lists: Lists) -> str:
+        action = lists.move(lists.spot(kind), lists.spot(other))
+        return f"rank 1 at {action}"
+
+    return fault
+
+
+def receive_behind_its_use(lists: Lists) -> str:
+    lists.move(lists.spot("receive F"), lists.spot("F") + 1)
+    return "rank 1 at F of micro-batch 3, chunk 0"
+
+
+def receives_behind_sends(lists: Lists) -> str:
+    """Each receive right before its use: ranks send to each other and have not posted the other's receive."""
+    for rank, actions in enumerate(lists.lists):
+        receives = {(a.kind, a.micro_batch, a.chunk): a for a in actions if a.kind.startswith("receive")}
+        late: list[Action] = []
+        for action in actions:
+            if action.kind in ("F", "B", "I"):
+                receive = f"receive {'F' if action.kind == 'F' else 'B'}"
+                late += [a for key, a in receives.items() if key == (receive, action.micro_batch, action.chunk)]
+            late += [] if action.kind.startswith("receive") else [action]
+        lists.lists[rank] = late
+    return "where a send waits for its receive: rank 0 at send F .* waits for rank 1; .* waits for rank|rank 0 .* meets"
+
+
+def backward_before_its_forward(lists: Lists) -> str:
+    first, second = lists.spot("F"), lists.spot(lists.backward)
+    actions = lists.one
+    actions[first], actions[second] = actions[second], actions[first]
+    return f"rank 1 at {lists.backward} of micro-batch "
+
+
+def backward_out_of_order(lists: Lists) -> str:
+    first, second = lists.spot(lists.backward, 2), lists.spot(lists.backward, 3)
+    lists.one[first], lists.one[second] = lists.one[second], lists.one[first]
+    return f"rank 1 at {lists.backward} of micro-batch 3.*: micro-batch 2 of this chunk has not gone backward"
+
+
+def weights_out_of_order(lists: Lists) -> str:
+    first, second = lists.spot("W", 2), lists.spot("W", 3)
+    lists.one[first], lists.one[second] = lists.one[second], lists.one[first]
+    return "rank 1 at W of micro-batch 3"
+
+
+def reduced_before_the_last_weights(lists: Lists) -> str:
+    lists.move(lists.spot("R", 6), lists.spot(lists.weights, 6))
+    return "rank 1 at R of micro-batch 6.*: its weight gradients have not been given"
+
+
+def reduction_lost(lists: Lists) -> str:
+    del lists.one[lists.spot("R", 6)]
+    return "rank 1: R of micro-batch 6.* is missing"
+
+
+def reduction_doubled(lists: Lists) -> str:
+    lists.one.append(lists.one[lists.spot("R", 6)])
+    return "rank 1 at R of micro-batch 6.*: it has been done before"
+
+
+def reduced_behind_another(lists: Lists) -> str:
+    lists.one.insert(lists.spot(lists.weights, 2) + 1, Action("R", 2))
+    return "rank 1 at R of micro-batch 2"
+
+
+def last_micro_batch_lost(lists: Lists) -> str:
+    for rank, actions in enumerate(lists.lists):
+        lists.lists[rank] = [a for a in actions if a.micro_batch < 6 or a.kind == "R"]
+    return "rank 0 at R of micro-batch 6|rank 0: F of micro-batch 6.* is missing"
+
+
+def collectives_in_another_order(lists: Lists) -> str:
+    lists.behind[2].reverse()
+    return "rank [012] at .*meets rank [012] at|waits for"
+
+
+def sum_of_the_tied_weight_lost(lists: Lists) -> str:
+    lists.behind[2] = [collective for collective in lists.behind[2] if collective.name != "sum of the tied weight"]
+    return "rank 0 at sum of the tied weight meets rank 2 at its end"
+
+
+FAULTS: dict[str, Fault] = {
+    "a forward and its backward swapped": backward_before_its_forward,
+    "F lost": lost(
+        "F", "rank 1 at send F of micro-batch 3, chunk 0 to rank 2 .*: the action that gives it has not been done"
+    ),
+    "F doubled": doubled("F"),
+    "receive F lost": lost(
+        "receive F", "rank 1 at F of micro-batch 3, chunk 0 .*: the receive of its message has not been posted"
+    ),
+    "receive B lost": lost(
+        "receive B", "rank 1 at BACKWARD of micro-batch 3, chunk 0 .*: the receive of its message has not been posted"
+    ),
+    "receive F doubled": doubled("receive F"),
+    "receives of activations in another order": out_of_order("receive F"),
+    "receives of gradients in another order": out_of_order("receive B"),
+    "a receive posted behind its use": receive_behind_its_use,
+    "all receives posted behind sends": receives_behind_sends,
+    "receive from a wrong peer": wrong("receive F", peer=2),
+    "receive for a wrong micro-batch": wrong("receive F", micro_batch=7),
+    "send F lost": lost("send F", "rank 1 at free F of micro-batch 3, chunk 0 to rank 2 .*: its send has not started"),
+    "send B lost": lost("send B", "rank 1: send B of micro-batch 3, chunk 0 .* is missing"),
+    "send F doubled": doubled("send F"),
+    "send B doubled": doubled("send B"),
+    "send F before F": before("send F", "F"),
+    "sends of activations in another order": out_of_order("send F"),
+    "sends of gradients in another order": out_of_order("send B"),
+    "send F to a wrong peer": wrong("send F", peer=0),
+    "send B to a wrong peer": wrong("send B", peer=1),
+    "F of a chunk that is not there": wrong("F", chunk=2),
+    "a buffer freed before its send": before("free F", "send F"),
+    "free F lost": lost("free F", "rank 1: free F of micro-batch 3, chunk 0 .* is missing"),
+    "free F doubled": doubled("free F"),
+    "backward of micro-batches in another order": backward_out_of_order,
+    "R before the last weight gradients": reduced_before_the_last_weights,
+    "R lost": reduction_lost,
+    "R doubled": reduction_doubled,
+    "R behind another micro-batch": reduced_behind_another,
+    "the last micro-batch lost everywhere": last_micro_batch_lost,
+    "collectives in another order on one rank": collectives_in_another_order,
+    "the sum of a tied weight lost on one rank": sum_of_the_tied_weight_lost,
+}
+FAULTS_OF_SPLIT_BACKWARD: dict[str, Fault] = {
+    "W before I": before("W", "I"),
+    "W lost": lost(
+        "W", "rank 1 at W of micro-batch 4, chunk 0 .*: the weight gradients of micro-batch 3 of this chunk have not"
+    ),
+    "I lost": lost(
+        "I", "rank 1 at send B of micro-batch 3, chunk 0 to rank 0 .*: the action that gives it has not been done"
+    ),
+    "W doubled": doubled("W"),
+    "weight gradients in another order": weights_out_of_order,
+}
+
+
+def _refused(lists: Lists, fault: Fault) -> None:
+    lists.check()
+    expected = fault(lists)
+    with pytest.raises(ScheduleError) as error:
+        lists.check()
+    assert re.search(expected, str(error.value)), f"{expected!r} is not in {error.value}"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_refused(schedule: str, fault: str) -> None:
+    _refused(Lists(schedule, Reductions(overlap=True)), FAULTS[fault])
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("fault", FAULTS_OF_SPLIT_BACKWARD)
+def test_faults_of_a_split_backward_are_refused(schedule: str, fault: str) -> None:
+    _refused(Lists(schedule, Reductions(overlap=True)), FAULTS_OF_SPLIT_BACKWARD[fault])
+
+
+def test_evaluation_does_not_go_backward() -> None:
+    pipeline = Pipeline("1f1b", 2, 1, 3)
+    with pytest.raises(ScheduleError, match=r"rank 0 at B of micro-batch 0.*evaluation does not go backward"):
+        check(pipeline.stages, pipeline.lists(), 3, backward=False)
+    with pytest.raises(ScheduleError, match=r"rank 0: B of micro-batch 0, chunk 0 \(stage 0\) is missing"):
+        check(pipeline.stages, replace(pipeline, backward=False).lists(), 3)
+
+
+def test_reductions_that_nobody_asked_for() -> None:
+    pipeline = Pipeline("1f1b", 2, 1, 3)
+    with pytest.raises(ScheduleError, match=r"rank 0 at R of micro-batch 2.*none is due"):
+        check(pipeline.stages, pipeline.lists(Reductions()), 3)
+
+
+def test_a_reduction_behind_the_next_micro_batch() -> None:
+    """Which would take its gradients along."""
+    lists = Lists("1f1b", Reductions(each=True))
+    lists.check()
+    lists.move(lists.spot("R"), lists.spot("R", 4))
+    with pytest.raises(ScheduleError, match=r"rank 1 at R of micro-batch 3.*the next micro-batch has given"):
+        lists.check()
+
+
+def test_ranks_without_lists() -> None:
+    pipeline = Pipeline("1f1b", 2, 1, 3)
+    with pytest.raises(ScheduleError, match="3 lists are not those of whole pipelines of 2 ranks"):
+        check(pipeline.stages, [*pipeline.lists(), []], 3)
+
+
+def test_copies_that_reduce_in_different_order() -> None:
+    lists = Lists("interleaved-1f1b", Reductions(), copies=2)
+    lists.check()
+    assert [action.kind for action in lists.lists[4][-2:]] == ["R", "R"]
+    lists.lists[4][-2:] = reversed(lists.lists[4][-2:])
+    with pytest.raises(ScheduleError, match=r"rank 1 of copy 0 at R of .* meets rank 1 of copy 1 at R of"):
+        lists.check()
+
+
+def test_copies_that_gather_go_in_one_order() -> None:
+    lists = [*Pipeline("1f1b", 2, 1, 3).lists(Reductions()), *Pipeline("gpipe", 2, 1, 3).lists(Reductions())]
+    check(Stages(2), lists, 3, Reductions())
+    message = r"rank 0 of copy 0 at B of micro-batch 0, .* meets rank 0 of copy 1 at F of micro-batch 2"
+    with pytest.raises(ScheduleError, match=message):
+        check(Stages(2), lists, 3, Reductions(), inside=ZERO_3)
+
+
+def test_collectives_that_wait_in_a_ring() -> None:
+    """Every communicator sees one order, and yet each rank waits for the next."""
+    pipeline = Pipeline("gpipe", 3, 1, 1)
+    rings = [[(0, 1), (0, 2)], [(1, 2), (0, 1)], [(0, 2), (1, 2)]]
+    behind = [[Collective(f"sum over {ranks}", ranks) for ranks in ring] for ring in rings]
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 at sum over \(0, 1\) waits for rank 1; rank 1 at sum over \(1, 2\)"
+    ):
+        check(pipeline.stages, pipeline.lists(), 1, behind=behind)
+
+
+def test_a_collective_of_others() -> None:
+    pipeline = Pipeline("gpipe", 2, 1, 1)
+    behind = [[Collective("norm", (1,))], [Collective("norm", (1,))]]
+    with pytest.raises(ScheduleError, match="rank 0 at norm is no member of"):
+        check(pipeline.stages, pipeline.lists(), 1, behind=behind)
+
+
+def _both_send_first() -> list[Program]:
+    there, back = Communicator((0, 1), edge=True), Communicator((1, 0), edge=True)
+    return [
+        Program("rank 0", [Begin(there, "x", "send x"), Wait(there, 1, "send x", True), Begin(back, "y", "receive y")]),
+        Program("rank 1", [Begin(back, "y", "send y"), Wait(back, 1, "send y", True), Begin(there, "x", "receive x")]),
+    ]
+
+
+def test_two_that_send_before_they_receive_end_only_where_sends_do_not_wait() -> None:
+    run(_both_send_first(), rendezvous=False)
+    with pytest.raises(ScheduleError, match="rank 0 at send x waits for rank 1; rank 1 at send y waits for rank 0"):
+        run(_both_send_first(), rendezvous=True)
