@@ -6,9 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from safetensors import SafetensorError
-from torch.nn.functional import pad
 
 from megalite.errors import CheckpointError, MegaliteError
 from megalite.parallel import collectives
@@ -48,11 +46,4 @@ def _describe(failure: Exception) -> str:
 
 def all_gather_text(text: str, mesh: ParallelMesh) -> list[str]:
     """The text of every rank, in rank order, on every rank; it must not be empty."""
-    if mesh.world_size == 1:
-        return [text]
-    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(mesh.device)
-    length = torch.tensor([encoded.numel()], device=mesh.device)
-    lengths = collectives.all_gather(length, mesh.world()).tolist()
-    gathered = collectives.all_gather(pad(encoded, (0, max(lengths) - encoded.numel())), mesh.world())
-    rows = gathered.view(mesh.world_size, -1).cpu().numpy()
-    return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
+    return collectives.all_gather_text(text, mesh.world(), mesh.device)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megalite.errors import CommunicationError
 from megalite.parallel.mesh import Group
@@ -92,6 +93,18 @@ def all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) ->
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
     return all_gather_async(tensor, group).wait()
+
+
+def all_gather_text(text: str, group: Group, device: torch.device) -> list[str]:
+    """The text of every rank of the group, in rank order, on every rank; it must not be empty."""
+    if group.size == 1:
+        return [text]
+    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    length = torch.tensor([encoded.numel()], device=device)
+    lengths = all_gather(length, group).tolist()
+    gathered = all_gather(pad(encoded, (0, max(lengths) - encoded.numel())), group)
+    rows = gathered.view(group.size, -1).cpu().numpy()
+    return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
 
 def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:

@@ -150,7 +150,7 @@ class _Rank:
                 number = self._receive(action)
             case "send F" | "send B":
                 number = self._send(action)
-            case "free F":
+            case "free F" | "free B":
                 self._free(action)
         self._done[kind, action.micro_batch, action.chunk] = number
 
@@ -174,7 +174,7 @@ class _Rank:
         if self._step.backward:
             kinds += ["B", "W"]
             if before is not None and before[0] != self._rank:
-                kinds += ["send B"]
+                kinds += ["send B", "free B"]
         for kind in kinds:
             yield from (Action(kind, m, chunk) for m in range(self._step.micro_batches))
         yield from (Action("R", m, chunk) for m in self._step.reduced())
@@ -253,14 +253,15 @@ class _Rank:
 
     def _free(self, action: Action) -> None:
         edge = self._edge(self._rank, self._other_end(action)[0])
-        number = self._done.get(("send F", action.micro_batch, action.chunk))
+        send: Kind = "send F" if action.kind == "free F" else "send B"
+        number = self._done.get((send, action.micro_batch, action.chunk))
         if number is None:
             self._refuse("its send has not started")
         self.events.append(Wait(edge, number, self._at))
 
     def _other_end(self, action: Action) -> tuple[int, int]:
         """The rank and chunk at the other end of a message."""
-        place = (self._before if action.kind in ("receive F", "send B") else self._after)[action.chunk]
+        place = (self._before if action.kind in ("receive F", "send B", "free B") else self._after)[action.chunk]
         if place is None or place[0] == self._rank:
             self._refuse("nothing travels here")
         if action.peer != place[0]:

@@ -66,10 +66,14 @@ class Recording:
         self.spans: list[Span] = []
         self._device, self._origin = device, time.perf_counter()
 
-    def execute(self, action: Action, execute: Callable[[Action], None]) -> None:
-        """Run an action to its end on the device: a step that is recorded overlaps less than others."""
+    def execute(self, action: Action, step: _Step[MicroBatch]) -> None:
+        """Run an action to its end on the device: a step that is recorded overlaps less than others. What it waits for
+        is not part of it.
+        """
+        step.wait_for_message(action)
+        synchronize(self._device)
         start = time.perf_counter() - self._origin
-        execute(action)
+        step.execute(action)
         synchronize(self._device)
         self.spans.append(Span(action, start, time.perf_counter() - self._origin))
 
@@ -115,7 +119,7 @@ class PipelineEngine(Generic[MicroBatch]):
                 if recording is None:
                     step.execute(action)
                 else:
-                    recording.execute(action, step.execute)
+                    recording.execute(action, step)
         return step.loss_sum()
 
 
@@ -194,6 +198,13 @@ class _Step(Generic[MicroBatch]):
             self._send(action)
         else:
             self._free(action)
+
+    def wait_for_message(self, action: Action) -> None:
+        """Wait for what another stage gives to a computation."""
+        way = "F" if action.kind == "F" else "B"
+        key = way, action.chunk, action.micro_batch
+        if action.kind in ("F", "B", "I") and key in self._arriving:
+            self._arriving[key] = done(self._arrived(way, action))
 
     def loss_sum(self) -> Tensor:
         if self._loss_sum is not None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megalite.pipeline.messages import Message, given, needed
 from megalite.pipeline.schedules import Action, Kind
 from megalite.pipeline.simulator import Span, durations, simulate
 from megalite.pipeline.stages import Stages
 
-_FREE: dict[Kind, Kind] = {"send F": "free F", "send B": "free B"}
+_RECEIVE: dict[str, Kind] = {"F": "receive F", "B": "receive B"}
+_SEND: dict[str, Kind] = {"F": "send F", "B": "send B"}
+_FREE: dict[str, Kind] = {"F": "free F", "B": "free B"}
 
 
 @dataclass(frozen=True)
@@ -89,15 +91,14 @@ def _receives(
             index, action = user[message]
             # Posted before the first computation of this rank that ends no earlier than the message is sent.
             latest = max(min(latest, index - 1, bisect_left(ends, sent_at)), 0)
-            kind: Kind = "receive F" if message.kind == "F" else "receive B"
-            receives[latest].insert(0, Action(kind, action.micro_batch, action.chunk, peer))
+            receives[latest].insert(0, Action(_RECEIVE[message.kind], action.micro_batch, action.chunk, peer))
     return receives
 
 
 def _with_messages(
     stages: Stages, rank: int, order: Iterable[Action], receives: dict[int, list[Action]], *, overlap: bool
 ) -> Iterator[Action]:
-    sent: list[Action] = []
+    on_their_way: list[Action] = []
     computations = 0
     for action in order:
         if action.kind == "R":
@@ -106,17 +107,15 @@ def _with_messages(
         yield from receives.get(computations, ())
         computations += 1
         yield action
-        yield from (replace(send, kind=_FREE[send.kind]) for send in sent)
-        sent.clear()
+        arrived, on_their_way = on_their_way, []
         message = given(stages, rank, action)
         if message is not None and (peer := message.route(stages)[1]) != rank:
-            send = Action("send F" if message.kind == "F" else "send B", action.micro_batch, action.chunk, peer)
-            yield send
-            if overlap:
-                sent.append(send)
-            else:
-                yield replace(send, kind=_FREE[send.kind])
-    yield from (replace(send, kind=_FREE[send.kind]) for send in sent)
+            way = message.kind
+            yield Action(_SEND[way], action.micro_batch, action.chunk, peer)
+            free = Action(_FREE[way], action.micro_batch, action.chunk, peer)
+            (on_their_way if overlap else arrived).append(free)
+        yield from arrived
+    yield from on_their_way
 
 
 def _with_reductions(

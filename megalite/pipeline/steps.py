@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping, Sequence
 
+from megalite.pipeline.checker import Collective, check
 from megalite.pipeline.lowering import Reductions, lower
-from megalite.pipeline.schedules import FORWARD_ONLY, SCHEDULES, Action
+from megalite.pipeline.schedules import FORWARD_ONLY, SCHEDULES, Action, Kind, Schedule
 from megalite.pipeline.stages import Stages
 
 
@@ -21,20 +22,41 @@ class Steps:
         group: int | None = None,
         reductions: Reductions | None = None,
         overlap: bool = True,
+        copies: int = 1,
+        inside: Mapping[Kind, Sequence[str]] | None = None,
+        behind: Sequence[Sequence[Collective]] = (),
     ) -> None:
-        """`schedule`: a name in SCHEDULES; `group`: see there. `overlap`: messages travel beside computations."""
-        self.stages, self.rank = stages if stages is not None else Stages(), rank
-        self.schedule_name, self.schedule, self.group = schedule, SCHEDULES[schedule], group
-        self.reductions, self.overlap = reductions if reductions is not None else Reductions(), overlap
+        """`schedule`: a name in SCHEDULES; `group`: see there. `overlap`: messages travel beside computations.
 
-    @functools.cache  # noqa: B019  (it lives as long as the run)
+        What else the step communicates, for the proof: `copies` of the pipeline, data-parallel, do together what is
+        `inside` actions; the pipeline's ranks what is `behind` the list of each (see `check`).
+        """
+        self.stages, self.rank = stages if stages is not None else Stages(), rank
+        self._schedule, self._group, self._overlap = SCHEDULES[schedule], group, overlap
+        self._reductions = reductions if reductions is not None else Reductions()
+        self._copies, self._inside, self._behind = min(copies, 2), inside, behind  # two stand for any number
+        self._training: dict[int, list[Action]] = {}
+        self._evaluation: dict[int, list[Action]] = {}
+
     def training(self, micro_batches: int) -> list[Action]:
         """This rank's list. Raises ScheduleError for a step that is not right, which is a defect."""
-        orders = self.schedule.orders(self.stages, micro_batches, self.group)
-        return lower(self.stages, orders, self.reductions, overlap=self.overlap)[self.rank]
+        if micro_batches not in self._training:
+            lists = self._lower(self._schedule, micro_batches, self._reductions)
+            check(self.stages, lists, micro_batches, self._reductions, behind=self._behind)
+            if self._copies > 1:
+                every = lists * self._copies
+                check(self.stages, every, micro_batches, self._reductions, inside=self._inside)
+            self._training[micro_batches] = lists[self.rank]
+        return self._training[micro_batches]
 
-    @functools.cache  # noqa: B019
     def evaluation(self, micro_batches: int) -> list[Action]:
         """This rank's list for forward alone."""
-        orders = FORWARD_ONLY.orders(self.stages, micro_batches, self.group)
-        return lower(self.stages, orders, overlap=self.overlap)[self.rank]
+        if micro_batches not in self._evaluation:
+            lists = self._lower(FORWARD_ONLY, micro_batches, None)
+            check(self.stages, lists * self._copies, micro_batches, backward=False, inside=self._inside)
+            self._evaluation[micro_batches] = lists[self.rank]
+        return self._evaluation[micro_batches]
+
+    def _lower(self, schedule: Schedule, micro_batches: int, reductions: Reductions | None) -> list[list[Action]]:
+        orders = schedule.orders(self.stages, micro_batches, self._group)
+        return lower(self.stages, orders, reductions, overlap=self._overlap)

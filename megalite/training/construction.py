@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Iterable, Sequence
 
@@ -18,7 +19,7 @@ from megalite.model import gpt
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.recompute import Recompute
-from megalite.optim import optimizer
+from megalite.optim import optimizer as optim
 from megalite.optim.buckets import DataParallel
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer
@@ -26,6 +27,7 @@ from megalite.parallel import collectives
 from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
+from megalite.pipeline.checker import Collective
 from megalite.pipeline.engine import HiddenStates, PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
@@ -95,22 +97,40 @@ def hidden_states(config: RunConfig, mesh: ParallelMesh) -> HiddenStates:
     return HiddenStates(shape, model_dtype(config), mesh.device)
 
 
-def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, *, reduce_each: bool) -> Steps:
-    """The lists of actions. `reduce_each`: whether gradients are reduced behind each micro-batch."""
-    parallel = config.parallel
+def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, optimizer: Optimizer) -> Steps:
+    """The lists of actions, with what the optimizer communicates inside them and behind: all ranks of a pipeline make
+    theirs together.
+    """
+    parallel, each = config.parallel, optimizer.reduces_each_micro_batch
+    gathers = ("gather of parameters",) if any(bucket.stage == 3 for bucket in optimizer.buckets) else ()
+    reduction = ("reduction of gradients",) if each else ()
     return Steps(
         stages,
         mesh.coordinate("pp"),
         schedule=schedule_name(config.model, parallel),
         group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
-        reductions=Reductions(reduce_each, parallel.overlap_grad_reduce, parallel.align_grad_reduce),
+        reductions=Reductions(each, parallel.overlap_grad_reduce, parallel.align_grad_reduce),
         overlap=parallel.overlap_p2p_communication,
+        copies=mesh.size("dp"),
+        inside={"F": gathers, "B": (*gathers, *reduction), "I": gathers, "W": reduction},
+        behind=_behind_the_lists(mesh, optimizer),
     )
+
+
+def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Collective]]:
+    """What the ranks of this pipeline do together once they have run their lists."""
+    own = json.dumps(optimizer.collectives())
+    numbers = {rank: number for number, rank in enumerate(mesh.ranks("pp"))}
+    behind = []
+    for text in collectives.all_gather_text(own, mesh.group("pp"), mesh.device):
+        among = [(name, tuple(numbers[rank] for rank in ranks if rank in numbers)) for name, ranks in json.loads(text)]
+        behind.append([Collective(name, ranks) for name, ranks in among if len(ranks) > 1])
+    return behind
 
 
 def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh) -> Optimizer:
     """Give the network its initial weights, in flat buffers, and make the optimizer of this rank's part of them."""
-    return optimizer.make_optimizer(
+    return optim.make_optimizer(
         chunks,
         mesh,
         config.optimizer,

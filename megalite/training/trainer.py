@@ -36,6 +36,7 @@ from megalite.training.data import RunData, global_batch_size, last_iteration, o
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
+from megalite.training.profiling import begin_recording, write_recording
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
 
 MAX_CONSECUTIVE_SKIPS = 10
@@ -58,7 +59,7 @@ class Trainer:
         self.network = nn.ModuleList(self.chunks)
         self.optimizer = make_optimizer(config, self.chunks, mesh)
         self.engine = make_engine(config, self.chunks, mesh, stages)
-        self.steps = make_steps(config, mesh, stages, reduce_each=self.optimizer.reduces_each_micro_batch)
+        self.steps = make_steps(config, mesh, stages, self.optimizer)
         self.batch_size = global_batch_size(config)
         self.rates = rate_schedules(
             config.optimizer,
@@ -92,7 +93,8 @@ class Trainer:
         actions = self.steps.training(len(micro_batches))
         loss_scale = self.loss_scale.value
         factor = loss_scale / count if count else 0.0
-        loss_sum = self.engine.run(actions, micro_batches, factor, self.optimizer)
+        recording = begin_recording(self.mesh) if self._records_now() else None
+        loss_sum = self.engine.run(actions, micro_batches, factor, self.optimizer, recording)
         rates = self.rates.at(self.consumed_samples)
         update = self.optimizer.step(rates, loss_scale)
         self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not self.loss_scale.can_shrink else 0
@@ -101,8 +103,14 @@ class Trainer:
         loss = self._over_model(loss_sum.view(1)).item() / max(count, 1.0)
         self.iteration += 1
         self.consumed_samples += batch_size
+        if recording is not None and self.directory is not None:
+            write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)
         seconds = time.perf_counter() - began
         return self._metrics(loss, update, rates, loss_scale, batch_size, seconds)
+
+    def _records_now(self) -> bool:
+        """Whether the step that begins is the one whose time line is asked for."""
+        return self.iteration + 1 == self.config.logging.profile_pipeline
 
     def num_micro_batches(self, batch_size: int) -> int:
         """Forwards of each rank in a step of `batch_size` samples."""

@@ -47,23 +47,21 @@ def test_a_message_travels_beside_a_computation(pipeline: Pipeline) -> None:
         assert not posted
 
 
-@given(pipeline=pipelines())
-def test_a_send_stands_behind_what_gives_it_and_its_output_is_freed_before_its_backward(pipeline: Pipeline) -> None:
-    for actions in pipeline.lists():
+@given(pipeline=pipelines(), overlap=st.booleans())
+def test_a_send_stands_behind_what_gives_it_and_is_waited_for_behind_the_next_computation(
+    pipeline: Pipeline, overlap: bool
+) -> None:
+    for actions in lower(pipeline.stages, pipeline.orders(), overlap=overlap):
         for previous, action in pairwise(actions):
-            key = action.micro_batch, action.chunk
             if action.kind.startswith("send"):
                 assert previous.kind in (("F",) if action.kind == "send F" else ("B", "I"))
-                assert (previous.micro_batch, previous.chunk) == key
-        frees = [index for index, action in enumerate(actions) if action.kind == "free F"]
-        if pipeline.backward:
-            behind = [actions[index + 1] for index in frees]
-            assert all(action.kind in ("B", "I") for action in behind)
-            assert [(a.micro_batch, a.chunk) for a in behind] == [
-                (actions[index].micro_batch, actions[index].chunk) for index in frees
-            ]
-        else:
-            assert frees == list(range(len(actions) - len(frees), len(actions)))
+                assert (previous.micro_batch, previous.chunk) == (action.micro_batch, action.chunk)
+        computations = [index for index, action in enumerate(actions) if action.kind in COMPUTATIONS]
+        for index, action in enumerate(actions):
+            if action.kind.startswith("send"):
+                free = replace(action, kind=action.kind.replace("send", "free"))
+                between = sum(index < other < actions.index(free) for other in computations)
+                assert between == (overlap and index < computations[-1])
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v"])
@@ -75,7 +73,7 @@ def test_few_receives_are_posted_at_a_time(schedule: str) -> None:
 
 def test_the_turn_of_a_v_needs_no_message() -> None:
     pipeline = Pipeline("zb-v", 2, 2, 4)
-    for chunk, kinds in ((0, {"receive F", "send B"}), (1, {"send F", "receive B", "free F"})):
+    for chunk, kinds in ((0, {"receive F", "send B", "free B"}), (1, {"send F", "free F", "receive B"})):
         (last,) = pipeline.lists()[1:]
         assert {action.kind for action in last if action.chunk == chunk and action.peer is not None} == kinds
 
