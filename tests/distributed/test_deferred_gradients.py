@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.parameter import DeferredGradients
-from megalite.pipeline.schedules import Action
 from tests.distributed.chunks_run import Case, Rank, actions, trained
 from tests.distributed.layout_cell import Cell, make_cell
 from tests.distributed.layout_run import local_micro_batches
@@ -23,16 +22,6 @@ from tests.harness.rank_pool import RankPools
 WHOLE = "F0 F1 B0 F2 B1 F3 B2 B3"
 SPLIT = "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3"
 ONE_AFTER_THE_OTHER = "F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3"
-
-
-def with_reductions(order: str, cell: Cell) -> tuple[Action, ...]:
-    """Behind each micro-batch under ZeRO 2 and 3, else at the end."""
-    found: list[Action] = []
-    for action in actions(order):
-        found.append(action)
-        if action.kind in ("B", "W") and (cell.zero >= 2 or action.micro_batch == 3):
-            found.append(Action("R", action.micro_batch))
-    return tuple(found)
 
 
 def assert_same_bits(results: list[Any], wanted: list[Any]) -> None:
@@ -56,7 +45,7 @@ CELLS = [
 @pytest.mark.parametrize("row", CELLS, ids=lambda row: "-".join(f"{key}={value}" for key, value in row.items()))
 def test_split_backward_changes_no_bit(row: dict[str, Any], rank_pools: RankPools) -> None:
     cell = make_cell(row | {"samples": 4 * row["dp"]}, optimizer="adam", clip_grad=0.5, dropout=0.1)
-    cases = [Case(cell, 1, with_reductions(order, cell)) for order in (WHOLE, SPLIT, ONE_AFTER_THE_OTHER)]
+    cases = [Case(cell, 1, actions(order, reduce_each=cell.zero >= 2)) for order in (WHOLE, SPLIT, ONE_AFTER_THE_OTHER)]
     for whole, *split in rank_pools(cell.world_size).run(trained, cases):
         for result in split:
             assert_same_bits([result], [whole])
