@@ -43,7 +43,7 @@ class Head(nn.Module):
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=mesh.device,
-            use=0 if tied is None else 1,
+            use=0 if tied is None else tied.sharding.uses - 1,
         )
 
     def forward(self, hidden: Tensor) -> Tensor:

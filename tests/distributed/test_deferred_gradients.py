@@ -5,14 +5,19 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
+from megalite.parallel import collectives
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.parameter import DeferredGradients
+from megalite.pipeline.schedules import Action
 from tests.distributed.chunks_run import Case, Rank, actions, trained
 from tests.distributed.layout_cell import Cell, make_cell
 from tests.distributed.layout_run import local_micro_batches
@@ -95,6 +100,7 @@ def kept_between(tp: int, sequence_parallel: bool) -> dict[str, Any]:
         loss.backward()
     del loss
     found = {"kept": alive(wanted), "wanted": wanted, "saved": before, "still saved": len(saved)}
+    found["nodes"] = sum(issubclass(type(node), BackwardCFunction) for node in gc.get_objects())
     deferred.add()
     return found | {"left": alive(0)}
 
@@ -115,9 +121,33 @@ def test_inputs_and_output_gradients_are_kept_and_no_more(
     """Of the linear layers, split under sequence parallelism; of vectors and the embedding their gradients."""
     for found in rank_pools(2).run(kept_between, tp, sequence_parallel):
         assert found["saved"] > 0
-        assert found["still saved"] == 0
+        assert found["still saved"] == found["nodes"] == 0
         assert found["kept"] == found["wanted"]
         assert found["left"] == 0
+
+
+def gathers(order: str) -> dict[str, int]:
+    """Calls by kind of action, in one step."""
+    cell = Cell(family="llama", tied=False, tp=2, sequence_parallel=True)
+    rank = Rank.build(cell, chunks=1)
+    calls: Counter[str] = Counter()
+    with mock.patch.object(collectives, "_all_gather_single", wraps=collectives._all_gather_single) as gather:
+
+        def count(action: Action) -> None:
+            calls[action.kind] += gather.call_count - calls.total()
+
+        rank.execute(list(local_micro_batches(cell, 0, 0)), actions(order, reduce_each=False), count)
+    return calls
+
+
+def test_a_column_parallel_layers_input_is_gathered_when_its_gradient_is_added(rank_pools: RankPools) -> None:
+    """And not before: as often as in a whole backward. A row-parallel layer's output gradient is needed twice."""
+    layers, micro_batches = 4, 4
+    column, row = (2 * layers + 1) * micro_batches, 2 * layers * micro_batches
+    (whole, _), (split, _) = rank_pools(2).run(gathers, WHOLE), rank_pools(2).run(gathers, SPLIT)
+    assert split["F"] == whole["F"]
+    assert split["I"] == whole["B"] - column
+    assert split["W"] == column + row
 
 
 def test_each_gradient_is_let_go_of_as_it_is_added() -> None:
