@@ -75,8 +75,8 @@ MUTANTS = (
     Mutant(
         "ids that another rank holds leave their gradient in row 0",
         "megalite/parallel/embedding.py",
-        "values = gradients[0].masked_fill(outside.unsqueeze(-1), 0.0)",
-        "values = gradients[0]",
+        "gradient.masked_fill(self.outside.unsqueeze(-1), 0.0).reshape",
+        "gradient.reshape",
         _one_step("tp2-dp1"),
     ),
     Mutant(

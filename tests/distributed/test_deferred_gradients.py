@@ -80,8 +80,8 @@ def kept_between(tp: int, sequence_parallel: bool) -> dict[str, Any]:
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module.register_forward_hook(count)
         elif module is rank.network.embedding.word:
-            rows = batch.tokens.numel()
-            wanted += rows * 8 + rows * module.weight.shape[1] * 4  # of the table: ids, and the rows' gradients
+            wanted += (8 + 1) * batch.tokens.numel()  # ids, and whether they are another rank's
+            module.register_forward_hook(lambda module, arguments, output: count(module, (output[:0],), output))
         else:
             wanted += sum(parameter.nbytes for parameter in module.parameters(recurse=False) if parameter.dim() == 1)
     saved: weakref.WeakSet[Packed] = weakref.WeakSet()
@@ -118,7 +118,7 @@ def alive(wanted: int) -> int:
 def test_inputs_and_output_gradients_are_kept_and_no_more(
     tp: int, sequence_parallel: bool, rank_pools: RankPools
 ) -> None:
-    """Of the linear layers, split under sequence parallelism; of vectors and the embedding their gradients."""
+    """Split under sequence parallelism; of vectors their gradients."""
     for found in rank_pools(2).run(kept_between, tp, sequence_parallel):
         assert found["saved"] > 0
         assert found["still saved"] == found["nodes"] == 0
@@ -141,13 +141,15 @@ def gathers(order: str) -> dict[str, int]:
 
 
 def test_a_column_parallel_layers_input_is_gathered_when_its_gradient_is_added(rank_pools: RankPools) -> None:
-    """And not before: as often as in a whole backward. A row-parallel layer's output gradient is needed twice."""
+    """And not before: as often as in a whole backward. So is the embedding's output gradient. A row-parallel layer's
+    is needed twice.
+    """
     layers, micro_batches = 4, 4
-    column, row = (2 * layers + 1) * micro_batches, 2 * layers * micro_batches
+    once, twice = (2 * layers + 1 + 1) * micro_batches, 2 * layers * micro_batches
     (whole, _), (split, _) = rank_pools(2).run(gathers, WHOLE), rank_pools(2).run(gathers, SPLIT)
     assert split["F"] == whole["F"]
-    assert split["I"] == whole["B"] - column
-    assert split["W"] == column + row
+    assert split["I"] == whole["B"] - once
+    assert split["W"] == once + twice
 
 
 def test_each_gradient_is_let_go_of_as_it_is_added() -> None:
