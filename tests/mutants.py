@@ -75,8 +75,8 @@ MUTANTS = (
     Mutant(
         "ids that another rank holds leave their gradient in row 0",
         "megalite/parallel/embedding.py",
-        "values = gradients[0].masked_fill(outside.unsqueeze(-1), 0.0)",
-        "values = gradients[0]",
+        "gradient.masked_fill(self.outside.unsqueeze(-1), 0.0).reshape",
+        "gradient.reshape",
         _one_step("tp2-dp1"),
     ),
     Mutant(
@@ -232,6 +232,20 @@ MUTANTS = (
         "ctx.saved_tensors[0].detach(), ctx.weights",
         "ctx.saved_tensors[0], ctx.weights",
         f"{_DEFERRED}inputs_and_output_gradients_are_kept_and_no_more[1-False]",
+    ),
+    Mutant(
+        "a tied weight's use in another chunk is not added",
+        "megalite/optim/buckets.py",
+        "for other in self.accumulators[1:]:",
+        "for other in ():",
+        "tests/distributed/test_chunks.py::test_two_chunks_give_the_bits_of_one[none-True]",
+    ),
+    Mutant(
+        "a tied weight's two uses are summed as they come",
+        "megalite/optim/accumulator.py",
+        "self.flats = {use: torch.zeros(layout.length, dtype=dtype, device=device) for use in uses}",
+        "self.flats = dict.fromkeys(uses, torch.zeros(layout.length, dtype=dtype, device=device))",
+        "tests/distributed/test_chunks.py::test_two_chunks_give_the_bits_of_one[none-True]",
     ),
     Mutant(
         "the instances of hybrid sharding are not summed",

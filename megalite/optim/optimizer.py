@@ -120,7 +120,8 @@ class Optimizer:
     def collectives(self) -> list[tuple[str, tuple[int, ...]]]:
         """What `step` does together with other ranks, in order, where it does not skip: names and ranks.
 
-        Gathers of one kind are all begun before the first is waited for.
+        Gathers of one kind are all begun before the first is waited for. What is waited for may have ended: under ZeRO
+        2 and 3 most reductions end inside the list.
         """
         own: list[Collective[object]] = [*self._completion(), self._norms(), *self._gradient_gathers()]
         rules = [part for rule in self._rules for part in rule.collectives()]

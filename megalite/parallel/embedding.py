@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import Parameter, RowsGradient, hand_over
-from megalite.parallel.regions import reduce_from_region, reduce_scatter_sequence
 from megalite.parallel.sharding import Sharding
 
 
-class _Rows(torch.autograd.Function):
-    """Rows of a table; ids outside [first, first + rows) give zeros."""
+@dataclass(frozen=True)
+class _VocabParallelGradient:
+    """The gradient of a rank's rows; what is split along the sequence is gathered when it is added."""
+
+    rows: Tensor
+    outside: Tensor
+    output_gradient: Tensor
+    gather_over: Group | None
+
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        gradient = self.output_gradient
+        if self.gather_over is not None:
+            gradient = collectives.all_gather(gradient, self.gather_over)
+        values = gradient.masked_fill(self.outside.unsqueeze(-1), 0.0).reshape(-1, gradient.shape[-1])
+        RowsGradient(self.rows.flatten(), values).add_to(target, overwrite=overwrite)
+
+
+class _VocabParallelRows(torch.autograd.Function):
+    """Rows of a table, from the ranks that hold them; ids outside a rank's [first, first + rows) are others'."""
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, ids: Tensor, first: int) -> Tensor:
+    def forward(ctx: Any, table: Tensor, ids: Tensor, first: int, group: Group, sequence_parallel: bool) -> Tensor:
         local = ids - first
         outside = (local < 0) | (local >= table.shape[0])
         local = local.masked_fill(outside, 0)
-        ctx.table = table
+        ctx.table, ctx.gather_over = table, group if sequence_parallel else None
         ctx.save_for_backward(local, outside)
-        return F.embedding(local, table).masked_fill_(outside.unsqueeze(-1), 0.0)
+        rows = F.embedding(local, table).masked_fill_(outside.unsqueeze(-1), 0.0)
+        return collectives.reduce_scatter(rows, group) if sequence_parallel else collectives.all_reduce_(rows, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         local, outside = ctx.saved_tensors
-        values = gradients[0].masked_fill(outside.unsqueeze(-1), 0.0)
-        rows = RowsGradient(local.flatten(), values.reshape(-1, values.shape[-1]))
-        return hand_over(ctx.table, rows), None, None
+        gradient = _VocabParallelGradient(local, outside, gradients[0], ctx.gather_over)
+        return hand_over(ctx.table, gradient), None, None, None, None
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -47,6 +65,5 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [sequence, batch] to [sequence (/ size under sequence parallelism), batch, hidden]."""
-        rows: Tensor = _Rows.apply(self.weight, ids, self.first_id)
-        reduce = reduce_scatter_sequence if self.sequence_parallel else reduce_from_region
-        return reduce(rows, self.group)
+        rows: Tensor = _VocabParallelRows.apply(self.weight, ids, self.first_id, self.group, self.sequence_parallel)
+        return rows

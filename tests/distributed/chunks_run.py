@@ -161,10 +161,18 @@ def trained(cases: Sequence[Case], steps: int = 2) -> list[tuple[list[float], li
     return found
 
 
-def actions(text: str, chunk: int = 0) -> tuple[Action, ...]:
-    """From "F0 I0 W0 R0": kind and micro-batch, and behind a dot the chunk."""
-    found = []
+def actions(text: str, *, reduce_each: bool) -> tuple[Action, ...]:
+    """From "F0 F0.1 I0.1 W0.1": kind and micro-batch, and behind a dot the chunk. Each chunk's reductions stand behind
+    its last B or W, or behind each of them.
+    """
+    computations = []
     for word in text.split():
-        number, _, where = word[1:].partition(".")
-        found.append(Action(word[0], int(number), int(where or chunk)))  # type: ignore[arg-type]
+        number, _, chunk = word[1:].partition(".")
+        computations.append(Action(word[0], int(number), int(chunk or 0)))  # type: ignore[arg-type]
+    last = {action.chunk: action for action in computations if action.kind in ("B", "W")}
+    found = []
+    for action in computations:
+        found.append(action)
+        if action.kind in ("B", "W") and (reduce_each or last[action.chunk] is action):
+            found.append(Action("R", action.micro_batch, action.chunk))
     return tuple(found)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
+from megalite.parallel import collectives
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.parameter import DeferredGradients
 from megalite.pipeline.schedules import Action
@@ -23,16 +27,6 @@ from tests.harness.rank_pool import RankPools
 WHOLE = "F0 F1 B0 F2 B1 F3 B2 B3"
 SPLIT = "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3"
 ONE_AFTER_THE_OTHER = "F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3"
-
-
-def with_reductions(order: str, cell: Cell) -> tuple[Action, ...]:
-    """Behind each micro-batch under ZeRO 2 and 3, else at the end."""
-    found: list[Action] = []
-    for action in actions(order):
-        found.append(action)
-        if action.kind in ("B", "W") and (cell.zero >= 2 or action.micro_batch == 3):
-            found.append(Action("R", action.micro_batch))
-    return tuple(found)
 
 
 def assert_same_bits(results: list[Any], wanted: list[Any]) -> None:
@@ -56,7 +50,7 @@ CELLS = [
 @pytest.mark.parametrize("row", CELLS, ids=lambda row: "-".join(f"{key}={value}" for key, value in row.items()))
 def test_split_backward_changes_no_bit(row: dict[str, Any], rank_pools: RankPools) -> None:
     cell = make_cell(row | {"samples": 4 * row["dp"]}, optimizer="adam", clip_grad=0.5, dropout=0.1)
-    cases = [Case(cell, 1, with_reductions(order, cell)) for order in (WHOLE, SPLIT, ONE_AFTER_THE_OTHER)]
+    cases = [Case(cell, 1, actions(order, reduce_each=cell.zero >= 2)) for order in (WHOLE, SPLIT, ONE_AFTER_THE_OTHER)]
     for whole, *split in rank_pools(cell.world_size).run(trained, cases):
         for result in split:
             assert_same_bits([result], [whole])
@@ -86,8 +80,8 @@ def kept_between(tp: int, sequence_parallel: bool) -> dict[str, Any]:
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module.register_forward_hook(count)
         elif module is rank.network.embedding.word:
-            rows = batch.tokens.numel()
-            wanted += rows * 8 + rows * module.weight.shape[1] * 4  # of the table: ids, and the rows' gradients
+            wanted += (8 + 1) * batch.tokens.numel()  # ids, and whether they are another rank's
+            module.register_forward_hook(lambda module, arguments, output: count(module, (output[:0],), output))
         else:
             wanted += sum(parameter.nbytes for parameter in module.parameters(recurse=False) if parameter.dim() == 1)
     saved: weakref.WeakSet[Packed] = weakref.WeakSet()
@@ -106,6 +100,7 @@ def kept_between(tp: int, sequence_parallel: bool) -> dict[str, Any]:
         loss.backward()
     del loss
     found = {"kept": alive(wanted), "wanted": wanted, "saved": before, "still saved": len(saved)}
+    found["nodes"] = sum(issubclass(type(node), BackwardCFunction) for node in gc.get_objects())
     deferred.add()
     return found | {"left": alive(0)}
 
@@ -123,12 +118,38 @@ def alive(wanted: int) -> int:
 def test_inputs_and_output_gradients_are_kept_and_no_more(
     tp: int, sequence_parallel: bool, rank_pools: RankPools
 ) -> None:
-    """Of the linear layers, split under sequence parallelism; of vectors and the embedding their gradients."""
+    """Split under sequence parallelism; of vectors their gradients."""
     for found in rank_pools(2).run(kept_between, tp, sequence_parallel):
         assert found["saved"] > 0
-        assert found["still saved"] == 0
+        assert found["still saved"] == found["nodes"] == 0
         assert found["kept"] == found["wanted"]
         assert found["left"] == 0
+
+
+def gathers(order: str) -> dict[str, int]:
+    """Calls by kind of action, in one step."""
+    cell = Cell(family="llama", tied=False, tp=2, sequence_parallel=True)
+    rank = Rank.build(cell, chunks=1)
+    calls: Counter[str] = Counter()
+    with mock.patch.object(collectives, "_all_gather_single", wraps=collectives._all_gather_single) as gather:
+
+        def count(action: Action) -> None:
+            calls[action.kind] += gather.call_count - calls.total()
+
+        rank.execute(list(local_micro_batches(cell, 0, 0)), actions(order, reduce_each=False), count)
+    return calls
+
+
+def test_a_column_parallel_layers_input_is_gathered_when_its_gradient_is_added(rank_pools: RankPools) -> None:
+    """And not before: as often as in a whole backward. So is the embedding's output gradient. A row-parallel layer's
+    is needed twice.
+    """
+    layers, micro_batches = 4, 4
+    once, twice = (2 * layers + 1 + 1) * micro_batches, 2 * layers * micro_batches
+    (whole, _), (split, _) = rank_pools(2).run(gathers, WHOLE), rank_pools(2).run(gathers, SPLIT)
+    assert split["F"] == whole["F"]
+    assert split["I"] == whole["B"] - once
+    assert split["W"] == once + twice
 
 
 def test_each_gradient_is_let_go_of_as_it_is_added() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import MegaliteError
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
 from megalite.optim.layout import ALIGNMENT, bucket_length, lay_out
+from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, RowsGradient
+from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, RowsGradient, hand_over
 from megalite.parallel.placement import replicated
 from megalite.parallel.sharding import LogicalTensor, Normal
 
@@ -107,6 +110,41 @@ def test_an_ordinary_gradient_comes_through_the_same_door() -> None:
     assert module.first.grad is None
     assert torch.equal(gradient(bucket, module.first), torch.full((2, 3), 11.0))
     assert torch.equal(gradient(bucket, module.second), torch.full((4, 3), 22.0))
+
+
+class Chunk(nn.Module):
+    def __init__(self, tied: Parameter | None, uses: int) -> None:
+        super().__init__()
+        if tied is None:
+            self.own, self.tied = Two().first, Two().second
+            self.tied.sharding = replace(self.tied.sharding, uses=uses)
+        else:
+            self.own, self.tied = Two().first, tied
+
+
+def test_chunks_share_no_bucket_and_are_reduced_apart() -> None:
+    """What two chunks use stands with the lower, with a sum for each."""
+    lower = Chunk(None, uses=2)
+    upper = Chunk(lower.tied, uses=2)
+    optimizer = make_optimizer([lower, upper], ParallelMesh(), OptimizerConfig(lr=0.1), DataParallel(torch.float32))
+    parameters = [[slot.parameter for slot in bucket.slots] for bucket in optimizer.buckets]
+    assert [[id(p) for p in bucket] for bucket in parameters] == [[id(upper.own)], [id(lower.tied)], [id(lower.own)]]
+    tied = optimizer.buckets[1]
+    assert [(a.chunk, list(a.flats)) for a in tied.accumulators] == [(0, [0]), (1, [1])]
+    optimizer.begin_step(2)
+    for value in (1.0, 2.0):
+        hand_over(upper.own, DenseGradient(torch.full((2, 3), value)))
+        hand_over(lower.tied, DenseGradient(torch.full((4, 3), 10 * value)), use=1)
+    optimizer.reduce(1, 2)  # of chunk 0 nothing has arrived
+    with pytest.raises(MegaliteError, match="received 0 of the 2 gradients due"):
+        optimizer.reduce(0, 2)
+    for value in (1.0, 2.0):
+        hand_over(lower.own, DenseGradient(torch.full((2, 3), value)))
+        hand_over(lower.tied, DenseGradient(torch.full((4, 3), value)), use=0)
+    optimizer.reduce(0, 2)
+    for part in tied.completion():
+        part.run()
+    assert torch.equal(tied.gradient_shard[:12], torch.full((12,), 33.0))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
