@@ -186,5 +186,5 @@ def count_parameters(chunks: Iterable[GPT], mesh: ParallelMesh) -> int:
         for parameter, piece in named_pieces(chunk)
         if min(parameter.sharding.copies) >= own  # else it is tied, and counted by an earlier rank
     }
-    total = torch.tensor([sum(map(math.prod, shapes.values()))], dtype=torch.int64, device=mesh.device)
-    return int(collectives.all_reduce_(total, mesh.group("pp")).item())
+    count = sum(map(math.prod, shapes.values()))
+    return sum(map(int, collectives.all_gather_text(str(count), mesh.group("pp"), mesh.device)))
