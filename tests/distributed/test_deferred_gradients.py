@@ -67,6 +67,7 @@ def kept_between(tp: int, sequence_parallel: bool) -> dict[str, Any]:
     parallel = {"tp": tp, "sequence_parallel": sequence_parallel}
     cell = Cell(family="llama", tied=False, dtype="float32", micro_batch_size=4, **parallel)
     rank = Rank.build(cell, chunks=1)
+    (network,) = rank.network
     (batch,) = local_micro_batches(cell, 0, 0)
     rank.optimizer.begin_step(1)
     wanted = 0
@@ -75,10 +76,10 @@ def kept_between(tp: int, sequence_parallel: bool) -> dict[str, Any]:
         nonlocal wanted
         wanted += arguments[0].nbytes + output.nbytes
 
-    for module in rank.network.modules():
+    for module in network.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module.register_forward_hook(count)
-        elif module is rank.network.embedding.word:
+        elif module is network.embedding.word:
             wanted += (8 + 1) * batch.tokens.numel()  # ids, and whether they are another rank's
             module.register_forward_hook(lambda module, arguments, output: count(module, (output[:0],), output))
         else:
@@ -93,7 +94,7 @@ def kept_between(tp: int, sequence_parallel: bool) -> dict[str, Any]:
     gc.collect()
     gc.freeze()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
-        loss = rank.chunks[0](None, batch)
+        loss = network(None, batch)
     before = len(saved)
     with rank.optimizer.deferring(0) as deferred:
         loss.backward()
