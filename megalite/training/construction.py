@@ -186,5 +186,8 @@ def count_parameters(chunks: Iterable[GPT], mesh: ParallelMesh) -> int:
         for parameter, piece in named_pieces(chunk)
         if min(parameter.sharding.copies) >= own  # else it is tied, and counted by an earlier rank
     }
-    total = torch.tensor([sum(map(math.prod, shapes.values()))], dtype=torch.int64, device=mesh.device)
-    return int(collectives.all_reduce_(total, mesh.group("pp")).item())
+    total = sum(map(math.prod, shapes.values()))
+    if mesh.size("pp") == 1:
+        return total
+    numbers = torch.tensor([total], dtype=torch.int64, device=mesh.device)
+    return int(collectives.all_reduce_(numbers, mesh.group("pp")).item())
