@@ -132,7 +132,9 @@ def _check_choice(flag: str, kind: Any, value: str) -> None:
     for option in (kind, *get_args(kind)):
         choices = list(get_args(option)) if get_origin(option) is Literal else []
         if choices and value not in (*choices, *(["None"] * (option is not kind))):
-            raise ConfigurationError(f"--{flag} {value!r}: expected {', '.join(choices)}{nearest(value, choices)}")
+            raise ConfigurationError(
+                f"--{flag} {value!r}: expected one of {', '.join(choices)}{nearest(value, choices)}"
+            )
 
 
 def _none(flag: str, values: list[str]) -> list[str]:

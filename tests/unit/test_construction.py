@@ -17,7 +17,7 @@ SIZES = "--pp 2 --num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-len
         ("", 1, False),
         ("--overlap-grad-reduce", 1, True),
         ("--overlap-grad-reduce", 2, False),  # the list says when: aligned over the pipeline's ranks
-        ("--overlap-grad-reduce --no-align-grad-reduce", 2, True),
+        ("--overlap-grad-reduce --no-align-grad-reduce --num-virtual-stages-per-pipeline-rank 2", 2, True),
         ("--overlap-grad-reduce --data-parallel-sharding-strategy optim", 2, False),
         ("--overlap-grad-reduce --data-parallel-sharding-strategy optim_grads", 2, True),
         ("--overlap-grad-reduce --data-parallel-sharding-strategy optim_grads_params", 2, True),
