@@ -280,12 +280,13 @@ class _Step(Generic[MicroBatch]):
 
     def _free(self, action: Action) -> None:
         """Wait until a message has left. Backward runs on an output without values: only its graph is needed, unless
-        its last operation has kept them.
+        its last operation has kept them. An output that no backward is to come for is not kept at all.
         """
         pending, tensor = self._sending.pop((action.kind[-1], action.chunk, action.micro_batch))
         chunk = self.engine.chunks[action.chunk]
         pending.wait(f"stage {chunk.stage}, {action}: waited until it had arrived")
-        if action.kind == "free F" and not chunk.backward_reads(tensor):
+        is_kept = action.kind == "free F" and (action.chunk, action.micro_batch) in self._outputs
+        if is_kept and not chunk.backward_reads(tensor):
             tensor.untyped_storage().resize_(0)
 
     def _hidden(self) -> HiddenStates:
