@@ -1,4 +1,4 @@
-"""The program on a pipeline: ranks that die or fail in mid-step, and the time line that a run writes."""
+"""The program on a pipeline: ranks that die or fail in mid-step, time lines, stopping and going on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,23 @@ import pytest
 
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.trace import read_trace
-from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, ROOT, Run, iterations, words
+from tests.end_to_end.runs import (
+    GPT2,
+    MOCK,
+    NO_DROPOUT,
+    PRETRAIN,
+    ROOT,
+    Run,
+    Start,
+    assert_same_checkpoint,
+    ended,
+    iterations,
+    latest_iteration,
+    metrics,
+    saved_tensors,
+    words,
+)
+from tests.harness.close import assert_parameter_close
 from tests.harness.job import Job
 
 Spawn = Callable[..., Job]
@@ -127,6 +143,57 @@ def test_a_time_line_that_cannot_be_written_is_an_error_of_one_line(run: Run, tm
     directory = tmp_path / "run"
     (directory / "pipeline_step_000001.html").mkdir(parents=True)
     flags = ["--pp", 2, "--train-iters", 2, "--save", directory, "--profile-pipeline", 1]
-    ended = run(*FOUR_LAYERS, *flags, world_size=2, expected=93)
-    assert ended.stderr.startswith(f"error: writing {directory / 'pipeline_step_000001.html'} failed (Is a directory)")
-    assert ended.stderr.count("\n") == 1
+    error = run(*FOUR_LAYERS, *flags, world_size=2, expected=93).stderr
+    assert error.startswith(f"error: writing {directory / 'pipeline_step_000001.html'} failed (Is a directory)")
+    assert error.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------ stopping and going on
+
+EIGHT_LAYERS = (*GPT2, *NO_DROPOUT, "--num-layers", "8", "--micro-batch-size", "1", "--fp64")
+EVALUATED = words("--eval-iters 1 --eval-interval 2 --lr-decay-style constant")
+LAYOUTS = {
+    "one": (1, ""),
+    "tp2": (2, "--tp 2"),
+    "pp2 interleaved": (2, "--pp 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "pp4 zb-v": (4, "--pp 4 --pipeline-schedule zb-v"),
+    "pp2 dp2 zero 3": (4, "--pp 2 --data-parallel-sharding-strategy optim_grads_params"),
+}
+CHANGES = [("pp2 interleaved", "tp2"), ("pp4 zb-v", "one"), ("one", "pp2 dp2 zero 3")]
+
+
+def test_a_run_resumed_on_another_pipeline_is_the_same_run(run: Run, tmp_path: Path) -> None:
+    """I9. Evaluation's figures, too."""
+    flags = [*EIGHT_LAYERS, *EVALUATED, "--train-iters", 4]
+    whole = tmp_path / "whole"
+    run(*flags, "--save", whole)
+    for before, after in CHANGES:
+        directory = tmp_path / f"{before} to {after}"
+        for layout, more, code in ((before, ["--exit-interval", 2], 85), (after, ["--resume", "auto"], 0)):
+            world_size, layout_flags = LAYOUTS[layout]
+            run(*flags, *words(layout_flags), *more, "--save", directory, world_size=world_size, expected=code)
+        for line, wanted in zip(metrics(directory), metrics(whole), strict=True):
+            assert line.keys() == wanted.keys()
+            for figure, value in wanted.items():
+                assert line[figure] == pytest.approx(value, rel=1e-10), (before, after, line["iteration"], figure)
+        expected = saved_tensors(whole / "iter_0000004")
+        for tensor, values in saved_tensors(directory / "iter_0000004").items():
+            assert_parameter_close(values, expected[tensor], learning_rate=1e-2, name=f"{tensor} {before} {after}")
+
+
+@pytest.mark.parametrize("layout", ["pp2 interleaved", "pp4 zb-v"])
+def test_an_interrupted_pipeline_goes_on_to_the_bit(layout: str, start: Start, run: Run, tmp_path: Path) -> None:
+    """I8, from Ctrl-C on all ranks."""
+    world_size, layout_flags = LAYOUTS[layout]
+    flags = [*EIGHT_LAYERS, *EVALUATED, *words(layout_flags), "--hidden-dropout", 0.1]
+    directory, whole = tmp_path / "broken", tmp_path / "whole"
+    job = start(*flags, "--train-iters", 10000, "--save", directory, world_size=world_size)
+    job.wait_for_output(0, "step     2/10000")
+    job.kill_all(signal.SIGINT)
+    assert "stopped after step" in ended(job, expected=85).stdout
+    last = latest_iteration(directory) + 2
+    run(*flags, "--train-iters", last, "--save", directory, "--resume", "auto", world_size=world_size)
+    run(*flags, "--train-iters", last, "--save", whole, world_size=world_size)
+    assert_same_checkpoint(directory / f"iter_{last:07d}", whole / f"iter_{last:07d}")
+    interrupted = [line for line in metrics(directory) if "lm_loss" in line]
+    assert interrupted == [line for line in metrics(whole) if "lm_loss" in line]
