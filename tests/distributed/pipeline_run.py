@@ -114,11 +114,14 @@ class Layer(nn.Module):
         self.stage, self.is_last, self.last = stage, stage == stages - 1, last
         self.outputs: list[weakref.ref[Tensor]] = []
         self.inner: list[weakref.ref[Tensor]] = []
+        self.inputs: list[weakref.ref[Tensor]] = []
         self.sizes_at_backward: list[int] = []
         self.before_forward: Callable[[], None] = lambda: None
         self.seconds = 0.0
 
     def forward(self, hidden: Tensor | None, x: Tensor) -> Tensor:
+        if hidden is not None:
+            self.inputs.append(weakref.ref(hidden))
         self.before_forward()
         time.sleep(self.seconds)
         torch.manual_seed(int(x[0, 0] * 1000) + self.stage)
@@ -138,7 +141,11 @@ class Layer(nn.Module):
 
     def alive(self) -> int:
         """Micro-batches whose activations are."""
-        return sum(reference() is not None for reference in self.inner)
+        return _alive(self.inner)
+
+
+def _alive(references: Sequence[weakref.ref[Tensor]]) -> int:
+    return sum(reference() is not None for reference in references)
 
 
 class Gradients:
@@ -227,8 +234,9 @@ class Found:
     gradients: dict[tuple[int, str], Tensor | None] = field(default_factory=dict)
     """By stage and parameter."""
     most_alive: int = 0
+    most_inputs: int = 0
     alive_behind: int = 0
-    """Outputs and activations."""
+    """Inputs, outputs and activations."""
     freed: dict[int, list[bool]] = field(default_factory=dict)
     """Of each stage whether its outputs were without storage when it went backward."""
     links: dict[str, int] = field(default_factory=dict)
@@ -275,6 +283,7 @@ def _train(mesh: ParallelMesh, case: Case) -> Found:
         # A forward that begins adds one to what is there.
         alive = 1 + sum(layer.alive() for layer in layers) + len(gradients.kept)
         found.most_alive = max(found.most_alive, alive)
+        found.most_inputs = max(found.most_inputs, sum(_alive(layer.inputs) for layer in layers))
 
     for layer in layers:
         layer.before_forward = count
@@ -285,7 +294,7 @@ def _train(mesh: ParallelMesh, case: Case) -> Found:
         found.loss = engine.run(steps.training(case.micro_batches), inputs, FACTOR, gradients).item()
         found.alive_behind = len(gradients.kept)
         for layer in layers:
-            found.alive_behind += sum(reference() is not None for reference in (*layer.outputs, *layer.inner))
+            found.alive_behind += _alive([*layer.outputs, *layer.inner, *layer.inputs])
             found.freed[layer.stage] = [size == 0 for size in layer.sizes_at_backward]
         found.evaluated = engine.run(steps.evaluation(case.micro_batches), inputs).item()
     finally:

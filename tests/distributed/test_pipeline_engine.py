@@ -113,6 +113,18 @@ def test_a_stage_may_end_in_any_operation(end: str, rank_pools: RankPools) -> No
                     assert freed == [sent and end in FREED] * 3, (case, stage)
 
 
+def test_weight_gradients_that_are_put_off_are_added_once(rank_pools: RankPools) -> None:
+    for case, expected, found in run(rank_pools, 2, [Case("zb-h1", 1, 4, ("tanh",)), Case("zb-v", 2, 4, ("tanh",))]):
+        assert_as_alone(case, expected, found)
+
+
+def test_inputs_live_until_their_backward(rank_pools: RankPools) -> None:
+    """As many as checked activations, on all ranks but the first."""
+    for case, _, ranks in run(rank_pools, 3, [Case("1f1b", 1, 8, ("sum",)), Case("gpipe", 1, 8, ("sum",))]):
+        wanted = {"1f1b": [2, 1], "gpipe": [8, 8]}[case.schedule]
+        assert [found.most_inputs for found in ranks[1:]] == wanted
+
+
 @pytest.mark.parametrize(("schedule", "chunks"), PIPELINES)
 def test_activations_are_as_many_as_the_checker_says(schedule: str, chunks: int, rank_pools: RankPools) -> None:
     cases = [Case(schedule, chunks, micro_batches, ("sum", "tanh")) for micro_batches in (1, 3, 8)]

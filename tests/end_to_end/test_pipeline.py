@@ -25,6 +25,7 @@ from tests.end_to_end.runs import (
     ended,
     iterations,
     latest_iteration,
+    losses,
     metrics,
     saved_tensors,
     words,
@@ -112,21 +113,22 @@ def test_a_stage_that_returns_another_shape_is_told_once(spawn: Spawn, tmp_path:
 
 # ------------------------------------------------------------------------------------------------ the time line
 
-PIPELINES = [
-    ("--pp 2", Stages(2)),
-    ("--pp 2 --num-virtual-stages-per-pipeline-rank 2", Stages(2, 2)),
-    ("--pp 2 --pipeline-schedule zb-v", Stages(2, 2, v_shaped=True)),
-]
+PIPELINES = {
+    "interleaved": ("--pp 2 --num-virtual-stages-per-pipeline-rank 2", 2, Stages(2, 2)),
+    "zb-v": ("--pp 2 --pipeline-schedule zb-v", 2, Stages(2, 2, v_shaped=True)),
+    "sequence parallel": ("--pp 2 --tp 2 --sequence-parallel", 4, Stages(2)),
+}
 
 
-@pytest.mark.parametrize(("flags", "stages"), PIPELINES)
+@pytest.mark.parametrize(("flags", "world_size", "stages"), PIPELINES.values(), ids=PIPELINES.keys())
 def test_the_time_line_of_a_step_is_written_and_can_be_drawn_again(
-    flags: str, stages: Stages, run: Run, tmp_path: Path
+    flags: str, world_size: int, stages: Stages, run: Run, tmp_path: Path
 ) -> None:
     directory = tmp_path / "run"
     profiled = ["--train-iters", 3, "--save", directory, "--profile-pipeline", 2]
-    run(*FOUR_LAYERS, *words(flags), *profiled, world_size=2)
+    run(*FOUR_LAYERS, *words(flags), *profiled, world_size=world_size)
     assert iterations(directory) == [1, 2, 3]
+    assert min(losses(directory)) > 1.0
     written = sorted(path.name for path in directory.glob("pipeline_step_*"))
     assert written == ["pipeline_step_000002.html", "pipeline_step_000002.json"]
     time_line = read_trace(directory / "pipeline_step_000002.json")
