@@ -48,6 +48,8 @@ def _one_step(layout: str) -> str:
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
 _UNIT = "tests/unit/test_parallel_"
 _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
+_ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
+_TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
 _RATES = "tests/distributed/test_rates_megatron.py::test_whole_runs"
 
 MUTANTS = (
@@ -82,9 +84,9 @@ MUTANTS = (
     Mutant(
         "the loss is divided by the number of micro-batches",
         "megalite/pipeline/engine.py",
-        "* factor).backward()",
-        "* factor / len(micro_batches)).backward()",
-        f"{_UNIT}engine.py::test_the_sum_of_losses_is_differentiated_at_the_given_scale",
+        "* self.factor).backward()",
+        "* self.factor / len(self.micro_batches)).backward()",
+        "tests/unit/test_pipeline_engine.py::test_the_sum_of_losses_is_differentiated_at_the_given_scale",
     ),
     Mutant(
         "gate and up are swapped",
@@ -159,8 +161,8 @@ MUTANTS = (
     Mutant(
         "a tied weight is counted as used once",
         "megalite/model/gpt.py",
-        "replace(tied.sharding, uses=2)",
-        "replace(tied.sharding, uses=1)",
+        "replace(own.sharding, uses=2)",
+        "replace(own.sharding, uses=1)",
         _one_step("tp1-dp1"),
     ),
     Mutant(
@@ -490,6 +492,128 @@ MUTANTS = (
         "if mine is None or theirs is None or mine.operation != theirs.operation:",
         "if mine is None or theirs is None:",
         "tests/unit/test_pipeline_checker.py::test_copies_that_reduce_in_different_order",
+    ),
+    Mutant(
+        "engine: an output is freed before its send has completed",
+        "megalite/pipeline/engine.py",
+        "contiguous(), action.peer), tensor\n",
+        """contiguous(), action.peer), tensor
+        if not self.engine.chunks[action.chunk].backward_reads(tensor):
+            tensor.untyped_storage().resize_(0)
+""",
+        f"{_ENGINE}a_stage_may_end_in_any_operation[sum]",
+    ),
+    Mutant(
+        "engine: no output is freed",
+        "megalite/pipeline/engine.py",
+        "tensor.untyped_storage().resize_(0)",
+        "pass",
+        f"{_ENGINE}a_stage_may_end_in_any_operation[sum]",
+    ),
+    Mutant(
+        "engine: outputs that backward reads are freed",
+        "megalite/pipeline/engine.py",
+        "return self._output_is_kept[kind]",
+        "return False",
+        f"{_ENGINE}a_stage_may_end_in_any_operation[tanh]",
+    ),
+    Mutant(
+        "engine: functions in Python keep their output where torch's do",
+        "megalite/pipeline/engine.py",
+        " or isinstance(node, BackwardCFunction)",
+        "",
+        f"{_ENGINE}a_stage_may_end_in_any_operation[custom function that keeps its output]",
+    ),
+    Mutant(
+        "engine: what backward has saved is looked at behind it",
+        "megalite/pipeline/engine.py",
+        "and to_go_backward and",
+        "and",
+        f"{_ENGINE}a_stage_may_end_in_any_operation[tanh]",
+    ),
+    Mutant(
+        "engine: a send is not waited for",
+        "megalite/pipeline/engine.py",
+        """pending.wait(f"stage {chunk.stage}, {action}: waited until it had arrived")""",
+        "pass",
+        f"{_ENGINE}a_stage_may_end_in_any_operation[tanh]",
+    ),
+    Mutant(
+        "engine: weight gradients are put off and never added",
+        "megalite/pipeline/engine.py",
+        "self._deferred.pop((action.chunk, action.micro_batch)).add()",
+        "self._deferred.pop((action.chunk, action.micro_batch))",
+        f"{_ENGINE}weight_gradients_that_are_put_off_are_added_once",
+    ),
+    Mutant(
+        "engine: deferred gradients are kept until the step's end",
+        "megalite/pipeline/engine.py",
+        "self._deferred.pop((action.chunk, action.micro_batch)).add()",
+        "self._deferred[action.chunk, action.micro_batch].add()",
+        f"{_ENGINE}activations_are_as_many_as_the_checker_says[zb-h1-1]",
+    ),
+    Mutant(
+        "engine: an input is kept behind its backward",
+        "megalite/pipeline/engine.py",
+        "self._inputs.pop(key, None)",
+        "self._inputs.get(key)",
+        f"{_ENGINE}inputs_live_until_their_backward",
+    ),
+    Mutant(
+        "pipeline: a message is sent to another neighbour",
+        "megalite/pipeline/lowering.py",
+        "yield Action(_SEND[way], action.micro_batch, action.chunk, peer)",
+        "yield Action(_SEND[way], action.micro_batch, action.chunk, (peer + 1) % stages.ranks)",
+        "tests/unit/test_pipeline_checker.py::test_every_schedule_passes",
+    ),
+    Mutant(
+        "pipeline: receives are posted in another order than sends",
+        "megalite/pipeline/lowering.py",
+        "receives[latest].insert(0, Action(",
+        "receives[latest].append(Action(",
+        "tests/unit/test_pipeline_checker.py::test_every_schedule_passes",
+    ),
+    Mutant(
+        "gradients that are deferred are added at once, too",
+        "megalite/optim/buckets.py",
+        "        else:\n            accumulator.add(parameter, gradient, use)",
+        "        accumulator.add(parameter, gradient, use)",
+        f"{_DEFERRED}split_backward_changes_no_bit[tp=2-dp=1-family=gpt2]",
+    ),
+    Mutant(
+        "the first stage and the last do not sum the gradients of a tied weight",
+        "megalite/model/embedding.py",
+        "copies=copies, summed=len(copies) > 1",
+        "copies=copies, summed=False",
+        "tests/distributed/test_layouts_pipeline.py::test_all_schedules_give_the_same_bits[pp3-recomputeuniform-tied]",
+    ),
+    Mutant(
+        "the head's use of a tied weight is given to the embedding's",
+        "megalite/model/head.py",
+        "use=1 if isinstance(tied, Parameter) else 0",
+        "use=0",
+        "tests/distributed/test_chunks.py::test_two_chunks_give_the_bits_of_one[none-True]",
+    ),
+    Mutant(
+        "a tied weight's use in another chunk is added twice",
+        "megalite/optim/buckets.py",
+        "partial(self.gradient_shard.add_, other.gradient_shard)",
+        "partial(self.gradient_shard.add_, other.gradient_shard, alpha=2)",
+        "tests/distributed/test_chunks.py::test_two_chunks_give_the_bits_of_one[none-True]",
+    ),
+    Mutant(
+        "the ranks of a pipeline do not learn the loss of its last stage",
+        "megalite/training/trainer.py",
+        """return collectives.all_reduce_(over_data, self.mesh.group("pp"))""",
+        "return over_data",
+        f"{_TIME_LINE}[interleaved]",
+    ),
+    Mutant(
+        "whole hidden states are expected between sequence-parallel stages",
+        "megalite/training/construction.py",
+        """(mesh.size("tp") if config.parallel.sequence_parallel else 1)""",
+        "1",
+        f"{_TIME_LINE}[sequence parallel]",
     ),
 )
 

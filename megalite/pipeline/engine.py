@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from megalite.errors import MegaliteError
 from megalite.parallel.collectives import Pending, done
@@ -150,11 +151,11 @@ class _Chunk(Generic[MicroBatch]):
 
 
 def _backward_reads(output: Tensor) -> bool:
-    if output.grad_fn is None or output._is_view():
-        return True
     node = output.grad_fn
+    # A function in Python may keep its output anywhere, and in one micro-batch only.
+    if node is None or output._is_view() or isinstance(node, BackwardCFunction):
+        return True
     saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-    saved += getattr(node, "saved_tensors", ())
     storage = output.untyped_storage().data_ptr()
     return any(isinstance(value, Tensor) and value.untyped_storage().data_ptr() == storage for value in saved)
 
@@ -285,8 +286,8 @@ class _Step(Generic[MicroBatch]):
         pending, tensor = self._sending.pop((action.kind[-1], action.chunk, action.micro_batch))
         chunk = self.engine.chunks[action.chunk]
         pending.wait(f"stage {chunk.stage}, {action}: waited until it had arrived")
-        is_kept = action.kind == "free F" and (action.chunk, action.micro_batch) in self._outputs
-        if is_kept and not chunk.backward_reads(tensor):
+        to_go_backward = (action.chunk, action.micro_batch) in self._outputs
+        if action.kind == "free F" and to_go_backward and not chunk.backward_reads(tensor):
             tensor.untyped_storage().resize_(0)
 
     def _hidden(self) -> HiddenStates:

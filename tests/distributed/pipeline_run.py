@@ -1,0 +1,322 @@
+"""Runs pipelines of small torch modules on real ranks, and watches what the engine keeps, frees and sends."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.parallel.collectives import Pending
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import DeferredGradients
+from megalite.pipeline.engine import HiddenStates, PipelineEngine
+from megalite.pipeline.point_to_point import Links, make_links
+from megalite.pipeline.stages import Stages
+from megalite.pipeline.steps import Steps
+
+WIDTH = 6
+FACTOR = 0.125
+
+
+class SavesOutput(torch.autograd.Function):
+    """exp, whose output is saved as functions should."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        output = hidden.exp()
+        ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+class KeepsOutput(torch.autograd.Function):
+    """exp, whose output is kept as an attribute."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.output = hidden.exp()
+        return ctx.output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.output
+
+
+class SometimesSavesOutput(SavesOutput):
+    """exp, whose output is saved in some micro-batches."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        output = hidden.exp()
+        ctx.saves = torch.rand(()).item() < 0.5
+        ctx.save_for_backward(output if ctx.saves else hidden)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (saved,) = ctx.saved_tensors
+        return gradient * (saved if ctx.saves else saved.exp())
+
+
+class Border(torch.autograd.Function):
+    """What a message does: a copy, in order."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        return hidden.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+LAST: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "exp": torch.exp,
+    "softmax": lambda inner: inner.softmax(-1),
+    "dropout": lambda inner: F.dropout(inner, 0.3),
+    "custom function that saves its output": SavesOutput.apply,
+    "custom function that keeps its output": KeepsOutput.apply,
+    "custom function that saves its output now and then": SometimesSavesOutput.apply,
+    "view": lambda inner: inner.tanh().view(-1).view(inner.shape),
+    "transposed": lambda inner: (inner.t().contiguous() + 0.5).t(),
+    "strided": lambda inner: inner.t().contiguous().t() + 0.5,
+    "sum": lambda inner: inner + 0.5,
+}
+"""A stage's last operation."""
+FREED = {"sum", "dropout", "strided"}
+"""Those behind which nobody reads the output that has been sent."""
+
+
+class Layer(nn.Module):
+    """A stage; the last one of a pipeline gives a loss."""
+
+    def __init__(self, stage: int, stages: int, last: str) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(stage)
+        values = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / WIDTH**0.5
+        self.weight, self.bias = nn.Parameter(values), nn.Parameter(values[0].clone())
+        self.stage, self.is_last, self.last = stage, stage == stages - 1, last
+        self.outputs: list[weakref.ref[Tensor]] = []
+        self.inner: list[weakref.ref[Tensor]] = []
+        self.inputs: list[weakref.ref[Tensor]] = []
+        self.sizes_at_backward: list[int] = []
+        self.before_forward: Callable[[], None] = lambda: None
+        self.seconds = 0.0
+
+    def forward(self, hidden: Tensor | None, x: Tensor) -> Tensor:
+        if hidden is not None:
+            self.inputs.append(weakref.ref(hidden))
+        self.before_forward()
+        time.sleep(self.seconds)
+        torch.manual_seed(int(x[0, 0] * 1000) + self.stage)
+        if hidden is not None and self.last == "its input" and not self.is_last:
+            return hidden
+        inner = torch.sin((x if hidden is None else hidden) @ self.weight) * self.bias
+        self.inner.append(weakref.ref(inner))
+        output = inner.square().sum() if self.is_last else LAST.get(self.last, LAST["sum"])(inner * inner + inner)
+        self.outputs.append(weakref.ref(output))
+        if output.requires_grad:
+            output.register_hook(partial(self._look, self.outputs[-1]))
+        return output
+
+    def _look(self, output: weakref.ref[Tensor], gradient: Tensor) -> None:
+        if (found := output()) is not None:
+            self.sizes_at_backward.append(found.untyped_storage().size())
+
+    def alive(self) -> int:
+        """Micro-batches whose activations are."""
+        return _alive(self.inner)
+
+
+def _alive(references: Sequence[weakref.ref[Tensor]]) -> int:
+    return sum(reference() is not None for reference in references)
+
+
+class Gradients:
+    """The gradients' side for plain parameters: those of I are kept as they are, and added in W."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = layers
+        self.kept: weakref.WeakSet[DeferredGradients] = weakref.WeakSet()
+        self.reduced: list[tuple[int, int]] = []
+
+    @contextmanager
+    def deferring(self, chunk: int) -> Iterator[DeferredGradients]:
+        before = [(parameter, parameter.grad) for parameter in self.layers[chunk].parameters()]
+        for parameter, _ in before:
+            parameter.grad = None
+        deferred = DeferredGradients()
+        yield deferred
+        for parameter, old in before:
+            new, parameter.grad = parameter.grad, old
+            if new is not None:
+                deferred.keep(partial(_add, parameter, new))
+        self.kept.add(deferred)
+
+    def reduce(self, chunk: int, micro_batches: int) -> None:
+        self.reduced.append((chunk, micro_batches))
+
+
+def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+class WatchedLinks(Links):
+    """Links that see to it that what is sent stays as it is until it is waited for."""
+
+    def __init__(self, links: Links) -> None:
+        super().__init__(links.outgoing, links.incoming)
+        self.sent = self.waited_for = self.most_under_way = self.changed = 0
+
+    def send(self, tensor: Tensor, peer: int) -> Pending:
+        self.sent += 1
+        self.most_under_way = max(self.most_under_way, self.sent - self.waited_for)
+        pending, snapshot = super().send(tensor, peer), tensor.clone()
+
+        def arrived() -> Tensor:
+            self.waited_for += 1
+            self.changed += not (tensor.untyped_storage().size() and tensor.equal(snapshot))
+            return tensor
+
+        return Pending(pending.work, arrived)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline, over all the ranks of the pool."""
+
+    schedule: str
+    chunks: int
+    micro_batches: int
+    last: tuple[str, ...]
+    """What the stages end in, in turn."""
+    overlap: bool = True
+    group: int | None = None
+
+    def stages(self, ranks: int) -> Stages:
+        return Stages(ranks, self.chunks, v_shaped=self.schedule == "zb-v")
+
+    def layer(self, stage: int, stages: Stages) -> Layer:
+        return Layer(stage, stages.count, self.last[stage % len(self.last)])
+
+    def inputs(self) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(7)
+        return [
+            torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64).abs() for _ in range(self.micro_batches)
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.schedule}, {self.chunks} chunks, {self.micro_batches} micro-batches, overlap {self.overlap}"
+
+
+@dataclass
+class Found:
+    """What a rank, or a loop over all stages, has of a step."""
+
+    loss: float = 0.0
+    evaluated: float = 0.0
+    gradients: dict[tuple[int, str], Tensor | None] = field(default_factory=dict)
+    """By stage and parameter."""
+    most_alive: int = 0
+    most_inputs: int = 0
+    alive_behind: int = 0
+    """Inputs, outputs and activations."""
+    freed: dict[int, list[bool]] = field(default_factory=dict)
+    """Of each stage whether its outputs were without storage when it went backward."""
+    links: dict[str, int] = field(default_factory=dict)
+
+
+def alone(case: Case, ranks: int) -> Found:
+    """The step as a loop on one process."""
+    stages = case.stages(ranks)
+    layers = [case.layer(stage, stages) for stage in range(stages.count)]
+    found = Found()
+    for x in case.inputs():
+        hidden = None
+        for layer in layers:
+            travels = layer.stage > 0 and stages.place(layer.stage)[0] != stages.place(layer.stage - 1)[0]
+            hidden = layer(Border.apply(hidden) if travels else hidden, x)
+        found.loss += hidden.item()
+        (hidden * FACTOR).backward()
+    return _with_gradients(found, layers)
+
+
+def _with_gradients(found: Found, layers: Sequence[Layer]) -> Found:
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            found.gradients[layer.stage, name] = parameter.grad
+    return found
+
+
+def trained(cases: Sequence[Case]) -> list[Found]:
+    """A step of each case on this rank, and an evaluation."""
+    mesh = ParallelMesh(
+        rank=dist.get_rank(), world_size=dist.get_world_size(), pipeline_parallel_size=dist.get_world_size()
+    )
+    return [_train(mesh, case) for case in cases]
+
+
+def _train(mesh: ParallelMesh, case: Case) -> Found:
+    stages, rank = case.stages(mesh.world_size), mesh.rank
+    layers = [case.layer(stage, stages) for stage in stages.of_rank(rank)]
+    gradients, links = Gradients(layers), WatchedLinks(make_links(mesh, stages))
+    engine, steps = make_engine(mesh, case, layers, links)
+    found = Found()
+
+    def count() -> None:
+        # A forward that begins adds one to what is there.
+        alive = 1 + sum(layer.alive() for layer in layers) + len(gradients.kept)
+        found.most_alive = max(found.most_alive, alive)
+        found.most_inputs = max(found.most_inputs, sum(_alive(layer.inputs) for layer in layers))
+
+    for layer in layers:
+        layer.before_forward = count
+    inputs = case.inputs()
+    gc.collect()
+    gc.disable()  # what is let go of goes at once
+    try:
+        found.loss = engine.run(steps.training(case.micro_batches), inputs, FACTOR, gradients).item()
+        found.alive_behind = len(gradients.kept)
+        for layer in layers:
+            found.alive_behind += _alive([*layer.outputs, *layer.inner, *layer.inputs])
+            found.freed[layer.stage] = [size == 0 for size in layer.sizes_at_backward]
+        found.evaluated = engine.run(steps.evaluation(case.micro_batches), inputs).item()
+    finally:
+        gc.enable()
+    assert gradients.reduced == [(chunk, case.micro_batches) for chunk, _ in gradients.reduced]
+    assert sorted(chunk for chunk, _ in gradients.reduced) == list(range(stages.chunks))
+    found.links = {name: value for name, value in vars(links).items() if isinstance(value, int)}
+    return _with_gradients(found, layers)
+
+
+def make_engine(
+    mesh: ParallelMesh, case: Case, layers: Sequence[nn.Module], links: Links, width: int = WIDTH
+) -> tuple[PipelineEngine[Tensor], Steps]:
+    """The rank's engine, and its lists."""
+    stages = case.stages(mesh.world_size)
+    hidden = HiddenStates((WIDTH, width), torch.float64, mesh.device)
+    steps = Steps(stages, mesh.rank, schedule=case.schedule, group=case.group, overlap=case.overlap)
+    return PipelineEngine(layers, stages, mesh.rank, links, hidden), steps
+
+
+def pipeline_mesh(seconds: float | None = None) -> ParallelMesh:
+    """All ranks in one pipeline, whose messages may take so long."""
+    ranks = dist.get_world_size()
+    timeout = None if seconds is None else datetime.timedelta(seconds=seconds)
+    return ParallelMesh(rank=dist.get_rank(), world_size=ranks, pipeline_parallel_size=ranks, timeout=timeout)

@@ -1,0 +1,201 @@
+"""The program on a pipeline: ranks that die or fail in mid-step, time lines, stopping and going on."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megalite.pipeline.stages import Stages
+from megalite.pipeline.trace import read_trace
+from tests.end_to_end.runs import (
+    GPT2,
+    MOCK,
+    NO_DROPOUT,
+    PRETRAIN,
+    ROOT,
+    Run,
+    Start,
+    assert_same_checkpoint,
+    ended,
+    iterations,
+    latest_iteration,
+    losses,
+    metrics,
+    saved_tensors,
+    words,
+)
+from tests.harness.close import assert_parameter_close
+from tests.harness.job import Job
+
+Spawn = Callable[..., Job]
+FOUR_LAYERS = (*GPT2, "--num-layers", "4", "--micro-batch-size", "1")
+
+FAILS = """
+import os, runpy, signal, sys, time
+import torch
+from megalite.model.gpt import GPT
+
+forward, calls = GPT.forward, 0
+
+def failing(self, hidden, micro_batch):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == os.environ["FAILING"] and calls == {call}:  # the first is the summary's
+        {fault}
+    return forward(self, hidden, micro_batch)
+
+GPT.forward = failing
+sys.argv[0] = {program!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def start_failing(
+    spawn: Spawn, directory: Path, fault: str, rank: int, *flags: str, call: int = 7, world_size: int = 3
+) -> Job:
+    """Starts four micro-batches a step, of which a rank fails in one of the second step."""
+    entry = directory / "entry.py"
+    entry.write_text(FAILS.format(fault=fault, call=call, program=str(PRETRAIN)))
+    return spawn([entry, *MOCK, *FOUR_LAYERS, *flags, "--train-iters", "5"], world_size, FAILING=str(rank))
+
+
+KILLED = [
+    ("--pp 3 --decoder-first-pipeline-num-layers 2", 0, 3, "stage 1, "),
+    ("--pp 3 --decoder-first-pipeline-num-layers 2", 1, 3, "stage [02], "),
+    ("--pp 4 --pipeline-schedule zb-h1", 3, 4, "stage 2, "),
+    ("--pp 4 --pipeline-schedule gpipe", 2, 4, "stage [13], "),
+]
+
+
+@pytest.mark.parametrize(("flags", "rank", "ranks", "stage"), KILLED)
+def test_a_rank_that_is_killed_ends_the_others(
+    flags: str, rank: int, ranks: int, stage: str, spawn: Spawn, tmp_path: Path
+) -> None:
+    """One of the others says which stage waited in which action for what."""
+    kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    job = start_failing(spawn, tmp_path, kill, rank, *words(flags), world_size=ranks)
+    codes = job.wait(timeout=60)
+    assert codes == [-signal.SIGKILL if number == rank else 85 for number in range(ranks)]
+    (error,) = errors(job)
+    assert_names(error, stage)
+
+
+def errors(job: Job) -> list[str]:
+    """What all ranks together said."""
+    lines = "".join(job.stderr(rank) for rank in range(job.world_size)).splitlines()
+    assert not any("Traceback" in line for line in lines), "\n".join(lines)
+    return [line for line in lines if line.startswith("error")]
+
+
+def assert_names(error: str, stage: str) -> None:
+    """The stage, and the action that was waited for."""
+    assert re.search(rf"{stage}.* of micro-batch \d, chunk 0.*: waited ", error), error
+    assert "another rank has ended" in error
+
+
+def test_a_stage_that_returns_another_shape_is_told_once(spawn: Spawn, tmp_path: Path) -> None:
+    fault = "return forward(self, hidden, micro_batch)[:, :, :8]"
+    job = start_failing(spawn, tmp_path, fault, 1, "--pp", "3", "--decoder-first-pipeline-num-layers", "2")
+    codes = job.wait(timeout=60)
+    assert errors(job) == [
+        "error on rank 1: stage 1 returned (16, 1, 8) of torch.float32 for micro-batch 1, where the next stage expects "
+        "hidden states (16, 1, 16) of torch.float32"
+    ]
+    assert len(set(codes)) == 1
+    assert codes[0] not in (0, 85)
+
+
+# ------------------------------------------------------------------------------------------------ the time line
+
+PIPELINES = {
+    "interleaved": ("--pp 2 --num-virtual-stages-per-pipeline-rank 2", 2, Stages(2, 2)),
+    "zb-v": ("--pp 2 --pipeline-schedule zb-v", 2, Stages(2, 2, v_shaped=True)),
+    "sequence parallel": ("--pp 2 --tp 2 --sequence-parallel", 4, Stages(2)),
+}
+
+
+@pytest.mark.parametrize(("flags", "world_size", "stages"), PIPELINES.values(), ids=PIPELINES.keys())
+def test_the_time_line_of_a_step_is_written_and_can_be_drawn_again(
+    flags: str, world_size: int, stages: Stages, run: Run, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    profiled = ["--train-iters", 3, "--save", directory, "--profile-pipeline", 2]
+    run(*FOUR_LAYERS, *words(flags), *profiled, world_size=world_size)
+    assert iterations(directory) == [1, 2, 3]
+    assert min(losses(directory)) > 1.0
+    written = sorted(path.name for path in directory.glob("pipeline_step_*"))
+    assert written == ["pipeline_step_000002.html", "pipeline_step_000002.json"]
+    time_line = read_trace(directory / "pipeline_step_000002.json")
+    assert time_line.stages == stages
+    assert time_line.micro_batches == 4
+    assert {span.action.kind for rank in time_line.spans for span in rank} >= {"F", "R", "send F", "free B"}
+    command = [sys.executable, ROOT / "tools" / "draw_schedule.py", "--measured", directory / written[1]]
+    output = tmp_path / "again.svg"
+    subprocess.run([*command, "--output", output], check=True, stdout=subprocess.DEVNULL)
+    assert output.read_text().startswith("<svg")
+
+
+def test_a_time_line_that_cannot_be_written_is_an_error_of_one_line(run: Run, tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    (directory / "pipeline_step_000001.html").mkdir(parents=True)
+    flags = ["--pp", 2, "--train-iters", 2, "--save", directory, "--profile-pipeline", 1]
+    error = run(*FOUR_LAYERS, *flags, world_size=2, expected=93).stderr
+    assert error.startswith(f"error: writing {directory / 'pipeline_step_000001.html'} failed (Is a directory)")
+    assert error.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------ stopping and going on
+
+EIGHT_LAYERS = (*GPT2, *NO_DROPOUT, "--num-layers", "8", "--micro-batch-size", "1", "--fp64")
+EVALUATED = words("--eval-iters 1 --eval-interval 2 --lr-decay-style constant")
+LAYOUTS = {
+    "one": (1, ""),
+    "tp2": (2, "--tp 2"),
+    "pp2 interleaved": (2, "--pp 2 --num-virtual-stages-per-pipeline-rank 2"),
+    "pp4 zb-v": (4, "--pp 4 --pipeline-schedule zb-v"),
+    "pp2 dp2 zero 3": (4, "--pp 2 --data-parallel-sharding-strategy optim_grads_params"),
+}
+CHANGES = [("pp2 interleaved", "tp2"), ("pp4 zb-v", "one"), ("one", "pp2 dp2 zero 3")]
+
+
+def test_a_run_resumed_on_another_pipeline_is_the_same_run(run: Run, tmp_path: Path) -> None:
+    """I9. Evaluation's figures, too."""
+    flags = [*EIGHT_LAYERS, *EVALUATED, "--train-iters", 4]
+    whole = tmp_path / "whole"
+    run(*flags, "--save", whole)
+    for before, after in CHANGES:
+        directory = tmp_path / f"{before} to {after}"
+        for layout, more, code in ((before, ["--exit-interval", 2], 85), (after, ["--resume", "auto"], 0)):
+            world_size, layout_flags = LAYOUTS[layout]
+            run(*flags, *words(layout_flags), *more, "--save", directory, world_size=world_size, expected=code)
+        for line, wanted in zip(metrics(directory), metrics(whole), strict=True):
+            assert line.keys() == wanted.keys()
+            for figure, value in wanted.items():
+                assert line[figure] == pytest.approx(value, rel=1e-10), (before, after, line["iteration"], figure)
+        expected = saved_tensors(whole / "iter_0000004")
+        for tensor, values in saved_tensors(directory / "iter_0000004").items():
+            assert_parameter_close(values, expected[tensor], learning_rate=1e-2, name=f"{tensor} {before} {after}")
+
+
+@pytest.mark.parametrize("layout", ["pp2 interleaved", "pp4 zb-v"])
+def test_an_interrupted_pipeline_goes_on_to_the_bit(layout: str, start: Start, run: Run, tmp_path: Path) -> None:
+    """I8, from Ctrl-C on all ranks."""
+    world_size, layout_flags = LAYOUTS[layout]
+    flags = [*EIGHT_LAYERS, *EVALUATED, *words(layout_flags), "--hidden-dropout", 0.1]
+    directory, whole = tmp_path / "broken", tmp_path / "whole"
+    job = start(*flags, "--train-iters", 10000, "--save", directory, world_size=world_size)
+    job.wait_for_output(0, "step     2/10000")
+    job.kill_all(signal.SIGINT)
+    assert "stopped after step" in ended(job, expected=85).stdout
+    last = latest_iteration(directory) + 2
+    run(*flags, "--train-iters", last, "--save", directory, "--resume", "auto", world_size=world_size)
+    run(*flags, "--train-iters", last, "--save", whole, world_size=world_size)
+    assert_same_checkpoint(directory / f"iter_{last:07d}", whole / f"iter_{last:07d}")
+    interrupted = [line for line in metrics(directory) if "lm_loss" in line]
+    assert interrupted == [line for line in metrics(whole) if "lm_loss" in line]
