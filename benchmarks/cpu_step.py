@@ -1,6 +1,6 @@
 """CPU time of a training step, as ratios: against plain PyTorch, and against the same work without communication.
 
-    python -m benchmarks.cpu_step [--vocabulary 1024 32000] [--rounds 9]
+    python -m benchmarks.cpu_step [--vocabulary 1024 32000] [--rounds 9] [--layouts DP2 TP2 PP2]
 
 Llama-style, 4 layers, hidden 256, 4 heads, ffn 688, sequence 256, 4 micro-batches of 4, fp32, AdamW, one thread a rank.
 Rivals step in turn in one process, round by round; a figure is the median over rounds, with quartiles. Counted is the
@@ -13,7 +13,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from megalite.pipeline.steps import Steps
 
 LAYERS, HIDDEN, HEADS, FFN, SEQUENCE, BATCH, MICRO_BATCHES = 4, 256, 4, 688, 256, 4, 4
 TOKENS = SEQUENCE * BATCH * MICRO_BATCHES
+LAYOUTS = ("DP2", "TP2", "PP2")
 Step = Callable[[], object]
 
 
@@ -176,55 +177,61 @@ def ratios(times: dict[str, list[float]], above: str, *below: str) -> list[float
     return [value / sum(times[name][i] for name in below) for i, value in enumerate(times[above])]
 
 
-def compare_two_ranks(rank: int, port: int, vocabulary: int, rounds: int) -> None:
+def compare_two_ranks(rank: int, port: int, vocabulary: int, rounds: int, chosen: Sequence[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    alone = ParallelMesh()
     data_parallel = ParallelMesh(rank=rank, world_size=2)
-    tensor_parallel = ParallelMesh(rank=rank, world_size=2, tensor_parallel_size=2)
-    pipeline = ParallelMesh(rank=rank, world_size=2, pipeline_parallel_size=2)
-    steps = {
-        "one rank": megalite_step(vocabulary, alone),
-        "DP2": megalite_step(vocabulary, data_parallel),
-        "DP2 ZeRO 1": megalite_step(vocabulary, data_parallel, stage=1),
-        "TP2": megalite_step(vocabulary, tensor_parallel),
-        "TP2 SP": megalite_step(vocabulary, tensor_parallel, sequence_parallel=True),
-        "PP2": megalite_step(vocabulary, pipeline),
-        "floor": collectives_step(vocabulary, tensor_parallel, sequence_parallel=False),
-        "SP floor": collectives_step(vocabulary, tensor_parallel, sequence_parallel=True),
-    }
+    steps = {"one rank": megalite_step(vocabulary, ParallelMesh())}
+    if "DP2" in chosen:
+        steps["DP2"] = megalite_step(vocabulary, data_parallel)
+        steps["DP2 ZeRO 1"] = megalite_step(vocabulary, data_parallel, stage=1)
+    if "TP2" in chosen:
+        tensor_parallel = ParallelMesh(rank=rank, world_size=2, tensor_parallel_size=2)
+        for name, split in (("TP2", False), ("TP2 SP", True)):
+            steps[name] = megalite_step(vocabulary, tensor_parallel, sequence_parallel=split)
+            steps[f"{name} floor"] = collectives_step(vocabulary, tensor_parallel, sequence_parallel=split)
+    if "PP2" in chosen:
+        pipeline = ParallelMesh(rank=rank, world_size=2, pipeline_parallel_size=2)
+        steps["PP2 1F1B"] = megalite_step(vocabulary, pipeline)
     times = measure(steps, rounds, data_parallel)
     times["one rank"] = [seconds / 2 for seconds in times["one rank"]]  # both ranks ran one
     times["two copies"] = [seconds * 2 for seconds in times["one rank"]]
     if rank == 0:
         print(f"vocabulary {vocabulary}, two ranks, CPU time of both:")
-        for name in ("DP2", "DP2 ZeRO 1"):
-            cost = 1e6 * statistics.median(times[name]) / (2 * TOKENS)
-            print(f"  {name:10} {cost:5.0f} µs a token   / two copies of one rank    "
-                  f"{quartiles(ratios(times, name, 'two copies'))}  (target 1.04)")  # fmt: skip
-        for name, floor in (("TP2", "floor"), ("TP2 SP", "SP floor")):
-            cost = 1e6 * statistics.median(times[name]) / TOKENS
-            print(f"  {name:10} {cost:5.0f} µs a token   / one rank + collectives    "
-                  f"{quartiles(ratios(times, name, 'one rank', floor))}  (target 1.06)")  # fmt: skip
-            print(f"  {'':10} {'':5}              / one rank alone          "
-                  f"{quartiles(ratios(times, name, 'one rank'))}")  # fmt: skip
-        cost = 1e6 * statistics.median(times["PP2"]) / TOKENS
-        print(f"  {'PP2 1F1B':10} {cost:5.0f} µs a token   / one rank                  "
-              f"{quartiles(ratios(times, 'PP2', 'one rank'))}  (target 1.03)")  # fmt: skip
+        if "DP2" in chosen:
+            for name in ("DP2", "DP2 ZeRO 1"):
+                tell(times, name, 2 * TOKENS, "two copies of one rank", "two copies", target=1.04)
+        if "TP2" in chosen:
+            for name in ("TP2", "TP2 SP"):
+                tell(times, name, TOKENS, "one rank + collectives", "one rank", f"{name} floor", target=1.06)
+                tell(times, name, TOKENS, "one rank alone", "one rank")
+        if "PP2" in chosen:
+            tell(times, "PP2 1F1B", TOKENS, "one rank", "one rank", target=1.03)
     dist.destroy_process_group()
+
+
+def tell(
+    times: dict[str, list[float]], name: str, tokens: int, words: str, *below: str, target: float | None = None
+) -> None:
+    """Print what a layout costs a token, and its ratio to what is named."""
+    cost = 1e6 * statistics.median(times[name]) / tokens
+    wanted = "" if target is None else f"  (target {target})"
+    print(f"  {name:10} {cost:5.0f} µs a token   / {words:24} {quartiles(ratios(times, name, *below))}{wanted}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[1024, 32000])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {arguments.rounds} rounds, median [quartiles] of CPU time")
     for number, vocabulary in enumerate(arguments.vocabulary):
         compare_one_rank(vocabulary, arguments.rounds)
-        multiprocessing.spawn(compare_two_ranks, (29510 + number, vocabulary, arguments.rounds), nprocs=2)
+        settings = 29510 + number, vocabulary, arguments.rounds, arguments.layouts
+        multiprocessing.spawn(compare_two_ranks, settings, nprocs=2)
 
 
 if __name__ == "__main__":
