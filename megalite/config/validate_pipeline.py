@@ -36,6 +36,8 @@ def why_nothing_is_aligned(model: ModelConfig, parallel: ParallelConfig) -> str 
         return "without --overlap-grad-reduce"
     if parallel.zero_stage >= 2:
         return "where gradients are reduced behind every micro-batch (ZeRO 2 and 3)"
+    if parallel.pipeline_schedule == "zb-v":
+        return "with zb-v, whose chunks end in another order"
     try:
         chunks = virtual_stages(model, parallel)
     except ConfigurationError:  # which `validate` tells

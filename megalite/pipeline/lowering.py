@@ -26,7 +26,8 @@ class Reductions:
     overlap: bool = False
     """Once a step: as soon as a chunk has all its gradients, or behind the whole list."""
     align: bool = False
-    """Put off, on later ranks by more actions, so that all ranks reduce a chunk at about the same time."""
+    """Put off, on later ranks by more actions, so that all ranks reduce a chunk at about the same time. On a V, where
+    chunks end in no such order, nothing is."""
 
 
 def lower(
@@ -130,7 +131,7 @@ def _with_reductions(
         put_off = [(more - 1, reduction) for more, reduction in put_off]
         if reductions.each or last[action.chunk] == index:
             wait = len(order) if not (reductions.each or reductions.overlap) else 0
-            if reductions.align and not reductions.each and stages.chunks > 1:
+            if reductions.align and not reductions.each and stages.chunks > 1 and not stages.v_shaped:
                 wait = max(wait, rank)
             put_off.append((wait, Action("R", action.micro_batch, action.chunk)))
         yield from (reduction for more, reduction in put_off if more <= 0)

@@ -143,8 +143,9 @@ def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh)
 def data_parallel(config: RunConfig, mesh: ParallelMesh, chunks: int) -> DataParallel:
     """What the flags say of the data-parallel ranks, where a rank has so many chunks."""
     parallel, dtype = config.parallel, model_dtype(config)
-    # The list then says when a chunk's reductions begin; those behind each micro-batch begin inside backward.
-    aligned = parallel.align_grad_reduce and chunks > 1 and parallel.zero_stage < 2
+    # The list then says when a chunk's reductions begin. Those behind each micro-batch, and on a V, are not aligned.
+    looped = chunks > 1 and parallel.pipeline_schedule != "zb-v"
+    aligned = parallel.align_grad_reduce and looped and parallel.zero_stage < 2
     low_precision = parallel.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16"
     return DataParallel(
         gradient_dtype=torch.bfloat16 if low_precision else torch.promote_types(dtype, torch.float32),

@@ -42,6 +42,8 @@ def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMe
     backend = parallel.distributed_backend or device.default_backend(where)
     if backend == "nccl" and not (where.type == "cuda" and dist.is_nccl_available()):
         raise ConfigurationError(f"--distributed-backend nccl talks between GPUs, and this run is on {where}: use gloo")
+    if backend == "gloo" and where.type == "cuda" and parallel.pipeline_model_parallel_size > 1:
+        raise ConfigurationError("--distributed-backend gloo sends nothing from GPU to GPU, as stages do: use nccl")
     if place.world_size > 1:
         try:
             with default_signals():  # torch waits for the other ranks where no handler of Python's would run

@@ -36,7 +36,7 @@ from megalite.training.data import RunData, global_batch_size, last_iteration, o
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
-from megalite.training.profiling import begin_recording, write_recording
+from megalite.training.profiling import begin_recording, gone_by, write_recording
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
 
 MAX_CONSECUTIVE_SKIPS = 10
@@ -294,6 +294,7 @@ class Trainer:
         return MetricsWriter(path, events, self.iteration)
 
     def notes(self) -> tuple[str, ...]:
-        """What flags have made of the learning rates, and a changed order of the data, a line each."""
+        """What flags have made of the run, and a changed order of the data, a line each."""
         order = () if self._order_note is None else (self._order_note,)
-        return (*rate_notes(self.config.optimizer, self.rates, self.batch_size.final), *order)
+        profile = gone_by(self.config.logging.profile_pipeline, self.iteration)
+        return (*rate_notes(self.config.optimizer, self.rates, self.batch_size.final), *order, *profile)

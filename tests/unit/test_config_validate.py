@@ -504,6 +504,7 @@ def test_without_a_pipeline_what_steers_it_changes_nothing_and_is_told(flag: str
     [
         ("--num-virtual-stages-per-pipeline-rank 2", "without --overlap-grad-reduce"),
         ("--overlap-grad-reduce", "with one stage a rank"),
+        ("--overlap-grad-reduce --pipeline-schedule zb-v", "with zb-v, whose chunks end in another order"),
         (
             "--overlap-grad-reduce --pipeline-schedule zb-v --data-parallel-sharding-strategy optim_grads",
             "where gradients are reduced behind every micro-batch (ZeRO 2 and 3)",

@@ -18,12 +18,13 @@ SIZES = "--pp 2 --num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-len
         ("--overlap-grad-reduce", 1, True),
         ("--overlap-grad-reduce", 2, False),  # the list says when: aligned over the pipeline's ranks
         ("--overlap-grad-reduce --no-align-grad-reduce --num-virtual-stages-per-pipeline-rank 2", 2, True),
+        ("--overlap-grad-reduce --pipeline-schedule zb-v", 2, True),
         ("--overlap-grad-reduce --data-parallel-sharding-strategy optim", 2, False),
         ("--overlap-grad-reduce --data-parallel-sharding-strategy optim_grads", 2, True),
         ("--overlap-grad-reduce --data-parallel-sharding-strategy optim_grads_params", 2, True),
     ],
 )
 def test_what_reduces_inside_backward(flags: str, chunks: int, overlaps: bool) -> None:
-    """Behind every micro-batch nothing is there to align."""
+    """Behind every micro-batch, and on a V, there is nothing to align."""
     config = parse_arguments(f"{SIZES} {flags}".split()).config
     assert data_parallel(config, ParallelMesh(), chunks).overlap_reduce is overlaps
