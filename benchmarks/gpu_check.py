@@ -65,6 +65,10 @@ def layouts(gpus: int) -> list[tuple[str, str]]:
         found += [(f"DP {gpus} ZeRO 3 overlapped", overlapped)]
     if gpus % 2 == 0:
         found += [("TP 2", "--tp 2"), ("TP 2 SP", "--tp 2 --sequence-parallel --use-distributed-optimizer")]
+        interleaved = "--pp 2 --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce"
+        found += [("PP 2", "--pp 2"), ("PP 2 interleaved", interleaved)]
+    ranks = "--pp 2 " if gpus % 2 == 0 else ""
+    found += [(f"{ranks}{name}", f"{ranks}--pipeline-schedule {name}") for name in ("gpipe", "zb-h1", "zb-v")]
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     return [*found, ("full recompute", recompute), ("deterministic", "--deterministic-mode")]
 

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from megalite.config import megatron_flags
 from megalite.config.cautions import cautions
@@ -113,6 +113,7 @@ def _field_arguments(flag: str, kind: Any, values: list[str]) -> list[str]:
     if reason:
         raise ConfigurationError(f"--{flag} {value} {reason}")
     _check_number(flag, kind, value)
+    _check_choice(flag, kind, value)
     return [f"--{flag}={value}"]
 
 
@@ -124,6 +125,16 @@ def _check_number(flag: str, kind: Any, value: str) -> None:
                 number(value)
             except ValueError:
                 raise ConfigurationError(f"--{flag} {value!r}: expected {wanted}") from None
+
+
+def _check_choice(flag: str, kind: Any, value: str) -> None:
+    """tyro's own message has None among the choices, in any order."""
+    for option in (kind, *get_args(kind)):
+        choices = list(get_args(option)) if get_origin(option) is Literal else []
+        if choices and value not in (*choices, *(["None"] * (option is not kind))):
+            raise ConfigurationError(
+                f"--{flag} {value!r}: expected one of {', '.join(choices)}{nearest(value, choices)}"
+            )
 
 
 def _none(flag: str, values: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from megalite.config.run import RunConfig, fields_by_name
 from megalite.config.tokenizer import TokenizerType
 from megalite.config.training import TrainingConfig
 from megalite.config.validate_optimizer import optimizer_problems
-from megalite.config.validate_pipeline import pipeline_problems
+from megalite.config.validate_pipeline import pipeline_problems, why_nothing_is_aligned
 from megalite.config.validate_rates import rate_problems
 from megalite.errors import ConfigurationError
 
@@ -77,6 +77,9 @@ def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
             if getattr(config.parallel, name) != default:
                 config = replace(config, parallel=replace(config.parallel, **{name: default}))
                 lines.append(f"--{flag}: changes nothing, since --pipeline-model-parallel-size is 1")
+    if not config.parallel.align_grad_reduce and (why := why_nothing_is_aligned(config.model, config.parallel)):
+        config = replace(config, parallel=replace(config.parallel, align_grad_reduce=True))
+        lines.append(f"--no-align-grad-reduce: changes nothing {why}")
     if config.optimizer.use_precision_aware_optimizer and not config.optimizer.narrow:
         config = replace(config, optimizer=replace(config.optimizer, use_precision_aware_optimizer=False))
         lines.append("--use-precision-aware-optimizer: off, since its dtypes are all fp32")

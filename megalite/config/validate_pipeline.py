@@ -30,6 +30,19 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
         yield from _schedule(config.model, config.parallel)
 
 
+def why_nothing_is_aligned(model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """Why the pipeline's ranks have no reductions to begin together; None where they have."""
+    if not parallel.overlap_grad_reduce:
+        return "without --overlap-grad-reduce"
+    if parallel.zero_stage >= 2:
+        return "where gradients are reduced behind every micro-batch (ZeRO 2 and 3)"
+    try:
+        chunks = virtual_stages(model, parallel)
+    except ConfigurationError:  # which `validate` tells
+        return None
+    return "with one stage a rank" if chunks == 1 else None
+
+
 def _contradictions(parallel: ParallelConfig) -> Iterator[str]:
     """What is said in two ways at once, or of a pipeline that is not there."""
     ways = _given(parallel, _NUMBERS_OF_STAGES)

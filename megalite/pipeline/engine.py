@@ -281,7 +281,7 @@ class _Step(Generic[MicroBatch]):
 
     def _free(self, action: Action) -> None:
         """Wait until a message has left. Backward runs on an output without values: only its graph is needed, unless
-        its last operation has kept them.
+        its last operation has kept them. An output that no backward is to come for is not kept at all.
         """
         pending, tensor = self._sending.pop((action.kind[-1], action.chunk, action.micro_batch))
         chunk = self.engine.chunks[action.chunk]

@@ -143,7 +143,8 @@ def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh)
 def data_parallel(config: RunConfig, mesh: ParallelMesh, chunks: int) -> DataParallel:
     """What the flags say of the data-parallel ranks, where a rank has so many chunks."""
     parallel, dtype = config.parallel, model_dtype(config)
-    aligned = parallel.align_grad_reduce and chunks > 1  # then the list says when a chunk's reductions begin
+    # The list then says when a chunk's reductions begin; those behind each micro-batch begin inside backward.
+    aligned = parallel.align_grad_reduce and chunks > 1 and parallel.zero_stage < 2
     low_precision = parallel.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16"
     return DataParallel(
         gradient_dtype=torch.bfloat16 if low_precision else torch.promote_types(dtype, torch.float32),
@@ -186,5 +187,5 @@ def count_parameters(chunks: Iterable[GPT], mesh: ParallelMesh) -> int:
         for parameter, piece in named_pieces(chunk)
         if min(parameter.sharding.copies) >= own  # else it is tied, and counted by an earlier rank
     }
-    total = torch.tensor([sum(map(math.prod, shapes.values()))], dtype=torch.int64, device=mesh.device)
-    return int(collectives.all_reduce_(total, mesh.group("pp")).item())
+    count = sum(map(math.prod, shapes.values()))
+    return sum(map(int, collectives.all_gather_text(str(count), mesh.group("pp"), mesh.device)))

@@ -23,7 +23,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
     parallel = config.parallel
     pipeline = f" x PP {mesh.size('pp')}" if mesh.size("pp") > 1 else ""
     layout = f"TP {mesh.size('tp')}{' with SP' if parallel.sequence_parallel else ''}{pipeline} x DP {mesh.size('dp')}"
-    stage = max(bucket.stage for bucket in trainer.optimizer.buckets)
+    stage = max((bucket.stage for bucket in trainer.optimizer.buckets), default=0)  # a stage may hold nothing
     zero = f"ZeRO {stage}" + ("" if stage == parallel.zero_stage else " (one rank has nothing to shard over)")
     if parallel.num_distributed_optimizer_instances > 1:
         zero += f" in {parallel.num_distributed_optimizer_instances} instances"

@@ -1,91 +1,59 @@
-"""Runs a step's list of actions over the chunks of one pipeline rank, cut from a whole network; no messages."""
+"""Runs a step's list of actions over the chunks of one pipeline rank, which holds them all; no messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
-from megalite.model.batch import LayerContext, MicroBatch
-from megalite.model.gpt import GPT
+from megalite.config.pipeline_layout import StageLayers
+from megalite.model import gpt
+from megalite.model.batch import MicroBatch
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer
-from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import DeferredGradients
+from megalite.pipeline.engine import HiddenStates, PipelineEngine
 from megalite.pipeline.schedules import Action
-from tests.distributed.layout_cell import RECOMPUTE, Cell, model_config, optimizer_config, rates
-from tests.distributed.layout_run import Held, held, local_micro_batches, perturb_constants
+from megalite.pipeline.stages import Stages
+from tests.distributed.layout_cell import LAYERS, RECOMPUTE, Cell, model_config, optimizer_config, rates
+from tests.distributed.layout_run import Held, held, hidden_shape, local_micro_batches, perturb_constants
 
 Observe = Callable[[Action], None]
-
-
-class Chunk(nn.Module):
-    """Consecutive layers of a network, with the embedding before the first and the loss behind the last."""
-
-    def __init__(self, network: GPT, start: int, stop: int) -> None:
-        super().__init__()
-        self.embedding = network.embedding if start == 0 else None
-        self.layers = network.layers[start:stop]
-        self.head = network.head if stop == len(network.layers) else None
-        self.recompute, self.vocab_size, self.tp = network.recompute, network.vocab_size, network.mesh.group("tp")
-        self.context: Callable[[MicroBatch], LayerContext] = network._context
-
-    def blocks(self) -> list[nn.Module]:
-        return [block for block in (self.embedding, *self.layers, self.head) if block is not None]
-
-    def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
-        context = self.context(batch)
-        if self.embedding is not None:
-            hidden = self.embedding(batch.tokens, batch.positions, batch.key)
-        for start, stop, recomputed in self.recompute.spans(len(self.layers)):
-            if recomputed:
-                hidden = checkpoint(
-                    self._run, hidden, context, start, stop, use_reentrant=False, preserve_rng_state=False
-                )
-            else:
-                hidden = self._run(hidden, context, start, stop)
-        if self.head is None:
-            return hidden
-        losses = vocab_parallel_cross_entropy(self.head(hidden), batch.labels.t(), self.tp, self.vocab_size)
-        return (losses * batch.loss_mask.t()).sum()
-
-    def _run(self, hidden: Tensor, context: LayerContext, start: int, stop: int) -> Tensor:
-        for layer in list(self.layers)[start:stop]:
-            hidden = layer(hidden, context)
-        return hidden
 
 
 @dataclass
 class Rank:
     """What runs a list of actions."""
 
-    chunks: list[Chunk]
+    network: nn.ModuleList
+    engine: PipelineEngine[MicroBatch]
     optimizer: Optimizer
     mesh: ParallelMesh
-    network: GPT
 
     @staticmethod
     def build(cell: Cell, chunks: int, bucket_size: int | None = None) -> Rank:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         mesh = ParallelMesh(rank=rank, world_size=world_size, tensor_parallel_size=cell.tp)
-        network = GPT(
+        each = LAYERS // chunks
+        parts = [StageLayers(c * each, each, embedding=c == 0, loss=c == chunks - 1) for c in range(chunks)]
+        made = gpt.make_chunks(
             model_config(cell),
             mesh,
+            parts,
+            (mesh.rank,),
             sequence_parallel=cell.sequence_parallel,
             recompute=RECOMPUTE[cell.recompute],
             dtype=cell.torch_dtype,
         )
+        network = nn.ModuleList(made)
         initialize(network, seed=1)
         perturb_constants(network)
-        layers = len(network.layers) // chunks
-        cut = [Chunk(network, chunk * layers, (chunk + 1) * layers) for chunk in range(chunks)]
         options = DataParallel(
             cell.torch_gradient_dtype,
             cell.zero,
@@ -94,9 +62,11 @@ class Rank:
             overlap_reduce=cell.overlap != "none",
             overlap_gather=cell.overlap == "reduce and gather",
         )
-        blocks = [chunk.blocks() for chunk in cut]
-        optimizer = optim.make_optimizer(cut, mesh, optimizer_config(cell), options, blocks=blocks)
-        return Rank(cut, optimizer, mesh, network)
+        blocks = [chunk.blocks() for chunk in made]
+        optimizer = optim.make_optimizer(made, mesh, optimizer_config(cell), options, blocks=blocks)
+        hidden = HiddenStates(hidden_shape(cell), cell.torch_dtype, mesh.device)
+        engine = PipelineEngine(made, Stages(1, chunks, v_shaped=True), hidden=hidden)
+        return Rank(network, engine, optimizer, mesh)
 
     def step(self, cell: Cell, number: int, actions: Sequence[Action], observe: Observe = lambda action: None) -> float:
         """A whole step; the norm of its gradient."""
@@ -108,32 +78,22 @@ class Rank:
     ) -> None:
         """Up to the optimizer's step; `observe` is called behind every action."""
         self.optimizer.begin_step(len(batches))
-        inputs: dict[tuple[int, int], Tensor | None] = {}
-        outputs: dict[tuple[int, int], Tensor] = {}
-        kept: dict[tuple[int, int], DeferredGradients] = {}
-        for action in actions:
-            key = action.micro_batch, action.chunk
-            after = action.micro_batch, action.chunk + 1
-            if action.kind == "F":
-                before = outputs.get((action.micro_batch, action.chunk - 1))
-                inputs[key] = None if before is None else before.detach().requires_grad_()
-                outputs[key] = self.chunks[action.chunk](inputs[key], batches[action.micro_batch])
-            elif action.kind == "R":
-                self.optimizer.reduce(action.chunk, action.micro_batch + 1)
-            elif action.kind == "W":
-                kept.pop(key).add()
-            else:
-                taken = inputs.pop(after).grad if after in inputs else None
-                if action.kind == "I":
-                    with self.optimizer.deferring(action.chunk) as kept[key]:
-                        outputs.pop(key).backward(taken)
-                else:
-                    outputs.pop(key).backward(taken)
-            observe(action)
+        self.engine.run(actions, batches, 1.0, self.optimizer, _Observer(observe))
 
     def finals(self) -> list[Held]:
         with self.optimizer.whole_parameters():
             return held(self.network, self.mesh, lambda parameter: parameter)
+
+
+@dataclass(frozen=True)
+class _Observer:
+    """Stands where a step is recorded."""
+
+    observe: Observe
+
+    def execute(self, action: Action, step: Any) -> None:
+        step.execute(action)
+        self.observe(action)
 
 
 @dataclass(frozen=True)

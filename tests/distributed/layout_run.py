@@ -183,7 +183,7 @@ def make_optimizer(chunks: Sequence[GPT], mesh: ParallelMesh, cell: Cell) -> Opt
         stage=cell.zero,
         instances=cell.instances,
         bucket_size=1 if cell.overlap == "single parameters" else BUCKET_SIZE if overlap else None,
-        overlap_reduce=overlap and len(chunks) == 1,  # else the list says when
+        overlap_reduce=overlap and (len(chunks) == 1 or cell.zero >= 2),  # else the list says when
         overlap_gather=cell.overlap == "reduce and gather",
     )
     blocks = [chunk.blocks() for chunk in chunks]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 from collections import Counter
 from typing import Any
@@ -21,7 +20,7 @@ from megalite.pipeline.schedules import Action
 from tests.distributed.chunks_run import Case, Rank, actions, trained
 from tests.distributed.layout_cell import Cell, make_cell
 from tests.distributed.layout_run import local_micro_batches
-from tests.distributed.test_memory import live_storages
+from tests.distributed.test_memory import settled_bytes
 from tests.harness.rank_pool import RankPools
 
 WHOLE = "F0 F1 B0 F2 B1 F3 B2 B3"
@@ -68,6 +67,7 @@ def kept_between(tp: int, sequence_parallel: bool) -> dict[str, Any]:
     parallel = {"tp": tp, "sequence_parallel": sequence_parallel}
     cell = Cell(family="llama", tied=False, dtype="float32", micro_batch_size=4, **parallel)
     rank = Rank.build(cell, chunks=1)
+    (network,) = rank.network
     (batch,) = local_micro_batches(cell, 0, 0)
     rank.optimizer.begin_step(1)
     wanted = 0
@@ -76,10 +76,10 @@ def kept_between(tp: int, sequence_parallel: bool) -> dict[str, Any]:
         nonlocal wanted
         wanted += arguments[0].nbytes + output.nbytes
 
-    for module in rank.network.modules():
+    for module in network.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             module.register_forward_hook(count)
-        elif module is rank.network.embedding.word:
+        elif module is network.embedding.word:
             wanted += (8 + 1) * batch.tokens.numel()  # ids, and whether they are another rank's
             module.register_forward_hook(lambda module, arguments, output: count(module, (output[:0],), output))
         else:
@@ -94,24 +94,15 @@ def kept_between(tp: int, sequence_parallel: bool) -> dict[str, Any]:
     gc.collect()
     gc.freeze()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
-        loss = rank.chunks[0](None, batch)
+        loss = network(None, batch)
     before = len(saved)
     with rank.optimizer.deferring(0) as deferred:
         loss.backward()
     del loss
-    found = {"kept": alive(wanted), "wanted": wanted, "saved": before, "still saved": len(saved)}
+    found = {"kept": settled_bytes(wanted), "wanted": wanted, "saved": before, "still saved": len(saved)}
     found["nodes"] = sum(issubclass(type(node), BackwardCFunction) for node in gc.get_objects())
     deferred.add()
-    return found | {"left": alive(0)}
-
-
-def alive(wanted: int) -> int:
-    """Bytes of new tensors. A thread of gloo lets go of a collective's a moment after it is done: wait for that."""
-    for _ in range(200):
-        if (found := sum(live_storages().values())) <= wanted:
-            break
-        time.sleep(0.01)
-    return found
+    return found | {"left": settled_bytes(0)}
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])

@@ -17,7 +17,7 @@ import torch
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.parallel.mesh import ParallelMesh
-from megalite.training.construction import count_parameters, make_model
+from megalite.training.construction import count_parameters, make_chunks, make_stages
 from tests.end_to_end.runs import PRETRAIN, ROOT, ended, iterations, latest_iteration, words
 from tests.harness.job import Job
 
@@ -174,7 +174,8 @@ def test_recipes_are_of_the_size_they_name(
     assert config.model.vocab_size is not None
     model = replace(config.model, vocab_size=config.model.vocab_size + 1)  # the end of document comes on top
     mesh = ParallelMesh(rank=0, world_size=1, tensor_parallel_size=1, device=torch.device("meta"))
-    assert abs(count_parameters(make_model(config, model, mesh)) / 1e6 - millions) < 0.001 * millions
+    chunks = make_chunks(config, model, mesh, make_stages(config))
+    assert abs(count_parameters(chunks, mesh) / 1e6 - millions) < 0.001 * millions
 
 
 # ---------------------------------------------------------------------------------------------------- torchrun

@@ -132,7 +132,8 @@ def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
     ],
 )
 def test_flags_of_another_sense_or_spelling_change_their_field(flag: str, field: str, value: object) -> None:
-    pipeline = [*MINIMAL, "--pp", "2"]  # without one, what steers it is idle
+    # Where there is nothing to steer, what steers it is idle.
+    pipeline = [*MINIMAL, "--pp", "2", "--num-virtual-stages-per-pipeline-rank", "2", "--overlap-grad-reduce"]
     before, after = parse_arguments(pipeline).config, parse_arguments([*pipeline, flag]).config
     assert value_of(before, field) != value
     assert value_of(after, field) == value

@@ -476,9 +476,9 @@ def test_pipelines_that_do_not_fit(flags: str, problem: str) -> None:
 
 def test_an_unknown_schedule_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigurationError) as raised:
-        config_of("--pipeline-schedule 2f2b")
-    for part in ("pipeline-schedule", "2f2b", "gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"):
-        assert part in str(raised.value)
+        config_of("--pipeline-schedule 1f1bb")
+    expected = "expected one of gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v, did you mean 1f1b?"
+    assert str(raised.value) == f"--pipeline-schedule '1f1bb': {expected}"
 
 
 @pytest.mark.parametrize(
@@ -494,8 +494,26 @@ def test_without_a_pipeline_what_steers_it_changes_nothing_and_is_told(flag: str
     parsed = parse_arguments(f"{VALID} {flag}".split())
     assert parsed.config == config_of("")
     assert parsed.notes == (f"{flag}: changes nothing, since --pipeline-model-parallel-size is 1",)
-    assert parse_arguments(f"{VALID} {flag} --pp 2".split()).notes == ()
-    assert config_of(f"{flag} --pp 2") != config_of("--pp 2")
+    with_it = "--pp 2 --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce"
+    assert parse_arguments(f"{VALID} {flag} {with_it}".split()).notes == ()
+    assert config_of(f"{flag} {with_it}") != config_of(with_it)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--num-virtual-stages-per-pipeline-rank 2", "without --overlap-grad-reduce"),
+        ("--overlap-grad-reduce", "with one stage a rank"),
+        (
+            "--overlap-grad-reduce --pipeline-schedule zb-v --data-parallel-sharding-strategy optim_grads",
+            "where gradients are reduced behind every micro-batch (ZeRO 2 and 3)",
+        ),
+    ],
+)
+def test_where_nothing_is_aligned_it_is_told(flags: str, why: str) -> None:
+    parsed = parse_arguments(f"{VALID} --pp 2 {flags} --no-align-grad-reduce".split())
+    assert parsed.config == config_of(f"--pp 2 {flags}")
+    assert parsed.notes == (f"--no-align-grad-reduce: changes nothing {why}",)
 
 
 def test_neither_length_nor_data_is_a_problem_each() -> None:

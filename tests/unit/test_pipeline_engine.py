@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from megalite.errors import MegaliteError
+from megalite.parallel.collectives import Pending, done
 from megalite.parallel.parameter import DeferredGradients
 from megalite.pipeline.engine import HiddenStates, PipelineEngine, Recording
 from megalite.pipeline.lowering import Reductions
+from megalite.pipeline.point_to_point import Links
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.steps import Steps
@@ -171,6 +173,33 @@ def test_an_output_that_the_next_stage_cannot_take_is_told(first: First, message
 def test_a_stage_that_leaves_its_input_out_is_told() -> None:
     with pytest.raises(MegaliteError, match="stage 1 did not use its input for micro-batch 0"):
         on_one_rank(First(), Ignoring()).run(Steps(ON_ONE_RANK, schedule="zb-v").training(1), MICRO_BATCHES)
+
+
+class Mailbox(Links):
+    """Messages to a neighbour that is not there; what it answers is all ones."""
+
+    def __init__(self) -> None:
+        super().__init__({}, {})
+        self.sent: list[Tensor] = []
+
+    def send(self, tensor: Tensor, peer: int) -> Pending:
+        self.sent.append(tensor)
+        return done(tensor)
+
+    def receive(self, tensor: Tensor, peer: int) -> Pending:
+        return done(tensor.fill_(1.0))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_a_message_may_be_waited_for_behind_its_own_backward(micro_batches: int, schedule: str) -> None:
+    """So it is with one micro-batch, whose backward is the next computation: then its graph is gone."""
+    first, links = First(), Mailbox()
+    engine = PipelineEngine([first], Stages(2), 0, links, HiddenStates((2,), torch.float64, CPU))
+    engine.run(Steps(Stages(2), 0, schedule=schedule).training(micro_batches), MICRO_BATCHES)
+    slope = 1 - torch.tanh(torch.ones(2, dtype=torch.float64)) ** 2
+    torch.testing.assert_close(first.weight.grad, micro_batches * slope)
+    assert len(links.sent) == micro_batches
 
 
 def test_a_recording_has_every_action_in_its_order() -> None:
