@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("megalite", "kernels", "tests", "pretrain_gpt.py", "pyproject.toml")
+COPIED = ("megalite", "kernels", "tests", "tools", "pretrain_gpt.py", "pyproject.toml")
 TESTS_FAILED = 1  # pytest's exit code; anything else but 0 is a broken run, which proves nothing
 SECONDS = 180
 
