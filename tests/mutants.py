@@ -529,7 +529,7 @@ MUTANTS = (
         "megalite/pipeline/engine.py",
         "and to_go_backward and",
         "and",
-        f"{_ENGINE}a_stage_may_end_in_any_operation[tanh]",
+        f"{_ENGINE}a_send_may_be_waited_for_behind_the_outputs_backward",
     ),
     Mutant(
         "engine: a send is not waited for",
