@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("megalite", "kernels", "tests", "pretrain_gpt.py", "pyproject.toml")
+COPIED = ("megalite", "kernels", "tests", "tools", "pretrain_gpt.py", "pyproject.toml")
 TESTS_FAILED = 1  # pytest's exit code; anything else but 0 is a broken run, which proves nothing
 SECONDS = 180
 
@@ -529,7 +529,7 @@ MUTANTS = (
         "megalite/pipeline/engine.py",
         "and to_go_backward and",
         "and",
-        f"{_ENGINE}a_stage_may_end_in_any_operation[tanh]",
+        f"{_ENGINE}a_send_may_be_waited_for_behind_the_outputs_backward",
     ),
     Mutant(
         "engine: a send is not waited for",

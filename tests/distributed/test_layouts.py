@@ -22,12 +22,14 @@ VARIANT_FACTORS = MODEL_FACTORS | {name: LAYOUT_FACTORS[name] for name in ("reco
 VARIANTS = covering_array(VARIANT_FACTORS, lambda row: True)
 
 
+PLAINEST = {name: values[0] for name, values in (LAYOUT_FACTORS | MODEL_FACTORS).items()}
+
+
 def product(*names: str) -> list[Row]:
     """Every combination of some of the factors that some valid cell has."""
     factors = LAYOUT_FACTORS | MODEL_FACTORS
-    plainest = {name: values[0] for name, values in factors.items()}
     rows = (dict(zip(names, values, strict=True)) for values in itertools.product(*(factors[name] for name in names)))
-    return [row for row in rows if valid(plainest | row)]
+    return [row for row in rows if valid(PLAINEST | row)]
 
 
 def distinct(row: Row) -> bool:
@@ -41,7 +43,7 @@ def distinct(row: Row) -> bool:
 
 def in_turn(row: Row, variants: Iterator[Row]) -> Cell:
     """The cell of a layout and of the next variant that can run on it."""
-    return make_cell(next(variant | row for variant in variants if valid(variant | row)))
+    return make_cell(next(variant | row for variant in variants if valid(PLAINEST | variant | row)))
 
 
 LAYOUTS = product(*RANKS)

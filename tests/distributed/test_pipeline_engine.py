@@ -113,6 +113,13 @@ def test_a_stage_may_end_in_any_operation(end: str, rank_pools: RankPools) -> No
                     assert freed == [sent and end in FREED] * 3, (case, stage)
 
 
+def test_a_send_may_be_waited_for_behind_the_outputs_backward(rank_pools: RankPools) -> None:
+    """When torch no longer tells what the last operation had saved."""
+    for case, expected, found in run(rank_pools, 2, [Case("1f1b", 1, 1, ("tanh",))]):
+        assert_as_alone(case, expected, found)
+        assert_tidy(case, found)
+
+
 def test_weight_gradients_that_are_put_off_are_added_once(rank_pools: RankPools) -> None:
     for case, expected, found in run(rank_pools, 2, [Case("zb-h1", 1, 4, ("tanh",)), Case("zb-v", 2, 4, ("tanh",))]):
         assert_as_alone(case, expected, found)

@@ -1,0 +1,70 @@
+"""What a run on a pipeline tells at its start."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from megalite.config.parse import parse_arguments
+from megalite.config.validate import resolve
+from megalite.parallel.mesh import ParallelMesh
+from megalite.training.data import open_data
+from megalite.training.memory import Memory
+from megalite.training.summary import expected_memory, measured_memory, summary
+from megalite.training.trainer import Trainer
+from tests.harness.rank_pool import RankPools
+
+FLAGS = """--mock-data --tokenizer-type NullTokenizer --vocab-size 250 --num-layers 8 --hidden-size 128
+--num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8
+--lr 1e-2 --train-iters 2 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --pp 2"""
+
+
+def start(flags: str) -> tuple[Memory, Memory, dict[str, object]]:
+    """As measured and by formula, and what is on the screen."""
+    config = resolve(parse_arguments(f"{FLAGS} {flags}".split()).config, dist.get_world_size())
+    mesh = ParallelMesh(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor_parallel_size=config.parallel.tensor_model_parallel_size,
+        pipeline_parallel_size=config.parallel.pipeline_model_parallel_size,
+    )
+    trainer = Trainer(config, open_data(config), mesh)
+    return measured_memory(trainer), expected_memory(trainer), summary(trainer)
+
+
+IN_FLIGHT = {
+    "": (2, 1),
+    "--pipeline-schedule gpipe": (8, 8),
+    "--num-virtual-stages-per-pipeline-rank 2": (5, 3),
+    "--pipeline-schedule zb-v": (4, 4),
+    "--pipeline-schedule zb-h1 --recompute-granularity selective": (2, 2),
+    "--global-batch-size 1": (1, 1),
+}
+"""Micro-batches in chunks that each rank keeps at the most."""
+
+
+@pytest.mark.parametrize("flags", IN_FLIGHT)
+def test_activations_are_those_of_the_micro_batches_in_flight(flags: str, rank_pools: RankPools) -> None:
+    """Within 1 % by formula; and as many as are in flight, of the layers in a chunk and what else is on the rank."""
+    ranks = rank_pools(2).run(start, flags)
+    for measured, formula, _ in ranks:
+        for kind in ("parameters", "gradients", "optimizer"):
+            padding = getattr(measured, kind) - getattr(formula, kind)
+            assert 0 <= padding <= 0.01 * getattr(formula, kind) + 12 * 64 * 100, kind
+        assert measured.activations == pytest.approx(formula.activations, rel=0.01)
+    # The first rank has no more than layers and some numbers a token; the loss, where it is on the last rank, is less
+    # than a layer.
+    ((first, _, _), (last, _, _)) = ranks
+    chunks = 2 if "virtual" in flags or "zb-v" in flags else 1
+    most_first, most_last = IN_FLIGHT[flags]
+    layer = 64 * 128 * 4 * (4 + 3 + 1 + 8)  # norms, projections, the core's output and the feed-forward's inside
+    assert first.activations == pytest.approx(most_first * 4 / chunks * layer, rel=0.1)
+    assert last.activations == pytest.approx(most_last * 4 / chunks * layer, rel=0.3)
+
+
+def test_the_screen_tells_who_holds_what(rank_pools: RankPools) -> None:
+    for _, _, lines in rank_pools(2).run(start, "--num-virtual-stages-per-pipeline-rank 2"):
+        assert lines["layout"] == "TP 1 x PP 2 x DP 1, ZeRO 0, 8 micro-batches a rank"
+        assert list(lines)[3:6] == ["pipeline", "  rank 0", "  rank 1"]
+        assert "8" in str(lines["pipeline"])
+        assert str(lines["model"]).startswith("1,")
