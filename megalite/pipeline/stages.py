@@ -32,6 +32,11 @@ class Stages:
         goes_back = self.v_shaped and chunk % 2 == 1
         return self.ranks - 1 - position if goes_back else position, chunk
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ranks that hold the first stage and the last, in their order; one where it holds both."""
+        return tuple(sorted({self.place(0)[0], self.place(self.count - 1)[0]}))
+
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, by chunk."""
         return tuple(self.stage(rank, chunk) for chunk in range(self.chunks))

@@ -75,7 +75,7 @@ def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stage
         model,
         mesh,
         [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))],
-        tuple(sorted({ranks[stages.place(stage)[0]] for stage in (0, stages.count - 1)})),
+        tuple(ranks[rank] for rank in stages.ends),
         sequence_parallel=config.parallel.sequence_parallel,
         recompute=make_recompute(config),
         dtype=model_dtype(config),

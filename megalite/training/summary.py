@@ -31,6 +31,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
     count = trainer.num_micro_batches(batch.final)
     micro_batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
     measured, formula = measured_memory(trainer), expected_memory(trainer)
+    whose = "a rank" if mesh.size("pp") == 1 else "on rank 0"
     kinds = measured.against(formula)
     if model.hidden_dropout or model.attention_dropout:
         kinds["activations"] += ", which leaves out dropout"
@@ -41,7 +42,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
         "layout": f"{layout}, {zero}, {micro_batches} a rank",
         **_pipeline(trainer),
         "precision": config.training.dtype,
-        "memory": f"{memory.in_words(measured.total)} a rank, {memory.in_words(formula.total)} by formula",
+        "memory": f"{memory.in_words(measured.total)} {whose}, {memory.in_words(formula.total)} by formula",
         **{f"  {kind}": line for kind, line in kinds.items()},
         "device": f"{mesh.world_size} x {device.device_name(mesh.device)}",
         "training": f"{trainer.iterations} steps of {growing} samples x {config.data.seq_length} tokens",

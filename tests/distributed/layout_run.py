@@ -141,7 +141,7 @@ def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
         model_config(cell),
         mesh,
         [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))],
-        tuple(sorted({ranks[stages.place(stage)[0]] for stage in (0, stages.count - 1)})),
+        tuple(ranks[rank] for rank in stages.ends),
         sequence_parallel=cell.sequence_parallel,
         recompute=RECOMPUTE[cell.recompute],
         dtype=cell.torch_dtype,
