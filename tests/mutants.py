@@ -535,7 +535,7 @@ MUTANTS = (
         "engine: a send is not waited for",
         "megalite/pipeline/engine.py",
         """pending.wait(f"stage {chunk.stage}, {action}: waited until it had arrived")""",
-        "pass",
+        """vars(self.engine.links).setdefault("on_their_way", []).append(pending)""",
         f"{_ENGINE}a_stage_may_end_in_any_operation[tanh]",
     ),
     Mutant(
