@@ -19,7 +19,7 @@ from megalite.optim.layout import BucketLayout, Slot, bucket_layouts, data_paral
 from megalite.optim.reduction import Collective, ReduceScatter, Reduction
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
-from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, Parameter
+from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, Parameter, hand_over
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Bucket:
         if set_values is not None:
             set_values(parameter)
         parameter.gradient_buffer = self
-        parameter.register_post_accumulate_grad_hook(self._take_ordinary_gradient)
+        parameter.register_post_accumulate_grad_hook(_take_ordinary_gradient)
 
     @property
     def owned_range(self) -> tuple[int, int]:
@@ -126,11 +126,6 @@ class Bucket:
         for accumulator in self.accumulators:
             self._handed_over[accumulator.chunk] = 0
             accumulator.begin_step(micro_batches)
-
-    def _take_ordinary_gradient(self, parameter: Tensor) -> None:
-        if isinstance(parameter, Parameter) and parameter.grad is not None:
-            gradient, parameter.grad = parameter.grad, None
-            self.accumulate(parameter, DenseGradient(gradient))
 
     def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
         """Add the gradient of a use, or keep it where gradients are deferred. With a micro-batch's last of a chunk the
@@ -187,6 +182,13 @@ class Bucket:
         if self.stage == 3:
             self.finish_parameter_gather()
             free(self.parameters)
+
+
+def _take_ordinary_gradient(parameter: Tensor) -> None:
+    # No method of the bucket: torch would hold it, and with it the network and its process groups, for ever.
+    if isinstance(parameter, Parameter) and parameter.grad is not None:
+        gradient, parameter.grad = parameter.grad, None
+        hand_over(parameter, DenseGradient(gradient))
 
 
 def make_buckets(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -13,13 +15,17 @@ from torch import Tensor, nn
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import MegaliteError
+from megalite.model.gpt import GPT
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
 from megalite.optim.layout import ALIGNMENT, bucket_length, lay_out
 from megalite.optim.optimizer import make_optimizer
+from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, RowsGradient, hand_over
 from megalite.parallel.placement import replicated
 from megalite.parallel.sharding import LogicalTensor, Normal
+from tests.distributed.layout_cell import Cell, model_config
+from tests.distributed.layout_run import accumulate_gradients, local_micro_batches
 
 numels = st.lists(st.integers(1, 1000), min_size=1, max_size=20)
 
@@ -160,3 +166,16 @@ def test_a_missing_or_a_surplus_gradient_is_an_error_not_a_number(arrivals: int,
         for _ in range(arrivals):
             bucket.accumulate(module.second, DenseGradient(torch.ones(4, 3)))
         bucket.begin_reduction(0, 2)
+
+
+def test_a_network_and_its_buckets_go_with_the_last_reference() -> None:
+    """A hook that torch held for ever would keep them, and their process groups with their threads."""
+    network = GPT(model_config(Cell()), ParallelMesh(), dtype=torch.float64)
+    initialize(network, seed=1)
+    options = DataParallel(torch.float64)
+    optimizer = make_optimizer([network], ParallelMesh(), OptimizerConfig(lr=0.1), options, blocks=[network.blocks()])
+    accumulate_gradients(optimizer, network, list(local_micro_batches(Cell(), 0, 0)))
+    references = [weakref.ref(kept) for kept in (network, network.layers[0].mlp_norm.weight, optimizer.buckets[0])]
+    del network, optimizer
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3
