@@ -107,12 +107,17 @@ def _names_none(directory: Path, text: str, found: dict[int, Path]) -> Checkpoin
 
 
 def _complete(directory: Path) -> dict[int, Path]:
-    """The checkpoints by iteration."""
+    """The checkpoints by iteration, damaged ones too."""
     found: dict[int, Path] = {}
     for path in sorted(directory.glob("iter_*"), reverse=True):  # so that iter_N overrules iter_N.replaced
-        if (match := _COMPLETE.fullmatch(path.name)) and (path / manifest.NAME).is_file():
+        if (match := _COMPLETE.fullmatch(path.name)) and _is_ours(path):
             found[int(match[1])] = path
     return found
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder is a checkpoint of this program, or what is left of one."""
+    return (path / manifest.NAME).is_file() or any(path.glob("rank_*.safetensors"))
 
 
 def begin(directory: Path, iteration: int) -> None:
@@ -125,7 +130,7 @@ def begin(directory: Path, iteration: int) -> None:
             else:
                 shutil.rmtree(path, ignore_errors=True)  # what stays takes space, and no more
     final = checkpoint_path(directory, iteration)
-    if final.exists() and not (final / manifest.NAME).exists() and not any(final.glob("rank_*.safetensors")):
+    if final.exists() and not _is_ours(final):
         raise CheckpointError(f"{final} is there already and is no checkpoint of this program: move it away")
     temporary_path(directory, iteration).mkdir(parents=True)
 
