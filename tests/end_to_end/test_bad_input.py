@@ -334,6 +334,18 @@ def test_a_full_disk_at_save(place: Place, refused: Refused) -> None:
     saved_tensors(run / "iter_0000003")
 
 
+def test_a_disk_that_stays_full(place: Place, refused: Refused) -> None:
+    """Two failed saves are told and tolerated, the third is one too many."""
+    run = place.copy_of_good()
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000)) if rank == 1 else None"
+    flags = [*MOCK, *SHORT, "--train-iters", 20, "--save", run, "--save-interval", 2, "--resume", "auto"]
+    message = refused(93, PRETRAIN, *flags, before=limit)
+    assert "saving iteration 8 to" in message
+    assert "on rank 1: [Errno 27] File too large" in message
+    assert sorted(path.name for path in run.glob("iter_*")) == ["iter_0000003"]
+    saved_tensors(run / "iter_0000003")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_that_is_full_on_one_node(rank: int, place: Place, refused: Refused) -> None:
     limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000)) if rank == {rank} else None"
