@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import sys
 
+from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
+from megalite.config.yaml_file import Sections
 from megalite.training.failure import run_main
 from megalite.training.place import place_from_environment
+
+
+def saved_fields(settings: CheckpointConfig) -> Sections:
+    """What --use-checkpoint-args takes: then torch comes first."""
+    from megalite.training.start import saved_fields
+
+    return saved_fields(settings)
 
 
 def main() -> int:
     """What the flags say is checked first; then the data; torch and the other ranks come last."""
     place = place_from_environment()
-    arguments = parse_arguments(sys.argv[1:])
+    arguments = parse_arguments(sys.argv[1:], saved_fields)
     config = resolve(arguments.config, place.world_size)
 
     from megalite.training.data import open_data

@@ -44,3 +44,7 @@ class CheckpointError(MegaliteError):
     """A checkpoint cannot be written, or cannot be loaded into this run."""
 
     exit_code = EXIT_FATAL
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not as it was written: a file is missing, cut off or changed. An older one may be whole."""

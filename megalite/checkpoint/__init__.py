@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+from megalite.checkpoint.agreement import together
+from megalite.checkpoint.choosing import (
+    check_whole,
+    fall_back_notes,
+    find_candidates,
+    find_iteration,
+    newest_whole,
+)
 from megalite.checkpoint.compatibility import check_compatible, read_model_config
-from megalite.checkpoint.directory import latest
-from megalite.checkpoint.loading import find_latest, load
+from megalite.checkpoint.directory import Candidates, iteration_of, latest
+from megalite.checkpoint.loading import load
 from megalite.checkpoint.manifest import Manifest, TrainingState, read_config, read_manifest
+from megalite.checkpoint.retention import remove_old
+from megalite.checkpoint.run_lock import only_run
 from megalite.checkpoint.saving import save
 
 __all__ = [
+    "Candidates",
     "Manifest",
     "TrainingState",
     "check_compatible",
-    "find_latest",
+    "check_whole",
+    "fall_back_notes",
+    "find_candidates",
+    "find_iteration",
+    "iteration_of",
     "latest",
     "load",
+    "newest_whole",
+    "only_run",
     "read_config",
     "read_manifest",
     "read_model_config",
+    "remove_old",
     "save",
+    "together",
 ]

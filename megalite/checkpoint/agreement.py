@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from safetensors import SafetensorError
 
-from megalite.errors import CheckpointError, MegaliteError
+from megalite.errors import CheckpointError, DamagedCheckpointError, MegaliteError
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 
@@ -20,20 +21,24 @@ def together(mesh: ParallelMesh, doing: str, advice: str = "") -> Iterator[None]
     """Run the block on every rank; where it fails on one, no other waits for a rank that has gone.
 
     Raises CheckpointError with the same message on every rank: what was being done (`doing`), on which rank, the lowest
-    that failed, and why, and `advice`. The block itself must not communicate.
+    that failed, and why, and `advice`; where every failure is damage, DamagedCheckpointError. A failure that is not
+    comes before those that are. The block itself must not communicate.
     """
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
-    message = None if failure is None else f"{doing} failed{_where(mesh)}: {_describe(failure)}"
-    messages = [json.loads(text) for text in all_gather_text(json.dumps(message), mesh)]
+    damaged = isinstance(failure, DamagedCheckpointError)
+    report = None if failure is None else (damaged, f"{doing} failed{_where(mesh)}: {_describe(failure)}")
+    reports = [json.loads(text) for text in all_gather_text(json.dumps(report), mesh)]
     if failure is not None and not isinstance(failure, _EXPECTED):
         raise failure
-    failed = [message for message in messages if message is not None]
+    failed = sorted((report for report in reports if report is not None), key=lambda report: report[0])
     if failed:
-        raise CheckpointError(f"{failed[0]}\n{advice}" if advice else failed[0]) from failure
+        damaged, message = failed[0]
+        kind = DamagedCheckpointError if damaged else CheckpointError
+        raise kind(f"{message}\n{advice}" if advice else message) from failure
 
 
 def _where(mesh: ParallelMesh) -> str:
@@ -42,6 +47,12 @@ def _where(mesh: ParallelMesh) -> str:
 
 def _describe(failure: Exception) -> str:
     return str(failure) if isinstance(failure, _EXPECTED) else f"{type(failure).__name__}: {failure}"
+
+
+def check_all_see(what: str, path: Path, mesh: ParallelMesh) -> None:
+    """Raise CheckpointError, on every rank, where a rank sees something else than the others."""
+    if len(set(all_gather_text(what, mesh))) > 1:
+        raise CheckpointError(f"the ranks do not see the same files in {path}: it must be on a shared file system")
 
 
 def all_gather_text(text: str, mesh: ParallelMesh) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.checkpoint import manifest
@@ -35,26 +36,88 @@ def latest(directory: Path) -> Path | None:
 
     Raises CheckpointError where the tracker names one that is not there.
     """
-    found = _complete(directory)
-    try:
-        text = (directory / TRACKER).read_text().strip()
-    except FileNotFoundError:  # the first save ended between its two last steps, or there was none
+    found, text = _complete(directory), _tracked(directory)
+    if text is None:
         return found[max(found)] if found else None
-    except OSError as error:
-        raise CheckpointError(f"{directory / TRACKER} cannot be read: {error.strerror}") from error
     if text.isdecimal() and int(text) in found:
         return found[int(text)]
+    raise _names_none(directory, text, found)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The checkpoints that a run may start from."""
+
+    paths: tuple[Path, ...] = ()
+    """The best first, which may be damaged or gone; the others are older."""
+    notes: tuple[str, ...] = ()
+    """Lines on what is not as it should be, or not as it may seem."""
+
+
+def candidates(directory: Path) -> Candidates:
+    """The checkpoint that the tracker names and those before it; without a tracker all, the newest first.
+
+    What is newer than the tracker says was left behind on purpose (a run went back), and going on from it would mix
+    two runs. A tracker that holds no number says nothing. Raises CheckpointError where it does and there are none.
+    """
+    found, text = _complete(directory), _tracked(directory)
+    newest_first = sorted(found, reverse=True)
+    if text is None:
+        return Candidates(tuple(found[iteration] for iteration in newest_first))
+    if not text.isdecimal():
+        if not found:
+            raise _names_none(directory, text, found)
+        note = f"note: {directory / TRACKER} holds {text!r}, which is no step: the newest checkpoint counts"
+        return Candidates(tuple(found[iteration] for iteration in newest_first), (note,))
+    named = int(text)
+    newer = [found[iteration].name for iteration in newest_first if iteration > named]
+    if named not in found and newer and len(newer) == len(found):
+        raise _names_none(directory, text, found)
+    older = tuple(found[iteration] for iteration in newest_first if iteration < named)
+    note = f"note: {', '.join(newer)} in {directory}: newer than step {named}, which {TRACKER} names, and left alone"
+    return Candidates((found.get(named, checkpoint_path(directory, named)), *older), (note,) if newer else ())
+
+
+def iterations(directory: Path) -> list[int]:
+    """Of the checkpoints there are, in order."""
+    return sorted(_complete(directory))
+
+
+def iteration_of(path: Path) -> int:
+    """The iteration that a checkpoint's folder is named after."""
+    match = _COMPLETE.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} has not the name of a checkpoint")
+    return int(match[1])
+
+
+def _tracked(directory: Path) -> str | None:
+    """What the tracker holds; None where there is none: no save has come to its end."""
+    try:
+        return (directory / TRACKER).read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{directory / TRACKER} cannot be read: {error.strerror}") from error
+
+
+def _names_none(directory: Path, text: str, found: dict[int, Path]) -> CheckpointError:
     there = f"write one of {', '.join(map(str, sorted(found)))} into it" if found else "there is none in that folder"
-    raise CheckpointError(f"{directory / TRACKER} names {text!r}, which is no checkpoint here: {there}")
+    return CheckpointError(f"{directory / TRACKER} names {text!r}, which is no checkpoint here: {there}")
 
 
 def _complete(directory: Path) -> dict[int, Path]:
-    """The checkpoints by iteration."""
+    """The checkpoints by iteration, damaged ones too."""
     found: dict[int, Path] = {}
     for path in sorted(directory.glob("iter_*"), reverse=True):  # so that iter_N overrules iter_N.replaced
-        if (match := _COMPLETE.fullmatch(path.name)) and (path / manifest.NAME).is_file():
+        if (match := _COMPLETE.fullmatch(path.name)) and _is_ours(path):
             found[int(match[1])] = path
     return found
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder is a checkpoint of this program, or what is left of one."""
+    return (path / manifest.NAME).is_file() or any(path.glob("rank_*.safetensors"))
 
 
 def begin(directory: Path, iteration: int) -> None:
@@ -65,9 +128,9 @@ def begin(directory: Path, iteration: int) -> None:
             if match[2] == "replaced" and not of_that.exists():
                 os.rename(path, of_that)
             else:
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)  # what stays takes space, and no more
     final = checkpoint_path(directory, iteration)
-    if final.exists() and not (final / manifest.NAME).exists():
+    if final.exists() and not _is_ours(final):
         raise CheckpointError(f"{final} is there already and is no checkpoint of this program: move it away")
     temporary_path(directory, iteration).mkdir(parents=True)
 

@@ -15,6 +15,7 @@ tensor's. Shapes are those of the mathematics: nothing of the layout that saved 
 
 from __future__ import annotations
 
+import errno
 import json
 import zlib
 from collections.abc import Iterable
@@ -22,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, DamagedCheckpointError
 from megalite.parallel.sharding import Box
 
 NAME = "manifest.json"
@@ -93,12 +94,13 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str) -> Manifest:
-        """Raises ValueError, KeyError, TypeError or AttributeError where the text is no whole manifest of version 1."""
+        """Raises ValueError, KeyError, TypeError or AttributeError where the text is no whole manifest, CheckpointError
+        where it is one of another version."""
         fields = json.loads(text)
         if fields.pop("checksum") != _checksum(fields):
             raise ValueError("its checksum does not match")
         if fields["format"] != "megalite" or fields["version"] != VERSION:
-            raise ValueError(f"it is not of format version {VERSION}, the one this program reads")
+            raise CheckpointError(f"it is not of format version {VERSION}, the one this program reads")
         return Manifest(
             TrainingState(**fields["training"]),
             fields["config"],
@@ -108,15 +110,30 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in folder `path`. Raises CheckpointError where there is none, or a damaged one."""
+    """The manifest of the checkpoint in folder `path`.
+
+    Raises DamagedCheckpointError where there is none, or a damaged one, CheckpointError where it cannot be read.
+    """
     try:
         return Manifest.from_json((path / NAME).read_text())
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is no checkpoint: it has no {NAME}") from error
+        raise DamagedCheckpointError(f"{path} is no checkpoint: it has no {NAME}") from error
     except OSError as error:
-        raise CheckpointError(f"{path / NAME} cannot be read: {error.strerror}") from error
+        raise unreadable(path / NAME, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / NAME} is damaged or foreign: {error}. Load another checkpoint") from error
+        raise DamagedCheckpointError(
+            f"{path / NAME} is damaged or foreign: {error}. Load another checkpoint"
+        ) from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{path / NAME} cannot be used: {error}") from error
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """The error to raise where the system did not read a file: what the medium has lost or never had is damage; all
+    else, like a missing permission, may pass."""
+    lost = error.errno in (errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENODATA)
+    kind = DamagedCheckpointError if lost else CheckpointError
+    return kind(f"{path} cannot be read: {error.strerror or error}. Load another checkpoint")
 
 
 def read_config(path: Path) -> dict[str, Any]:

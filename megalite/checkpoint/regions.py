@@ -18,6 +18,7 @@ from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import Box, share
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
+MASTER = OPTIMIZER + "master/"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megalite.checkpoint import directory as run_directory
 from megalite.checkpoint import manifest, tensor_file
 from megalite.checkpoint.agreement import all_gather_text, together
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, TrainingState, covers
-from megalite.checkpoint.regions import Region, owned_regions
+from megalite.checkpoint.regions import MODEL, Region, owned_regions
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.mesh import ParallelMesh
@@ -29,10 +29,13 @@ def save(
     optimizer: Optimizer | None,
     mesh: ParallelMesh,
     config: dict[str, Any],
+    *,
+    state: bool = True,
 ) -> Path:
     """Write a checkpoint into the run directory, make it the latest and return its folder. Every rank calls it.
 
-    `config`: the run's configuration by section, JSON values. Without an optimizer the weights alone are saved.
+    `config`: the run's configuration by section, JSON values. Without `state`, or an optimizer, the weights alone are
+    saved.
     A crash at any moment leaves the checkpoint that was the latest, or this one. One of the same iteration is replaced.
 
     Raises:
@@ -48,7 +51,9 @@ def save(
             if first:
                 run_directory.begin(directory, training.iteration)
         with together(mesh, doing, _ADVICE):
-            shard = _write_shard(temporary, mesh.rank, owned_regions(module, optimizer, mesh))
+            owned = owned_regions(module, optimizer, mesh)
+            written = [region for region in owned if state or region.name.startswith(MODEL)]
+            shard = _write_shard(temporary, mesh.rank, written)
         shards = [json.loads(text) for text in all_gather_text(json.dumps(shard), mesh)]
         with together(mesh, doing, _ADVICE):
             if first:

@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megalite.errors import CheckpointError
+from megalite.checkpoint.manifest import unreadable
+from megalite.errors import DamagedCheckpointError
 
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -53,20 +54,22 @@ def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> list[int]:
 def read(path: Path, size: int, wanted: Iterable[tuple[str, int]]) -> Iterator[Tensor]:
     """The tensors of the (name, checksum) pairs `wanted` from a file that should have `size` bytes.
 
-    Raises CheckpointError, naming the file, where anything is not as it was written.
+    Raises DamagedCheckpointError, naming the file, where anything is not as it was written.
     """
     try:
         found = path.stat().st_size
         if found != size:
-            raise CheckpointError(f"{path} has {found} bytes of {size}: it was cut off or replaced. {_ADVICE}")
+            raise DamagedCheckpointError(f"{path} has {found} bytes of {size}: it was cut off or replaced. {_ADVICE}")
         with safe_open(path, "pt") as file:
             for name, checksum in wanted:
                 tensor = file.get_tensor(name)
                 if zlib.crc32(_bytes(tensor)) != checksum:
-                    raise CheckpointError(f"{path} is damaged: the checksum of {name} does not match. {_ADVICE}")
+                    raise DamagedCheckpointError(f"{path} is damaged: the checksum of {name} does not match. {_ADVICE}")
                 yield tensor
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. {_ADVICE}") from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except SafetensorError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error}. {_ADVICE}") from error
 
 
 _ADVICE = "Load another checkpoint"

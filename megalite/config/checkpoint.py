@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +15,31 @@ class CheckpointConfig:
     """The run directory: checkpoints, config.yaml, metrics.jsonl, logs."""
     save_interval: int | None = None
     """Steps between checkpoints; unset: only at the end and on exit."""
+    save_retain_interval: int | None = None
+    """Keep checkpoints of steps that are multiples of this, and the newest two; unset: all."""
+    save_optim: bool = True
+    """Save the optimizer's state; without it a checkpoint holds weights alone."""
+    tolerated_save_failures: int = 2
+    """Failed saves in a row after which training still goes on to the next; 0: the first ends the run."""
     load: str | None = None
     """Run directory whose latest checkpoint the run starts from, if it holds one."""
     resume: Literal["auto"] | None = None
     """auto: continue from the latest checkpoint under save where there is one, else from load, else anew."""
+    ckpt_step: int | None = None
+    """Load the checkpoint of this step, and no other."""
+    exit_on_missing_checkpoint: bool = False
+    """Do not start anew where load (or resume) finds no checkpoint."""
+    finetune: bool = False
+    """Take the weights alone from load: the run begins at step 0, at the first sample."""
+    load_optim: bool = True
+    """Load the optimizer's state; without it a new optimizer goes on with the weights at their step."""
+    load_casts: bool = False
+    """Load weights that were saved in another precision, rounded to this run's."""
+    use_checkpoint_args: bool = False
+    """Take the fields of the model and the tokenizer that are not given from the checkpoint to load."""
+
+    @property
+    def loads_where_it_saves(self) -> bool:
+        """Whether load and save are one directory."""
+        both = self.save is not None and self.load is not None
+        return both and os.path.realpath(self.save or "") == os.path.realpath(self.load or "")

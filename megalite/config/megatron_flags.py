@@ -66,6 +66,9 @@ ALREADY_SO: Mapping[str, str] = {
     no-use-tokenizer-model-from-checkpoint-args disable-use-tokenizer-model-from-checkpoint-args""",
     "learning rate and weight decay follow the flags and the samples consumed: no checkpoint holds a schedule": """
     override-opt-param-scheduler""",
+    "dropout and the order of the data follow from the seed and the sample's number: there is no random state": """
+    no-load-rng no-save-rng""",
+    "what is loaded is compared with its checksums": "verify-integrity",
     "every step records its throughput and its peak memory": "log-throughput log-memory-to-tensorboard",
     "nothing is reported to other services and no remote storage is used": "no-one-logger disable-msc",
 }
@@ -83,6 +86,10 @@ WIDE_LOSS = "is not there: the loss is computed in fp32 or wider"
 TOKENIZERS = "is not there: a tokenizer is its files, and encodes as its own library does"
 ORDER = "is not there: the order of samples is fixed when the run starts, and one number resumes it"
 EVALUATION = "is not there: every evaluation reads --eval-iters batches of one set"
+SCHEDULE = "is not there: the schedule is this run's flags; where they differ from the checkpoint's a note says so"
+PRETRAINED = "is --load DIR --finetune here; with --resume auto a restart continues what it saved"
+LAYOUT = "is not there: a checkpoint has no layout; give the one that this run is to have"
+STRICT = "is not there: a missing or an unexpected tensor is an error"
 CHECKPOINTS = "arrives with the checkpoints capability (any layout into any other, asynchronous, partial loads)"
 FAMILIES = "arrives with the model families and their conversion"
 KERNELS = "arrives with the fused kernels"
@@ -118,6 +125,7 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
     "outer-dp-sharding-strategy": ("no_shard", SHARDING),
     "dataloader-type": ("single", ORDER),
     "ckpt-format": ("megalite", CHECKPOINTS),
+    "dist-ckpt-strictness": ("raise_all", STRICT),
     "timing-log-level": ("0", CLUSTER),
     "tensorboard-log-interval": ("1", CLUSTER),
     "cross-entropy-fusion-impl": ("native", TRANSFORMER_ENGINE),
@@ -194,19 +202,20 @@ REFUSED: Mapping[str, str] = {
     EVALUATION: """
     full-validation multiple-validation-sets validation-set-names
     """,
+    SCHEDULE: "use-checkpoint-opt-param-scheduler",
+    PRETRAINED: "pretrained-checkpoint",
+    LAYOUT: "use-mp-args-from-checkpoint-args",
     CHECKPOINTS: """
-    use-checkpoint-opt-param-scheduler save-retain-interval non-persistent-save-interval
-    non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir non-persistent-local-ckpt-algo
-    finetune pretrained-checkpoint ckpt-step use-checkpoint-args use-mp-args-from-checkpoint-args
-    exit-on-missing-checkpoint no-ckpt-fully-parallel-save async-save async-strategy use-persistent-ckpt-worker
+    non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir
+    non-persistent-local-ckpt-algo no-ckpt-fully-parallel-save async-save async-strategy use-persistent-ckpt-worker
     async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm ckpt-fully-parallel-load
     ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects
     ckpt-fully-parallel-save-process-group ckpt-fully-parallel-load-process-group ckpt-assume-constant-structure
     ckpt-pg-tensors-cache-path ckpt-pg-tensors-cache-create no-ckpt-load-validate-sharding-integrity
-    disable-ckpt-load-validate-sharding-integrity dist-ckpt-strictness dist-ckpt-optim-fully-reshardable
+    disable-ckpt-load-validate-sharding-integrity dist-ckpt-optim-fully-reshardable
     distrib-optim-fully-reshardable-mem-efficient no-save-tokenizer-assets disable-save-tokenizer-assets replication
-    replication-jump replication-factor verify-integrity no-save-optim no-save-rng no-load-optim no-load-rng
-    override-ckpt-iteration dist-ckpt-workers ckpt-fully-parallel-save ckpt-drop-redundant-extra-state
+    replication-jump replication-factor override-ckpt-iteration dist-ckpt-workers ckpt-fully-parallel-save
+    ckpt-drop-redundant-extra-state
     """,
     FAMILIES: """
     apply-layernorm-1p rotary-interleaved window-size window-attn-skip-freq yarn-original-max-position-embeddings

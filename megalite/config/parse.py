@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from megalite.config import megatron_flags
 from megalite.config.cautions import cautions
+from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import without_idle_flags
 from megalite.config.yaml_file import Sections, missing_fields, nearest, read_sections
@@ -31,11 +32,16 @@ class ParsedArguments:
     notes: tuple[str, ...]
 
 
-def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
+SavedFields = Callable[[CheckpointConfig], Sections]
+"""Gives the fields of the model and of the tokenizer in the checkpoint that a run starts from."""
+
+
+def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None) -> ParsedArguments:
     """The configuration of a command line (without the program's name); relations are left to `validate`.
 
-    Raises ConfigurationError with a line for each flag that is unknown, refused, missing or of the wrong type. Prints
-    the help and raises SystemExit(0) for --help.
+    Under --use-checkpoint-args `saved_fields` is asked for what is not given. Raises ConfigurationError with a line for
+    each flag that is unknown, refused, missing or of the wrong type. Prints the help and raises SystemExit(0) for
+    --help.
     """
     sections: Sections = {name: {} for name in section_types()}
     if "-h" in argv or "--help" in argv:
@@ -43,19 +49,22 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
     tokens: list[str] = []
     notes: list[str] = []
     problems: list[str] = []
-    given = set()
+    given: dict[str, list[str]] = {}
     for flag, values in flag_groups(argv):
         try:
             if flag == "config":
                 _update(sections, _read_file(_single(flag, values)))
                 continue
-            given.add(flag)
+            given[megatron_flags.ALIASES.get(flag, flag)] = values
             arguments, note = _settle(flag, values)
             tokens += arguments
             notes += [note] if note else []
         except ConfigurationError as error:
             problems.append(str(error))
-    fields_given = {megatron_flags.ALIASES.get(flag, flag).replace("-", "_") for flag in given}
+    if saved_fields is not None and not problems and _takes_saved_fields(sections, given):
+        for section, saved in saved_fields(_loading(sections, given)).items():
+            sections[section] = saved | sections[section]
+    fields_given = {flag.replace("-", "_") for flag in given}
     missing = ["--" + name.replace("_", "-") for name in missing_fields(sections) if name not in fields_given]
     if missing:
         problems.append(f"missing: {', '.join(missing)}")
@@ -66,6 +75,18 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
         config = replace(config, model=replace(config.model, position_embedding_type="none"))
     config, idle = without_idle_flags(config)
     return ParsedArguments(config, (*notes, *idle, *cautions(config)))
+
+
+def _takes_saved_fields(sections: Sections, given: Mapping[str, Sequence[str]]) -> bool:
+    flags = [flag for flag in given if flag.endswith("use-checkpoint-args")]
+    return flags[-1] == "use-checkpoint-args" if flags else sections["checkpoint"].get("use_checkpoint_args", False)
+
+
+def _loading(sections: Sections, given: Mapping[str, Sequence[str]]) -> CheckpointConfig:
+    """What decides which checkpoint a run starts from, before the rest is known."""
+    texts = {name: given[name][0] for name in ("save", "load", "resume") if name in given}
+    step = {"ckpt_step": int(given["ckpt-step"][0])} if "ckpt-step" in given else {}
+    return CheckpointConfig(**sections["checkpoint"] | texts | step)
 
 
 def flag_groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

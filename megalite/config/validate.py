@@ -14,6 +14,7 @@ from megalite.config.parallel import ParallelConfig
 from megalite.config.run import RunConfig, fields_by_name
 from megalite.config.tokenizer import TokenizerType
 from megalite.config.training import TrainingConfig
+from megalite.config.validate_checkpoint import checkpoint_problems
 from megalite.config.validate_optimizer import optimizer_problems
 from megalite.config.validate_pipeline import pipeline_problems, why_nothing_is_aligned
 from megalite.config.validate_rates import rate_problems
@@ -26,11 +27,12 @@ _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers profile_pipeline
     distributed_timeout_minutes seq_length lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
     micro_batch_size global_batch_size train_iters train_samples eval_interval exit_interval recompute_num_layers
-    save_interval log_interval loss_scale_window hysteresis lr_scaling_base_batch_size muon_num_ns_steps"""
+    save_interval save_retain_interval log_interval loss_scale_window hysteresis lr_scaling_base_batch_size
+    muon_num_ns_steps"""
 _AT_LEAST_ZERO = """tiktoken_num_special_tokens
     norm_epsilon init_method_std num_workers lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init
     decoupled_lr decoupled_min_lr weight_decay start_weight_decay end_weight_decay
-    clip_grad eval_iters seed manual_gc_interval mid_level_dataset_surplus"""
+    clip_grad eval_iters seed ckpt_step tolerated_save_failures manual_gc_interval mid_level_dataset_surplus"""
 _ABOVE_ZERO = """loss_scale initial_loss_scale min_loss_scale rotary_base rope_scaling_factor exit_duration_in_mins
     muon_extra_scale_factor adam_eps"""
 _TOKENIZER_FLAGS = {
@@ -83,6 +85,9 @@ def without_idle_flags(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if config.optimizer.use_precision_aware_optimizer and not config.optimizer.narrow:
         config = replace(config, optimizer=replace(config.optimizer, use_precision_aware_optimizer=False))
         lines.append("--use-precision-aware-optimizer: off, since its dtypes are all fp32")
+    if config.checkpoint.finetune and not config.checkpoint.load_optim:
+        config = replace(config, checkpoint=replace(config.checkpoint, load_optim=True))
+        lines.append("--no-load-optim: changes nothing, since --finetune takes the weights alone")
     return config, tuple(lines)
 
 
@@ -106,7 +111,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _evaluation,
         _precision,
         _recompute,
-        _saving,
+        checkpoint_problems,
     )
     _raise([*_division(config, world_size), *(problem for check in checks for problem in check(config))])
 
@@ -345,16 +350,6 @@ def _recompute(config: RunConfig) -> Iterator[str]:
         yield "--recompute-method and --recompute-num-layers need --recompute-granularity full"
     if training.manual_gc_interval and not training.manual_gc:
         yield f"--manual-gc-interval {training.manual_gc_interval} needs --manual-gc"
-
-
-def _saving(config: RunConfig) -> Iterator[str]:
-    checkpoint = config.checkpoint
-    if checkpoint.save is None:
-        for name in ("save_interval", "resume"):
-            if getattr(checkpoint, name) is not None:
-                yield f"--{name.replace('_', '-')} {getattr(checkpoint, name)} needs --save, the run directory"
-        if config.logging.profile_pipeline is not None:
-            yield f"--profile-pipeline {config.logging.profile_pipeline} needs --save, the run directory"
 
 
 def _not_both(given: bool) -> str:

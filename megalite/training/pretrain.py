@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 
 from megalite import checkpoint
 from megalite.config import RunConfig
 from megalite.config.yaml_file import dump
-from megalite.errors import EXIT_FINISHED, CheckpointError, ConfigurationError
+from megalite.errors import EXIT_FINISHED, CheckpointError
 from megalite.files import write_atomically
 from megalite.optim.elementwise import require_backend
 from megalite.parallel.mesh import ParallelMesh
@@ -15,6 +17,7 @@ from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
 from megalite.training.launch import join, leave
 from megalite.training.place import Place
+from megalite.training.start import find_start
 from megalite.training.summary import summary
 from megalite.training.trainer import Trainer
 
@@ -23,67 +26,64 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
     """Build, resume, train and save; the same on every rank. Returns the exit code."""
     require_backend(config.optimizer)
     mesh = join(config.parallel, place, dump(config))
-    start = checkpoint_to_load(config, mesh)
-    iteration, samples = (0, 0) if start is None else _progress(start)
-    last = last_iteration(config, iteration, samples)
-    with Display(last, config.logging.log_interval, start_iteration=iteration, enabled=mesh.rank == 0) as display:
-        for note in (*notes, *data.notes):
-            display.message(note)
-        if iteration < last:
-            code = _train(config, data, mesh, start, display)
-        else:
-            code = EXIT_FINISHED
-            display.message(f"finished already: {start} is after step {iteration}. A longer --train-iters goes on")
-        if code == EXIT_FINISHED and config.checkpoint.save is not None and mesh.rank == 0:
-            write_atomically(Path(config.checkpoint.save) / "DONE", f"{last}\n".encode())
-            display.message(f"everything is in {config.checkpoint.save}")
+    with ExitStack() as stack:
+        if config.checkpoint.save is not None:
+            notes += stack.enter_context(checkpoint.only_run(Path(config.checkpoint.save), mesh))
+        code = _run(config, (*notes, *data.notes), data, mesh)
     leave(mesh)
     return code
 
 
-def _progress(start: Path) -> tuple[int, int]:
-    """The steps and samples that a checkpoint stands after."""
-    training = checkpoint.read_manifest(start).training
-    return training.iteration, training.consumed_samples
+def _run(config: RunConfig, notes: tuple[str, ...], data: RunData, mesh: ParallelMesh) -> int:
+    start = find_start(config.checkpoint, mesh)
+    build = cache(partial(Trainer, config, data, mesh))
+
+    def load(path: Path) -> tuple[int, Trainer | None]:
+        """The last step, and the run gone on from there; None where it was finished by then."""
+        training = checkpoint.check_whole(path, mesh)
+        last = last_iteration(config, training.iteration, training.consumed_samples)
+        if start.position and training.iteration >= last:
+            return last, None
+        build().load(path, start)
+        return build().iterations, build()
+
+    paths = start.candidates.paths
+    if paths:
+        path, (last, trainer), damaged = checkpoint.newest_whole(paths, load)
+        notes += (*start.candidates.notes, *checkpoint.fall_back_notes(paths[0], path, damaged))
+        origin = f"continues from {path}" if start.position else f"new, with the weights of {path}"
+    else:
+        trainer = build()
+        last, origin = trainer.iterations, _anew(config)
+    iteration = 0 if trainer is None else trainer.iteration
+    with Display(last, config.logging.log_interval, start_iteration=iteration, enabled=mesh.rank == 0) as display:
+        for note in notes:
+            display.message(note)
+        if trainer is not None:
+            code = _train(trainer, origin, display)
+        else:
+            code = EXIT_FINISHED
+            at = checkpoint.iteration_of(path)
+            display.message(f"finished already: {path} is after step {at}. A longer --train-iters goes on")
+        if code == EXIT_FINISHED and config.checkpoint.save is not None and mesh.rank == 0:
+            write_atomically(Path(config.checkpoint.save) / "DONE", f"{last}\n".encode())
+            display.message(f"everything is in {config.checkpoint.save}")
+    return code
 
 
-def _train(config: RunConfig, data: RunData, mesh: ParallelMesh, start: Path | None, display: Display) -> int:
-    trainer = Trainer(config, data, mesh)
-    if start is not None:
-        trainer.load(start)
+def _train(trainer: Trainer, origin: str, display: Display) -> int:
     for note in trainer.notes():
         display.message(note)
-    display.summary("megalite", summary(trainer) | {"start": _describe_start(config, start)})
-    if trainer.directory is not None and mesh.rank == 0:
-        _record_run(trainer.directory, config)
+    display.summary("megalite", summary(trainer) | {"start": origin})
+    if trainer.directory is not None and trainer.mesh.rank == 0:
+        _record_run(trainer.directory, trainer.config)
     code = trainer.train(display)
     if code == EXIT_FINISHED:
         display.message(f"finished after step {trainer.iteration}")
     return code
 
 
-def checkpoint_to_load(config: RunConfig, mesh: ParallelMesh) -> Path | None:
-    """Under `--resume auto` the newest checkpoint of --save, where there is one; else that of --load.
-
-    Raises ConfigurationError where the run would write among the checkpoints of another.
-    """
-
-    def newest(directory: str | None) -> Path | None:
-        return None if directory is None else checkpoint.find_latest(Path(directory), mesh)
-
-    present = newest(config.checkpoint.save)
-    start = present if config.checkpoint.resume == "auto" and present is not None else newest(config.checkpoint.load)
-    if present is not None and (start is None or start.resolve() != present.resolve()):
-        raise ConfigurationError(
-            f"--save {config.checkpoint.save} holds {present.name} of an earlier run, which this one would not "
-            "continue: give --resume auto to continue it, or another --save"
-        )
-    return start
-
-
-def _describe_start(config: RunConfig, start: Path | None) -> str:
-    if start is not None:
-        return f"continues from {start}"
+def _anew(config: RunConfig) -> str:
     return f"new; {config.checkpoint.load} holds no checkpoint" if config.checkpoint.load else "new"
 
 

@@ -15,7 +15,7 @@ from megalite import checkpoint
 from megalite.config import RunConfig
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
-from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
+from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, CheckpointError, MegaliteError
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
@@ -35,9 +35,11 @@ from megalite.training.construction import (
 from megalite.training.data import RunData, global_batch_size, last_iteration, order_note, seen_samples
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
+from megalite.training.load_report import load_notes
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.profiling import begin_recording, gone_by, write_recording
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
+from megalite.training.start import Start
 
 MAX_CONSECUTIVE_SKIPS = 10
 """Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
@@ -72,7 +74,8 @@ class Trainer:
         self.consumed_samples = 0
         self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
-        self._order_note: str | None = None
+        self._load_notes: tuple[str, ...] = ()
+        self._failed_saves = 0
         self.loader = make_loader(config, mesh, data.tokenizer, data.train)
         self.directory = None if config.checkpoint.save is None else Path(config.checkpoint.save)
         self.started = time.monotonic()
@@ -162,7 +165,7 @@ class Trainer:
                     display.message(f"stopped after step {self.iteration}; {saved}")
                     return EXIT_RESUMABLE
                 if self._saves_now():
-                    self.save(display)
+                    self.save(display, tolerant=self.iteration < self.iterations)
             if self.data.test is not None:
                 test = TestMetrics(*self._where(), self.evaluate(self.data.test))
                 writer.write(test)
@@ -204,28 +207,71 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------ what is kept
 
-    def save(self, display: Display) -> None:
-        """Write a checkpoint, where the run has a directory."""
+    def save(self, display: Display, *, tolerant: bool = False) -> None:
+        """Write a checkpoint, where the run has a directory, and remove those that are not to be kept.
+
+        If `tolerant`, so many failures in a row as the flags say are told, and training goes on to the next save: the
+        state that cannot be saved is not lost as long as the run lives.
+        """
         if self.directory is None:
             return
+        try:
+            self._save(self.directory, display)
+        except CheckpointError as error:
+            self._failed_saves += 1
+            tolerated = self.config.checkpoint.tolerated_save_failures
+            if not tolerant or self._failed_saves > tolerated:
+                raise
+            display.message(
+                f"WARNING: {error}\nTraining goes on, unsaved: failure {self._failed_saves} of "
+                f"{tolerated} that --tolerated-save-failures allows in a row"
+            )
+        else:
+            self._failed_saves = 0
+            self._remove_old(self.directory, display)
+
+    def _remove_old(self, directory: Path, display: Display) -> None:
+        interval = self.config.checkpoint.save_retain_interval
+        if interval is not None and self.mesh.rank == 0:
+            for note in checkpoint.remove_old(directory, interval):
+                display.message(note)
+
+    def _save(self, directory: Path, display: Display) -> None:
         began = time.perf_counter()
         loss_scale = self.loss_scale.state() if self.loss_scale.window is not None else None
         seen = seen_samples(self.data.train, self.consumed_samples) if self.mesh.rank == 0 else None
         state = checkpoint.TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen)
         config = asdict(replace(self.config, model=self.model_config))
-        path = checkpoint.save(self.directory, state, self.network, self.optimizer, self.mesh, config)
+        path = checkpoint.save(
+            directory,
+            state,
+            self.network,
+            self.optimizer,
+            self.mesh,
+            config,
+            state=self.config.checkpoint.save_optim,
+        )
         display.message(f"saved {path} in {time.perf_counter() - began:.1f} s")
 
-    def load(self, path: Path) -> None:
-        """Continue from a checkpoint of this model, written under any layout."""
-        checkpoint.check_compatible(path, self.model_config)
-        state = checkpoint.load(path, self.network, self.optimizer, self.mesh)
-        self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
-        if state.loss_scale is not None and self.loss_scale.window is not None:
+    def load(self, path: Path, start: Start) -> None:
+        """Continue from a checkpoint of this model, written under any layout, with what `start` says of it.
+
+        Raises DamagedCheckpointError or CheckpointError, the same on every rank; after the former another may be
+        loaded.
+        """
+        with checkpoint.together(self.mesh, f"loading {path}"):
+            checkpoint.check_compatible(path, self.model_config)
+            saved = checkpoint.read_config(path)
+        casts = self.config.checkpoint.load_casts
+        state = checkpoint.load(path, self.network, self.optimizer, self.mesh, state=start.optimizer, casts=casts)
+        self._load_notes = load_notes(saved, self.config, state, position=start.position, optimizer=start.optimizer)
+        if start.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
-        if state.seen_samples is not None and self.mesh.rank == 0:
-            self._order_note = order_note(self.data.train, state.seen_samples)
-        self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
+        if start.position:
+            self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
+            self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
+            order = order_note(self.data.train, state.seen_samples or ()) if self.mesh.rank == 0 else None
+            self._load_notes += () if order is None else (order,)
 
     # ------------------------------------------------------------------------------------------------ what is told
 
@@ -294,7 +340,7 @@ class Trainer:
         return MetricsWriter(path, events, self.iteration)
 
     def notes(self) -> tuple[str, ...]:
-        """What flags have made of the run, and a changed order of the data, a line each."""
-        order = () if self._order_note is None else (self._order_note,)
+        """What flags have made of the run, and what there is to tell of the checkpoint, a line each."""
         profile = gone_by(self.config.logging.profile_pipeline, self.iteration)
-        return (*rate_notes(self.config.optimizer, self.rates, self.batch_size.final), *order, *profile)
+        rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
+        return (*rates, *self._load_notes, *profile)

@@ -161,8 +161,7 @@ def train_and_save(layout: Layout, model: ModelConfig, dtype: torch.dtype, path:
 def load(layout: Layout, model: ModelConfig, dtype: torch.dtype, path: Path) -> tuple[Any, int, dict[str, Tensor]]:
     case = Case.build(layout, model, dtype, seed=2)
     case.step(5)
-    found = checkpoint.find_latest(path, case.mesh)
-    assert found is not None
+    found = checkpoint.find_candidates(path, case.mesh).paths[0]
     state = checkpoint.load(found, case.network, case.optimizer, case.mesh)
     return state, case.optimizer.steps, case.by_name()
 
@@ -266,7 +265,7 @@ def fail_alone(layout: Layout, path: Path, kind: str) -> tuple[str, str]:
             dist.barrier()
             checkpoint.load(path / "iter_0000001", case.network, case.optimizer, case.mesh)
         elif kind == "another folder":
-            checkpoint.find_latest(path / "elsewhere" if last else path, case.mesh)
+            checkpoint.find_candidates(path / "elsewhere" if last else path, case.mesh)
         else:
             case.save(path / "elsewhere" if last else path, iteration=2)
     except CheckpointError as error:

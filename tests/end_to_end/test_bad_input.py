@@ -312,11 +312,7 @@ def remove_a_file(run: Path) -> None:
     (run / "iter_0000003" / "rank_00000.safetensors").unlink()
 
 
-def point_nowhere(run: Path) -> None:
-    (run / "latest_checkpointed_iteration.txt").write_text("8\n")
-
-
-@pytest.mark.parametrize("damage", [flip_a_byte, cut_a_file, cut_the_manifest, remove_a_file, point_nowhere])
+@pytest.mark.parametrize("damage", [flip_a_byte, cut_a_file, cut_the_manifest, remove_a_file])
 def test_a_damaged_checkpoint(damage: Callable[[Path], None], place: Place, refused: Refused) -> None:
     run = place.copy_of_good()
     damage(run)
@@ -334,6 +330,18 @@ def test_a_full_disk_at_save(place: Place, refused: Refused) -> None:
     message = refused(93, PRETRAIN, *flags, "--exit-interval", 5, before=limit)
     assert "File too large" in message
     assert "Free space" in message
+    assert sorted(path.name for path in run.glob("iter_*")) == ["iter_0000003"]
+    saved_tensors(run / "iter_0000003")
+
+
+def test_a_disk_that_stays_full(place: Place, refused: Refused) -> None:
+    """Two failed saves are told and tolerated, the third is one too many."""
+    run = place.copy_of_good()
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, 9_000)) if rank == 1 else None"
+    flags = [*MOCK, *SHORT, "--train-iters", 20, "--save", run, "--save-interval", 2, "--resume", "auto"]
+    message = refused(93, PRETRAIN, *flags, before=limit)
+    assert "saving iteration 8 to" in message
+    assert "on rank 1: [Errno 27] File too large" in message
     assert sorted(path.name for path in run.glob("iter_*")) == ["iter_0000003"]
     saved_tensors(run / "iter_0000003")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from megalite import checkpoint
-from megalite.checkpoint import TrainingState, manifest
+from megalite.checkpoint import Candidates, TrainingState, manifest
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import CheckpointError
@@ -91,7 +91,7 @@ def test_weights_alone_load_from_a_full_checkpoint_and_from_one_without_an_optim
             parameter.detach().fill_(torch.nan)
         checkpoint.load(path, other, None, MESH)
         assert same(bits(network, None), bits(other, None))
-    with pytest.raises(CheckpointError, match="it holds nothing for the weights where this run needs exp_avg, exp_avg"):
+    with pytest.raises(CheckpointError, match="it holds weights alone where this run needs exp_avg, exp_avg_sq, too"):
         checkpoint.load(path, *build(), MESH)
 
 
@@ -250,20 +250,45 @@ def test_a_format_of_the_future_is_refused(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_tracker_says_which_one_is_loaded(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "nowhere") is None
-    assert checkpoint.find_latest(tmp_path, MESH) is None
+    assert checkpoint.find_candidates(tmp_path, MESH).paths == ()
     first = save(tmp_path, *build())
     second = save(tmp_path, *build(), replace(STATE, iteration=12345678))
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     assert checkpoint.latest(tmp_path) == second
     assert second.name == "iter_12345678"
+    assert checkpoint.find_candidates(tmp_path, MESH) == Candidates((second, first))
     tracker.write_text("7\n")
-    assert checkpoint.find_latest(tmp_path, MESH) == first
+    found = checkpoint.find_candidates(tmp_path, MESH)
+    assert found.paths == (first,)
+    assert "iter_12345678 in" in found.notes[0]
+    assert "left alone" in found.notes[0]
     for text in ("8", "", "release"):
         tracker.write_text(text)
         with pytest.raises(CheckpointError, match=r"latest_checkpointed.*no checkpoint here: write one of 7, 12345678"):
-            checkpoint.find_latest(tmp_path, MESH)
+            checkpoint.latest(tmp_path)
     tracker.unlink()
     assert checkpoint.latest(tmp_path) == second
+    assert checkpoint.find_candidates(tmp_path, MESH) == Candidates((second, first))
+
+
+def test_a_tracker_that_names_nothing_is_not_believed(tmp_path: Path) -> None:
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    for text in ("8", "release"):
+        tracker.write_text(text)
+        if text == "release":
+            with pytest.raises(CheckpointError, match="names 'release', which is no checkpoint here: there is none"):
+                checkpoint.find_candidates(tmp_path, MESH)
+    first, second = (save(tmp_path, *build(), replace(STATE, iteration=iteration)) for iteration in (7, 9))
+    tracker.write_text("8")
+    assert checkpoint.find_candidates(tmp_path, MESH).paths == (tmp_path / "iter_0000008", first)
+    tracker.write_text("6")
+    with pytest.raises(CheckpointError, match="names '6', which is no checkpoint here: write one of 7, 9 into it"):
+        checkpoint.find_candidates(tmp_path, MESH)
+    for text in ("release", "", "\x00\x00"):
+        tracker.write_text(text)
+        found = checkpoint.find_candidates(tmp_path, MESH)
+        assert found.paths == (second, first)
+        assert f"holds {text!r}, which is no step" in found.notes[0]
 
 
 def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:

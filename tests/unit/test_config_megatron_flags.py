@@ -118,6 +118,8 @@ def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
     ("flag", "field", "value"),
     [
         ("--disable-bias-linear", "add_bias_linear", False),
+        ("--no-save-optim", "save_optim", False),
+        ("--no-load-optim", "load_optim", False),
         ("--use-torch-fsdp2", "data_parallel_sharding_strategy", "optim_grads_params"),
         ("--no-mmap-bin-files", "mmap_bin_files", False),
         ("--no-manual-gc-eval", "manual_gc_eval", False),

@@ -1,0 +1,52 @@
+"""Which checkpoints a run keeps: those at every so many steps, and the newest two."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from megalite.checkpoint import directory as run_directory
+from megalite.checkpoint.choosing import check_sizes
+from megalite.checkpoint.manifest import read_manifest
+from megalite.errors import CheckpointError
+
+NEWEST = 2
+"""Kept whatever their steps: the one to start from, and one to fall back to."""
+
+
+def remove_old(directory: Path, interval: int) -> tuple[str, ...]:
+    """Remove checkpoints whose step is no multiple of `interval`, but for the newest two; the answer is what failed.
+
+    One rank calls it, once a save is on disk. Whatever is damaged or foreign is neither counted nor touched, and no
+    more is what is newer than the one that the tracker names, from which a run went back.
+    """
+    try:
+        paths = run_directory.candidates(directory).paths
+    except CheckpointError as error:
+        return (f"note: no old checkpoints are removed: {error}",)
+    notes: list[str] = []
+    kept = 0
+    for path in paths:
+        iteration = run_directory.iteration_of(path)
+        if kept >= NEWEST and iteration % interval == 0:
+            continue
+        try:
+            check_sizes(path, manifest := read_manifest(path), manifest.files)
+        except CheckpointError:
+            continue
+        kept += 1
+        if kept > NEWEST and (note := _remove(directory, path, iteration)):
+            notes.append(note)
+    return tuple(notes)
+
+
+def _remove(directory: Path, path: Path, iteration: int) -> str | None:
+    """Remove a checkpoint; under the name of an unfinished one, so that a crash in between leaves no half of one."""
+    aside = run_directory.temporary_path(directory, iteration)
+    try:
+        os.rename(path, aside)
+        shutil.rmtree(aside)
+    except OSError as error:
+        return f"note: {path} could not be removed ({error.strerror}): remove it by hand"
+    return None

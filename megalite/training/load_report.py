@@ -1,0 +1,75 @@
+"""What a run tells of the checkpoint it has loaded: what was restored, and which of its flags are others now."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from megalite.checkpoint import TrainingState
+from megalite.config import RunConfig
+
+# What changes neither the samples, nor their order, nor a step; the precision is compared with the tensors.
+_OTHERWISE = {
+    "model": None,  # compared by `check_compatible`, but for these
+    "data": "data_cache_path num_workers mmap_bin_files fast_encoding",
+    "training": """micro_batch_size eval_iters eval_interval exit_interval exit_duration_in_mins deterministic_mode
+        recompute_granularity recompute_method recompute_num_layers manual_gc manual_gc_interval manual_gc_eval""",
+    "optimizer": "optimizer_backend",
+}
+_OF_THE_MODEL = ("hidden_dropout", "attention_dropout")
+
+
+def load_notes(
+    saved: Mapping[str, Any], config: RunConfig, state: TrainingState, *, position: bool, optimizer: bool
+) -> tuple[str, ...]:
+    """What became of each part of a checkpoint, in a line, and a line for each flag that was another.
+
+    `saved` and `state` are the checkpoint's; `position` and `optimizer` say whether they were taken from it.
+    """
+    without = None if optimizer else "a new one by --no-load-optim" if position else "a new one by --finetune"
+    anew = None if position else "a new run by --finetune"
+    dynamic = config.training.fp16 and config.training.loss_scale is None
+    parts = {
+        "weights": None,
+        f"optimizer state ({state.optimizer_steps} updates)": without,
+        f"position (step {state.iteration}, {state.consumed_samples} samples)": anew,
+        "metrics (cut off beyond that step)": anew,
+    }
+    if state.loss_scale is not None:
+        parts[f"loss scale ({state.loss_scale['value']:g})"] = without if dynamic else "none is dynamic here"
+    elif dynamic:
+        parts["loss scale"] = "the checkpoint has none"
+    restored = [name for name, reason in parts.items() if reason is None]
+    ignored = [f"{name}: {reason}" for name, reason in parts.items() if reason is not None]
+    line = f"restored: {', '.join(restored)}" + (f"; ignored: {', '.join(ignored)}" if ignored else "")
+    return (line, *(differences(saved, config) if position else ()))
+
+
+def differences(saved: Mapping[str, Any], config: RunConfig) -> tuple[str, ...]:
+    """A line for each field that changes the data, their order or the training and is not what it was when `saved`.
+
+    Fields that one of the two programs lacks are left out.
+    """
+    ours = json.loads(json.dumps(asdict(config)))
+    return tuple(
+        f"note: --{name.replace('_', '-')} is {_shown(ours[section][name])} here, and was {_shown(before)} in the run "
+        "that saved the checkpoint"
+        for section, name in _compared(ours)
+        if (before := saved.get(section, {}).get(name, ours[section][name])) != ours[section][name]
+    )
+
+
+def _compared(config: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    for section, others in _OTHERWISE.items():
+        names = _OF_THE_MODEL if others is None else [name for name in config[section] if name not in others.split()]
+        yield from ((section, name) for name in names)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "unset"
+    return "unset" if value is None else str(value)

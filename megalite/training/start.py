@@ -1,0 +1,77 @@
+"""What a run starts from: nothing, or which checkpoint and how much of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megalite import checkpoint
+from megalite.checkpoint import Candidates
+from megalite.config import CheckpointConfig
+from megalite.config.tokenizer import TokenizerFlags
+from megalite.config.yaml_file import Sections
+from megalite.errors import ConfigurationError
+from megalite.parallel.mesh import ParallelMesh
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoints that a run may start from, and what it takes from the first of them that is whole."""
+
+    candidates: Candidates
+    """None of them: the run begins anew."""
+    position: bool = True
+    """Go on at its step and sample; else the run begins at step 0."""
+    optimizer: bool = True
+    """With the state of its optimizer."""
+
+
+def find_start(settings: CheckpointConfig, mesh: ParallelMesh) -> Start:
+    """Under `--resume auto` the checkpoints of --save, where there is one; else those of --load.
+
+    Raises:
+        ConfigurationError: the run would write among the checkpoints of another, or lacks the one it must start from.
+        CheckpointError: a directory cannot be read, or ranks see different files in it.
+    """
+
+    def found(directory: str | None) -> Candidates:
+        return Candidates() if directory is None else checkpoint.find_candidates(Path(directory), mesh)
+
+    present = found(settings.save)
+    if settings.resume == "auto" and present.paths:
+        return Start(present)
+    if settings.ckpt_step is not None and settings.load is not None:
+        loaded = checkpoint.find_iteration(Path(settings.load), settings.ckpt_step, mesh)
+    else:
+        loaded = found(settings.load)
+    if present.paths and not (loaded.paths and settings.loads_where_it_saves):
+        raise ConfigurationError(
+            f"--save {settings.save} holds {present.paths[0].name} of an earlier run, which this one would not "
+            "continue: give --resume auto to continue it, or another --save"
+        )
+    if settings.exit_on_missing_checkpoint and not loaded.paths:
+        places = " and ".join(f"--{name} {place}" for name in ("save", "load") if (place := getattr(settings, name)))
+        raise ConfigurationError(f"--exit-on-missing-checkpoint: {places} holds no checkpoint")
+    return Start(loaded, not settings.finetune, settings.load_optim and not settings.finetune)
+
+
+def saved_fields(settings: CheckpointConfig) -> Sections:
+    """The fields of the model and of the tokenizer in the checkpoint that a run with these settings starts from.
+
+    Raises ConfigurationError where there is none, CheckpointError where none can be read.
+    """
+    paths = find_start(settings, ParallelMesh()).candidates.paths
+    if not paths:
+        raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} holds no checkpoint")
+    path, data, _ = checkpoint.newest_whole(paths, lambda path: checkpoint.read_config(path)["data"])
+    model = asdict(checkpoint.read_model_config(path))
+    if data["tokenizer_type"] == "NullTokenizer":
+        model["vocab_size"] -= 1  # the model's counts the end of document, which a NullTokenizer adds
+    names = {field.name for field in fields(TokenizerFlags)}
+    return {"model": model, "data": {name: _as_field(value) for name, value in data.items() if name in names}}
+
+
+def _as_field(value: Any) -> Any:
+    """A value as JSON has it, as a frozen dataclass does."""
+    return tuple(value) if isinstance(value, list) else value

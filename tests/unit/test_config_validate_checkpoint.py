@@ -1,0 +1,102 @@
+"""Which flags of saving and loading go together, and where the fields of a saved model come in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megalite.config import CheckpointConfig, parse_arguments
+from megalite.config.validate_checkpoint import checkpoint_problems
+from megalite.config.yaml_file import Sections
+from megalite.errors import ConfigurationError
+from tests.unit.test_config_megatron_flags import MINIMAL
+
+COURSE = ["--seq-length", "8", "--micro-batch-size", "1", "--lr", "0.1"]
+
+
+def problems(flags: str) -> list[str]:
+    return list(checkpoint_problems(parse_arguments([*MINIMAL, *flags.split()]).config))
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--save-interval 2", "--save-interval 2 needs --save, the run directory"),
+        ("--save-retain-interval 2 --save s", "--save-retain-interval 2 needs --save-interval"),
+        (
+            "--save-retain-interval 5 --save-interval 2 --save s",
+            "--save-retain-interval 5 is no multiple of --save-int",
+        ),
+        ("--no-save-optim", "--no-save-optim needs --save"),
+        (
+            "--no-save-optim --save s --resume auto",
+            "--resume auto continues with the optimizer's state, which --no-sav",
+        ),
+        ("--tolerated-save-failures 0", "--tolerated-save-failures 0 needs --save"),
+        ("--resume auto", "--resume auto needs --save"),
+        ("--profile-pipeline 1", "--profile-pipeline 1 needs --save"),
+        ("--ckpt-step 3 --save s", "--ckpt-step 3 needs --load"),
+        ("--finetune --save s", "--finetune needs --load"),
+        ("--no-load-optim --save s", "--no-load-optim needs --load"),
+        ("--load-casts --save s", "--load-casts needs --load or --resume auto"),
+        ("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint needs --load or --resume auto"),
+        ("--use-checkpoint-args", "--use-checkpoint-args needs --load or --resume auto"),
+        ("--load s --save s/../s --finetune", "--finetune begins a new run at step 0: save it into another directory"),
+        (
+            "--load s --save s --resume auto --ckpt-step 3",
+            "--ckpt-step 3 is for the checkpoint of --load, and --resume",
+        ),
+        ("--load s --save s --resume auto --no-load-optim", "--no-load-optim is for the checkpoint of --load"),
+        ("--load s --save s --resume auto --finetune", "--finetune is for the checkpoint of --load"),
+    ],
+)
+def test_what_has_nothing_to_act_on_is_refused(flags: str, problem: str) -> None:
+    found = problems(flags)
+    assert len(found) == 1
+    assert found[0].startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--save s --load s --save-interval 2 --save-retain-interval 4 --tolerated-save-failures 0",
+        "--save s --load l --resume auto --ckpt-step 3 --no-load-optim --load-casts",
+        "--save s --load l --finetune --use-checkpoint-args --no-load-optim",
+        "--save s --load s --no-save-optim --no-load-optim --ckpt-step 0",
+        "--save s --resume auto --exit-on-missing-checkpoint --load-casts --use-checkpoint-args",
+    ],
+)
+def test_what_goes_together(flags: str) -> None:
+    assert problems(flags) == []
+
+
+def test_finetune_implies_a_new_optimizer() -> None:
+    parsed = parse_arguments([*MINIMAL, "--finetune", "--no-load-optim", "--load", "l"])
+    assert parsed.config.checkpoint.load_optim
+    assert parsed.notes == ("--no-load-optim: changes nothing, since --finetune takes the weights alone",)
+
+
+def test_saved_fields_stand_below_yaml_and_flags(tmp_path: Path) -> None:
+    asked: list[CheckpointConfig] = []
+
+    def saved(settings: CheckpointConfig) -> Sections:
+        asked.append(settings)
+        model = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 2, "swiglu": True}
+        return {"model": model, "data": {"tokenizer_type": "ByteTokenizer"}}
+
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text("model:\n  num_attention_heads: 4\ncheckpoint:\n  load: from-yaml\n  save: s\n")
+    flags = [*COURSE, "--config", str(yaml), "--hidden-size", "32", "--ckpt-step", "7"]
+    with pytest.raises(ConfigurationError, match="missing: --num-layers"):
+        parse_arguments(flags, saved)
+    with pytest.raises(ConfigurationError, match="missing: --num-layers"):
+        parse_arguments([*flags, "--use-checkpoint-args", "--no-use-checkpoint-args"], saved)
+    assert asked == []
+    config = parse_arguments([*flags, "--use-checkpoint-args"], saved).config
+    assert (config.model.num_layers, config.model.hidden_size, config.model.num_attention_heads) == (3, 32, 4)
+    assert config.model.swiglu
+    assert config.data.tokenizer_type == "ByteTokenizer"
+    assert asked == [CheckpointConfig(save="s", load="from-yaml", ckpt_step=7)]
+    with pytest.raises(ConfigurationError, match=r"--ckpt-step 'x': expected a whole number$"):
+        parse_arguments([*flags[:-1], "x", "--num-layers", "1", "--use-checkpoint-args"], saved)

@@ -1,0 +1,72 @@
+"""What a run tells of the checkpoint that it has loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+from megalite.checkpoint import TrainingState
+from megalite.config import RunConfig, parse_arguments
+from megalite.training.load_report import differences, load_notes
+from tests.unit.test_config_megatron_flags import MINIMAL
+
+CONFIG = parse_arguments([*MINIMAL, "--data-path", "a", "b", "--train-iters", "9"]).config
+STATE = TrainingState(iteration=7, consumed_samples=28, optimizer_steps=6)
+
+
+def saved(config: RunConfig) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(asdict(config)))
+    return found
+
+
+def test_equal_flags_need_no_word() -> None:
+    assert differences(saved(CONFIG), CONFIG) == ()
+
+
+def test_what_changes_the_data_or_a_step_is_told_with_both_values() -> None:
+    before = saved(CONFIG)
+    before["data"] |= {"data_path": ["c"], "seq_length": 16, "split": "1", "num_workers": 9, "reset_position_ids": True}
+    before["training"] |= {"seed": 5, "global_batch_size": 2, "eval_iters": 3, "micro_batch_size": 2}
+    before["optimizer"] |= {"lr": 1.0, "lr_decay_iters": 5, "optimizer_backend": "apex"}
+    before["model"] |= {"hidden_dropout": 0.5, "init_method_std": 1.0}
+    before["parallel"] |= {"tensor_model_parallel_size": 8}
+    lines = {line.removeprefix("note: --").partition(" in the run")[0] for line in differences(before, CONFIG)}
+    assert lines == {
+        "hidden-dropout is 0.1 here, and was 0.5",
+        "data-path is a b here, and was c",
+        "seq-length is 8 here, and was 16",
+        "split is 969, 30, 1 here, and was 1",
+        "reset-position-ids is off here, and was on",
+        "seed is 1234 here, and was 5",
+        "global-batch-size is unset here, and was 2",
+        "lr is 0.1 here, and was 1.0",
+        "lr-decay-iters is unset here, and was 5",
+    }
+
+
+def test_fields_of_other_versions_are_left_out() -> None:
+    before = saved(CONFIG)
+    before["training"] |= {"a_field_of_the_future": 1}
+    del before["optimizer"]["lr"]
+    assert differences(before, CONFIG) == ()
+
+
+def test_every_part_is_restored_or_ignored_with_the_reason() -> None:
+    def line(config: RunConfig, state: TrainingState, position: bool, optimizer: bool) -> str:
+        return load_notes(saved(config), config, state, position=position, optimizer=optimizer)[0]
+
+    where, metrics = "position (step 7, 28 samples)", "metrics (cut off beyond that step)"
+    assert line(CONFIG, STATE, True, True) == f"restored: weights, optimizer state (6 updates), {where}, {metrics}"
+    new = "optimizer state (6 updates): a new one by --no-load-optim"
+    assert line(CONFIG, STATE, True, False) == f"restored: weights, {where}, {metrics}; ignored: {new}"
+    fp16 = replace(CONFIG, training=replace(CONFIG.training, fp16=True))
+    scaled = replace(STATE, loss_scale={"value": 1024.0})
+    assert line(fp16, scaled, True, True).endswith(", loss scale (1024)")
+    assert line(fp16, STATE, True, True).endswith("ignored: loss scale: the checkpoint has none")
+    assert line(CONFIG, scaled, True, True).endswith("ignored: loss scale (1024): none is dynamic here")
+    assert line(fp16, scaled, False, False).endswith(
+        "ignored: optimizer state (6 updates): a new one by --finetune, position (step 7, 28 samples): a new run by "
+        "--finetune, metrics (cut off beyond that step): a new run by --finetune, loss scale (1024): a new one by "
+        "--finetune"
+    )
