@@ -35,7 +35,7 @@ def latest(directory: Path) -> Path | None:
 
     Raises CheckpointError where the tracker names one that is not there.
     """
-    found = _complete(directory)
+    found = complete(directory)
     try:
         text = (directory / TRACKER).read_text().strip()
     except FileNotFoundError:  # the first save ended between its two last steps, or there was none
@@ -48,7 +48,18 @@ def latest(directory: Path) -> Path | None:
     raise CheckpointError(f"{directory / TRACKER} names {text!r}, which is no checkpoint here: {there}")
 
 
-def _complete(directory: Path) -> dict[int, Path]:
+def resolve(path: Path) -> Path:
+    """A checkpoint's folder, from itself or from its run directory, whose latest it is.
+
+    Raises CheckpointError where there is none.
+    """
+    found = path if _COMPLETE.fullmatch(path.name) or (path / manifest.NAME).is_file() else latest(path)
+    if found is None:
+        raise CheckpointError(f"{path} holds no checkpoint: give a folder that training was given as --save")
+    return found
+
+
+def complete(directory: Path) -> dict[int, Path]:
     """The checkpoints by iteration."""
     found: dict[int, Path] = {}
     for path in sorted(directory.glob("iter_*"), reverse=True):  # so that iter_N overrules iter_N.replaced
