@@ -121,7 +121,6 @@ class Statistics:
     mean: float
     squares: float
     """The sum of the squared deviations from the mean."""
-    norm: float
     zeros: int
     denormals: int
     nans: int
@@ -129,6 +128,10 @@ class Statistics:
     @property
     def std(self) -> float:
         return math.sqrt(self.squares / self.finite) if self.finite else math.nan
+
+    @property
+    def norm(self) -> float:
+        return math.hypot(math.sqrt(self.squares), math.sqrt(self.finite) * self.mean)
 
     @property
     def infinities(self) -> int:
@@ -155,21 +158,23 @@ def statistics(reader: CheckpointReader, name: str, advance: Advance) -> Statist
 
 def _statistics_of(values: Tensor) -> Statistics:
     finite = values.double()
-    finite = finite[finite.isfinite()]
+    if not finite.sum().isfinite():
+        finite = finite[finite.isfinite()]
     count = finite.numel()
     low, high = finite.aminmax() if count else (math.inf, -math.inf)
     mean = float(finite.mean()) if count else 0.0
+    squares = float(finite.sub_(mean).square_().sum())
+    zeros = values.numel() - int(values.count_nonzero())
     return Statistics(
         elements=values.numel(),
         finite=count,
         minimum=float(low),
         maximum=float(high),
         mean=mean,
-        squares=float((finite - mean).square().sum()),
-        norm=float(torch.linalg.vector_norm(finite)),
-        zeros=int((values == 0).sum()),
-        denormals=int(((values != 0) & (values.abs() < torch.finfo(values.dtype).tiny)).sum()),
-        nans=int(values.isnan().sum()),
+        squares=squares,
+        zeros=zeros,
+        denormals=int((values.abs() < torch.finfo(values.dtype).tiny).count_nonzero()) - zeros,
+        nans=int(values.isnan().count_nonzero()) if count < values.numel() else 0,
     )
 
 
@@ -184,7 +189,6 @@ def _joined(a: Statistics, b: Statistics) -> Statistics:
         maximum=max(a.maximum, b.maximum),
         mean=a.mean + step * b.finite / count,
         squares=a.squares + b.squares + step * step * a.finite * b.finite / count,
-        norm=math.hypot(a.norm, b.norm),
         zeros=a.zeros + b.zeros,
         denormals=a.denormals + b.denormals,
         nans=a.nans + b.nans,

@@ -25,7 +25,8 @@ class Damage(CheckpointError):
     """A file of a checkpoint, or a tensor in it, is not as it was written."""
 
     def __init__(self, path: Path, problem: str, tensor: str | None = None) -> None:
-        super().__init__(f"{path}: {problem}")
+        advice = "Take another checkpoint; tools/checkpoint/inspect.py --verify lists all that is damaged"
+        super().__init__(f"{path}: {problem}. {advice}")
         self.file, self.problem, self.tensor = path.name, problem, tensor
 
 

@@ -220,7 +220,7 @@ def difference_lines(found: Comparison) -> list[str]:
         of_values = [[name, *map(shown_value, asdict(values).values())] for name, values in found.values.items()]
         shown += ["", *table(header, of_values)]
     equal = found.compared - len(found.values)
-    return [*shown, "", f"{equal:,} of {found.compared:,} tensors that both have in one shape are equal in every bit"]
+    return [*shown, "", f"{equal:,} of {found.compared:,} tensors that both have in one shape are equal"]
 
 
 def shown_value(value: Any) -> str:

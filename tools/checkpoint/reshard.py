@@ -126,6 +126,8 @@ def weights_of_ranks(path: Path, parallel: ParallelConfig) -> Iterator[list[tupl
 def check_divides(model: ModelConfig, parallel: ParallelConfig) -> None:
     from megalite.errors import ConfigurationError
 
+    if parallel.pipeline_model_parallel_size < 1:
+        raise ConfigurationError("--pipeline-model-parallel-size is 1 or more")
     size = parallel.tensor_model_parallel_size
     for what, count in (("attention heads", model.num_attention_heads), ("feed-forward width", model.ffn_size)):
         if size < 1 or count % size:
