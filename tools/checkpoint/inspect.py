@@ -228,6 +228,8 @@ def shown_value(value: Any) -> str:
         return {None: "-", True: "yes", False: "no"}[value]
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, list) and len(str(value)) > 80:
+        return f"{str(value)[:60]}... ({len(value)} in all)"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
