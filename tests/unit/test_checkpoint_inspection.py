@@ -242,6 +242,14 @@ def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
     assert "it does not hold model/word@1,0 as the manifest describes it" in problems
 
 
+def test_a_header_that_gives_right_bytes_another_shape_is_found(tmp_path: Path) -> None:
+    path = checkpoints.write(tmp_path, tensors())
+    shard = path / "rank_00000.safetensors"
+    shard.write_bytes(shard.read_bytes().replace(b"[6, 5]", b"[5, 6]", 1))
+    problem = "it does not hold model/word@0,0 as the manifest describes it"
+    assert found_by_verify(path) == [(shard.name, "model/word", problem)]
+
+
 def test_an_input_output_error_is_damage_of_that_box_only(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(io.FileIO):
         def readinto(self, buffer: Any) -> int:

@@ -290,6 +290,20 @@ def test_what_is_damaged_is_not_copied(tmp_path: Path, kind: str) -> None:
     assert list((tmp_path / "b").iterdir()) == []
 
 
+def test_every_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoints.write(tmp_path / "a", TENSORS)
+    synced: set[int] = set()
+    sync, rename = os.fsync, os.rename
+
+    def renamed(old: Path, new: Path) -> None:
+        assert {file.stat().st_ino for file in old.iterdir()} <= synced
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.add(os.fstat(descriptor).st_ino), sync(descriptor)))
+    monkeypatch.setattr(os, "rename", renamed)
+    assert run("--load", path, "--save", tmp_path / "b", "--files", 3).code == 0
+
+
 @pytest.mark.parametrize("failing", ["write", "fsync"])
 def test_a_disk_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     path = checkpoints.write(tmp_path / "a", TENSORS)
