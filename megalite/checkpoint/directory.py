@@ -36,7 +36,7 @@ def latest(directory: Path) -> Path | None:
 
     Raises CheckpointError where the tracker names one that is not there.
     """
-    found, text = _complete(directory), _tracked(directory)
+    found, text = complete(directory), _tracked(directory)
     if text is None:
         return found[max(found)] if found else None
     if text.isdecimal() and int(text) in found:
@@ -60,7 +60,7 @@ def candidates(directory: Path) -> Candidates:
     What is newer than the tracker says was left behind on purpose (a run went back), and going on from it would mix
     two runs. A tracker that holds no number says nothing. Raises CheckpointError where it does and there are none.
     """
-    found, text = _complete(directory), _tracked(directory)
+    found, text = complete(directory), _tracked(directory)
     newest_first = sorted(found, reverse=True)
     if text is None:
         return Candidates(tuple(found[iteration] for iteration in newest_first))
@@ -80,7 +80,7 @@ def candidates(directory: Path) -> Candidates:
 
 def iterations(directory: Path) -> list[int]:
     """Of the checkpoints there are, in order."""
-    return sorted(_complete(directory))
+    return sorted(complete(directory))
 
 
 def iteration_of(path: Path) -> int:
@@ -106,7 +106,18 @@ def _names_none(directory: Path, text: str, found: dict[int, Path]) -> Checkpoin
     return CheckpointError(f"{directory / TRACKER} names {text!r}, which is no checkpoint here: {there}")
 
 
-def _complete(directory: Path) -> dict[int, Path]:
+def resolve(path: Path) -> Path:
+    """A checkpoint's folder, from itself or from its run directory, whose latest it is.
+
+    Raises CheckpointError where there is none.
+    """
+    found = path if _COMPLETE.fullmatch(path.name) or (path / manifest.NAME).is_file() else latest(path)
+    if found is None:
+        raise CheckpointError(f"{path} holds no checkpoint: give a folder that training was given as --save")
+    return found
+
+
+def complete(directory: Path) -> dict[int, Path]:
     """The checkpoints by iteration, damaged ones too."""
     found: dict[int, Path] = {}
     for path in sorted(directory.glob("iter_*"), reverse=True):  # so that iter_N overrules iter_N.replaced

@@ -146,6 +146,11 @@ def entry(tensor: str, box: Box) -> str:
     return f"{tensor}@{','.join(map(str, box.offset))}"
 
 
+def logical_name(tensor: str) -> str:
+    """The name of the weight that a tensor of a checkpoint is, or stands for as a state of the optimizer."""
+    return tensor.split("/", 1 if tensor.startswith("model/") else 2)[-1]
+
+
 def covers(boxes: Iterable[Box], target: Box) -> bool:
     """Whether the boxes hold each element of `target` exactly once."""
     parts = [part for box in boxes if (part := box.intersection(target)) is not None]

@@ -58,7 +58,7 @@ def save(
         with together(mesh, doing, _ADVICE):
             if first:
                 files = {shard["file"]: shard["size"] for shard in shards}
-                _finish(directory, Manifest(training, config, files, _merge(shards)))
+                finish(directory, Manifest(training, config, files, _merge(shards)))
     except CheckpointError:
         if first:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -89,7 +89,7 @@ def _merge(shards: list[dict[str, Any]]) -> dict[str, SavedTensor]:
     return {name: SavedTensor(*kinds[name], tuple(boxes[name])) for name in sorted(kinds)}
 
 
-def _finish(directory: Path, made: Manifest) -> None:
+def finish(directory: Path, made: Manifest) -> None:
     """Check that the checkpoint is whole, add its manifest and give it its name."""
     temporary = run_directory.temporary_path(directory, made.training.iteration)
     for name, tensor in made.tensors.items():

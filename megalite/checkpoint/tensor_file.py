@@ -6,9 +6,11 @@ Format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSO
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,22 +28,61 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file."""
+
+    dtype: str
+    """As in `float32`."""
+    shape: tuple[int, ...]
+    start: int
+    """Its bytes in the file are [start, stop)."""
+    stop: int
+
+
+def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> tuple[bytes, dict[str, Entry]]:
+    """What a file of named tensors begins with, and where each then stands."""
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Entry] = {}
+    end = 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        fields[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        entries[name] = Entry(dtype_name(dtype), tuple(shape), start, end)
+    encoded = json.dumps(fields).encode()
+    encoded += b" " * (-len(encoded) % 8)  # so that the tensors' bytes are aligned
+    return len(encoded).to_bytes(8, "little") + encoded, _shifted(entries, 8 + len(encoded))
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Where each tensor of a file stands. Raises OSError, SafetensorError, ValueError or KeyError."""
+    with safe_open(path, "pt"):  # it refuses what a load would refuse
+        pass
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        fields = json.loads(file.read(length))
+    fields.pop("__metadata__", None)
+    dtypes = {theirs: dtype_name(dtype) for dtype, theirs in _DTYPE_NAMES.items()}
+    entries = {
+        name: Entry(dtypes[entry["dtype"]], tuple(entry["shape"]), *entry["data_offsets"])
+        for name, entry in fields.items()
+    }
+    return _shifted(entries, 8 + length)
+
+
+def _shifted(entries: dict[str, Entry], by: int) -> dict[str, Entry]:
+    return {name: replace(entry, start=entry.start + by, stop=entry.stop + by) for name, entry in entries.items()}
+
+
 def write(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> list[int]:
     """Write named tensors to a new file and sync it; one of them at a time is copied to the CPU.
 
     Returns the CRC-32 of each tensor's bytes. Raises OSError where the disk does.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        entry = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        header[name] = entry
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)  # so that the tensors' bytes are aligned
+    beginning, _ = header((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
     checksums = []
     with path.open("xb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.write(beginning)
         for _, tensor in tensors:
             data = _bytes(tensor)
             checksums.append(zlib.crc32(data))

@@ -134,6 +134,13 @@ class ParallelMesh:
         self._links.clear()
 
 
+class UnconnectedMesh(ParallelMesh):
+    """The place of a rank that no process is, to look at what it would hold: its groups cannot communicate."""
+
+    def _make_process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        return None
+
+
 def _new_process_group(
     rank: int, ranks: tuple[int, ...], timeout: datetime.timedelta | None, label: str = "group"
 ) -> dist.ProcessGroup:

@@ -1,0 +1,137 @@
+"""How two checkpoints differ, whatever the layouts that saved them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.manifest import SavedTensor
+from megalite.checkpoint.progress import Advance, in_threads
+from megalite.checkpoint.reader import CheckpointReader, chunks, dtype_of, size_in_bytes, whole
+
+ABSENT = "(absent)"
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """How the values of a tensor differ; infinite where one of two is not finite."""
+
+    elements: int
+    different: int
+    """Elements whose bits differ; where the dtypes differ, whose values do."""
+    absolute: float
+    """The greatest |a - b|."""
+    relative: float
+    """The greatest |a - b| / max(|a|, |b|)."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What differs, the first checkpoint's before the second's."""
+
+    training: dict[str, tuple[Any, Any]]
+    config: dict[str, tuple[Any, Any]]
+    """By section.field."""
+    only_in_a: list[str]
+    only_in_b: list[str]
+    kinds: dict[str, tuple[str, str]]
+    """Dtype and shape, of tensors in which they differ."""
+    values: dict[str, ValueDifference]
+    """Of tensors whose values differ."""
+    compared: int
+    """Tensors whose values were compared."""
+
+    @property
+    def same(self) -> bool:
+        differences = (self.training, self.config, self.only_in_a, self.only_in_b, self.kinds, self.values)
+        return not any(differences)
+
+
+def compared_bytes(a: CheckpointReader, b: CheckpointReader, names: Iterable[str]) -> int:
+    """How many bytes `compare` advances by."""
+    return sum(size_in_bytes(a.manifest.tensors[name]) for name in _comparable(a, b, names))
+
+
+def compare(
+    a: CheckpointReader, b: CheckpointReader, names: Iterable[str], workers: int, advance: Advance
+) -> Comparison:
+    """Compare training state, configuration and the tensors of the names.
+
+    Raises Damage: nothing is compared before it is verified.
+    """
+    ours, theirs, names = a.manifest.tensors, b.manifest.tensors, sorted(names)
+    comparable = _comparable(a, b, names)
+    found = in_threads(workers, lambda name: compare_values(a, b, name, advance), comparable)
+    return Comparison(
+        training=_different(asdict(a.manifest.training), asdict(b.manifest.training)),
+        config=_different(dict(_flat(a.manifest.config)), dict(_flat(b.manifest.config))),
+        only_in_a=[name for name in names if name not in theirs],
+        only_in_b=[name for name in names if name not in ours],
+        kinds=_different(
+            {name: _kind(ours[name]) for name in names if name in ours and name in theirs},
+            {name: _kind(theirs[name]) for name in names if name in ours and name in theirs},
+        ),
+        values={name: values for name, values in zip(comparable, found, strict=True) if values.different},
+        compared=len(comparable),
+    )
+
+
+def _comparable(a: CheckpointReader, b: CheckpointReader, names: Iterable[str]) -> list[str]:
+    ours, theirs = a.manifest.tensors, b.manifest.tensors
+    return [n for n in names if n in ours and n in theirs and ours[n].shape == theirs[n].shape]
+
+
+def _kind(tensor: SavedTensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _different(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    pairs = {name: (ours.get(name, ABSENT), theirs.get(name, ABSENT)) for name in ours | theirs}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def compare_values(a: CheckpointReader, b: CheckpointReader, name: str, advance: Advance) -> ValueDifference:
+    """The values of a tensor of one shape in both, a part at a time. Raises Damage."""
+    tensor, other = a.manifest.tensors[name], b.manifest.tensors[name]
+    different, absolute, relative = 0, 0.0, 0.0
+    wider = max(dtype_of(tensor), dtype_of(other), key=lambda dtype: dtype.itemsize)
+    for box, _ in chunks(whole(tensor), wider):
+        mine, yours = a.read(name, box), b.read(name, box)
+        at = _unequal(mine, yours)
+        if at.any():
+            greatest = _differences(mine[at].double(), yours[at].double())
+            different += int(at.sum())
+            absolute, relative = max(absolute, greatest[0]), max(relative, greatest[1])
+        advance(mine.nbytes)
+    return ValueDifference(whole(tensor).numel, different, absolute, relative)
+
+
+def _unequal(a: Tensor, b: Tensor) -> Tensor:
+    if a.dtype != b.dtype:
+        return (a != b) & ~(a.isnan() & b.isnan())
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
+    return a.view(bits) != b.view(bits)
+
+
+def _differences(a: Tensor, b: Tensor) -> tuple[float, float]:
+    """The greatest absolute and relative difference."""
+    absolute = (a - b).abs()
+    relative = torch.where(absolute == 0, 0.0, absolute / torch.maximum(a.abs(), b.abs()))
+    return _greatest(absolute), _greatest(relative)
+
+
+def _greatest(values: Tensor) -> float:
+    return float(values.nan_to_num(nan=math.inf, posinf=math.inf).max())

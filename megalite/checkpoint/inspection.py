@@ -1,0 +1,195 @@
+"""Looking into a checkpoint: what it holds, whether every byte is as it was written, and what its values are like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint import manifest
+from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, logical_name
+from megalite.checkpoint.progress import Advance, in_threads
+from megalite.checkpoint.reader import CheckpointReader, Damage, size_in_bytes, whole
+
+
+def describe(reader: CheckpointReader, names: Iterable[str]) -> dict[str, Any]:
+    """What a checkpoint holds, as JSON values; of its tensors those of the names."""
+    saved = reader.manifest
+    return {
+        "checkpoint": str(reader.path),
+        "training": asdict(saved.training),
+        "config": saved.config,
+        "files": _files(reader),
+        "totals": _totals(saved.tensors),
+        "tensors": {name: _tensor(saved.tensors[name]) for name in names},
+    }
+
+
+def _files(reader: CheckpointReader) -> dict[str, dict[str, int]]:
+    sizes = reader.manifest.files
+    return {
+        file: {"bytes": sizes[file], "boxes": len(boxes), "tensors": len({saved.tensor for saved in boxes})}
+        for file, boxes in _boxes_by_file(reader.manifest).items()
+    }
+
+
+def _totals(tensors: dict[str, SavedTensor]) -> dict[str, dict[str, int]]:
+    """By kind: the weights, and each state of the optimizer."""
+    totals: dict[str, dict[str, int]] = {}
+    for name, tensor in tensors.items():
+        kind = totals.setdefault(
+            name.removesuffix(logical_name(name)).rstrip("/"), dict.fromkeys(("tensors", "elements", "bytes"), 0)
+        )
+        kind["tensors"] += 1
+        kind["elements"] += whole(tensor).numel
+        kind["bytes"] += size_in_bytes(tensor)
+    return totals
+
+
+def _tensor(tensor: SavedTensor) -> dict[str, Any]:
+    boxes = [
+        {"offset": saved.box.offset, "size": saved.box.size, "file": saved.file, "checksum": saved.checksum}
+        for saved in tensor.boxes
+    ]
+    return {"shape": tensor.shape, "dtype": tensor.dtype, "bytes": size_in_bytes(tensor), "boxes": boxes}
+
+
+def _boxes_by_file(saved: Manifest) -> dict[str, list[SavedBox]]:
+    boxes: dict[str, list[SavedBox]] = {file: [] for file in saved.files}
+    for tensor in saved.tensors.values():
+        for box in tensor.boxes:
+            boxes[box.file].append(box)
+    return boxes
+
+
+# ------------------------------------------------------------------------------------------------------ damage
+
+
+def verify(reader: CheckpointReader, workers: int, advance: Advance) -> list[Damage]:
+    """All that is not as it was written: every file is read whole, whatever is found in others."""
+    files = _boxes_by_file(reader.manifest).items()
+    found = in_threads(workers, lambda file: list(_damages_of_file(reader, *file, advance)), files)
+    return [*_uncovered(reader), *(damage for damages in found for damage in damages), *_foreign(reader)]
+
+
+def _damages_of_file(reader: CheckpointReader, file: str, boxes: list[SavedBox], advance: Advance) -> Iterator[Damage]:
+    try:
+        unknown = reader.entries(file).keys() - {saved.entry for saved in boxes}
+    except Damage as damage:
+        yield damage
+        return
+    for entry in sorted(unknown):
+        yield Damage(reader.path / file, f"it holds {entry}, of which the manifest does not know")
+    for saved in boxes:
+        try:
+            for block in reader.blocks(saved):
+                advance(block.nbytes)
+        except Damage as damage:
+            yield damage
+
+
+def _uncovered(reader: CheckpointReader) -> Iterator[Damage]:
+    for name in reader.manifest.tensors:
+        try:
+            reader.check_covered(name)
+        except Damage as damage:
+            yield damage
+
+
+def _foreign(reader: CheckpointReader) -> Iterator[Damage]:
+    for path in sorted(reader.path.iterdir()):
+        if path.name != manifest.NAME and path.name not in reader.manifest.files:
+            yield Damage(path, "it is not of this checkpoint")
+
+
+# ------------------------------------------------------------------------------------------------------ values
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Of a tensor's elements; minimum, maximum, mean, std and norm of those that are finite."""
+
+    elements: int
+    finite: int
+    minimum: float
+    maximum: float
+    mean: float
+    squares: float
+    """The sum of the squared deviations from the mean."""
+    zeros: int
+    denormals: int
+    nans: int
+
+    @property
+    def std(self) -> float:
+        return math.sqrt(self.squares / self.finite) if self.finite else math.nan
+
+    @property
+    def norm(self) -> float:
+        return math.hypot(math.sqrt(self.squares), math.sqrt(self.finite) * self.mean)
+
+    @property
+    def infinities(self) -> int:
+        return self.elements - self.finite - self.nans
+
+    def to_json(self) -> dict[str, Any]:
+        """None for what is not defined where no element is finite."""
+        numbers = {name: getattr(self, name) for name in ("minimum", "maximum", "mean", "std", "norm")}
+        counts = {name: getattr(self, name) for name in ("elements", "zeros", "denormals", "nans", "infinities")}
+        return {name: value if self.finite else None for name, value in numbers.items()} | counts
+
+
+def statistics(reader: CheckpointReader, name: str, advance: Advance) -> Statistics:
+    """The statistics of a tensor, in one pass. Raises Damage."""
+
+    def parts() -> Iterator[Statistics]:
+        for saved in reader.manifest.tensors[name].boxes:
+            for block in reader.blocks(saved):
+                yield _statistics_of(block)
+                advance(block.nbytes)
+
+    return reduce(_joined, parts())
+
+
+def _statistics_of(values: Tensor) -> Statistics:
+    finite = values.double()
+    if not finite.sum().isfinite():
+        finite = finite[finite.isfinite()]
+    count = finite.numel()
+    low, high = finite.aminmax() if count else (math.inf, -math.inf)
+    mean = float(finite.mean()) if count else 0.0
+    squares = float(finite.sub_(mean).square_().sum())
+    zeros = values.numel() - int(values.count_nonzero())
+    return Statistics(
+        elements=values.numel(),
+        finite=count,
+        minimum=float(low),
+        maximum=float(high),
+        mean=mean,
+        squares=squares,
+        zeros=zeros,
+        denormals=int((values.abs() < torch.finfo(values.dtype).tiny).count_nonzero()) - zeros,
+        nans=int(values.isnan().count_nonzero()) if count < values.numel() else 0,
+    )
+
+
+def _joined(a: Statistics, b: Statistics) -> Statistics:
+    """Means and deviations as in Chan, Golub and LeVeque, "Updating formulae" (1979)."""
+    count = max(a.finite + b.finite, 1)
+    step = b.mean - a.mean
+    return Statistics(
+        elements=a.elements + b.elements,
+        finite=a.finite + b.finite,
+        minimum=min(a.minimum, b.minimum),
+        maximum=max(a.maximum, b.maximum),
+        mean=a.mean + step * b.finite / count,
+        squares=a.squares + b.squares + step * step * a.finite * b.finite / count,
+        zeros=a.zeros + b.zeros,
+        denormals=a.denormals + b.denormals,
+        nans=a.nans + b.nans,
+    )

@@ -1,0 +1,36 @@
+"""A command of `tools/` run inside the test's process, where starting another would cost seconds."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+
+import pytest
+
+from megalite.errors import MegaliteError
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    stdout: str
+    stderr: str
+
+
+def run_tool(module: str, *arguments: object) -> Ended:
+    """Run the module's `main` as `python module.py arguments` does, signals apart."""
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        main = importlib.import_module(module).main
+        patch.setattr(sys, "argv", [module, *map(str, arguments)])
+        try:
+            main()
+        except MegaliteError as error:
+            code = error.exit_code
+            print(f"error: {error}", file=sys.stderr)
+        except SystemExit as ending:
+            code = int(ending.code or 0)
+    return Ended(code, out.getvalue(), err.getvalue())

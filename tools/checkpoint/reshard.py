@@ -1,0 +1,138 @@
+"""Rewrite a checkpoint into other files, for another number of ranks. The values stay, bit for bit.
+
+    python tools/checkpoint/reshard.py --load run/small-llama --save run/resharded --files 8
+    python tools/checkpoint/reshard.py --load run/small-llama --save run/resharded \\
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4
+
+Any checkpoint loads under any layout without this: it is for reading few files, or for the weights alone. The second
+writes a file for each share of the model, which all data-parallel copies of it read, whatever the ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# The folder of this file, which Python puts first, has an `inspect` that hides the standard library's: to the end.
+sys.path.append(sys.path.pop(0))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from megalite.config import ModelConfig, ParallelConfig
+from megalite.config.pipeline_layout import stage_layers, virtual_stages
+from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+
+if TYPE_CHECKING:
+    from megalite.parallel.sharding import Box
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The flags."""
+
+    load: str
+    """The run directory, whose latest checkpoint is meant, or one checkpoint in it (iter_0000100)."""
+    save: str
+    """The run directory to write to, which must not hold a checkpoint of this iteration."""
+    files: int | None = None
+    """Write so many files, of equal size."""
+    tensor_model_parallel_size: int | None = None
+    """Write a file for each rank of a copy of the model that is split over so many ranks ..."""
+    pipeline_model_parallel_size: int | None = None
+    """... in each of so many groups, the pipeline's ranks."""
+    pipeline_model_parallel_layout: str | None = None
+    """What each stage holds, as for pretrain_gpt.py; several stages a rank too. Unset: as many layers each."""
+    optimizer: bool = True
+    """Keep the optimizer's state; with --no-optimizer the weights alone are written."""
+    workers: int = len(os.sched_getaffinity(0))
+    """Threads that copy tensors; by default one for each core."""
+
+
+def main() -> None:
+    """Parse, copy, and say what was written."""
+    arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
+    from megalite.checkpoint import directory
+    from megalite.checkpoint.progress import show_progress
+    from megalite.checkpoint.reader import CheckpointReader, size_in_bytes
+    from megalite.checkpoint.regions import MODEL
+    from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, reshard
+    from megalite.errors import ConfigurationError
+
+    layout = parallel_config(arguments)
+    if (arguments.files is None) == (layout is None):
+        raise ConfigurationError("give --files, or --tensor-model-parallel-size and --pipeline-model-parallel-size")
+    if arguments.workers < 1 or (arguments.files is not None and arguments.files < 1):
+        raise ConfigurationError("--files and --workers are 1 or more")
+    reader = CheckpointReader(directory.resolve(Path(arguments.load)))
+    tensors = {
+        name: tensor
+        for name, tensor in reader.manifest.tensors.items()
+        if arguments.optimizer or name.startswith(MODEL)
+    }
+    cut = (
+        cut_evenly(tensors, arguments.files or 1)
+        if layout is None
+        else cut_by_weights(tensors, weights_of_ranks(reader.path, layout))
+    )
+    size = sum(map(size_in_bytes, tensors.values()))
+    with show_progress("resharding", size) as advance:
+        written = reshard(reader, Path(arguments.save), cut, arguments.workers, advance)
+    print(f"{written}: {len(tensors):,} tensors, {size:,} bytes in {len(cut):,} files")
+    if not arguments.optimizer:
+        print("without the optimizer's state: a run that continues from it is refused")
+
+
+def parallel_config(arguments: Arguments) -> ParallelConfig | None:
+    """The layout that the flags describe, or None where none of them is given."""
+    given = {each.name: getattr(arguments, each.name) for each in fields(Arguments) if "parallel" in each.name}
+    given = {name: value for name, value in given.items() if value is not None}
+    return ParallelConfig(**given) if given else None
+
+
+def weights_of_ranks(path: Path, parallel: ParallelConfig) -> Iterator[list[tuple[str, Box]]]:
+    """For each rank of one copy of the model the boxes of weights that it would save: the model is built, without
+    memory, as that rank would build it. Raises ConfigurationError where the model cannot be split so."""
+    import torch
+    from torch import nn
+
+    from megalite.checkpoint import read_model_config
+    from megalite.checkpoint.regions import owned_regions
+    from megalite.model.gpt import make_chunks
+    from megalite.parallel.mesh import UnconnectedMesh
+    from megalite.pipeline.stages import Stages
+
+    model = read_model_config(path)
+    check_divides(model, parallel)
+    parts = stage_layers(model, parallel)
+    stages = Stages(parallel.pipeline_model_parallel_size, virtual_stages(model, parallel))
+    for rank in range(parallel.model_parallel_size):
+        mesh = UnconnectedMesh(
+            rank=rank,
+            world_size=parallel.model_parallel_size,
+            tensor_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_parallel_size=parallel.pipeline_model_parallel_size,
+            device=torch.device("meta"),
+        )
+        held = [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))]
+        ends = mesh.ranks("pp")[0], mesh.ranks("pp")[-1]
+        chunks = make_chunks(model, mesh, held, tuple(sorted(set(ends))))
+        yield [(region.name, region.box) for region in owned_regions(nn.ModuleList(chunks), None, mesh)]
+
+
+def check_divides(model: ModelConfig, parallel: ParallelConfig) -> None:
+    from megalite.errors import ConfigurationError
+
+    if parallel.pipeline_model_parallel_size < 1:
+        raise ConfigurationError("--pipeline-model-parallel-size is 1 or more")
+    size = parallel.tensor_model_parallel_size
+    for what, count in (("attention heads", model.num_attention_heads), ("feed-forward width", model.ffn_size)):
+        if size < 1 or count % size:
+            raise ConfigurationError(f"--tensor-model-parallel-size {size} does not divide the {what}, {count}")
+
+
+if __name__ == "__main__":
+    run_tool(main)
