@@ -14,7 +14,7 @@ from torch import Tensor
 from megalite.checkpoint import tensor_file
 from megalite.checkpoint.manifest import SavedBox, SavedTensor, covers, read_manifest
 from megalite.checkpoint.tensor_file import Entry
-from megalite.errors import CheckpointError, DamagedCheckpointError
+from megalite.errors import DamagedCheckpointError
 from megalite.parallel.sharding import Box
 
 BLOCK = 1 << 22
