@@ -2,9 +2,9 @@
 
     python -m benchmarks.checkpoint [--pairs 7] [--directory DIR]
 
-One process, a Llama-style model in fp32 with AdamW's state. Saving, checksums and fsync included, stands against a plain
-write and fsync of as many bytes; loading, verified, against a plain read of the same files with a CRC-32 over them. The
-rivals take turns; figures are medians of the pairs' ratios with quartiles (above 1: faster than the rival).
+One process, a Llama-style model in fp32 with AdamW's state. Saving, checksums and fsync included, stands against a
+plain write and fsync of as many bytes; loading, verified, against a plain read of the same files with a CRC-32 over
+them. The rivals take turns; figures are medians of the pairs' ratios with quartiles (above 1: faster than the rival).
 """
 
 from __future__ import annotations
