@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, NoReturn
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.rendezvous import Begin, Communicator, Program, Wait, run
 from megalite.pipeline.schedules import Action, Kind
-from megalite.pipeline.simulator import ScheduleError
+from megalite.pipeline.simulator import ScheduleError, peak_in_flight
 from megalite.pipeline.stages import Stages
 
 Way = Literal["F", "B"]
@@ -74,10 +74,14 @@ def check(
     for rendezvous in (True, False):
         run(programs, rendezvous=rendezvous)
     return Report(
-        tuple(rank.most_kept for rank in ranks),
-        tuple(tuple(rank.most_kept_of) for rank in ranks),
+        tuple(peak_in_flight(actions) for actions in lists),
+        tuple(tuple(_peak_of_chunk(actions, chunk) for chunk in range(stages.chunks)) for actions in lists),
         tuple(rank.most_receives for rank in ranks),
     )
+
+
+def _peak_of_chunk(actions: Sequence[Action], chunk: int) -> int:
+    return peak_in_flight([action for action in actions if action.chunk == chunk])
 
 
 class _At(NamedTuple):
@@ -122,12 +126,10 @@ class _Rank:
         # By kind, micro-batch and chunk; I counts as B, and B as W too. The number is that of the operation begun.
         self._done: dict[tuple[Kind, int, int], int] = {}
         self._begun: Counter[Communicator] = Counter()
-        self._kept = [0] * len(own)
         self._receives = 0
         self.name = f"rank {rank}" if step.copies == 1 else f"rank {rank} of copy {copy}"
         self.events: list[Begin | Wait] = []
-        self.most_kept = self.most_receives = 0
-        self.most_kept_of = [0] * len(own)
+        self.most_receives = 0
 
     def take(self, action: Action) -> None:
         if not (0 <= action.chunk < len(self._stage) and 0 <= action.micro_batch < self._step.micro_batches):
@@ -139,7 +141,7 @@ class _Rank:
         number = 0
         match kind:
             case "F":
-                self._forward(action)
+                self._need("F", action, self._before[action.chunk])
             case "B":
                 self._backward(action)
             case "W":
@@ -179,12 +181,6 @@ class _Rank:
             yield from (Action(kind, m, chunk) for m in range(self._step.micro_batches))
         yield from (Action("R", m, chunk) for m in self._step.reduced())
 
-    def _forward(self, action: Action) -> None:
-        self._need("F", action, self._before[action.chunk])
-        self._kept[action.chunk] += 1
-        self.most_kept_of[action.chunk] = max(self.most_kept_of[action.chunk], self._kept[action.chunk])
-        self.most_kept = max(self.most_kept, sum(self._kept))
-
     def _backward(self, action: Action) -> None:
         m, chunk = action.micro_batch, action.chunk
         if not self._step.backward:
@@ -208,7 +204,6 @@ class _Rank:
         if m > 0 and ("W", m - 1, chunk) not in self._done:
             self._refuse(f"the weight gradients of micro-batch {m - 1} of this chunk have not been given")
         self._done["W", m, chunk] = 0
-        self._kept[chunk] -= 1
 
     def _reduce(self, action: Action) -> int:
         m, chunk = action.micro_batch, action.chunk
