@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
 from megalite import checkpoint
@@ -32,6 +30,7 @@ from megalite.parallel.initialization import initial_values, initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient, named_pieces
 from megalite.parallel.sharding import LogicalTensor, Normal
+from tests.harness.checkpoints import read
 from tests.harness.close import assert_bits_equal
 from tests.harness.fork_server import RankFailure
 from tests.harness.rank_pool import RankPools
@@ -186,22 +185,6 @@ def run(rank_pools: RankPools, function: Any, layout: Layout, *arguments: Any) -
     return rank_pools(layout.world).run(function, layout, *arguments)
 
 
-def read_by_hand(path: Path) -> dict[str, Tensor]:
-    """A checkpoint's tensors from the format as documented."""
-    described = json.loads((path / "manifest.json").read_text())
-    tensors = {}
-    for name, tensor in described["tensors"].items():
-        values = torch.full(tensor["shape"], torch.nan, dtype=getattr(torch, tensor["dtype"]))
-        for box in tensor["boxes"]:
-            with safe_open(path / box["file"], "pt") as file:
-                part = file.get_tensor(f"{name}@{','.join(map(str, box['offset']))}")
-            place = tuple(slice(o, o + s) for o, s in zip(box["offset"], box["size"], strict=True))
-            assert values[place].isnan().all(), f"{name}: boxes overlap"
-            values[place] = part
-        tensors[name] = values
-    return tensors
-
-
 FAMILIES = [
     pytest.param(GPT2, torch.float32, id="gpt2-fp32-adam"),
     pytest.param(LLAMA, torch.bfloat16, id="llama-bf16-muon"),
@@ -215,7 +198,7 @@ def test_every_layout_loads_what_any_layout_saved(
 ) -> None:
     truth = merge(run(rank_pools, train_and_save, saving, model, dtype, tmp_path))
 
-    for name, tensor in read_by_hand(tmp_path / "iter_0000001").items():
+    for name, tensor in read(tmp_path / "iter_0000001").items():
         assert_bits_equal(tensor, truth[name], name)
     for loading in LAYOUTS:
         answers = run(rank_pools, load, loading, model, dtype, tmp_path)

@@ -56,7 +56,9 @@ def read(path: Path) -> dict[str, Tensor]:
         for box in tensor["boxes"]:
             with safe_open(path / box["file"], "pt") as file:
                 part = file.get_tensor(f"{name}@{','.join(map(str, box['offset']))}")
-            values[tuple(slice(o, o + s) for o, s in zip(box["offset"], box["size"], strict=True))] = part
+            place = tuple(slice(o, o + s) for o, s in zip(box["offset"], box["size"], strict=True))
+            assert values[place].isnan().all(), f"{name}: boxes overlap"
+            values[place] = part
         tensors[name] = values
     return tensors
 
