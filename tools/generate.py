@@ -47,15 +47,16 @@ def main() -> int:
         raise ConfigurationError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 0")
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
 
+    from megalite.checkpoint.directory import resolve
     from megalite.config import ParallelConfig
     from megalite.inference.generation import encode_prompt, generate, stream_text
-    from megalite.inference.loading import load_for_generation, resolve_checkpoint
+    from megalite.inference.loading import load_for_generation
     from megalite.training.launch import join, leave
     from megalite.training.place import place_from_environment
 
     place = place_from_environment()
     mesh = join(ParallelConfig(tensor_model_parallel_size=place.world_size), place, repr(arguments))
-    network, tokenizer = load_for_generation(resolve_checkpoint(Path(arguments.load)), mesh, arguments.tokenizer_model)
+    network, tokenizer = load_for_generation(resolve(Path(arguments.load)), mesh, arguments.tokenizer_model)
     prompt = encode_prompt(tokenizer, arguments.prompt)
     tokens = generate(network, prompt, max_new_tokens=arguments.max_new_tokens, eod=tokenizer.eod, sampling=sampling)
     for text in stream_text(tokenizer, prompt, tokens):

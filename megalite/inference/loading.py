@@ -10,19 +10,9 @@ import torch
 from megalite import checkpoint
 from megalite.config import ModelConfig, TrainingConfig
 from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
-from megalite.errors import CheckpointError, ConfigurationError
+from megalite.errors import ConfigurationError
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
-
-
-def resolve_checkpoint(path: Path) -> Path:
-    """A checkpoint's folder, from itself or from its run directory. Raises CheckpointError where there is none."""
-    found = path if path.name.startswith("iter_") else checkpoint.latest(path)
-    if found is None:
-        raise CheckpointError(
-            f"{path} holds no checkpoint: give --load the directory that training was given as --save"
-        )
-    return found
 
 
 def load_for_generation(path: Path, mesh: ParallelMesh, tokenizer_model: str | None = None) -> tuple[GPT, Tokenizer]:
