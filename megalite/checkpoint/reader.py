@@ -123,7 +123,7 @@ def dtype_of(tensor: SavedTensor) -> torch.dtype:
 
 
 def whole(tensor: SavedTensor) -> Box:
-    return Box((0,) * len(tensor.shape), tensor.shape)
+    return Box.whole(tensor.shape)
 
 
 def size_in_bytes(tensor: SavedTensor) -> int:

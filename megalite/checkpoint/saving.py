@@ -93,7 +93,7 @@ def finish(directory: Path, made: Manifest) -> None:
     """Check that the checkpoint is whole, add its manifest and give it its name."""
     temporary = run_directory.temporary_path(directory, made.training.iteration)
     for name, tensor in made.tensors.items():
-        if not covers((saved.box for saved in tensor.boxes), Box((0,) * len(tensor.shape), tensor.shape)):
+        if not covers((saved.box for saved in tensor.boxes), Box.whole(tensor.shape)):
             raise CheckpointError(f"the ranks have not written each element of {name} once: a defect, please report it")
     for file, size in made.files.items():
         path = temporary / file

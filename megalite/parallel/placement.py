@@ -10,7 +10,7 @@ from megalite.parallel.sharding import Box, LogicalTensor, Piece, Sharding, shar
 
 
 def whole(tensor: LogicalTensor) -> Box:
-    return Box((0,) * len(tensor.shape), tensor.shape)
+    return Box.whole(tensor.shape)
 
 
 def replicated(mesh: ParallelMesh, tensor: LogicalTensor, *, summed: bool) -> Sharding:

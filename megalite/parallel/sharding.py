@@ -65,6 +65,11 @@ class Box:
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        """All of a tensor of this shape."""
+        return Box((0,) * len(shape), shape)
+
     @property
     def numel(self) -> int:
         return math.prod(self.size)
