@@ -1,0 +1,180 @@
+"""Files that torch.distributed.checkpoint (DCP) reads: each box is an archive of its own, as `torch.save` writes one.
+
+An archive is a zip file in which the box's bytes stand as they are, beside a pickle that says which tensor they are. It
+depends on nothing but the box's dtype and size, and is a multiple of 64 bytes long, so that an archive has the same
+bytes wherever it stands. Zip: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.container import Part, Place
+
+_ALIGNMENT = 64  # torch's own, for whoever maps a file into memory
+
+_STORAGES = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float16: torch.HalfStorage,
+}
+
+
+def places(parts: Sequence[Part]) -> list[Place]:
+    """Where the parts of a file stand, one behind the other. No box may be empty."""
+    found = []
+    end = 0
+    for part in parts:
+        before, after = _archive(part.dtype, part.box.size)
+        start = end + len(before)
+        stop = start + part.size
+        found.append(Place(before, start, stop, after))
+        end = stop + len(after(0))
+    return found
+
+
+def metadata(files: Mapping[str, Sequence[tuple[Part, Place]]]) -> bytes:
+    """What stands in the `.metadata` of a folder of files: a pickle, of the same bytes for the same files.
+
+    files: by name, the parts of each and where they stand.
+    """
+    # Here, since it takes a second and one rank writes this. The names of the classes are part of DCP's format.
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        STORAGE_TYPES,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    boxes: dict[str, list[tuple[str, Part, Place]]] = {}
+    for file, placed in files.items():
+        for part, place in placed:
+            boxes.setdefault(part.name, []).append((file, part, place))
+    tensors: dict[str, STORAGE_TYPES] = {}
+    stored = {}
+    for name, parts in boxes.items():  # one string for each tensor: a pickle tells two equal ones apart
+        chunks = []
+        for file, part, place in parts:
+            offset = torch.Size(part.box.offset)
+            chunks.append(ChunkStorageMetadata(offset, torch.Size(part.box.size)))
+            start, stop = place.start - len(place.before), place.stop + len(place.after(0))
+            stored[MetadataIndex(name, offset)] = _StorageInfo(file, start, stop - start)
+        _, part, _ = parts[0]
+        tensors[name] = TensorStorageMetadata(TensorProperties(part.dtype), torch.Size(part.shape), chunks)
+    # Tools that make a nested state dict ask the planner's data for the keys that lead to a tensor: there is one.
+    keys = {name: (name,) for name in tensors}
+    described = Metadata(tensors, planner_data=keys, storage_data=stored, version=CURRENT_DCP_VERSION)
+    return pickle.dumps(described, protocol=4)  # the default depends on the version of Python
+
+
+# ---------------------------------------------------------------------------------------------------- an archive
+
+_BYTES = b"archive/data/0"
+
+
+@functools.lru_cache(maxsize=1024)  # many boxes of a model are alike
+def _archive(dtype: torch.dtype, size: tuple[int, ...]) -> tuple[bytes, Callable[[int], bytes]]:
+    """What stands around a box's bytes, as of a `Place`."""
+    before = directory = b""
+    for name, content in ((b"data.pkl", _description(dtype, size)), (b"byteorder", b"little"), (b"version", b"3\n")):
+        name = b"archive/" + name
+        checksum = zlib.crc32(content)
+        directory += _directory_entry(name, len(before), len(content), checksum)
+        before += _header(name) + content + _descriptor(len(content), checksum)
+    header_start = len(before)
+    before += _header(_BYTES, padding=-(header_start + len(_header(_BYTES))) % _ALIGNMENT)
+    length = math.prod(size) * dtype.itemsize
+
+    def after(checksum: int) -> bytes:
+        descriptor = _descriptor(length, checksum)
+        entries = directory + _directory_entry(_BYTES, header_start, length, checksum)
+        return descriptor + entries + _end(len(before) + length + len(descriptor), len(entries), count=4)
+
+    return before, after
+
+
+def _description(dtype: torch.dtype, size: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, protocol=2).dump(_Tensor(dtype, size))
+    return file.getvalue()
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Stands for a tensor's bytes in a pickle."""
+
+    dtype: torch.dtype
+    numel: int
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """Is pickled as a contiguous tensor on the CPU is by `torch.save`."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+
+    def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[object, ...]]:
+        strides = tuple(math.prod(self.size[dimension + 1 :]) for dimension in range(len(self.size)))
+        storage = _Storage(self.dtype, math.prod(self.size))
+        return torch._utils._rebuild_tensor_v2, (storage, 0, self.size, strides, False, OrderedDict())
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, pickled: Any) -> tuple[object, ...] | None:
+        if not isinstance(pickled, _Storage):
+            return None
+        return "storage", _STORAGES[pickled.dtype], "0", "cpu", pickled.numel
+
+
+# ---------------------------------------------------------------------------------------------------- zip
+# Every size is written as of a file beyond 4 GiB (zip64), and every checksum and size behind the bytes (a data
+# descriptor), where those of a box are known: one way for all.
+
+_VERSION = 45  # of the format, the first with zip64
+_FIELDS = (_VERSION, 1 << 3, 0, 0, 1 << 5 | 1)  # data descriptors; stored as it is; at 0:00 on 1980-01-01
+_IN_ZIP64 = 0xFFFFFFFF
+
+
+def _header(name: bytes, padding: int = 0) -> bytes:
+    extra = struct.pack("<HHQQ", 1, 16, 0, 0) + struct.pack("<2sH", b"FB", padding) + bytes(padding)
+    fields = struct.pack("<4s5H3I2H", b"PK\3\4", *_FIELDS, 0, _IN_ZIP64, _IN_ZIP64, len(name), len(extra))
+    return fields + name + extra
+
+
+def _descriptor(length: int, checksum: int) -> bytes:
+    return struct.pack("<4sI2Q", b"PK\7\10", checksum, length, length)
+
+
+def _directory_entry(name: bytes, header_start: int, length: int, checksum: int) -> bytes:
+    extra = struct.pack("<HHQQ", 1, 16, length, length)
+    sizes = (_IN_ZIP64, _IN_ZIP64, len(name), len(extra))
+    fields = (b"PK\1\2", _VERSION, *_FIELDS, checksum, *sizes, 0, 0, 0, 0, header_start)
+    return struct.pack("<4s6H3I5H2I", *fields) + name + extra
+
+
+def _end(directory_start: int, directory_length: int, count: int) -> bytes:
+    """The end of an archive, padded by a comment of spaces."""
+    stop = directory_start + directory_length
+    zip64 = struct.pack(
+        "<4sQ2H2I4Q", b"PK\6\6", 44, _VERSION, _VERSION, 0, 0, count, count, directory_length, directory_start
+    ) + struct.pack("<4sIQI", b"PK\6\7", 0, stop, 1)
+    record = struct.Struct("<4s4H2IH")
+    padding = -(stop + len(zip64) + record.size) % _ALIGNMENT
+    fields = (b"PK\5\6", 0, 0, count, count, directory_length, _IN_ZIP64, padding)
+    return zip64 + record.pack(*fields) + b" " * padding
