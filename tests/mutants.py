@@ -125,9 +125,9 @@ MUTANTS = (
     ),
     Mutant(
         "the gradient norm counts replicated parameters once a replica",
-        "megalite/optim/buckets.py",
-        "counted_here=mesh.rank == min(record.copies)",
-        "counted_here=True",
+        "megalite/optim/places.py",
+        "return self.replica == 0",
+        "return True",
         _one_step("tp2-dp1"),
     ),
     Mutant(

@@ -11,16 +11,21 @@ from megalite.checkpoint.choosing import (
     newest_whole,
 )
 from megalite.checkpoint.compatibility import check_compatible, read_model_config
+from megalite.checkpoint.container import FORMATS
 from megalite.checkpoint.directory import Candidates, iteration_of, latest
 from megalite.checkpoint.loading import load
 from megalite.checkpoint.manifest import Manifest, TrainingState, read_config, read_manifest
+from megalite.checkpoint.plan import Plan
 from megalite.checkpoint.retention import remove_old
 from megalite.checkpoint.run_lock import only_run
-from megalite.checkpoint.saving import save
+from megalite.checkpoint.saving import Saver, save
 
 __all__ = [
+    "FORMATS",
     "Candidates",
     "Manifest",
+    "Plan",
+    "Saver",
     "TrainingState",
     "check_compatible",
     "check_whole",

@@ -8,8 +8,9 @@ from typing import TypeVar
 
 from megalite.checkpoint import directory as run_directory
 from megalite.checkpoint.agreement import check_all_see, together
+from megalite.checkpoint.damage import check_size, unreadable
 from megalite.checkpoint.directory import Candidates, iteration_of
-from megalite.checkpoint.manifest import Manifest, TrainingState, read_manifest, unreadable
+from megalite.checkpoint.manifest import Manifest, TrainingState, read_manifest
 from megalite.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from megalite.parallel.mesh import ParallelMesh
 
@@ -57,11 +58,7 @@ def check_sizes(path: Path, manifest: Manifest, files: Iterable[str]) -> None:
             found = (path / file).stat().st_size
         except OSError as error:
             raise unreadable(path / file, error) from error
-        if found != manifest.files[file]:
-            raise DamagedCheckpointError(
-                f"{path / file} has {found} bytes of {manifest.files[file]}: it was cut off or replaced. Load another "
-                "checkpoint"
-            )
+        check_size(path / file, found, manifest.files[file].size)
 
 
 def newest_whole(paths: Iterable[Path], use: Callable[[Path], T]) -> tuple[Path, T, tuple[str, ...]]:

@@ -11,8 +11,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from megalite.checkpoint import manifest
 from megalite.errors import CheckpointError
@@ -144,6 +147,14 @@ def begin(directory: Path, iteration: int) -> None:
     if final.exists() and not _is_ours(final):
         raise CheckpointError(f"{final} is there already and is no checkpoint of this program: move it away")
     temporary_path(directory, iteration).mkdir(parents=True)
+
+
+@contextmanager
+def create(path: Path) -> Iterator[BinaryIO]:
+    """A new file to write to, which is on disk when the block ends."""
+    with path.open("xb", buffering=0) as file:
+        yield cast(BinaryIO, file)
+        os.fsync(file.fileno())
 
 
 def commit(directory: Path, iteration: int) -> Path:

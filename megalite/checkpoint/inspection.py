@@ -6,15 +6,18 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest
+from megalite.checkpoint.damage import Damage
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, logical_name
 from megalite.checkpoint.progress import Advance, in_threads
-from megalite.checkpoint.reader import CheckpointReader, Damage, size_in_bytes, whole
+from megalite.checkpoint.reader import CheckpointReader, size_in_bytes, whole
+from megalite.errors import CheckpointError
 
 
 def describe(reader: CheckpointReader, names: Iterable[str]) -> dict[str, Any]:
@@ -33,7 +36,7 @@ def describe(reader: CheckpointReader, names: Iterable[str]) -> dict[str, Any]:
 def _files(reader: CheckpointReader) -> dict[str, dict[str, int]]:
     sizes = reader.manifest.files
     return {
-        file: {"bytes": sizes[file], "boxes": len(boxes), "tensors": len({saved.tensor for saved in boxes})}
+        file: {"bytes": sizes[file].size, "boxes": len(boxes), "tensors": len({saved.tensor for saved in boxes})}
         for file, boxes in _boxes_by_file(reader.manifest).items()
     }
 
@@ -52,10 +55,7 @@ def _totals(tensors: dict[str, SavedTensor]) -> dict[str, dict[str, int]]:
 
 
 def _tensor(tensor: SavedTensor) -> dict[str, Any]:
-    boxes = [
-        {"offset": saved.box.offset, "size": saved.box.size, "file": saved.file, "checksum": saved.checksum}
-        for saved in tensor.boxes
-    ]
+    boxes = [manifest.box_to_json(saved) for saved in tensor.boxes]
     return {"shape": tensor.shape, "dtype": tensor.dtype, "bytes": size_in_bytes(tensor), "boxes": boxes}
 
 
@@ -78,19 +78,23 @@ def verify(reader: CheckpointReader, workers: int, advance: Advance) -> list[Dam
 
 
 def _damages_of_file(reader: CheckpointReader, file: str, boxes: list[SavedBox], advance: Advance) -> Iterator[Damage]:
+    path = reader.path / file
     try:
-        unknown = reader.entries(file).keys() - {saved.entry for saved in boxes}
-    except Damage as damage:
-        yield damage
-        return
-    for entry in sorted(unknown):
-        yield Damage(reader.path / file, f"it holds {entry}, of which the manifest does not know")
+        reader.check_around(file, boxes)
+    except CheckpointError as error:
+        yield _damage(path, error)
+    if not path.is_file() or path.stat().st_size != reader.manifest.files[file].size:
+        return  # that was it
     for saved in boxes:
         try:
             for block in reader.blocks(saved):
                 advance(block.nbytes)
-        except Damage as damage:
-            yield damage
+        except CheckpointError as error:
+            yield _damage(path, error, saved.tensor)
+
+
+def _damage(path: Path, error: CheckpointError, tensor: str | None = None) -> Damage:
+    return Damage(path, error.problem if isinstance(error, Damage) else str(error), tensor)
 
 
 def _uncovered(reader: CheckpointReader) -> Iterator[Damage]:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from megalite.checkpoint import tensor_file
-from megalite.checkpoint.agreement import check_all_see, together
-from megalite.checkpoint.manifest import Manifest, SavedBox, TrainingState, covers, read_manifest
-from megalite.checkpoint.regions import MASTER, MODEL, OPTIMIZER, Region, held_regions
+from megalite.checkpoint.agreement import all_gather_text, check_all_see, together
+from megalite.checkpoint.container import Part
+from megalite.checkpoint.fetching import Dealt, Target, deal, fetch, needed_blocks
+from megalite.checkpoint.manifest import Block, Manifest, SavedBox, TrainingState, covers, dtype_name, read_manifest
+from megalite.checkpoint.plan import MASTER, MODEL, OPTIMIZER, Plan, Region, boxes, held_regions, held_slices
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import named_pieces
+from megalite.parallel.sharding import Box
 
 _SHOWN = 8  # problems in one message
 _PRECISION_FLAGS = {
@@ -27,9 +29,6 @@ _PRECISION_FLAGS = {
     "float32": "without --bf16, --fp16 and --fp64",
 }
 
-Plan = dict[str, dict[SavedBox, list[Region]]]
-"""By file: each saved box that is needed, and the regions that need it."""
-
 
 def load(
     path: Path,
@@ -37,6 +36,7 @@ def load(
     optimizer: Optimizer | None,
     mesh: ParallelMesh,
     *,
+    plan: Plan | None = None,
     state: bool = True,
     casts: bool = False,
 ) -> TrainingState:
@@ -44,7 +44,8 @@ def load(
 
     Every rank calls it. Every byte that is used has been compared with its checksum. Padding becomes zero. Without
     `state` the optimizer begins anew, its master weights those that were loaded. With `casts` weights that were saved
-    in another precision are rounded, once, from the finest that there are.
+    in another precision are rounded, once, from the finest that there are. With the `plan` of all ranks, those of a
+    node read what several of them need once; without, each reads for itself.
 
     Raises:
         DamagedCheckpointError: a file is not as it was written; the same on every rank. The weights and the state may
@@ -57,18 +58,23 @@ def load(
         parameter.allocate()
     regions = held_regions(module, optimizer)
     doing = f"loading {path}"
+    node = mesh.group_of(_on_this_node(mesh)) if plan is not None else mesh.group_of([mesh.rank])
     with together(mesh, doing):
         manifest = read_manifest(path)
         if optimizer is not None:
             _check_optimizer(manifest, optimizer, state, casts)
-        regions = _wanted(manifest, regions, state, casts)
-        plan = _plan(manifest, regions, casts)
+        chosen = [(name, r) for r in regions if (name := _source(manifest, r.part, state, casts)) is not None]
+        _check_fits(manifest, [(name, region.part) for name, region in chosen], casts)
+        wanted = _wanted(manifest, chosen)
+        dealt = _dealt(manifest, plan, node, state, casts) if plan is not None and node.size > 1 else {}
     check_all_see(str(manifest.checksum), path, mesh)
-    whole = optimizer is not None and state
-    _check_all_used(manifest, regions, mesh, path, prefixes=(MODEL, OPTIMIZER) if whole else (MODEL,))
+    kinds = (MODEL, OPTIMIZER) if optimizer is not None and state else (MODEL,)
+    _check_all_used(manifest, {name for name, _ in chosen}, mesh, path, kinds)
+    _zero_the_rest(module, optimizer, state)
+    failure = fetch(path, manifest, wanted, dealt, node, mesh.device)
     with together(mesh, doing):
-        _zero(module, optimizer)  # what is not read is padding
-        _read(path, manifest, plan)
+        if failure is not None:
+            raise failure
     if optimizer is not None:
         if not state and not casts:
             for part in optimizer.slices():
@@ -80,23 +86,55 @@ def load(
     return manifest.training
 
 
-def _wanted(manifest: Manifest, regions: Iterable[Region], state: bool, casts: bool) -> list[Region]:
-    """What to fill, each region under the name of the tensor it is read from."""
-    if casts:
-        regions = (_from_the_finest(manifest, region) for region in regions)
-    return [r for r in regions if state or r.name.startswith(MODEL) or (casts and r.name.startswith(MASTER))]
+def _source(manifest: Manifest, part: Part, state: bool, casts: bool) -> str | None:
+    """The tensor that a part is read from; None where it is not to be filled."""
+    name = _finest(manifest, part) if casts else part.name
+    return name if state or name.startswith(MODEL) or (casts and name.startswith(MASTER)) else None
 
 
-def _from_the_finest(manifest: Manifest, region: Region) -> Region:
+def _finest(manifest: Manifest, part: Part) -> str:
     """Weights that are saved in another precision are read from their master, a master that is not saved from them."""
-    if region.name.startswith(MODEL):
-        master = MASTER + region.name.removeprefix(MODEL)
-        saved = manifest.tensors.get(region.name)
-        alike = saved is None or saved.dtype == tensor_file.dtype_name(region.values.dtype)
-        return region if alike or master not in manifest.tensors else replace(region, name=master)
-    if region.name.startswith(MASTER) and region.name not in manifest.tensors:
-        return replace(region, name=MODEL + region.name.removeprefix(MASTER))
-    return region
+    if part.name.startswith(MODEL):
+        master = MASTER + part.name.removeprefix(MODEL)
+        saved = manifest.tensors.get(part.name)
+        alike = saved is None or saved.dtype == dtype_name(part.dtype)
+        return part.name if alike or master not in manifest.tensors else master
+    if part.name.startswith(MASTER) and part.name not in manifest.tensors:
+        return MODEL + part.name.removeprefix(MASTER)
+    return part.name
+
+
+def _wanted(manifest: Manifest, chosen: Iterable[tuple[str, Region]]) -> dict[SavedBox, list[Target]]:
+    """What is to be filled from each saved box."""
+    wanted: dict[SavedBox, list[Target]] = {}
+    for name, region in chosen:
+        for saved in manifest.tensors[name].boxes:
+            if saved.box.intersection(region.part.box) is not None:
+                wanted.setdefault(saved, []).append(Target(region.part.box, region.values))
+    return wanted
+
+
+def _dealt(manifest: Manifest, plan: Plan, node: Group, state: bool, casts: bool) -> Dealt:
+    """Which blocks several ranks of the node need, and who reads them."""
+    needs: dict[int, list[Block]] = {}
+    for rank in node.ranks:
+        boxes: dict[str, list[Box]] = {}
+        for part in plan.held(rank):
+            name = _source(manifest, part, state, casts)
+            if name in manifest.tensors:
+                boxes.setdefault(name, []).append(part.box)
+        needs[rank] = [
+            block
+            for name, needed in boxes.items()
+            for saved in manifest.tensors[name].boxes
+            for block in needed_blocks(saved, needed)
+        ]
+    return deal(needs)
+
+
+def _on_this_node(mesh: ParallelMesh) -> list[int]:
+    hosts = all_gather_text(os.uname().nodename, mesh)
+    return [rank for rank, host in enumerate(hosts) if host == hosts[mesh.rank]]
 
 
 def _check_optimizer(manifest: Manifest, optimizer: Optimizer, state: bool, casts: bool) -> None:
@@ -122,49 +160,39 @@ def _check_optimizer(manifest: Manifest, optimizer: Optimizer, state: bool, cast
     )
 
 
-def _plan(manifest: Manifest, regions: Iterable[Region], casts: bool) -> Plan:
-    """What to read. Raises CheckpointError where the checkpoint does not hold, in kind and whole, what is needed."""
-    plan: Plan = {}
-    problems: dict[str, None] = {}
-    for region in regions:
-        if problem := _mismatch(manifest, region, casts):
-            problems[problem] = None
-            continue
-        for saved in manifest.tensors[region.name].boxes:
-            if saved.box.intersection(region.box) is not None:
-                plan.setdefault(saved.file, {}).setdefault(saved, []).append(region)
+def _check_fits(manifest: Manifest, chosen: Iterable[tuple[str, Part]], casts: bool) -> None:
+    """Raise CheckpointError where the checkpoint does not hold, in kind and whole, what is needed."""
+    problems = dict.fromkeys(problem for name, part in chosen if (problem := _mismatch(manifest, name, part, casts)))
     if problems:
         raise CheckpointError(f"it does not fit this run:\n{_listed(list(problems))}")
-    return plan
 
 
-def _mismatch(manifest: Manifest, region: Region, casts: bool) -> str | None:
-    """Why a region cannot be read, or None."""
-    saved = manifest.tensors.get(region.name)
+def _mismatch(manifest: Manifest, name: str, part: Part, casts: bool) -> str | None:
+    """Why a part cannot be read from the tensor of a name, or None."""
+    saved = manifest.tensors.get(name)
     if saved is None:
-        return f"{region.name} {list(region.shape)} is not in it: it is of another model"
-    if saved.shape != region.shape:
-        return f"{region.name} has shape {list(saved.shape)} in it and {list(region.shape)} in this run's model"
-    dtype = tensor_file.dtype_name(region.values.dtype)
-    in_any = casts or region.name.startswith(OPTIMIZER)  # the optimizer is told in which precision to keep its state
+        return f"{name} {list(part.shape)} is not in it: it is of another model"
+    if saved.shape != part.shape:
+        return f"{name} has shape {list(saved.shape)} in it and {list(part.shape)} in this run's model"
+    dtype = dtype_name(part.dtype)
+    in_any = casts or name.startswith(OPTIMIZER)  # the optimizer is told in which precision to keep its state
     if saved.dtype != dtype and not in_any:
         flags = f"start the run {_PRECISION_FLAGS[saved.dtype]}, or " if saved.dtype in _PRECISION_FLAGS else ""
         return (
-            f"{region.name} is {saved.dtype} in it and {dtype} in this run, and nothing is cast silently; {flags}give "
+            f"{name} is {saved.dtype} in it and {dtype} in this run, and nothing is cast silently; {flags}give "
             "--load-casts"
         )
-    if not covers((box.box for box in saved.boxes), region.box):
-        return f"{region.name} is incomplete in it: its boxes do not hold {region.box} exactly once"
+    if not covers((box.box for box in saved.boxes), part.box):
+        return f"{name} is incomplete in it: its boxes do not hold {part.box} exactly once"
     return None
 
 
 def _check_all_used(
-    manifest: Manifest, regions: Iterable[Region], mesh: ParallelMesh, path: Path, prefixes: tuple[str, ...]
+    manifest: Manifest, ours: set[str], mesh: ParallelMesh, path: Path, prefixes: tuple[str, ...]
 ) -> None:
     """Raise CheckpointError, on every rank, where the checkpoint holds a tensor that no rank has a place for."""
     names = [name for name in manifest.tensors if name.startswith(prefixes)]
-    ours = {region.name for region in regions}
-    ours |= {MODEL + name.removeprefix(MASTER) for name in ours if name.startswith(MASTER)}
+    ours = ours | {MODEL + name.removeprefix(MASTER) for name in ours if name.startswith(MASTER)}
     used = torch.tensor([name in ours for name in names], dtype=torch.int32, device=mesh.device)
     flags = collectives.all_reduce_(used, mesh.world(), "max").tolist()
     unused = [name for name, flag in zip(names, flags, strict=True) if not flag]
@@ -174,26 +202,17 @@ def _check_all_used(
 
 
 @torch.no_grad()
-def _zero(module: nn.Module, optimizer: Optimizer | None) -> None:
-    if optimizer is None:
-        for parameter in module.parameters():
-            parameter.zero_()
-        return
-    for part in optimizer.slices():
-        for values in (part.values, *part.state.values()):
+def _zero_the_rest(module: nn.Module, optimizer: Optimizer | None, state: bool) -> None:
+    """Set to zero what nothing is read into: padding, and where the optimizer begins anew all its state."""
+    for run in held_slices(module, optimizer):
+        for values in () if state else run.state.values():
             values.zero_()
-
-
-def _read(path: Path, manifest: Manifest, plan: Plan) -> None:
-    for file, boxes in plan.items():
-        wanted = [(saved.entry, saved.checksum) for saved in boxes]
-        tensors = tensor_file.read(path / file, manifest.files[file], wanted)
-        for values, (saved, regions) in zip(tensors, boxes.items(), strict=True):
-            for region in regions:
-                part = saved.box.intersection(region.box)
-                assert part is not None
-                place = region.values[part.relative_to(region.box).slices()]
-                place.copy_(values[part.relative_to(saved.box).slices()])
+        position = run.start
+        ends = [(first, box.numel) for _, box, first in boxes(run.parameter, run.start, run.stop)]
+        for first, count in [*ends, (run.stop, 0)]:
+            for values in (run.values, *run.state.values()):
+                values[position - run.start : first - run.start].zero_()
+            position = first + count
 
 
 def _listed(problems: list[str]) -> str:

@@ -1,13 +1,17 @@
 """The manifest of a checkpoint: which box of which tensor stands in which file, and what run it came from.
 
-One JSON object with a checksum of its own. Version 1:
+One JSON object with a checksum of its own. Version 2:
 
-    format, version   "megalite", 1
+    format, version   "megalite", 2
     training          iteration, consumed_samples, optimizer_steps, loss_scale, seen_samples
     config            the run's configuration, by section
-    files             size in bytes by file name
-    tensors           by name: shape, dtype and boxes; of a box: offset, size, file and checksum (CRC-32 of its bytes)
+    files             by file name: its size in bytes, and the checksum of those of its bytes that are in no box
+    tensors           by name: shape, dtype and boxes; of a box: offset, size, file, start and checksums
     checksum          CRC-32 of all of the above
+
+The values of a box stand in `file` from byte `start` on, row-major, little-endian: no other knowledge of the file's
+format is needed. `checksums` has 8 hexadecimal digits for each block of 4 MiB of them: the CRC-32 of all bytes from the
+box's first to the block's last, so that a block is checked by itself, from the number of the one before.
 
 Names are `model/NAME` for a weight and `optimizer/STATE/NAME` for the state that stands for it, NAME the logical
 tensor's. Shapes are those of the mathematics: nothing of the layout that saved it shows but how the boxes are cut.
@@ -15,19 +19,23 @@ tensor's. Shapes are those of the mathematics: nothing of the layout that saved 
 
 from __future__ import annotations
 
-import errno
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from megalite.checkpoint.damage import unreadable
 from megalite.errors import CheckpointError, DamagedCheckpointError
 from megalite.parallel.sharding import Box
 
 NAME = "manifest.json"
-VERSION = 1
+VERSION = 2
+BLOCK = 1 << 22
+"""Bytes of a box that have a checksum of their own."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +57,67 @@ class SavedBox:
     """A box of a tensor, and where it is."""
 
     tensor: str
+    dtype: torch.dtype
     box: Box
     file: str
-    checksum: int
+    start: int
+    """Its first byte in the file."""
+    checksums: tuple[int, ...]
+    """The CRC-32 of the bytes from the first up to the end of each block."""
+
+    @property
+    def stop(self) -> int:
+        """One past its last byte in the file."""
+        return self.start + self.box.numel * self.dtype.itemsize
 
     @property
     def entry(self) -> str:
-        """Its name in its safetensors file."""
-        return entry(self.tensor, self.box)
+        """What it is called."""
+        return f"{self.tensor}@{','.join(map(str, self.box.offset))}"
+
+    def blocks(self) -> Iterator[Block]:
+        """In order."""
+        before = 0
+        for start, checksum in zip(range(self.start, self.stop, BLOCK), self.checksums, strict=True):
+            yield Block(self, start, min(start + BLOCK, self.stop), before, checksum)
+            before = checksum
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes of a box that are read and checked together."""
+
+    saved: SavedBox
+    start: int
+    stop: int
+    """Bytes [start, stop) of the file."""
+    before: int
+    """The CRC-32 of what the box has in front of them."""
+    checksum: int
+    """That of all up to their end."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.stop - self.start
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """Its first element, counted in its box, and one past its last."""
+        item = self.saved.dtype.itemsize
+        return (self.start - self.saved.start) // item, (self.stop - self.saved.start) // item
+
+    def parts(self) -> list[tuple[Box, int]]:
+        """The boxes that it is made of, each with the number of its first element in the block."""
+        first, stop = self.elements
+        return [(part, position - first) for part, position in self.saved.box.flat_range(first, stop)]
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    size: int
+    checksum: int
+    """The CRC-32 of those of its bytes that are in no box."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +132,7 @@ class SavedTensor:
 class Manifest:
     training: TrainingState
     config: dict[str, Any]
-    files: dict[str, int]
+    files: dict[str, SavedFile]
     tensors: dict[str, SavedTensor]
 
     @property
@@ -88,7 +149,7 @@ class Manifest:
             "version": VERSION,
             "training": asdict(self.training),
             "config": self.config,
-            "files": self.files,
+            "files": {name: asdict(file) for name, file in self.files.items()},
             "tensors": {name: _tensor_to_json(tensor) for name, tensor in self.tensors.items()},
         }
 
@@ -104,7 +165,7 @@ class Manifest:
         return Manifest(
             TrainingState(**fields["training"]),
             fields["config"],
-            fields["files"],
+            {name: SavedFile(**file) for name, file in fields["files"].items()},
             {name: _tensor_from_json(name, tensor) for name, tensor in fields["tensors"].items()},
         )
 
@@ -128,22 +189,14 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path / NAME} cannot be used: {error}") from error
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """The error to raise where the system did not read a file: what the medium has lost or never had is damage; all
-    else, like a missing permission, may pass."""
-    lost = error.errno in (errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENODATA)
-    kind = DamagedCheckpointError if lost else CheckpointError
-    return kind(f"{path} cannot be read: {error.strerror or error}. Load another checkpoint")
-
-
 def read_config(path: Path) -> dict[str, Any]:
     """The configuration, by section, of the run that saved the checkpoint in folder `path`."""
     return read_manifest(path).config
 
 
-def entry(tensor: str, box: Box) -> str:
-    """The name of a tensor's box in a safetensors file."""
-    return f"{tensor}@{','.join(map(str, box.offset))}"
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in `float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def logical_name(tensor: str) -> str:
@@ -170,16 +223,31 @@ def _checksum(fields: dict[str, Any]) -> int:
 
 
 def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
-    boxes = [
-        {"offset": saved.box.offset, "size": saved.box.size, "file": saved.file, "checksum": saved.checksum}
-        for saved in tensor.boxes
-    ]
-    return {"shape": tensor.shape, "dtype": tensor.dtype, "boxes": boxes}
+    return {"shape": tensor.shape, "dtype": tensor.dtype, "boxes": [box_to_json(saved) for saved in tensor.boxes]}
+
+
+def box_to_json(saved: SavedBox) -> dict[str, Any]:
+    """A box as the manifest has it."""
+    return {
+        "offset": saved.box.offset,
+        "size": saved.box.size,
+        "file": saved.file,
+        "start": saved.start,
+        "checksums": "".join(f"{checksum:08x}" for checksum in saved.checksums),
+    }
 
 
 def _tensor_from_json(name: str, fields: dict[str, Any]) -> SavedTensor:
-    boxes = tuple(
-        SavedBox(name, Box(tuple(saved["offset"]), tuple(saved["size"])), saved["file"], saved["checksum"])
-        for saved in fields["boxes"]
-    )
+    dtype: torch.dtype = getattr(torch, fields["dtype"])
+    boxes = tuple(_box_from_json(name, dtype, saved) for saved in fields["boxes"])
     return SavedTensor(tuple(fields["shape"]), fields["dtype"], boxes)
+
+
+def _box_from_json(name: str, dtype: torch.dtype, fields: dict[str, Any]) -> SavedBox:
+    digits = fields["checksums"]
+    checksums = tuple(int(digits[at : at + 8], 16) for at in range(0, len(digits), 8))
+    box = Box(tuple(fields["offset"]), tuple(fields["size"]))
+    saved = SavedBox(name, dtype, box, fields["file"], fields["start"], checksums)
+    if len(checksums) != -(-(saved.stop - saved.start) // BLOCK):
+        raise ValueError(f"{name} has not a checksum for each block")
+    return saved

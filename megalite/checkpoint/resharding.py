@@ -8,13 +8,14 @@ import shutil
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megalite.checkpoint import directory as run_directory
-from megalite.checkpoint import manifest, saving, tensor_file
-from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, covers, logical_name
+from megalite.checkpoint import saving
+from megalite.checkpoint.box_file import bytes_of
+from megalite.checkpoint.container import NATIVE, Container, Part, Place
+from megalite.checkpoint.manifest import Manifest, SavedBox, SavedFile, SavedTensor, covers, logical_name
 from megalite.checkpoint.progress import Advance, in_threads
 from megalite.checkpoint.reader import CheckpointReader, chunks, dtype_of, size_in_bytes, whole
 from megalite.errors import CheckpointError
@@ -62,7 +63,14 @@ def cut_by_weights(tensors: Mapping[str, SavedTensor], weights: Iterable[Iterabl
     return cut
 
 
-def reshard(reader: CheckpointReader, directory: Path, cut: Cut, workers: int, advance: Advance) -> Path:
+def reshard(
+    reader: CheckpointReader,
+    directory: Path,
+    cut: Cut,
+    workers: int,
+    advance: Advance,
+    container: Container = NATIVE,
+) -> Path:
     """Write the tensors that `cut` names into run directory `directory`, as a save does, and return the new folder.
 
     Raises CheckpointError, and leaves nothing behind: what was read is damaged, the disk fails, or there is a
@@ -75,11 +83,11 @@ def reshard(reader: CheckpointReader, directory: Path, cut: Cut, workers: int, a
     temporary = run_directory.temporary_path(directory, training.iteration)
     try:
         run_directory.begin(directory, training.iteration)
-        writer = _Writer(reader, temporary, cut, advance)
-        tensors = in_threads(workers, writer.copy, sorted(writer.places))
-        in_threads(workers, writer.sync, writer.files)
-        made = {tensor.boxes[0].tensor: tensor for tensor in tensors}
-        saving.finish(directory, Manifest(training, reader.manifest.config, writer.files, made))
+        writer = _Writer(reader, temporary, cut, container, advance)
+        names = sorted(writer.by_tensor)
+        tensors = dict(zip(names, in_threads(workers, writer.copy, names), strict=True))
+        in_threads(workers, writer.sync, writer.outputs)
+        saving.finish(directory, Manifest(training, reader.manifest.config, writer.saved_files(tensors), tensors))
     except OSError as error:
         raise CheckpointError(f"writing {temporary} failed: {error}. Free space, or choose another folder") from error
     finally:
@@ -87,50 +95,75 @@ def reshard(reader: CheckpointReader, directory: Path, cut: Cut, workers: int, a
     return final
 
 
+@dataclass(frozen=True)
+class _Output:
+    """A box to write."""
+
+    part: Part
+    file: str
+    place: Place
+
+
 class _Writer:
     """Files of known size, into which tensors are copied in any order."""
 
-    def __init__(self, reader: CheckpointReader, folder: Path, cut: Cut, advance: Advance) -> None:
-        self.reader, self.folder, self.advance = reader, folder, advance
-        self.files: dict[str, int] = {}
-        self.places: dict[str, list[tuple[str, Box, int]]] = {}
-        """By tensor: its boxes, each with its file and where in it."""
-        for number, boxes in enumerate(cut):
-            self._begin(f"rank_{number:05d}.safetensors", boxes)
+    def __init__(
+        self, reader: CheckpointReader, folder: Path, cut: Cut, container: Container, advance: Advance
+    ) -> None:
+        self.reader, self.folder, self.container, self.advance = reader, folder, container, advance
+        tensors = reader.manifest.tensors
+        self.outputs: dict[str, list[_Output]] = {}
+        """By file."""
+        for boxes in cut:
+            parts = [Part(name, tensors[name].shape, dtype_of(tensors[name]), box) for name, box in boxes]
+            if parts:
+                self._begin(container.file.format(writer=len(self.outputs)), parts)
+        self.by_tensor: dict[str, list[_Output]] = {}
+        for output in (output for outputs in self.outputs.values() for output in outputs):
+            self.by_tensor.setdefault(output.part.name, []).append(output)
 
-    def _begin(self, file: str, boxes: Iterable[tuple[str, Box]]) -> None:
-        tensors = self.reader.manifest.tensors
-        named = {manifest.entry(name, box): (name, box) for name, box in boxes}
-        beginning, entries = tensor_file.header(
-            (entry, dtype_of(tensors[name]), box.size) for entry, (name, box) in named.items()
-        )
-        for entry, (name, box) in named.items():
-            self.places.setdefault(name, []).append((file, box, entries[entry].start))
-        self.files[file] = max((entry.stop for entry in entries.values()), default=len(beginning))
+    def _begin(self, file: str, parts: Sequence[Part]) -> None:
+        self.outputs[file] = [
+            _Output(part, file, place) for part, place in zip(parts, self.container.places(parts), strict=True)
+        ]
         with (self.folder / file).open("xb") as stream:
-            stream.write(beginning)
-            stream.truncate(self.files[file])
+            for output in self.outputs[file]:
+                stream.seek(output.place.start - len(output.place.before))
+                stream.write(output.place.before)
 
     def copy(self, name: str) -> SavedTensor:
         """Write all boxes of a tensor."""
         tensor = self.reader.manifest.tensors[name]
-        boxes = [
-            SavedBox(name, box, file, self._copy_box(name, file, box, start)) for file, box, start in self.places[name]
-        ]
-        return SavedTensor(tensor.shape, tensor.dtype, tuple(boxes))
+        return SavedTensor(tensor.shape, tensor.dtype, tuple(self._copy_box(each) for each in self.by_tensor[name]))
 
-    def _copy_box(self, name: str, file: str, box: Box, start: int) -> int:
-        """Write a box and return its checksum."""
+    def _copy_box(self, output: _Output) -> SavedBox:
+        part, place = output.part, output.place
+        checksums: list[int] = []
         checksum = 0
-        with (self.folder / file).open("r+b") as stream:
-            stream.seek(start)
-            for part, _ in chunks(box, dtype_of(self.reader.manifest.tensors[name])):
-                data = self.reader.read(name, part).flatten().view(torch.uint8).numpy().data
-                checksum = zlib.crc32(data, checksum)
-                stream.write(data)
-                self.advance(len(data))
-        return checksum
+        with (self.folder / output.file).open("r+b") as stream:
+            stream.seek(place.start)
+            for block in chunks(part.box, part.dtype):
+                for box, _ in block:
+                    data = bytes_of(self.reader.read(part.name, box))
+                    checksum = zlib.crc32(data, checksum)
+                    stream.write(data)
+                    self.advance(len(data))
+                checksums.append(checksum)
+            stream.write(place.after(checksum))
+        return SavedBox(part.name, part.dtype, part.box, output.file, place.start, tuple(checksums))
 
     def sync(self, file: str) -> None:
         with (self.folder / file).open("r+b") as stream:
             os.fsync(stream.fileno())
+
+    def saved_files(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedFile]:
+        """The files, once the tensors are in them."""
+        checksums = {(box.file, box.start): box.checksums[-1] for tensor in tensors.values() for box in tensor.boxes}
+        files: dict[str, SavedFile] = {}
+        for file, outputs in self.outputs.items():
+            around = 0
+            for place in (output.place for output in outputs):
+                after = place.after(checksums[file, place.start])
+                around = zlib.crc32(after, zlib.crc32(place.before, around))
+            files[file] = SavedFile(place.stop + len(after), around)
+        return files

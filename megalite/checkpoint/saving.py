@@ -1,92 +1,230 @@
-"""Saving: each rank writes the boxes that it owns, then one rank writes the manifest and gives the whole its name."""
+"""Saving: each rank writes the boxes that are its to save, then one rank writes the manifest and names the whole."""
 
 from __future__ import annotations
 
-import json
 import shutil
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
-from torch import nn
-
+from megalite.checkpoint import box_file, manifest
 from megalite.checkpoint import directory as run_directory
-from megalite.checkpoint import manifest, tensor_file
-from megalite.checkpoint.agreement import all_gather_text, together
-from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, TrainingState, covers
-from megalite.checkpoint.regions import MODEL, Region, owned_regions
+from megalite.checkpoint.agreement import together
+from megalite.checkpoint.box_file import Written
+from megalite.checkpoint.container import NATIVE, Container, Part, Place
+from megalite.checkpoint.manifest import Manifest, SavedBox, SavedFile, SavedTensor, TrainingState, covers
+from megalite.checkpoint.plan import MODEL, Plan, Region, saved_regions
+from megalite.checkpoint.staging import Staging
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel import collectives
 from megalite.parallel.sharding import Box
 
 _ADVICE = "Checkpoints saved before are as they were. Free space, or give another folder with --save"
 
 
+class Saver:
+    """Saves the checkpoints of a run, one after the other. All its methods but `failed` and `busy` are for all ranks
+    together.
+
+    `save` is back once the checkpoint is on disk. Where it is `asynchronous` there are also `begin`, which is back once
+    the state has been copied, and `advance`, to be called between steps until it gives the new checkpoint. All that
+    ranks tell each other they tell in these calls; what runs in between only writes files.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        optimizer: Optimizer,
+        plan: Plan,
+        *,
+        container: Container = NATIVE,
+        state: bool = True,
+        asynchronous: bool = False,
+    ) -> None:
+        """Without `state` the weights alone are saved."""
+        self._directory, self._optimizer, self._plan, self._container = directory, optimizer, plan, container
+        self._mesh, self._state = plan.mesh, state
+        self.staging = Staging(self._regions(), plan.mesh.device) if asynchronous else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        self._save: _Save | None = None
+        self._closed = Event()
+
+    def close(self) -> None:
+        """Stop what is being written in the background, for a run that ends: what is not whole is never used."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def save(self, training: TrainingState, config: dict[str, Any]) -> Path:
+        """Write a checkpoint into the run directory, make it the latest and return its folder.
+
+        `config`: the run's configuration by section, JSON values. A crash at any moment leaves the checkpoint that was
+        the latest, or this one. One of the same iteration is replaced.
+
+        Raises:
+            CheckpointError: a rank could not write; the same on every rank, and what had been written is removed.
+        """
+        self.begin(training, config)
+        while True:
+            if (path := self.advance()) is not None:
+                return path
+
+    def begin(self, training: TrainingState, config: dict[str, Any]) -> None:
+        """Begin a save, behind the one that is under way. What it saves is what there is now. Raises as `save` does."""
+        while self._save is not None:
+            self.advance()
+        self._optimizer.finish_parameter_gather()
+        directory, rank = self._directory, self._mesh.rank
+        doing = f"saving iteration {training.iteration} to {directory}"
+        try:
+            with together(self._mesh, doing, _ADVICE):
+                if rank == 0:
+                    run_directory.begin(directory, training.iteration)
+            regions = self._regions()
+            if self.staging is not None:
+                regions = self.staging.take(regions)
+            path = run_directory.temporary_path(directory, training.iteration)
+            file = path / self._container.file.format(writer=rank)
+            work = self._do(lambda: _write(file, self._container, regions, self._closed))
+        except CheckpointError:
+            self._abandon(training)
+            raise
+        self._save = _Save(training, config, doing, regions, work)
+
+    def _regions(self) -> list[Region]:
+        regions = saved_regions(self._optimizer)
+        return [region for region in regions if self._state or region.part.name.startswith(MODEL)]
+
+    def _do(self, work: Callable[[], Any]) -> Future[Any]:
+        """Now, or in the background."""
+        if self._thread is not None:
+            return self._thread.submit(work)
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a save has begun and not come to its end."""
+        return self._save is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still writing."""
+        return self._save is not None and not self._save.work.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank has failed to write."""
+        return self._save is not None and self._save.work.done() and self._save.work.exception() is not None
+
+    def advance(self) -> Path | None:
+        """Take the save that is under way a stage further; waits where a rank is busy. Its folder, once it is there.
+
+        Raises as `save` does.
+        """
+        save = self._save
+        if save is None:
+            raise ValueError("no save is under way")
+        try:
+            with together(self._mesh, save.doing, _ADVICE):
+                result = save.work.result()
+            if save.committing:
+                self._save = None
+                return run_directory.checkpoint_path(self._directory, save.training.iteration)
+            written = self._gather(save, result)
+        except CheckpointError:
+            self._abandon(save.training)
+            raise
+        save.committing = True
+        save.work = self._do(lambda: self._commit(save, written) if self._mesh.rank == 0 else None)
+        return None
+
+    def _abandon(self, training: TrainingState) -> None:
+        self._save = None
+        if self._mesh.rank == 0:
+            shutil.rmtree(run_directory.temporary_path(self._directory, training.iteration), ignore_errors=True)
+
+    def _gather(self, save: _Save, written: Written | None) -> list[list[int]]:
+        """On rank 0, of each rank: what tells its parts, its file's checksum, and those of its blocks; else nothing."""
+        numbers = [_digest(region.part for region in save.regions)]
+        if written is not None:
+            numbers += [written.file.checksum, *(checksum for box in written.checksums for checksum in box)]
+        return collectives.gather_numbers(numbers, self._mesh.world(), self._mesh.device)
+
+    def _commit(self, save: _Save, written: Sequence[list[int]]) -> None:
+        """Make the checkpoint out of what is written. The plan says what that is."""
+        container = self._container
+        files: dict[str, SavedFile] = {}
+        placed: dict[str, list[tuple[Part, Place]]] = {}
+        kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+        boxes: dict[str, list[SavedBox]] = {}
+        for rank, numbers in enumerate(written):
+            parts = [part for part in self._plan.saved(rank) if self._state or part.name.startswith(MODEL)]
+            if numbers[0] != _digest(parts):
+                raise CheckpointError(f"rank {rank} has other tensors than its plan says: a defect, please report it")
+            if not parts:
+                continue
+            file = container.file.format(writer=rank)
+            placed[file] = list(zip(parts, container.places(parts), strict=True))
+            checksums = iter(numbers[2:])
+            for part, place in placed[file]:
+                sums = tuple(next(checksums) for _ in range(0, part.size, manifest.BLOCK))
+                saved = SavedBox(part.name, part.dtype, part.box, file, place.start, sums)
+                boxes.setdefault(part.name, []).append(saved)
+                kinds[part.name] = part.shape, manifest.dtype_name(part.dtype)
+            files[file] = SavedFile(place.stop + len(place.after(0)), numbers[1])
+        tensors = {name: SavedTensor(*kinds[name], tuple(boxes[name])) for name in sorted(boxes)}
+        finish(self._directory, Manifest(save.training, save.config, files, tensors))
+
+
 def save(
     directory: Path,
     training: TrainingState,
-    module: nn.Module,
-    optimizer: Optimizer | None,
-    mesh: ParallelMesh,
+    optimizer: Optimizer,
     config: dict[str, Any],
     *,
+    plan: Plan | None = None,
+    container: Container = NATIVE,
     state: bool = True,
 ) -> Path:
-    """Write a checkpoint into the run directory, make it the latest and return its folder. Every rank calls it.
-
-    `config`: the run's configuration by section, JSON values. Without `state`, or an optimizer, the weights alone are
-    saved.
-    A crash at any moment leaves the checkpoint that was the latest, or this one. One of the same iteration is replaced.
-
-    Raises:
-        CheckpointError: a rank could not write; the same on every rank, and what had been written is removed.
-    """
-    if optimizer is not None:
-        optimizer.finish_parameter_gather()
-    temporary = run_directory.temporary_path(directory, training.iteration)
-    doing = f"saving iteration {training.iteration} to {directory}"
-    first = mesh.rank == 0
-    try:
-        with together(mesh, doing, _ADVICE):
-            if first:
-                run_directory.begin(directory, training.iteration)
-        with together(mesh, doing, _ADVICE):
-            owned = owned_regions(module, optimizer, mesh)
-            written = [region for region in owned if state or region.name.startswith(MODEL)]
-            shard = _write_shard(temporary, mesh.rank, written)
-        shards = [json.loads(text) for text in all_gather_text(json.dumps(shard), mesh)]
-        with together(mesh, doing, _ADVICE):
-            if first:
-                files = {shard["file"]: shard["size"] for shard in shards}
-                finish(directory, Manifest(training, config, files, _merge(shards)))
-    except CheckpointError:
-        if first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return run_directory.checkpoint_path(directory, training.iteration)
+    """`Saver.save`, once. `plan`: of all ranks; None where there is but one."""
+    saver = Saver(directory, optimizer, plan or Plan.alone(optimizer), container=container, state=state)
+    return saver.save(training, config)
 
 
-def _write_shard(folder: Path, rank: int, regions: list[Region]) -> dict[str, Any]:
-    """Write a rank's file; the answer says what is in it."""
-    path = folder / f"rank_{rank:05d}.safetensors"
-    checksums = tensor_file.write(path, [(manifest.entry(r.name, r.box), r.values) for r in regions])
-    boxes = [
-        [r.name, r.shape, tensor_file.dtype_name(r.values.dtype), r.box.offset, r.box.size, checksum]
-        for r, checksum in zip(regions, checksums, strict=True)
-    ]
-    return {"file": path.name, "size": path.stat().st_size, "boxes": boxes}
+@dataclass
+class _Save:
+    """One that is under way."""
+
+    training: TrainingState
+    config: dict[str, Any]
+    doing: str
+    regions: list[Region]
+    work: Future[Any]
+    """This rank's present part of it."""
+    committing: bool = False
 
 
-def _merge(shards: list[dict[str, Any]]) -> dict[str, SavedTensor]:
-    """The tensors, by name, of which the shards hold the boxes."""
-    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
-    boxes: dict[str, list[SavedBox]] = {}
-    for shard in shards:
-        for name, shape, dtype, offset, size, checksum in shard["boxes"]:
-            kinds[name] = tuple(shape), dtype
-            saved = SavedBox(name, Box(tuple(offset), tuple(size)), shard["file"], checksum)
-            boxes.setdefault(name, []).append(saved)
-    return {name: SavedTensor(*kinds[name], tuple(boxes[name])) for name in sorted(kinds)}
+def _write(path: Path, container: Container, regions: Sequence[Region], closed: Event) -> Written | None:
+    """Write a rank's file, unless there is nothing in it; no further than to the next block once `closed`."""
+    if not regions:
+        return None
+    places = container.places([region.part for region in regions])
+    with run_directory.create(path) as stream:
+        return box_file.write(stream, zip(places, (region.values for region in regions), strict=True), closed)
+
+
+def _digest(parts: Iterable[Part]) -> int:
+    return zlib.crc32("\n".join(f"{part.entry} {part.box.size} {part.dtype}" for part in parts).encode())
 
 
 def finish(directory: Path, made: Manifest) -> None:
@@ -95,9 +233,9 @@ def finish(directory: Path, made: Manifest) -> None:
     for name, tensor in made.tensors.items():
         if not covers((saved.box for saved in tensor.boxes), Box.whole(tensor.shape)):
             raise CheckpointError(f"the ranks have not written each element of {name} once: a defect, please report it")
-    for file, size in made.files.items():
+    for file, saved in made.files.items():
         path = temporary / file
-        if not path.is_file() or path.stat().st_size != size:
+        if not path.is_file() or path.stat().st_size != saved.size:
             raise CheckpointError(
                 f"{path}, written by another rank, cannot be seen from rank 0: the folder must be on a file system "
                 "that all nodes share"

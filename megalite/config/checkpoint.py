@@ -19,6 +19,10 @@ class CheckpointConfig:
     """Keep checkpoints of steps that are multiples of this, and the newest two; unset: all."""
     save_optim: bool = True
     """Save the optimizer's state; without it a checkpoint holds weights alone."""
+    async_save: bool = False
+    """Write checkpoints in the background, from a copy in host memory, while training goes on."""
+    ckpt_format: Literal["megalite", "torch_dist"] = "megalite"
+    """What is written: safetensors files, or those that torch.distributed.checkpoint reads too. Either is loaded."""
     tolerated_save_failures: int = 2
     """Failed saves in a row after which training still goes on to the next; 0: the first ends the run."""
     load: str | None = None

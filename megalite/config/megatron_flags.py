@@ -124,7 +124,6 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
     "attention-backend": ("auto flash fused unfused local", "is none of Megatron-LM's; torch chooses the kernel"),
     "outer-dp-sharding-strategy": ("no_shard", SHARDING),
     "dataloader-type": ("single", ORDER),
-    "ckpt-format": ("megalite", CHECKPOINTS),
     "dist-ckpt-strictness": ("raise_all", STRICT),
     "timing-log-level": ("0", CLUSTER),
     "tensorboard-log-interval": ("1", CLUSTER),
@@ -207,7 +206,7 @@ REFUSED: Mapping[str, str] = {
     LAYOUT: "use-mp-args-from-checkpoint-args",
     CHECKPOINTS: """
     non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir
-    non-persistent-local-ckpt-algo no-ckpt-fully-parallel-save async-save async-strategy use-persistent-ckpt-worker
+    non-persistent-local-ckpt-algo no-ckpt-fully-parallel-save async-strategy use-persistent-ckpt-worker
     async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm ckpt-fully-parallel-load
     ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects
     ckpt-fully-parallel-save-process-group ckpt-fully-parallel-load-process-group ckpt-assume-constant-structure

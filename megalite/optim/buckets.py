@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megalite.optim.accumulator import Accumulator
 from megalite.optim.flat import fill, free, is_free, owned
 from megalite.optim.layout import BucketLayout, Slot, bucket_layouts, data_parallel_ranks, unique_parameters
+from megalite.optim.places import BucketPlace
 from megalite.optim.reduction import Collective, ReduceScatter, Reduction
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
@@ -48,12 +49,11 @@ class Bucket:
 
     def __init__(
         self,
-        layout: BucketLayout,
+        place: BucketPlace,
         options: DataParallel,
         shard_group: Group,
         reduction: Reduction,
         *,
-        counted_here: bool,
         uses: Mapping[int, Sequence[int]],
         in_flight: list[Accumulator],
         set_values: Callable[[Parameter], None] | None = None,
@@ -63,11 +63,9 @@ class Bucket:
 
         `in_flight` lists, for all buckets together, those of ZeRO 2 and 3 that are being reduced.
         """
-        self.layout, self.slots, self.length = layout, layout.slots, layout.length
-        self.shard_group = shard_group
-        self.stage = options.stage if shard_group.size > 1 else 0
-        self.counted_here = counted_here
-        """Whether the norm counts this rank's copy."""
+        layout = place.layout
+        self.place, self.layout, self.slots, self.length = place, layout, layout.slots, layout.length
+        self.shard_group, self.stage = shard_group, place.stage
         self.prefetch = options.overlap_gather
         """Whether ZeRO 3 gathers it before its block's turn."""
         self.accumulators = tuple(
@@ -116,8 +114,7 @@ class Bucket:
     @property
     def owned_range(self) -> tuple[int, int]:
         """First and behind the last element of this rank's slice."""
-        length = self.length // self.shard_group.size
-        return self.shard_group.rank * length, (self.shard_group.rank + 1) * length
+        return self.place.owned
 
     # ------------------------------------------------------------------------------------------------ gradients
 
@@ -199,46 +196,60 @@ def make_buckets(
     blocks: Sequence[Sequence[nn.Module]] = (),
     set_values: Callable[[Parameter], None] | None = None,
 ) -> list[Bucket]:
-    """Move the parameters of `networks`, one a chunk, into flat buckets, in about backward's order.
+    """Move the parameters of `networks`, one a chunk, into flat buckets, dealt as `plan_buckets` says.
 
-    `set_values` gives a parameter its values in its place; None: it has them. No bucket holds parameters of two chunks,
-    nor under ZeRO 2 and 3 of two of the `blocks` of a chunk. A parameter of several chunks stands with the lowest.
+    `set_values` gives a parameter its values in its place; None: it has them.
     """
     chunks_of = _chunks_by_parameter(networks)
-    buckets: list[Bucket] = []
     in_flight: list[Accumulator] = []
+    layouts = plan_buckets(networks, mesh, options, blocks=blocks)
+    return [_make_bucket(layout, mesh, options, chunks_of, in_flight, set_values) for layout in layouts]
+
+
+def plan_buckets(
+    networks: Sequence[nn.Module],
+    mesh: ParallelMesh,
+    options: DataParallel,
+    *,
+    blocks: Sequence[Sequence[nn.Module]] = (),
+) -> list[BucketLayout]:
+    """The buckets that `make_buckets` makes, in about backward's order; this takes no memory and no other rank.
+
+    No bucket holds parameters of two chunks, nor under ZeRO 2 and 3 of two of the `blocks` of a chunk. A parameter of
+    several chunks stands with the lowest.
+    """
+    layouts: list[BucketLayout] = []
+    dealt: set[int] = set()
+    by_chunk = [unique_parameters(network) for network in networks]
     for chunk in reversed(range(len(networks))):
+        in_lower = {id(parameter) for parameters in by_chunk[:chunk] for parameter in parameters}
         for part in [*(reversed(blocks[chunk]) if blocks and options.stage >= 2 else ()), networks[chunk]]:
-            parameters = [
-                parameter
-                for parameter in unique_parameters(part)
-                if parameter.gradient_buffer is None and chunks_of[id(parameter)][0] == chunk
-            ]
-            for layout in bucket_layouts(parameters, mesh, options.bucket_size):
-                first = layout.slots[0].parameter
-                uses = _uses_by_chunk(first.sharding.uses, chunks_of[id(first)])
-                buckets.append(_make_bucket(layout, mesh, options, uses, in_flight, set_values))
-    return buckets
+            parameters = [parameter for parameter in unique_parameters(part) if id(parameter) not in dealt | in_lower]
+            dealt.update(map(id, parameters))
+            layouts += bucket_layouts(parameters, mesh, options.bucket_size)
+    return layouts
 
 
 def _make_bucket(
     layout: BucketLayout,
     mesh: ParallelMesh,
     options: DataParallel,
-    uses: Mapping[int, Sequence[int]],
+    chunks_of: Mapping[int, Sequence[int]],
     in_flight: list[Accumulator],
     set_values: Callable[[Parameter], None] | None,
 ) -> Bucket:
-    record = layout.slots[0].parameter.sharding
-    shard_group, instance_group = _instance(mesh, data_parallel_ranks(mesh, record), options.instances)
+    first = layout.slots[0].parameter
+    record = first.sharding
+    peers = data_parallel_ranks(mesh, record)
+    position, stage, instances = peers.index(mesh.rank), options.stage, options.instances
+    shard_group, instance_group = _instance(mesh, peers, instances)
     replica_group = mesh.group_of(record.replica_group or (mesh.rank,))
     return Bucket(
-        layout,
+        BucketPlace.of(layout, mesh.rank, peers=len(peers), position=position, stage=stage, instances=instances),
         options,
         shard_group,
         ReduceScatter(shard_group, instance_group, replica_group),
-        counted_here=mesh.rank == min(record.copies) and instance_group.rank == 0,
-        uses=uses,
+        uses=_uses_by_chunk(record.uses, chunks_of[id(first)]),
         in_flight=in_flight,
         set_values=set_values,
     )

@@ -65,13 +65,12 @@ class Optimizer:
     def slices(self) -> Iterator[StateSlice]:
         """All that this rank updates, by parameter."""
         for shard in self.shards:
-            yield from shard.slices(owned=False)
+            yield from shard.slices(*shard.bucket.place.held)
 
-    def owned_slices(self) -> Iterator[StateSlice]:
-        """Over all ranks, each element of each global tensor once."""
+    def saved_slices(self) -> Iterator[StateSlice]:
+        """What this rank saves: over all ranks, each element of each global tensor once."""
         for shard in self.shards:
-            if shard.bucket.counted_here:
-                yield from shard.slices(owned=True)
+            yield from shard.slices(*shard.bucket.place.saved)
 
     @property
     def reduces_each_micro_batch(self) -> bool:

@@ -51,8 +51,15 @@ def kept_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> t
 
 
 def state_dtypes(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> dict[str, torch.dtype]:
-    """What is kept beside parameters of a group and a dtype."""
+    """What is kept beside parameters of a group and a dtype, but for a master."""
     return {name: kept_dtype(config, name, parameters) for name in state_names(config, group)}
+
+
+def all_state_dtypes(config: OptimizerConfig, parameter: Parameter) -> dict[str, torch.dtype]:
+    """What is kept beside a parameter, in the order of `StateSlice.state`."""
+    dtype = parameter.dtype
+    master = kept_dtype(config, "master", dtype)
+    return state_dtypes(config, ParameterGroup.of(parameter), dtype) | ({"master": master} if master != dtype else {})
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,7 @@ class Shard:
         sharded = bucket.stage > 0
         self.parameters = bucket.parameter_shard if sharded else bucket.parameters
         self.gradients = bucket.gradient_shard if sharded else bucket.gradients
-        self.start, self.stop = bucket.owned_range if sharded else (0, bucket.length)
+        self.start, self.stop = bucket.place.held
         dtype = self.parameters.dtype
         self.master = self.parameters.to(kept_dtype(config, "master", dtype))  # the parameters themselves where alike
         self.runs = list(self._runs(config))
@@ -106,9 +113,8 @@ class Shard:
                 state = {name: torch.zeros_like(self.master[own], dtype=dtype) for name, dtype in dtypes.items()}
                 yield Run(group, slots, start, stop, self.master[own], self.gradients[own], state)
 
-    def slices(self, *, owned: bool) -> Iterator[StateSlice]:
-        """This shard by parameter; with `owned` only what no other rank of the shard group is to answer for."""
-        begin, end = self.bucket.owned_range if owned else (self.start, self.stop)
+    def slices(self, begin: int, end: int) -> Iterator[StateSlice]:
+        """Elements [begin, end) of the bucket, among those of this shard, by parameter."""
         for run in self.runs:
             state = run.state | ({"master": run.master} if self.has_master else {})
             for slot in run.slots:

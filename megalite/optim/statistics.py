@@ -23,7 +23,7 @@ def norms(owned: Iterable[tuple[Bucket, Tensor]], mesh: ParallelMesh) -> dict[st
     sums = [
         (group.name, _sum_of_squares(values[run]))
         for bucket, values in owned
-        if bucket.counted_here
+        if bucket.place.counted_here
         for group, run in bucket.owned_runs
     ]
     numbers = torch.stack([number for _, number in sums]).tolist() if sums else []
@@ -37,7 +37,7 @@ def zeros_in_gradients(buckets: Iterable[Bucket], mesh: ParallelMesh) -> int:
     """Elements of the step's gradient that are zero, over the whole model, each once and no padding."""
     count = 0
     for bucket in buckets:
-        if bucket.counted_here:
+        if bucket.place.counted_here:
             for start, stop in _unpadded_ranges(bucket):
                 part = bucket.gradient_shard[start:stop]
                 count += part.numel() - int(part.count_nonzero())

@@ -107,6 +107,19 @@ def all_gather_text(text: str, group: Group, device: torch.device) -> list[str]:
     return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
 
+def gather_numbers(numbers: Sequence[int], group: Group, device: torch.device) -> list[list[int]]:
+    """The numbers of every rank of the group, in rank order, on its first rank; nothing on the others."""
+    if group.size == 1:
+        return [list(numbers)]
+    own = torch.tensor([len(numbers), *numbers], device=device)
+    length = int(all_reduce_(torch.tensor([own.numel()], device=device), group, "max"))
+    own = pad(own, (0, length - own.numel()))
+    gathered = [torch.empty_like(own) for _ in group.ranks] if group.rank == 0 else None
+    work = dist.gather(own, gathered, group.ranks[0], group=group.process_group, async_op=True)
+    Pending(work, lambda: own).wait()
+    return [row[1 : row[0] + 1] for row in (rows.tolist() for rows in gathered or [])]
+
+
 def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:
     """Flat parts, one for each rank, to what the ranks had for this one: from rank i so many elements as sizes[i]."""
     if group.size == 1:

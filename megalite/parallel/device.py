@@ -55,6 +55,11 @@ def make_deterministic(enabled: bool) -> None:
         torch.use_deterministic_algorithms(enabled)
 
 
+def host_memory(size: int, device: torch.device) -> torch.Tensor:
+    """Bytes on the host, there from now on, to and from which the device copies fast (pinned for CUDA)."""
+    return torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
 def chunk_elements(device: torch.device) -> int:
     """Elements of flat tensors to work on at a time: what stays in a processor's cache, or keeps a GPU busy."""
     return 1 << 24 if device.type == "cuda" else 1 << 18

@@ -74,10 +74,7 @@ class ParallelMesh:
         self._sizes = sizes | expert_sizes
         self._groups: dict[tuple[int, ...], Group] = {}
         self._links: dict[tuple[int, int], Group] = {}
-        self._coordinates: dict[str, int] = {}
-        for axes, grid in self._views.items():
-            place = torch.unravel_index(torch.tensor(rank), grid.shape)
-            self._coordinates.update({axis: int(index) for axis, index in zip(axes, place, strict=True)})
+        self._coordinates = self.coordinates_of(rank)
 
     def size(self, *axes: str) -> int:
         """Number of ranks along `axes` together."""
@@ -86,6 +83,29 @@ class ParallelMesh:
     def coordinate(self, axis: str) -> int:
         """Position of this rank along `axis`."""
         return self._coordinates[axis]
+
+    def coordinates_of(self, rank: int) -> dict[str, int]:
+        """The positions of a rank along all axes of both views."""
+        coordinates: dict[str, int] = {}
+        for axes in self._views:
+            rest = rank
+            for axis in reversed(axes):
+                rest, coordinates[axis] = divmod(rest, self._sizes[axis])
+        return coordinates
+
+    def at(self, rank: int) -> UnconnectedMesh:
+        """The place of any rank of this mesh, on the meta device: to look at what it holds without asking it."""
+        sizes = self._sizes
+        return UnconnectedMesh(
+            rank=rank,
+            world_size=self.world_size,
+            tensor_parallel_size=sizes["tp"],
+            context_parallel_size=sizes["cp"],
+            pipeline_parallel_size=sizes["pp"],
+            expert_parallel_size=sizes["ep"],
+            expert_tensor_parallel_size=sizes["etp"],
+            device=torch.device("meta"),
+        )
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """The ranks that differ from this one along `axes` only, in rank order."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from megalite.checkpoint import Plan
 from megalite.config import ModelConfig, RunConfig
 from megalite.config.pipeline_layout import schedule_name, stage_layers, virtual_stages
 from megalite.data.blend import Dataset
@@ -20,7 +21,8 @@ from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.recompute import Recompute
 from megalite.optim import optimizer as optim
-from megalite.optim.buckets import DataParallel
+from megalite.optim.buckets import DataParallel, plan_buckets
+from megalite.optim.layout import BucketLayout
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
@@ -126,6 +128,18 @@ def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Col
         among = [(name, tuple(numbers[rank] for rank in ranks if rank in numbers)) for name, ranks in json.loads(text)]
         behind.append([Collective(name, ranks) for name, ranks in among if len(ranks) > 1])
     return behind
+
+
+def make_plan(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> Plan:
+    """What each rank holds and saves of the run's checkpoints."""
+
+    def layouts_at(mesh: ParallelMesh) -> list[BucketLayout]:
+        chunks = make_chunks(config, model, mesh, stages)
+        blocks = [chunk.blocks() for chunk in chunks]
+        return plan_buckets(chunks, mesh, data_parallel(config, mesh, len(chunks)), blocks=blocks)
+
+    options = data_parallel(config, mesh, stages.chunks)
+    return Plan(mesh, layouts_at, config.optimizer, stage=options.stage, instances=options.instances)
 
 
 def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh) -> Optimizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,19 +16,21 @@ from megalite import checkpoint
 from megalite.config import RunConfig
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
-from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, CheckpointError, MegaliteError
+from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.batches import to_micro_batches, valid_tokens
+from megalite.training.checkpoints import Checkpoints
 from megalite.training.construction import (
     make_chunks,
     make_engine,
     make_loader,
     make_loss_scale,
     make_optimizer,
+    make_plan,
     make_stages,
     make_steps,
     model_dtype,
@@ -75,9 +78,12 @@ class Trainer:
         self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
         self._load_notes: tuple[str, ...] = ()
-        self._failed_saves = 0
         self.loader = make_loader(config, mesh, data.tokenizer, data.train)
         self.directory = None if config.checkpoint.save is None else Path(config.checkpoint.save)
+        self.plan = make_plan(config, self.model_config, mesh, stages)
+        self.checkpoints: Checkpoints | None = None
+        if self.directory is not None:
+            self.checkpoints = Checkpoints(config.checkpoint, self.directory, self.optimizer, self.plan)
         self.started = time.monotonic()
 
     # ------------------------------------------------------------------------------------------------ one step
@@ -145,7 +151,12 @@ class Trainer:
 
     def train(self, display: Display) -> int:
         """Run to the end of training, or until asked to stop; returns the program's exit code."""
-        with self._metrics_writer() as writer, StopRequest() as stop, self.loader:
+        with ExitStack() as stack:
+            if self.checkpoints is not None:
+                stack.callback(self.checkpoints.close)
+            writer = stack.enter_context(self._metrics_writer())
+            stop = stack.enter_context(StopRequest())
+            stack.enter_context(self.loader)
             if self.config.training.manual_gc:
                 gc.disable()
             while self.iteration < self.iterations:
@@ -159,13 +170,13 @@ class Trainer:
                     validation = ValidationMetrics(*self._where(), self.evaluate(self.data.valid))
                     writer.write(validation)
                     display.validation(validation)
-                if self._stops_now(stop):
-                    self.save(display)
+                if self._stops_now(stop, display):
+                    self.save(display, last=True)
                     saved = "nothing is saved without --save" if self.directory is None else "--resume auto continues"
                     display.message(f"stopped after step {self.iteration}; {saved}")
                     return EXIT_RESUMABLE
                 if self._saves_now():
-                    self.save(display, tolerant=self.iteration < self.iterations)
+                    self.save(display, last=self.iteration == self.iterations)
             if self.data.test is not None:
                 test = TestMetrics(*self._where(), self.evaluate(self.data.test))
                 writer.write(test)
@@ -187,15 +198,20 @@ class Trainer:
         interval = self.config.checkpoint.save_interval
         return self.iteration == self.iterations or (interval is not None and self.iteration % interval == 0)
 
-    def _stops_now(self, stop: StopRequest) -> bool:
-        """Whether any rank was told to stop: all see the same answer after the same step."""
+    def _stops_now(self, stop: StopRequest, display: Display) -> bool:
+        """Whether any rank was told to stop: all see the same answer after the same step. A save that is under way goes
+        on by the same message."""
         if self.iteration == self.iterations:
             return False
         training = self.config.training
         late = deadline_passed(time.monotonic() - self.started, training.exit_duration_in_mins)
-        request = torch.tensor([float(stop.local_request() > 0 or late)], device=self.mesh.device)
-        asked = collectives.all_reduce_(request, self.mesh.world(), "max").item() > 0
-        return asked or interval_reached(self.iteration, training.exit_interval)
+        saving = self.checkpoints.flags if self.checkpoints is not None else []
+        flags = torch.tensor([float(stop.local_request() > 0 or late), *saving], device=self.mesh.device)
+        asked, *saving = collectives.all_reduce_(flags, self.mesh.world(), "max").tolist()
+        if self.checkpoints is not None:
+            busy, failed = map(bool, saving)
+            self.checkpoints.advance(busy, failed, display)
+        return bool(asked) or interval_reached(self.iteration, training.exit_interval)
 
     def _refuse_to_diverge(self) -> None:
         if self.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
@@ -207,51 +223,14 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------ what is kept
 
-    def save(self, display: Display, *, tolerant: bool = False) -> None:
-        """Write a checkpoint, where the run has a directory, and remove those that are not to be kept.
-
-        If `tolerant`, so many failures in a row as the flags say are told, and training goes on to the next save: the
-        state that cannot be saved is not lost as long as the run lives.
-        """
-        if self.directory is None:
+    def save(self, display: Display, *, last: bool) -> None:
+        """Save a checkpoint, where the run has a directory; `last`: nothing comes after it."""
+        if self.checkpoints is None:
             return
-        try:
-            self._save(self.directory, display)
-        except CheckpointError as error:
-            self._failed_saves += 1
-            tolerated = self.config.checkpoint.tolerated_save_failures
-            if not tolerant or self._failed_saves > tolerated:
-                raise
-            display.message(
-                f"WARNING: {error}\nTraining goes on, unsaved: failure {self._failed_saves} of "
-                f"{tolerated} that --tolerated-save-failures allows in a row"
-            )
-        else:
-            self._failed_saves = 0
-            self._remove_old(self.directory, display)
-
-    def _remove_old(self, directory: Path, display: Display) -> None:
-        interval = self.config.checkpoint.save_retain_interval
-        if interval is not None and self.mesh.rank == 0:
-            for note in checkpoint.remove_old(directory, interval):
-                display.message(note)
-
-    def _save(self, directory: Path, display: Display) -> None:
-        began = time.perf_counter()
         loss_scale = self.loss_scale.state() if self.loss_scale.window is not None else None
         seen = seen_samples(self.data.train, self.consumed_samples) if self.mesh.rank == 0 else None
         state = checkpoint.TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen)
-        config = asdict(replace(self.config, model=self.model_config))
-        path = checkpoint.save(
-            directory,
-            state,
-            self.network,
-            self.optimizer,
-            self.mesh,
-            config,
-            state=self.config.checkpoint.save_optim,
-        )
-        display.message(f"saved {path} in {time.perf_counter() - began:.1f} s")
+        self.checkpoints.save(state, asdict(replace(self.config, model=self.model_config)), display, last=last)
 
     def load(self, path: Path, start: Start) -> None:
         """Continue from a checkpoint of this model, written under any layout, with what `start` says of it.
@@ -263,7 +242,9 @@ class Trainer:
             checkpoint.check_compatible(path, self.model_config)
             saved = checkpoint.read_config(path)
         casts = self.config.checkpoint.load_casts
-        state = checkpoint.load(path, self.network, self.optimizer, self.mesh, state=start.optimizer, casts=casts)
+        state = checkpoint.load(
+            path, self.network, self.optimizer, self.mesh, plan=self.plan, state=start.optimizer, casts=casts
+        )
         self._load_notes = load_notes(saved, self.config, state, position=start.position, optimizer=start.optimizer)
         if start.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
@@ -343,4 +324,5 @@ class Trainer:
         """What flags have made of the run, and what there is to tell of the checkpoint, a line each."""
         profile = gone_by(self.config.logging.profile_pipeline, self.iteration)
         rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
-        return (*rates, *self._load_notes, *profile)
+        saves = self.checkpoints.notes if self.checkpoints is not None else ()
+        return (*rates, *self._load_notes, *saves, *profile)

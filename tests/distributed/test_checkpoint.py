@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite import checkpoint
-from megalite.checkpoint import TrainingState, directory, tensor_file
+from megalite.checkpoint import Plan, TrainingState, box_file, directory
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
-from megalite.optim.buckets import DataParallel
+from megalite.optim.buckets import DataParallel, plan_buckets
+from megalite.optim.layout import BucketLayout
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.initialization import initial_values, initialize
@@ -81,19 +82,31 @@ class Case:
     network: GPT
     optimizer: Optimizer
     mesh: ParallelMesh
+    plan: Plan
 
     @staticmethod
     def build(layout: Layout, model: ModelConfig, dtype: torch.dtype, seed: int) -> Case:
         rank = dist.get_rank() if dist.is_initialized() else 0
         mesh = ParallelMesh(rank=rank, world_size=layout.world, tensor_parallel_size=layout.tp)
-        network = GPT(model, mesh, sequence_parallel=layout.sp, dtype=dtype)
+
+        def make_network(mesh: ParallelMesh) -> GPT:
+            return GPT(model, mesh, sequence_parallel=layout.sp, dtype=dtype)
+
+        network = make_network(mesh)
         initialize(network, seed)
         wide = torch.promote_types(dtype, torch.float32)
         options = DataParallel(
             wide, layout.zero, layout.instances, bucket_size=layout.bucket_size, overlap_gather=layout.zero > 0
         )
         optimizer = make_optimizer([network], mesh, OPTIMIZERS[model], options, blocks=[network.blocks()])
-        return Case(network, optimizer, mesh)
+
+        def layouts_at(mesh: ParallelMesh) -> list[BucketLayout]:
+            other = make_network(mesh)
+            return plan_buckets([other], mesh, options, blocks=[other.blocks()])
+
+        settings = OPTIMIZERS[model]
+        plan = Plan(mesh, layouts_at, settings, stage=options.stage, instances=options.instances)
+        return Case(network, optimizer, mesh, plan)
 
     def step(self, number: int) -> None:
         """An update with gradients drawn by global name."""
@@ -113,7 +126,7 @@ class Case:
 
     def save(self, path: Path, iteration: int = 1) -> Path:
         state = TrainingState(iteration, 4 * iteration, self.optimizer.steps)
-        return checkpoint.save(path, state, self.network, self.optimizer, self.mesh, {"model": {}})
+        return checkpoint.save(path, state, self.optimizer, {"model": {}}, plan=self.plan)
 
     def by_name(self) -> dict[str, Tensor]:
         """The global tensors, NaN where this rank holds nothing; put together by pieces, not by the checkpoint."""
@@ -161,7 +174,7 @@ def load(layout: Layout, model: ModelConfig, dtype: torch.dtype, path: Path) -> 
     case = Case.build(layout, model, dtype, seed=2)
     case.step(5)
     found = checkpoint.find_candidates(path, case.mesh).paths[0]
-    state = checkpoint.load(found, case.network, case.optimizer, case.mesh)
+    state = checkpoint.load(found, case.network, case.optimizer, case.mesh, plan=case.plan)
     return state, case.optimizer.steps, case.by_name()
 
 
@@ -174,7 +187,7 @@ def resume(layout: Layout, model: ModelConfig, dtype: torch.dtype, path: Path) -
     case.step(2)
     other = Case.build(layout, model, dtype, seed=2)
     other.step(5)
-    checkpoint.load(saved, other.network, other.optimizer, other.mesh)
+    checkpoint.load(saved, other.network, other.optimizer, other.mesh, plan=other.plan)
     other.step(2)
     return [case.by_name(), other.by_name()]
 
@@ -223,7 +236,8 @@ def test_training_goes_on_bit_for_bit(
 @pytest.mark.parametrize("layout", [Layout(4), Layout(4, zero=1), Layout(4, tp=2)], ids=str)
 def test_writing_is_shared_equally(rank_pools: RankPools, tmp_path: Path, layout: Layout) -> None:
     run(rank_pools, train_and_save, layout, LLAMA, torch.float32, tmp_path)
-    sizes = checkpoint.read_manifest(tmp_path / "iter_0000001").files.values()
+    files = checkpoint.read_manifest(tmp_path / "iter_0000001").files.values()
+    sizes = [file.size for file in files]
     assert len(sizes) == 4
     assert max(sizes) < 1.5 * min(sizes)
 
@@ -246,7 +260,7 @@ def fail_alone(layout: Layout, path: Path, kind: str) -> tuple[str, str]:
                 shard = path / "iter_0000001" / "rank_00000.safetensors"
                 shard.write_bytes(shard.read_bytes()[:-1])
             dist.barrier()
-            checkpoint.load(path / "iter_0000001", case.network, case.optimizer, case.mesh)
+            checkpoint.load(path / "iter_0000001", case.network, case.optimizer, case.mesh, plan=case.plan)
         elif kind == "another folder":
             checkpoint.find_candidates(path / "elsewhere" if last else path, case.mesh)
         else:
@@ -270,7 +284,7 @@ def _largest_file(size: int) -> Iterator[None]:
     ("kind", "message"),
     [
         ("full disk", r"saving iteration 2 to .* failed on rank 3: \[Errno 27\] File too large\nCheckpoints saved"),
-        ("damaged file", r"loading .*/iter_0000001 failed on rank 0: .*rank_00000.safetensors has"),
+        ("damaged file", r"loading .*/iter_0000001 failed on rank 0: .*rank_00000.safetensors: it has"),
         ("another folder", "the ranks do not see the same files in"),
         ("another folder to save", "failed on rank 3: .*No such file or directory"),
     ],
@@ -292,14 +306,15 @@ def die_while_saving(layout: Layout, path: Path) -> None:
     case.step(0)
     case.save(path)
     if case.mesh.rank == 1:
-        real = tensor_file.write
+        real = box_file.write
 
-        def write_and_die(path: Path, tensors: Any) -> list[int]:
-            real(path, tensors[: len(tensors) // 2])
+        def write_and_die(stream: Any, boxes: Any, closed: Any) -> box_file.Written:
+            boxes = list(boxes)
+            real(stream, boxes[: len(boxes) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
             raise AssertionError
 
-        tensor_file.write = write_and_die
+        box_file.write = write_and_die
     case.step(1)
     case.save(path, iteration=2)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from safetensors import safe_open
 from torch import Tensor
 
-from megalite.checkpoint import Manifest, TrainingState, directory, manifest, saving, tensor_file
-from megalite.checkpoint.manifest import SavedBox, SavedTensor
+from megalite.checkpoint import Manifest, TrainingState, box_file, directory, manifest, saving
+from megalite.checkpoint.container import NATIVE, Container, Part
+from megalite.checkpoint.manifest import SavedBox, SavedFile, SavedTensor
 from megalite.parallel.sharding import Box
 
 STATE = TrainingState(iteration=7, consumed_samples=28, optimizer_steps=6)
@@ -27,35 +29,48 @@ def write(
     files: Sequence[Sequence[Placed]] | None = None,
     training: TrainingState = STATE,
     config: dict[str, Any] | None = None,
+    container: Container = NATIVE,
 ) -> Path:
     """Save tensors into a run directory; `files`: the boxes of each file (None: one file, of whole tensors)."""
     files = files or [[(name, Box((0,) * tensor.ndim, tuple(tensor.shape))) for name, tensor in tensors.items()]]
     directory.begin(folder, training.iteration)
     boxes: dict[str, list[SavedBox]] = {name: [] for name in tensors}
-    sizes = {}
+    written: dict[str, SavedFile] = {}
     for number, placed in enumerate(files):
-        path = directory.temporary_path(folder, training.iteration) / f"rank_{number:05d}.safetensors"
-        named = [(manifest.entry(name, box), tensors[name][box.slices()]) for name, box in placed]
-        for (name, box), checksum in zip(placed, tensor_file.write(path, named), strict=True):
-            boxes[name].append(SavedBox(name, box, path.name, checksum))
-        sizes[path.name] = path.stat().st_size
+        if not placed:
+            continue
+        parts = [Part(name, tuple(tensors[name].shape), tensors[name].dtype, box) for name, box in placed]
+        places = container.places(parts)
+        path = directory.temporary_path(folder, training.iteration) / container.file.format(writer=number)
+        with directory.create(path) as stream:
+            values = (tensors[part.name][part.box.slices()] for part in parts)
+            made = box_file.write(stream, zip(places, values, strict=True))
+        written[path.name] = made.file
+        for part, place, checksums in zip(parts, places, made.checksums, strict=True):
+            boxes[part.name].append(SavedBox(part.name, part.dtype, part.box, path.name, place.start, checksums))
     saved = {
-        name: SavedTensor(tuple(tensor.shape), tensor_file.dtype_name(tensor.dtype), tuple(boxes[name]))
+        name: SavedTensor(tuple(tensor.shape), manifest.dtype_name(tensor.dtype), tuple(boxes[name]))
         for name, tensor in tensors.items()
     }
-    saving.finish(folder, Manifest(training, config or {"model": {"hidden_size": 8}}, sizes, saved))
+    saving.finish(folder, Manifest(training, config or {"model": {"hidden_size": 8}}, written, saved))
     return directory.checkpoint_path(folder, training.iteration)
 
 
-def read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, from the format as documented."""
+def read(path: Path, block: int = 2**22) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, from the format as documented; its checksums are verified."""
     described = json.loads((path / "manifest.json").read_text())
     tensors = {}
     for name, tensor in described["tensors"].items():
-        values = torch.full(tensor["shape"], torch.nan, dtype=getattr(torch, tensor["dtype"]))
+        dtype = getattr(torch, tensor["dtype"])
+        values = torch.full(tensor["shape"], torch.nan, dtype=dtype)
         for box in tensor["boxes"]:
-            with safe_open(path / box["file"], "pt") as file:
-                part = file.get_tensor(f"{name}@{','.join(map(str, box['offset']))}")
+            count = math.prod(box["size"])
+            with (path / box["file"]).open("rb") as file:
+                file.seek(box["start"])
+                data = file.read(count * dtype.itemsize)
+            sums = [zlib.crc32(data[: start + block]) for start in range(0, len(data), block)]
+            assert "".join(f"{each:08x}" for each in sums) == box["checksums"], f"{name}: another checksum"
+            part = torch.frombuffer(bytearray(data), dtype=dtype).view(box["size"])
             place = tuple(slice(o, o + s) for o, s in zip(box["offset"], box["size"], strict=True))
             assert values[place].isnan().all(), f"{name}: boxes overlap"
             values[place] = part

@@ -59,8 +59,10 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def save(directory: Path, network: GPT, optimizer: Optimizer | None, state: TrainingState = STATE) -> Path:
-    return checkpoint.save(directory, state, network, optimizer, MESH, {"model": asdict(network.config)})
+def save(
+    directory: Path, network: GPT, optimizer: Optimizer, training: TrainingState = STATE, *, state: bool = True
+) -> Path:
+    return checkpoint.save(directory, training, optimizer, {"model": asdict(network.config)}, state=state)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -84,8 +86,8 @@ def test_weights_state_and_place_in_training_come_back_bit_for_bit(
 
 def test_weights_alone_load_from_a_full_checkpoint_and_from_one_without_an_optimizer(tmp_path: Path) -> None:
     network, optimizer = build()
-    for directory, saved in ((tmp_path / "full", optimizer), (tmp_path / "weights", None)):
-        path = save(directory, network, saved)
+    for directory, state in ((tmp_path / "full", True), (tmp_path / "weights", False)):
+        path = save(directory, network, optimizer, state=state)
         other = GPT(MODEL, MESH)  # its memory is not initialized: padding must become zero
         for parameter in other.parameters():
             parameter.detach().fill_(torch.nan)
@@ -217,13 +219,13 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
     shard = path / "rank_00000.safetensors"
     good = shard.read_bytes()
     shard.write_bytes(good[:-1])
-    with pytest.raises(CheckpointError, match=f"rank_00000.safetensors has {len(good) - 1} bytes of {len(good)}"):
+    with pytest.raises(CheckpointError, match=f"rank_00000.safetensors: it has {len(good) - 1} bytes of {len(good)}"):
         checkpoint.load(path, *build(), MESH)
     shard.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=r"rank_00000.safetensors is damaged: the checksum of .* does not match"):
+    with pytest.raises(CheckpointError, match=r"rank_00000.safetensors: the checksum of .* does not match"):
         checkpoint.load(path, *build(), MESH)
     shard.unlink()
-    with pytest.raises(CheckpointError, match=r"rank_00000.safetensors cannot be read"):
+    with pytest.raises(CheckpointError, match=r"rank_00000.safetensors: it is missing"):
         checkpoint.load(path, *build(), MESH)
     described = path / "manifest.json"
     described.write_text(described.read_text().replace('"iteration": 7', '"iteration": 8'))
@@ -238,10 +240,10 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
 
 
 def test_a_format_of_the_future_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "VERSION", 2)
+    monkeypatch.setattr(manifest, "VERSION", 3)
     path = save(tmp_path, *build())
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="it is not of format version 1"):
+    with pytest.raises(CheckpointError, match="it is not of format version 2"):
         checkpoint.read_manifest(path)
 
 

@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.checkpoint.manifest import covers
-from megalite.checkpoint.regions import deal
-from megalite.parallel.parameter import Parameter
-from megalite.parallel.sharding import Box, Sharding
+from megalite.parallel.sharding import Box
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 
@@ -87,17 +85,3 @@ def test_the_parts_of_a_cut_tensor_cover_it_and_no_longer_when_one_is_lost_or_do
     assert covers(data.draw(st.permutations(parts)), whole)
     assert not covers(parts[:one] + parts[one + 1 :], whole)
     assert not covers([*parts, parts[one]], whole)
-
-
-@given(st.lists(st.integers(0, 7), max_size=5), st.integers(1, 6))
-def test_parameters_are_dealt_in_equal_runs_without_gap_or_overlap(sizes: list[int], parts: int) -> None:
-    parameters = [Parameter(Sharding((n,), (), (0,), False), torch.float32, torch.device("cpu")) for n in sizes]
-    seen = [torch.zeros(n, dtype=torch.int64) for n in sizes]
-    index = {id(parameter): i for i, parameter in enumerate(parameters)}
-
-    dealt = [list(deal(parameters, parts, part)) for part in range(parts)]
-
-    for run in (run for runs in dealt for run in runs):
-        seen[index[id(run.parameter)]][run.start : run.stop] += 1
-    assert all(bool((counts == 1).all()) for counts in seen)
-    assert max(sum(run.stop - run.start for run in runs) for runs in dealt) <= math.ceil(sum(sizes) / parts)

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from megalite import checkpoint
 from megalite.checkpoint import retention
+from megalite.checkpoint.manifest import SavedFile
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from megalite.optim.optimizer import Optimizer
@@ -164,7 +166,7 @@ def test_a_damaged_one_stands_aside_until_its_step_is_saved_again(tmp_path: Path
 def test_weights_alone_are_saved_and_loaded_under_any_optimizer(tmp_path: Path) -> None:
     network, optimizer = build(dtype=torch.bfloat16)
     config = {"model": asdict(MODEL)}
-    path = checkpoint.save(tmp_path, STATE, network, optimizer, MESH, config, state=False)
+    path = checkpoint.save(tmp_path, STATE, optimizer, config, state=False)
     assert {name.split("/")[0] for name in checkpoint.read_manifest(path).tensors} == {"model"}
     full = save(tmp_path, network, optimizer, replace(STATE, iteration=8))
     for source in (path, full):
@@ -248,7 +250,7 @@ def _tiny(directory: Path) -> Path:
     path = directory / "source"
     path.mkdir()
     (path / "rank_00000.safetensors").write_bytes(b"12345")
-    manifest = checkpoint.Manifest(STATE, {}, {"rank_00000.safetensors": 5}, {})
+    manifest = checkpoint.Manifest(STATE, {}, {"rank_00000.safetensors": SavedFile(5, zlib.crc32(b"12345"))}, {})
     (path / "manifest.json").write_text(manifest.to_json())
     return path
 

@@ -17,7 +17,10 @@ from torch import nn
 
 from megalite import checkpoint
 from megalite.checkpoint import TrainingState
+from megalite.config import OptimizerConfig
 from megalite.errors import CheckpointError
+from megalite.optim.buckets import DataParallel
+from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import replicated
@@ -36,9 +39,9 @@ class Vector(nn.Module):
 
 
 def save(directory: Path, value: float, iteration: int) -> Path:
-    return checkpoint.save(
-        directory, replace(STATE, iteration=iteration), Vector(value), None, MESH, {"notes": "x" * 600}
-    )
+    settings = OptimizerConfig(lr=0.1, optimizer="sgd", sgd_momentum=0.0)
+    optimizer = make_optimizer([Vector(value)], MESH, settings, DataParallel(torch.float32))
+    return checkpoint.save(directory, replace(STATE, iteration=iteration), optimizer, {"notes": "x" * 600})
 
 
 def loaded(directory: Path) -> tuple[int, float] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -19,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.checkpoint import progress, reader
+from megalite.checkpoint import manifest, progress
 from megalite.checkpoint.comparison import Comparison, ValueDifference, compare, compared_bytes
+from megalite.checkpoint.damage import Damage
 from megalite.checkpoint.inspection import statistics, verify
-from megalite.checkpoint.reader import CheckpointReader, Damage
+from megalite.checkpoint.reader import CheckpointReader
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 from tests.harness import checkpoints
@@ -120,7 +120,9 @@ def test_json_has_all_that_the_manifest_has(saved: Path) -> None:
     described = json.loads((saved / "manifest.json").read_text())
     assert found["training"] == described["training"]
     assert found["config"] == described["config"]
-    assert {file: entry["bytes"] for file, entry in found["files"].items()} == described["files"]
+    assert {file: entry["bytes"] for file, entry in found["files"].items()} == {
+        file: entry["size"] for file, entry in described["files"].items()
+    }
     for name, tensor in described["tensors"].items():
         assert {key: found["tensors"][name][key] for key in tensor} == tensor
     assert found["damage"] == []
@@ -205,19 +207,20 @@ def test_all_that_is_wrong_is_found_at_once(tmp_path: Path) -> None:
     (path / "rank_00009.safetensors").write_bytes(b"")
 
     *found, foreign = found_by_verify(path)
-    assert [file for file, _, _ in found] == [shard.name for shard in shards]
+    assert [file for file, _, _ in found] == [shard.name for shard in (*shards[:4], *shards[3:])]
     problems = [problem for _, _, problem in found]
     assert problems[0] == "it is missing"
     assert problems[1] == f"it has {size - 1} bytes of {size}: it was cut off or replaced"
     assert problems[2].startswith(f"it has {shards[2].stat().st_size} bytes of")
-    assert problems[3].startswith("its header is damaged: ")
-    assert problems[4] == "the checksum of optimizer/exp_avg/norm@3 does not match"
-    assert found[4][1] == "optimizer/exp_avg/norm"
+    assert problems[3] == "the checksum of what stands around its tensors does not match"
+    assert problems[4].startswith("the checksum of optimizer/exp_avg/norm@0 does not match, in bytes ")
+    assert problems[5].startswith("the checksum of optimizer/exp_avg/norm@3 does not match, in bytes ")
+    assert found[5][1] == "optimizer/exp_avg/norm"
     assert foreign == ("rank_00009.safetensors", None, "it is not of this checkpoint")
 
     shown = inspect("--load", path, "--verify")
     assert shown.code == 93
-    assert "6 damaged: load another checkpoint" in shown.stderr
+    assert "7 damaged: load another checkpoint" in shown.stderr
     for file, _, problem in (*found, foreign):
         assert f"{file}: {problem}\n" in shown.stdout
     machine = json.loads(inspect("--load", path, "--verify", "--json").stdout)["damage"]
@@ -238,28 +241,28 @@ def test_a_file_of_another_checkpoint_is_found(tmp_path: Path) -> None:
     path, other = (checkpoints.write(tmp_path / n, square, cut) for n, cut in (("c", rows), ("d", columns)))
     shutil.copy(other / "rank_00000.safetensors", path / "rank_00000.safetensors")
     problems = [problem for _, _, problem in found_by_verify(path)]
-    assert "it holds model/word@0,1, of which the manifest does not know" in problems
-    assert "it does not hold model/word@1,0 as the manifest describes it" in problems
+    assert problems == ["the checksum of what stands around its tensors does not match"]
 
 
 def test_a_header_that_gives_right_bytes_another_shape_is_found(tmp_path: Path) -> None:
     path = checkpoints.write(tmp_path, tensors())
     shard = path / "rank_00000.safetensors"
     shard.write_bytes(shard.read_bytes().replace(b"[6, 5]", b"[5, 6]", 1))
-    problem = "it does not hold model/word@0,0 as the manifest describes it"
-    assert found_by_verify(path) == [(shard.name, "model/word", problem)]
+    problem = "the checksum of what stands around its tensors does not match"
+    assert found_by_verify(path) == [(shard.name, None, problem)]
 
 
 def test_an_input_output_error_is_damage_of_that_box_only(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failing(io.FileIO):
-        def readinto(self, buffer: Any) -> int:
-            if self.tell() >= os.stat(self.fileno()).st_size - 24:
-                raise OSError(5, "Input/output error")
-            return super().readinto(buffer) or 0
+    real, bad = os.preadv, saved / "rank_00000.safetensors"
 
-    real, bad = Path.open, saved / "rank_00000.safetensors"
-    monkeypatch.setattr(Path, "open", lambda path, *a, **k: Failing(path) if path == bad else real(path, *a, **k))
-    problem = "optimizer/exp_avg/norm@0 cannot be read: Input/output error"
+    def failing(descriptor: int, buffers: Any, start: int) -> int:
+        found = os.fstat(descriptor)
+        if found.st_ino == bad.stat().st_ino and start >= found.st_size - 24:
+            raise OSError(5, "Input/output error")
+        return real(descriptor, buffers, start)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    problem = "it cannot be read: Input/output error"
     assert found_by_verify(saved) == [(bad.name, "optimizer/exp_avg/norm", problem)]
 
 
@@ -288,9 +291,9 @@ def test_statistics_are_those_of_the_whole_tensor_however_it_is_cut(
     folder = tmp_path_factory.mktemp("run")
     values = {"model/x": torch.tensor(numbers).view(3, 4)}
     numbers = values["model/x"].flatten().tolist()  # as fp32 has them
-    path = checkpoints.write(folder, values, data.draw(checkpoints.cuts(values)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "BLOCK", 4 * data.draw(st.integers(1, 5)))
+        patch.setattr(manifest, "BLOCK", 4 * data.draw(st.integers(1, 5)))
+        path = checkpoints.write(folder, values, data.draw(checkpoints.cuts(values)))
         found = statistics(CheckpointReader(path), "model/x", no_progress)
     finite = [x for x in numbers if math.isfinite(x)]
     assert found.elements == 12
@@ -333,7 +336,7 @@ def test_statistics_of_damaged_values_are_not_shown(saved: Path) -> None:
     shown = inspect("--load", saved, "--statistics")
     assert shown.code == 93
     assert shown.stdout == ""
-    assert f"{shard}: the checksum of optimizer/exp_avg/norm@0 does not match" in shown.stderr
+    assert f"{shard}: the checksum of optimizer/exp_avg/norm@0 does not match, in bytes" in shown.stderr
 
 
 # ------------------------------------------------------------------------------------------------------ differences
@@ -361,10 +364,10 @@ def test_values_are_compared_whatever_cuts_saved_them(
     name = "optimizer/exp_avg/word"
     for place, value in changes.items():
         theirs[name][place] += value
-    a = checkpoints.write(folder / "a", ours, data.draw(checkpoints.cuts(ours)))
-    b = checkpoints.write(folder / "b", theirs, data.draw(checkpoints.cuts(theirs)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "BLOCK", 8 * data.draw(st.integers(1, 20)))
+        patch.setattr(manifest, "BLOCK", 8 * data.draw(st.integers(1, 20)))
+        a = checkpoints.write(folder / "a", ours, data.draw(checkpoints.cuts(ours)))
+        b = checkpoints.write(folder / "b", theirs, data.draw(checkpoints.cuts(theirs)))
         found = compared(a, b)
     steps = (ours[name].double() - theirs[name].double()).abs()
     if steps.any():
@@ -447,7 +450,7 @@ def test_nothing_is_compared_before_it_is_verified(tmp_path: Path, saved: Path) 
     shard = other / "rank_00000.safetensors"
     good = shard.read_bytes()
     shard.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    with pytest.raises(Damage, match=r"the checksum of optimizer/exp_avg/norm@0 does not match\. Take another"):
+    with pytest.raises(Damage, match=r"the checksum of optimizer/exp_avg/norm@0 does not match, in bytes"):
         compared(saved, other)
     assert compared(saved, other, ["model/word"]).same
     assert inspect("--diff", saved, other).code == 93

@@ -56,9 +56,9 @@ def main() -> None:
     """Parse, copy, and say what was written."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     from megalite.checkpoint import directory
+    from megalite.checkpoint.plan import MODEL
     from megalite.checkpoint.progress import show_progress
     from megalite.checkpoint.reader import CheckpointReader, size_in_bytes
-    from megalite.checkpoint.regions import MODEL
     from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, reshard
     from megalite.errors import ConfigurationError
 
@@ -97,30 +97,36 @@ def weights_of_ranks(path: Path, parallel: ParallelConfig) -> Iterator[list[tupl
     """For each rank of one copy of the model the boxes of weights that it would save: the model is built, without
     memory, as that rank would build it. Raises ConfigurationError where the model cannot be split so."""
     import torch
-    from torch import nn
 
-    from megalite.checkpoint import read_model_config
-    from megalite.checkpoint.regions import owned_regions
+    from megalite.checkpoint import Plan, read_model_config
+    from megalite.checkpoint.plan import MODEL
+    from megalite.config import OptimizerConfig
     from megalite.model.gpt import make_chunks
-    from megalite.parallel.mesh import UnconnectedMesh
+    from megalite.optim.buckets import DataParallel, plan_buckets
+    from megalite.optim.layout import BucketLayout
+    from megalite.parallel.mesh import ParallelMesh
     from megalite.pipeline.stages import Stages
 
     model = read_model_config(path)
     check_divides(model, parallel)
     parts = stage_layers(model, parallel)
     stages = Stages(parallel.pipeline_model_parallel_size, virtual_stages(model, parallel))
-    for rank in range(parallel.model_parallel_size):
-        mesh = UnconnectedMesh(
-            rank=rank,
-            world_size=parallel.model_parallel_size,
-            tensor_parallel_size=parallel.tensor_model_parallel_size,
-            pipeline_parallel_size=parallel.pipeline_model_parallel_size,
-            device=torch.device("meta"),
-        )
+    size = parallel.model_parallel_size
+    world = ParallelMesh(
+        world_size=size,
+        tensor_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_model_parallel_size,
+    )
+
+    def layouts_at(mesh: ParallelMesh) -> list[BucketLayout]:
         held = [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))]
-        ends = mesh.ranks("pp")[0], mesh.ranks("pp")[-1]
-        chunks = make_chunks(model, mesh, held, tuple(sorted(set(ends))))
-        yield [(region.name, region.box) for region in owned_regions(nn.ModuleList(chunks), None, mesh)]
+        ranks = mesh.ranks("pp")
+        chunks = make_chunks(model, mesh, held, tuple(ranks[end] for end in stages.ends))
+        return plan_buckets(chunks, mesh, DataParallel(torch.float32))
+
+    plan = Plan(world, layouts_at, OptimizerConfig(lr=0.0), stage=0, instances=1)
+    for rank in range(size):
+        yield [(part.name, part.box) for part in plan.saved(rank) if part.name.startswith(MODEL)]
 
 
 def check_divides(model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -1,0 +1,156 @@
+"""A file of boxes: written as a stream with its checksums, read by blocks that are compared with theirs."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint import manifest
+from megalite.checkpoint.container import Place
+from megalite.checkpoint.damage import Damage, check_size, unreadable
+from megalite.checkpoint.manifest import Block, SavedFile
+from megalite.errors import CheckpointError
+
+_PIECE = 1 << 18  # bytes that are read and summed up before they leave the processor's cache
+_ALONE = 1 << 16  # bytes whose checksum takes less than handing them to another thread
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of a file."""
+
+    file: SavedFile
+    checksums: list[tuple[int, ...]]
+    """Of each box's blocks, as in `SavedBox`."""
+
+
+def write(stream: BinaryIO, boxes: Iterable[tuple[Place, Tensor]], closed: Event | None = None) -> Written:
+    """Write boxes in the order of their places; their checksums are taken by a second thread meanwhile.
+
+    Of a tensor on a device one block at a time is copied to the host. Raises OSError where the disk does, and
+    CheckpointError once `closed` is set.
+    """
+    size, around = 0, 0
+    checksums: list[tuple[int, ...]] = []
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
+        for place, values in boxes:
+            around = zlib.crc32(place.before, around)
+            _write_all(stream, memoryview(place.before))
+            sums = _RunningChecksum(thread)
+            for data in _blocks_of(values):
+                if closed is not None and closed.is_set():
+                    raise CheckpointError("the run ended before the checkpoint was written")
+                sums.add(data)
+                _write_all(stream, data)
+            checksums.append(sums.result())
+            after = place.after(checksums[-1][-1])
+            around = zlib.crc32(after, around)
+            _write_all(stream, memoryview(after))
+            size = place.stop + len(after)
+    return Written(SavedFile(size, around), checksums)
+
+
+class _RunningChecksum:
+    """The CRC-32 of all bytes so far, behind each block of them."""
+
+    def __init__(self, thread: ThreadPoolExecutor) -> None:
+        self._thread = thread
+        self._sums: list[int] = []
+        self._last: Future[None] | None = None
+
+    def add(self, data: memoryview) -> None:
+        if self._last is None and len(data) <= _ALONE:
+            self._take(data)
+        else:
+            self._last = self._thread.submit(self._take, data)
+
+    def _take(self, data: memoryview) -> None:
+        self._sums.append(zlib.crc32(data, self._sums[-1] if self._sums else 0))
+
+    def result(self) -> tuple[int, ...]:
+        if self._last is not None:
+            self._last.result()
+        return tuple(self._sums)
+
+
+def _blocks_of(values: Tensor) -> Iterator[memoryview]:
+    flat = values.detach().flatten().contiguous()
+    flat = flat.as_strided(flat.shape, (1,))  # also where the one element of a tensor has another stride
+    step = manifest.BLOCK // flat.itemsize
+    for start in range(0, flat.numel(), step):
+        yield bytes_of(flat[start : start + step].cpu())
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return values.view(-1).view(torch.uint8).numpy().data
+
+
+def _write_all(stream: BinaryIO, data: memoryview) -> None:
+    """An unbuffered file may take less than it is given, as where the disk is almost full."""
+    while data:
+        data = data[stream.write(data) :]
+
+
+# ------------------------------------------------------------------------------------------------------ reading
+
+Read = Callable[[int, memoryview], None]
+"""Fills a buffer with the bytes of a file from a position on."""
+
+
+@contextmanager
+def open_to_read(path: Path, size: int) -> Iterator[Read]:
+    """Gives what reads a file that should have `size` bytes, from any thread.
+
+    Raises DamagedCheckpointError where it has not, or cannot be read any more; CheckpointError where it may not be.
+    """
+    with _reported(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            check_size(path, os.fstat(descriptor).st_size, size)
+
+            def read(start: int, buffer: memoryview) -> None:
+                with _reported(path):
+                    while buffer:
+                        count = os.preadv(descriptor, [buffer], start)
+                        if count == 0:
+                            raise Damage(path, "it was cut off while it was read")
+                        start, buffer = start + count, buffer[count:]
+
+            yield read
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def _reported(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def read_block(read: Read, path: Path, block: Block, buffer: memoryview) -> None:
+    """Fill a buffer of its size with a block. Raises Damage where it is not as it was written."""
+    if checksum_of(read, block.start, buffer, block.before) != block.checksum:
+        where = f"bytes {block.start} to {block.stop} of the file"
+        raise Damage(path, f"the checksum of {block.saved.entry} does not match, in {where}", block.saved.tensor)
+
+
+def checksum_of(read: Read, start: int, buffer: memoryview, before: int = 0) -> int:
+    """Fill a buffer from a position of a file on; the CRC-32 of what was `before` and this."""
+    for first in range(0, len(buffer), _PIECE):
+        piece = buffer[first : first + _PIECE]
+        read(start + first, piece)
+        before = zlib.crc32(piece, before)
+    return before

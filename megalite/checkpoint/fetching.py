@@ -1,0 +1,210 @@
+"""Reading the blocks of a checkpoint into the memory of regions: only those that are needed, each verified.
+
+A block that one rank of a node needs it reads itself, straight into place where it lies there in one piece. One that
+several need is read by one of them and handed to the others in rounds of bounded memory. Who reads what every rank of
+the node knows from the plan.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint import box_file, manifest
+from megalite.checkpoint.box_file import Read
+from megalite.checkpoint.manifest import Block, Manifest, SavedBox
+from megalite.checkpoint.progress import in_threads
+from megalite.errors import MegaliteError
+from megalite.parallel import collectives
+from megalite.parallel.mesh import Group
+from megalite.parallel.sharding import Box
+
+THREADS = 4
+"""At most, of a rank that reads."""
+ROUND = 4
+"""Blocks that a rank hands out at a time, if they are of full size."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A box to fill from a tensor."""
+
+    box: Box
+    values: Tensor
+    """A view, of the box's shape."""
+
+
+Wanted = Mapping[SavedBox, Sequence[Target]]
+"""What is to be filled from each saved box."""
+
+Dealt = dict[int, list[Block]]
+"""By rank: the blocks that it reads for others."""
+
+
+def needed_blocks(saved: SavedBox, boxes: Iterable[Box]) -> Iterator[Block]:
+    """The blocks of a saved box in which there is some of one of the boxes."""
+    meeting = [box for box in boxes if saved.box.intersection(box) is not None]
+    whole = any(saved.box.intersection(box) == saved.box for box in meeting)
+    for block in saved.blocks() if meeting else ():
+        if whole or any(part.intersection(box) is not None for part, _ in block.parts() for box in meeting):
+            yield block
+
+
+def fetch(
+    path: Path, described: Manifest, wanted: Wanted, dealt: Dealt, group: Group, place: torch.device
+) -> MegaliteError | None:
+    """Fill the targets. All ranks of the group take part, to the end even where one has failed; gives its failure.
+
+    `dealt`: the blocks that several of them need; these travel on the device `place`.
+    """
+    shared = {(block.saved.file, block.start) for blocks in dealt.values() for block in blocks}
+    own = [
+        block
+        for saved, targets in wanted.items()
+        for block in needed_blocks(saved, (target.box for target in targets))
+        if (saved.file, block.start) not in shared
+    ]
+    failure: MegaliteError | None = None
+    with ExitStack() as stack:
+        files = _Files(path, described, stack)
+        try:
+            files.open({block.saved.file for block in (*own, *dealt.get(group.ranks[group.rank], ()))})
+            threads = max(1, min(THREADS, len(os.sched_getaffinity(0)) // group.size))
+            in_threads(threads, lambda block: _read_into_place(files, block, wanted[block.saved]), own)
+        except MegaliteError as error:
+            failure = error
+        return _exchange(files, wanted, dealt, group, place, failure)
+
+
+class _Files:
+    """The files of a checkpoint that are read, open."""
+
+    def __init__(self, path: Path, described: Manifest, stack: ExitStack) -> None:
+        self._path, self._described, self._stack = path, described, stack
+        self._reads: dict[str, Read] = {}
+
+    def open(self, names: Iterable[str]) -> None:
+        for name in sorted(names):
+            opened = box_file.open_to_read(self._path / name, self._described.files[name].size)
+            self._reads[name] = self._stack.enter_context(opened)
+
+    def read(self, block: Block, buffer: memoryview) -> None:
+        file = block.saved.file
+        box_file.read_block(self._reads[file], self._path / file, block, buffer)
+
+
+def _read_into_place(files: _Files, block: Block, targets: Sequence[Target]) -> None:
+    place = _in_one_piece(block, targets)
+    if place is not None:
+        files.read(block, place)
+        return
+    buffer = torch.empty(block.size, dtype=torch.uint8)
+    files.read(block, box_file.bytes_of(buffer))
+    put(block, buffer, targets)
+
+
+def _in_one_piece(block: Block, targets: Sequence[Target]) -> memoryview | None:
+    """The memory of a block in the one target that has it all, where it stands there as in the file."""
+    parts = block.parts()
+    meeting = [target for target in targets if any(part.intersection(target.box) is not None for part, _ in parts)]
+    if len(meeting) != 1:
+        return None
+    saved, box, values = block.saved.box, meeting[0].box, meeting[0].values
+    if values.dtype != block.saved.dtype or values.device.type != "cpu" or not values.is_contiguous():
+        return None
+    if (box.size[1:], box.offset[1:]) != (saved.size[1:], saved.offset[1:]):
+        return None
+    rows = saved.offset[0] - box.offset[0] if box.offset else 0
+    first, stop = (number + rows * math.prod(box.size[1:]) for number in block.elements)
+    return box_file.bytes_of(values.view(-1)[first:stop]) if first >= 0 and stop <= box.numel else None
+
+
+@torch.no_grad()
+def put(block: Block, data: Tensor, targets: Sequence[Target]) -> None:
+    """Copy what the targets need out of a block's bytes."""
+    elements = data.view(block.saved.dtype)
+    for part, position in block.parts():
+        values = elements[position : position + part.numel].view(part.size)
+        for target in targets:
+            both = part.intersection(target.box)
+            if both is not None:
+                target.values[both.relative_to(target.box).slices()].copy_(values[both.relative_to(part).slices()])
+
+
+# ------------------------------------------------------------------------------------------------ between ranks
+
+
+def deal(needs: Mapping[int, Iterable[Block]]) -> Dealt:
+    """Who reads the blocks that more than one rank needs: of these the one that has the fewest bytes to read so far.
+
+    `needs`: by rank, the blocks of which it needs some.
+    """
+    needers: dict[tuple[str, int], list[int]] = {}
+    blocks: dict[tuple[str, int], Block] = {}
+    for rank, needed in needs.items():
+        for block in needed:
+            key = block.saved.file, block.start
+            blocks[key] = block
+            needers.setdefault(key, []).append(rank)
+    dealt: Dealt = {rank: [] for rank in needs}
+    load = dict.fromkeys(needs, 0)
+    for key in sorted(key for key, ranks in needers.items() if len(ranks) > 1):
+        reader = min(needers[key], key=lambda rank: (load[rank], rank))
+        load[reader] += blocks[key].size
+        dealt[reader].append(blocks[key])
+    return dealt
+
+
+def _rounds(blocks: Iterable[Block]) -> list[list[Block]]:
+    """A rank's blocks in as many as it hands out at a time."""
+    rounds: list[list[Block]] = []
+    room = 0
+    for block in blocks:
+        if not rounds or block.size > room:
+            rounds.append([])
+            room = ROUND * manifest.BLOCK
+        rounds[-1].append(block)
+        room -= block.size
+    return rounds
+
+
+def _exchange(
+    files: _Files, wanted: Wanted, dealt: Dealt, group: Group, place: torch.device, failure: MegaliteError | None
+) -> MegaliteError | None:
+    """Read this rank's of the dealt blocks, hand them out, and fill the targets from all. A rank that has failed, as
+    `failure` tells or here, hands out zeros: the others do not wait for it, and learn of it later."""
+    rounds = [_rounds(dealt[rank]) for rank in group.ranks] if dealt else []
+    for number in range(max(map(len, rounds), default=0)):
+        now = [mine[number] if number < len(mine) else [] for mine in rounds]
+        length = max(sum(map(_room, blocks)) for blocks in now)
+        sent = torch.zeros(length, dtype=torch.uint8)
+        if failure is None:
+            try:
+                for block, data in _cut(sent, now[group.rank]):
+                    files.read(block, box_file.bytes_of(data))
+            except MegaliteError as error:
+                failure = error
+        received = collectives.all_gather(sent.to(place), group).view(group.size, length)
+        for blocks, row in zip(now, received, strict=True):
+            for block, data in _cut(row, blocks):
+                put(block, data, wanted.get(block.saved, ()))
+    return failure
+
+
+def _cut(data: Tensor, blocks: Iterable[Block]) -> Iterator[tuple[Block, Tensor]]:
+    start = 0
+    for block in blocks:
+        yield block, data[start : start + block.size]
+        start += _room(block)
+
+
+def _room(block: Block) -> int:
+    """The bytes that it takes among others, aligned for any dtype."""
+    return -(-block.size // 16) * 16

@@ -1,0 +1,43 @@
+"""Host memory into which the state is copied, so that training goes on while the copy is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from megalite.checkpoint.plan import Region
+from megalite.parallel import device
+
+_ALIGNMENT = 64
+
+
+class Staging:
+    """Room for the regions that a rank saves, made once and used for every save."""
+
+    def __init__(self, regions: Sequence[Region], place: torch.device) -> None:
+        """Of `regions` the sizes count; `place`: where they are."""
+        self._device = place
+        starts = [0]
+        for region in regions:
+            starts.append(starts[-1] + math.ceil(region.part.size / _ALIGNMENT) * _ALIGNMENT)
+        self._memory = device.host_memory(starts[-1], place)
+        self._copies = [
+            self._memory[start : start + region.part.size].view(region.part.dtype).view(region.part.box.size)
+            for region, start in zip(regions, starts, strict=False)
+        ]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self._memory.nbytes
+
+    @torch.no_grad()
+    def take(self, regions: Sequence[Region]) -> list[Region]:
+        """The same regions with copies of their values, which are there once this returns."""
+        for region, copy in zip(regions, self._copies, strict=True):
+            copy.copy_(region.values, non_blocking=True)
+        device.synchronize(self._device)
+        return [replace(region, values=copy) for region, copy in zip(regions, self._copies, strict=True)]

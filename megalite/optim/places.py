@@ -1,0 +1,65 @@
+"""Which of each bucket a rank holds, owns and saves: a pure function of the mesh and the parameters' records.
+
+So any rank can tell it of any other without asking.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalite.optim.layout import BucketLayout
+from megalite.parallel.sharding import share
+
+
+@dataclass(frozen=True)
+class BucketPlace:
+    """A bucket, and a rank's place among those that share it. Ranges are of its elements: the first, one past the last.
+
+    Its data-parallel peers, in their order, are dealt into instances (one, but for hybrid sharding) of as many ranks as
+    there are shards.
+    """
+
+    layout: BucketLayout
+    stage: int
+    """ZeRO 0 to 3; 0 where there is one shard."""
+    shards: int
+    shard: int
+    """Which of the equal slices is this rank's."""
+    replicas: int
+    """How many ranks have the same slice: copies of the parameters, times instances."""
+    replica: int
+    """Which of them this rank is."""
+
+    @staticmethod
+    def of(
+        layout: BucketLayout, rank: int, *, peers: int, position: int, stage: int = 0, instances: int = 1
+    ) -> BucketPlace:
+        """The place of `rank`, which holds the parameters, at `position` of so many data-parallel peers."""
+        copies = layout.slots[0].parameter.sharding.copies
+        shards = peers // instances
+        instance, shard = divmod(position, shards)
+        replica = copies.index(rank) * instances + instance
+        return BucketPlace(layout, stage if shards > 1 else 0, shards, shard, len(copies) * instances, replica)
+
+    @property
+    def counted_here(self) -> bool:
+        """Whether this rank is the one of the replicas that counts where each element counts once."""
+        return self.replica == 0
+
+    @property
+    def owned(self) -> tuple[int, int]:
+        """This rank's slice: what none of the other shards is to answer for."""
+        length = self.layout.length // self.shards
+        return self.shard * length, (self.shard + 1) * length
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """What this rank updates: under ZeRO 0 everything."""
+        return self.owned if self.stage else (0, self.layout.length)
+
+    @property
+    def saved(self) -> tuple[int, int]:
+        """What this rank saves: its part of the slice, of which each of the replicas saves as much."""
+        begin, end = self.owned
+        start, length = share(end - begin, self.replicas, self.replica)
+        return begin + start, begin + start + length

@@ -1,0 +1,103 @@
+"""What a run saves of itself: when a save ends, what is told of it, how many may fail, and which are kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megalite import checkpoint
+from megalite.checkpoint import FORMATS, Plan, Saver, TrainingState
+from megalite.config import CheckpointConfig
+from megalite.errors import CheckpointError
+from megalite.optim.optimizer import Optimizer
+from megalite.training.display import Display
+
+
+class Checkpoints:
+    """The saves of a run; `save` and `advance` are for all ranks together."""
+
+    def __init__(self, settings: CheckpointConfig, directory: Path, optimizer: Optimizer, plan: Plan) -> None:
+        self._settings, self._directory, self._rank = settings, directory, plan.mesh.rank
+        self._saver = Saver(
+            directory,
+            optimizer,
+            plan,
+            container=FORMATS[settings.ckpt_format],
+            state=settings.save_optim,
+            asynchronous=settings.async_save,
+        )
+        self._failures = 0
+        self._began, self._stood_still = 0.0, 0.0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to tell when the run starts."""
+        if self._saver.staging is None:
+            return ()
+        return (f"asynchronous saves: {self._saver.staging.size / 2**20:,.0f} MiB of host memory on this rank",)
+
+    @property
+    def flags(self) -> list[float]:
+        """What the ranks must know of each other, as maxima, before `advance`: whether one is busy, or has failed."""
+        return [float(self._saver.busy), float(self._saver.failed)]
+
+    def save(self, training: TrainingState, config: dict[str, Any], display: Display, *, last: bool) -> None:
+        """Save the state as it is now; in the background with --async-save, unless nothing comes after it (`last`).
+
+        So many failures in a row as the flags say are told, and training goes on to the next save: the state that
+        cannot be saved is not lost as long as the run lives. Raises CheckpointError for the next, and for the last.
+        """
+        if self._saver.under_way:
+            self._finish(display, last=False)
+        with self._tolerating(display, last=last):
+            self._began = time.perf_counter()
+            self._saver.begin(training, config)
+            self._stood_still = time.perf_counter() - self._began
+        if self._saver.under_way and (last or not self._settings.async_save):
+            self._finish(display, last=last)
+
+    def advance(self, busy: bool, failed: bool, display: Display) -> None:
+        """Go on with what runs in the background, unless a rank is still busy; `busy` and `failed`: of any rank."""
+        if self._saver.under_way and (failed or not busy):
+            self._advance(display, last=False)
+
+    def _finish(self, display: Display, *, last: bool) -> None:
+        while self._saver.under_way:
+            self._advance(display, last=last)
+
+    def _advance(self, display: Display, *, last: bool) -> None:
+        with self._tolerating(display, last=last):
+            path = self._saver.advance()
+            if path is not None:
+                self._failures = 0
+                seconds = time.perf_counter() - self._began
+                still = f", training stood still for {self._stood_still:.2f} s" if self._settings.async_save else ""
+                display.message(f"saved {path} in {seconds:.1f} s{still}")
+                self._remove_old(display)
+
+    @contextmanager
+    def _tolerating(self, display: Display, *, last: bool) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self._failures += 1
+            tolerated = self._settings.tolerated_save_failures
+            if last or self._failures > tolerated:
+                raise
+            display.message(
+                f"WARNING: {error}\nTraining goes on, unsaved: failure {self._failures} of {tolerated} that "
+                "--tolerated-save-failures allows in a row"
+            )
+
+    def _remove_old(self, display: Display) -> None:
+        interval = self._settings.save_retain_interval
+        if interval is not None and self._rank == 0:
+            for note in checkpoint.remove_old(self._directory, interval):
+                display.message(note)
+
+    def close(self) -> None:
+        """Leave what is under way: for a run that ends without having come to the end of it."""
+        self._saver.close()
