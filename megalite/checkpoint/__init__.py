@@ -11,8 +11,8 @@ from megalite.checkpoint.choosing import (
     newest_whole,
 )
 from megalite.checkpoint.compatibility import check_compatible, read_model_config
-from megalite.checkpoint.container import FORMATS
 from megalite.checkpoint.directory import Candidates, iteration_of, latest
+from megalite.checkpoint.formats import FORMATS
 from megalite.checkpoint.loading import load
 from megalite.checkpoint.manifest import Manifest, TrainingState, read_config, read_manifest
 from megalite.checkpoint.plan import Plan

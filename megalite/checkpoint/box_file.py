@@ -60,6 +60,12 @@ def write(stream: BinaryIO, boxes: Iterable[tuple[Place, Tensor]], closed: Event
     return Written(SavedFile(size, around), checksums)
 
 
+def write_bytes(stream: BinaryIO, data: bytes) -> SavedFile:
+    """Write a file without boxes."""
+    _write_all(stream, memoryview(data))
+    return SavedFile(len(data), zlib.crc32(data))
+
+
 class _RunningChecksum:
     """The CRC-32 of all bytes so far, behind each block of them."""
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from megalite.checkpoint import directory as run_directory
 from megalite.checkpoint import saving
 from megalite.checkpoint.box_file import bytes_of
-from megalite.checkpoint.container import NATIVE, Container, Part, Place
+from megalite.checkpoint.container import Part, Place
+from megalite.checkpoint.formats import NATIVE, Format, Placed
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedFile, SavedTensor, covers, logical_name
 from megalite.checkpoint.progress import Advance, in_threads
 from megalite.checkpoint.reader import CheckpointReader, chunks, dtype_of, size_in_bytes, whole
@@ -69,7 +70,7 @@ def reshard(
     cut: Cut,
     workers: int,
     advance: Advance,
-    container: Container = NATIVE,
+    file_format: Format = NATIVE,
 ) -> Path:
     """Write the tensors that `cut` names into run directory `directory`, as a save does, and return the new folder.
 
@@ -83,11 +84,12 @@ def reshard(
     temporary = run_directory.temporary_path(directory, training.iteration)
     try:
         run_directory.begin(directory, training.iteration)
-        writer = _Writer(reader, temporary, cut, container, advance)
+        writer = _Writer(reader, temporary, cut, file_format, advance)
         names = sorted(writer.by_tensor)
         tensors = dict(zip(names, in_threads(workers, writer.copy, names), strict=True))
         in_threads(workers, writer.sync, writer.outputs)
-        saving.finish(directory, Manifest(training, reader.manifest.config, writer.saved_files(tensors), tensors))
+        files = writer.saved_files(tensors) | saving.write_index(temporary, file_format, writer.placed())
+        saving.finish(directory, Manifest(training, reader.manifest.config, files, tensors))
     except OSError as error:
         raise CheckpointError(f"writing {temporary} failed: {error}. Free space, or choose another folder") from error
     finally:
@@ -107,24 +109,22 @@ class _Output:
 class _Writer:
     """Files of known size, into which tensors are copied in any order."""
 
-    def __init__(
-        self, reader: CheckpointReader, folder: Path, cut: Cut, container: Container, advance: Advance
-    ) -> None:
-        self.reader, self.folder, self.container, self.advance = reader, folder, container, advance
+    def __init__(self, reader: CheckpointReader, folder: Path, cut: Cut, file_format: Format, advance: Advance) -> None:
+        self.reader, self.folder, self.format, self.advance = reader, folder, file_format, advance
         tensors = reader.manifest.tensors
         self.outputs: dict[str, list[_Output]] = {}
         """By file."""
         for boxes in cut:
             parts = [Part(name, tensors[name].shape, dtype_of(tensors[name]), box) for name, box in boxes]
             if parts:
-                self._begin(container.file.format(writer=len(self.outputs)), parts)
+                self._begin(file_format.file.format(writer=len(self.outputs)), parts)
         self.by_tensor: dict[str, list[_Output]] = {}
         for output in (output for outputs in self.outputs.values() for output in outputs):
             self.by_tensor.setdefault(output.part.name, []).append(output)
 
     def _begin(self, file: str, parts: Sequence[Part]) -> None:
         self.outputs[file] = [
-            _Output(part, file, place) for part, place in zip(parts, self.container.places(parts), strict=True)
+            _Output(part, file, place) for part, place in zip(parts, self.format.places(parts), strict=True)
         ]
         with (self.folder / file).open("xb") as stream:
             for output in self.outputs[file]:
@@ -155,6 +155,10 @@ class _Writer:
     def sync(self, file: str) -> None:
         with (self.folder / file).open("r+b") as stream:
             os.fsync(stream.fileno())
+
+    def placed(self) -> Placed:
+        """What is in the files."""
+        return {file: [(each.part, each.place) for each in outputs] for file, outputs in self.outputs.items()}
 
     def saved_files(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedFile]:
         """The files, once the tensors are in them."""

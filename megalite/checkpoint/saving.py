@@ -15,7 +15,8 @@ from megalite.checkpoint import box_file, manifest
 from megalite.checkpoint import directory as run_directory
 from megalite.checkpoint.agreement import together
 from megalite.checkpoint.box_file import Written
-from megalite.checkpoint.container import NATIVE, Container, Part, Place
+from megalite.checkpoint.container import Part, Place
+from megalite.checkpoint.formats import NATIVE, Format, Placed
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedFile, SavedTensor, TrainingState, covers
 from megalite.checkpoint.plan import MODEL, Plan, Region, saved_regions
 from megalite.checkpoint.staging import Staging
@@ -42,12 +43,12 @@ class Saver:
         optimizer: Optimizer,
         plan: Plan,
         *,
-        container: Container = NATIVE,
+        file_format: Format = NATIVE,
         state: bool = True,
         asynchronous: bool = False,
     ) -> None:
         """Without `state` the weights alone are saved."""
-        self._directory, self._optimizer, self._plan, self._container = directory, optimizer, plan, container
+        self._directory, self._optimizer, self._plan, self._format = directory, optimizer, plan, file_format
         self._mesh, self._state = plan.mesh, state
         self.staging = Staging(self._regions(), plan.mesh.device) if asynchronous else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
@@ -89,8 +90,8 @@ class Saver:
             if self.staging is not None:
                 regions = self.staging.take(regions)
             path = run_directory.temporary_path(directory, training.iteration)
-            file = path / self._container.file.format(writer=rank)
-            work = self._do(lambda: _write(file, self._container, regions, self._closed))
+            file = path / self._format.file.format(writer=rank)
+            work = self._do(lambda: _write(file, self._format, regions, self._closed))
         except CheckpointError:
             self._abandon(training)
             raise
@@ -162,7 +163,7 @@ class Saver:
 
     def _commit(self, save: _Save, written: Sequence[list[int]]) -> None:
         """Make the checkpoint out of what is written. The plan says what that is."""
-        container = self._container
+        file_format = self._format
         files: dict[str, SavedFile] = {}
         placed: dict[str, list[tuple[Part, Place]]] = {}
         kinds: dict[str, tuple[tuple[int, ...], str]] = {}
@@ -173,8 +174,8 @@ class Saver:
                 raise CheckpointError(f"rank {rank} has other tensors than its plan says: a defect, please report it")
             if not parts:
                 continue
-            file = container.file.format(writer=rank)
-            placed[file] = list(zip(parts, container.places(parts), strict=True))
+            file = file_format.file.format(writer=rank)
+            placed[file] = list(zip(parts, file_format.places(parts), strict=True))
             checksums = iter(numbers[2:])
             for part, place in placed[file]:
                 sums = tuple(next(checksums) for _ in range(0, part.size, manifest.BLOCK))
@@ -183,6 +184,8 @@ class Saver:
                 kinds[part.name] = part.shape, manifest.dtype_name(part.dtype)
             files[file] = SavedFile(place.stop + len(place.after(0)), numbers[1])
         tensors = {name: SavedTensor(*kinds[name], tuple(boxes[name])) for name in sorted(boxes)}
+        folder = run_directory.temporary_path(self._directory, save.training.iteration)
+        files |= write_index(folder, file_format, placed)
         finish(self._directory, Manifest(save.training, save.config, files, tensors))
 
 
@@ -193,11 +196,11 @@ def save(
     config: dict[str, Any],
     *,
     plan: Plan | None = None,
-    container: Container = NATIVE,
+    file_format: Format = NATIVE,
     state: bool = True,
 ) -> Path:
     """`Saver.save`, once. `plan`: of all ranks; None where there is but one."""
-    saver = Saver(directory, optimizer, plan or Plan.alone(optimizer), container=container, state=state)
+    saver = Saver(directory, optimizer, plan or Plan.alone(optimizer), file_format=file_format, state=state)
     return saver.save(training, config)
 
 
@@ -214,17 +217,26 @@ class _Save:
     committing: bool = False
 
 
-def _write(path: Path, container: Container, regions: Sequence[Region], closed: Event) -> Written | None:
+def _write(path: Path, file_format: Format, regions: Sequence[Region], closed: Event) -> Written | None:
     """Write a rank's file, unless there is nothing in it; no further than to the next block once `closed`."""
     if not regions:
         return None
-    places = container.places([region.part for region in regions])
+    places = file_format.places([region.part for region in regions])
     with run_directory.create(path) as stream:
         return box_file.write(stream, zip(places, (region.values for region in regions), strict=True), closed)
 
 
 def _digest(parts: Iterable[Part]) -> int:
     return zlib.crc32("\n".join(f"{part.entry} {part.box.size} {part.dtype}" for part in parts).encode())
+
+
+def write_index(folder: Path, file_format: Format, placed: Placed) -> dict[str, SavedFile]:
+    """Write what others need to read the files."""
+    files: dict[str, SavedFile] = {}
+    for name, data in file_format.index(placed).items():
+        with run_directory.create(folder / name) as stream:
+            files[name] = box_file.write_bytes(stream, data)
+    return files
 
 
 def finish(directory: Path, made: Manifest) -> None:

@@ -25,7 +25,7 @@ class Checkpoints:
             directory,
             optimizer,
             plan,
-            container=FORMATS[settings.ckpt_format],
+            file_format=FORMATS[settings.ckpt_format],
             state=settings.save_optim,
             asynchronous=settings.async_save,
         )

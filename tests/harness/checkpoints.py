@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.checkpoint import Manifest, TrainingState, box_file, directory, manifest, saving
-from megalite.checkpoint.container import NATIVE, Container, Part
+from megalite.checkpoint.container import Part
+from megalite.checkpoint.formats import NATIVE, Format
 from megalite.checkpoint.manifest import SavedBox, SavedFile, SavedTensor
 from megalite.parallel.sharding import Box
 
@@ -29,7 +30,7 @@ def write(
     files: Sequence[Sequence[Placed]] | None = None,
     training: TrainingState = STATE,
     config: dict[str, Any] | None = None,
-    container: Container = NATIVE,
+    file_format: Format = NATIVE,
 ) -> Path:
     """Save tensors into a run directory; `files`: the boxes of each file (None: one file, of whole tensors)."""
     files = files or [[(name, Box((0,) * tensor.ndim, tuple(tensor.shape))) for name, tensor in tensors.items()]]
@@ -40,8 +41,8 @@ def write(
         if not placed:
             continue
         parts = [Part(name, tuple(tensors[name].shape), tensors[name].dtype, box) for name, box in placed]
-        places = container.places(parts)
-        path = directory.temporary_path(folder, training.iteration) / container.file.format(writer=number)
+        places = file_format.places(parts)
+        path = directory.temporary_path(folder, training.iteration) / file_format.file.format(writer=number)
         with directory.create(path) as stream:
             values = (tensors[part.name][part.box.slices()] for part in parts)
             made = box_file.write(stream, zip(places, values, strict=True))

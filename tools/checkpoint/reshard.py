@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.pipeline_layout import stage_layers, virtual_stages
@@ -46,6 +46,8 @@ class Arguments:
     """... in each of so many groups, the pipeline's ranks."""
     pipeline_model_parallel_layout: str | None = None
     """What each stage holds, as for pretrain_gpt.py; several stages a rank too. Unset: as many layers each."""
+    ckpt_format: Literal["megalite", "torch_dist"] = "megalite"
+    """What to write: safetensors files, or those that torch.distributed.checkpoint reads too."""
     optimizer: bool = True
     """Keep the optimizer's state; with --no-optimizer the weights alone are written."""
     workers: int = len(os.sched_getaffinity(0))
@@ -55,7 +57,7 @@ class Arguments:
 def main() -> None:
     """Parse, copy, and say what was written."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    from megalite.checkpoint import directory
+    from megalite.checkpoint import FORMATS, directory
     from megalite.checkpoint.plan import MODEL
     from megalite.checkpoint.progress import show_progress
     from megalite.checkpoint.reader import CheckpointReader, size_in_bytes
@@ -80,7 +82,8 @@ def main() -> None:
     )
     size = sum(map(size_in_bytes, tensors.values()))
     with show_progress("resharding", size) as advance:
-        written = reshard(reader, Path(arguments.save), cut, arguments.workers, advance)
+        file_format = FORMATS[arguments.ckpt_format]
+        written = reshard(reader, Path(arguments.save), cut, arguments.workers, advance, file_format)
     print(f"{written}: {len(tensors):,} tensors, {size:,} bytes in {len(cut):,} files")
     if not arguments.optimizer:
         print("without the optimizer's state: a run that continues from it is refused")

@@ -1,0 +1,64 @@
+"""The formats that checkpoints are written in. Whatever it is, the manifest says where the bytes of each box stand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megalite.checkpoint import torch_file
+from megalite.checkpoint.container import Part, Place
+
+Placed = Mapping[str, Sequence[tuple[Part, Place]]]
+"""By file: its parts, and where they stand."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A file format for boxes."""
+
+    file: str
+    """The name of a writer's file, with {writer} for its number."""
+    places: Callable[[Sequence[Part]], list[Place]]
+    """Where the parts of a file stand, in their order."""
+    index: Callable[[Placed], Mapping[str, bytes]]
+    """Files that others need to read these, by name; megalite reads none of them."""
+
+
+def safetensors_places(parts: Sequence[Part]) -> list[Place]:
+    """Where parts stand in a safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of header length, a
+    JSON header, then the tensors' bytes."""
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for part in parts:
+        start, end = end, end + part.size
+        dtype = _SAFETENSORS_DTYPES[part.dtype]
+        fields[part.entry] = {"dtype": dtype, "shape": list(part.box.size), "data_offsets": [start, end]}
+    header = json.dumps(fields).encode()
+    header += b" " * (-len(header) % 8)  # so that the tensors' bytes are aligned
+    before = len(header).to_bytes(8, "little") + header
+    places: list[Place] = []
+    end = len(before)
+    for part in parts:
+        places.append(Place(before if not places else b"", end, end + part.size, _nothing))
+        end += part.size
+    return places
+
+
+_SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def _nothing(_checksum: int) -> bytes:
+    return b""
+
+
+NATIVE = Format("rank_{writer:05d}.safetensors", safetensors_places, lambda _: {})
+FORMATS = {
+    "megalite": NATIVE,
+    "torch_dist": Format(
+        "__{writer}_0.distcp", torch_file.places, lambda placed: {".metadata": torch_file.metadata(placed)}
+    ),
+}
+"""By the value of --ckpt-format."""
