@@ -57,7 +57,8 @@ def make_deterministic(enabled: bool) -> None:
 
 def host_memory(size: int, device: torch.device) -> torch.Tensor:
     """Bytes on the host, there from now on, to and from which the device copies fast (pinned for CUDA)."""
-    return torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    memory = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return memory.fill_(0)  # the system gives memory when it is first written to
 
 
 def chunk_elements(device: torch.device) -> int:
