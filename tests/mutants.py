@@ -50,7 +50,7 @@ _UNIT = "tests/unit/test_parallel_"
 _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
 _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
-_GOES_ON = "tests/distributed/test_checkpoint_layouts.py::test_a_training_goes_on_under_any_layout[2]"
+_GOES_ON = "tests/distributed/test_checkpoint_layouts.py::test_a_training_goes_on_under_any_layout[8]"
 _RATES = "tests/distributed/test_rates_megatron.py::test_whole_runs"
 
 MUTANTS = (
