@@ -50,6 +50,7 @@ _UNIT = "tests/unit/test_parallel_"
 _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
 _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
+_GOES_ON = "tests/distributed/test_checkpoint_layouts.py::test_a_training_goes_on_under_any_layout[8]"
 _RATES = "tests/distributed/test_rates_megatron.py::test_whole_runs"
 
 MUTANTS = (
@@ -416,6 +417,20 @@ MUTANTS = (
         'state = run.state | ({"master": run.master} if self.has_master else {})',
         'state = {"master": run.master} if self.has_master else {}',
         "tests/unit/test_checkpoint.py::test_weights_state_and_place_in_training_come_back_bit_for_bit",
+    ),
+    Mutant(
+        "a load forgets how many updates were made",
+        "megalite/checkpoint/loading.py",
+        "optimizer.steps = manifest.training.optimizer_steps if state else 0",
+        "optimizer.steps = 0",
+        _GOES_ON,
+    ),
+    Mutant(
+        "a load leaves the padding of the optimizer's state as it was",
+        "megalite/checkpoint/loading.py",
+        "for values in (run.values, *run.state.values()):",
+        "for values in (run.values,):",
+        _GOES_ON,
     ),
     Mutant(
         "sequence-parallel ranks take the first rank's positions",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,14 +43,18 @@ class Result:
 
 
 def run(rank_pools: RankPools, cells: Sequence[Cell]) -> list[Result]:
-    """Run cells of one world size; a world of one is this process."""
+    """Run cells of one world size."""
     (world_size,) = {cell.world_size for cell in cells}
-    if world_size > 1:
-        by_rank = rank_pools(world_size).run(run_cells, cells)
-    else:
-        with one_thread():
-            by_rank = [run_cells(cells)]
+    by_rank = on_ranks(rank_pools, world_size, run_cells, cells)
     return [result_of(cell, ranks) for cell, ranks in zip(cells, zip(*by_rank, strict=True), strict=True)]
+
+
+def on_ranks(rank_pools: RankPools, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `function` returns on each rank of a pool; a world of one is this process."""
+    if world_size > 1:
+        return rank_pools(world_size).run(function, *arguments)
+    with one_thread():
+        return [function(*arguments)]
 
 
 @contextmanager

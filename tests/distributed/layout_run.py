@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalite import checkpoint
+from megalite.checkpoint import FORMATS, Plan, Saver, TrainingState
 from megalite.model import gpt
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.optim import optimizer as optim
-from megalite.optim.buckets import Bucket, DataParallel
-from megalite.optim.optimizer import Optimizer
+from megalite.optim.buckets import Bucket, DataParallel, plan_buckets
+from megalite.optim.layout import BucketLayout
+from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives
 from megalite.parallel.initialization import initial_values, initialize
@@ -77,34 +81,25 @@ class RankResult:
 
 def run_cells(cells: Sequence[Cell]) -> list[RankResult]:
     """Every cell in turn, on this rank of as many processes as each of the cells needs."""
+    meshes = make_meshes(cells)
+    return [run_cell(meshes[cell.tp, cell.pp], cell) for cell in cells]
+
+
+def make_meshes(cells: Iterable[Cell]) -> dict[tuple[int, int], ParallelMesh]:
+    """This rank's meshes, by (tp, pp): one for all cells that are split alike."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    meshes = {
+    return {
         (tp, pp): ParallelMesh(rank=rank, world_size=world_size, tensor_parallel_size=tp, pipeline_parallel_size=pp)
         for tp, pp in dict.fromkeys((cell.tp, cell.pp) for cell in cells)
     }
-    return [run_cell(meshes[cell.tp, cell.pp], cell) for cell in cells]
 
 
 def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
     """Build the model, train it for the cell's steps, and tell all that must not depend on the layout."""
-    chunks = make_chunks(mesh, cell)
-    network = nn.ModuleList(chunks)
-    initialize(network, SEED)
-    perturb_constants(network)
-    initial = held(network, mesh, lambda parameter: parameter)
-    optimizer = make_optimizer(chunks, mesh, cell)
-    hidden = HiddenStates(hidden_shape(cell), cell.torch_dtype, mesh.device)
-    stages, rank = cell.stages, mesh.coordinate("pp")
-    sample_losses: dict[int, Tensor] = {}
-    engine = PipelineEngine(
-        [recording_losses(chunk, sample_losses) for chunk in chunks], stages, rank, make_links(mesh, stages), hidden
-    )
-    steps = Steps(
-        stages,
-        rank,
-        schedule=cell.schedule_name,
-        reductions=Reductions(optimizer.reduces_each_micro_batch, cell.overlap != "none", align=True),
-    )
+    chunks = initialized_chunks(mesh, cell)
+    initial = held(nn.ModuleList(chunks), mesh, lambda parameter: parameter)
+    training = Training(mesh, cell, chunks)
+    network, optimizer = training.network, training.optimizer
     gradients: list[Held] = []
     figures: dict[str, float] = {}
     losses, norms, skipped = [], [], []
@@ -112,15 +107,8 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
     for step in cell.step_numbers:
         if mesh.rank == cell.infinity_on:
             plant_infinity(network, active=step == 0)
-        micro_batches = list(local_micro_batches(cell, step, mesh.coordinate("dp")))
-        count = torch.tensor([sum(m.loss_mask.sum(dtype=torch.float64).item() for m in micro_batches)]).double()
-        count = collectives.all_reduce_(count, mesh.group("dp")).item()
-        optimizer.begin_step(len(micro_batches))
-        factor = 1.0 / count if count else 0.0
-        loss_sum = engine.run(steps.training(len(micro_batches)), micro_batches, factor, optimizer)
-        update = optimizer.step(rates(cell, step))
-        loss_sum = collectives.all_reduce_(loss_sum.view(1), mesh.group("dp"))
-        losses.append(collectives.all_reduce_(loss_sum, mesh.group("pp")).item() / max(count, 1.0))
+        loss, update = training.step(step)
+        losses.append(loss)
         norms.append(update.gradient_norm)
         skipped.append(update.skipped)
         if step == cell.first_step:
@@ -131,11 +119,89 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
     with optimizer.whole_parameters():
         assert_padding_is_zero(network)
         final = held(network, mesh, lambda parameter: parameter)
-    return RankResult(initial, gradients, final, losses, norms, skipped, sample_losses, figures)
+    return RankResult(initial, gradients, final, losses, norms, skipped, training.sample_losses, figures)
+
+
+class Training:
+    """A cell's training on this rank."""
+
+    def __init__(self, mesh: ParallelMesh, cell: Cell, chunks: Sequence[GPT]) -> None:
+        self.mesh, self.cell = mesh, cell
+        self.network = nn.ModuleList(chunks)
+        self.optimizer = make_optimizer(chunks, mesh, cell)
+        self.plan = make_plan(mesh, cell)
+        self.sample_losses: dict[int, Tensor] = {}
+        """As in RankResult."""
+        hidden = HiddenStates(hidden_shape(cell), cell.torch_dtype, mesh.device)
+        stages, rank = cell.stages, mesh.coordinate("pp")
+        recording = [recording_losses(chunk, self.sample_losses) for chunk in chunks]
+        self.engine = PipelineEngine(recording, stages, rank, make_links(mesh, stages), hidden)
+        self.steps = Steps(
+            stages,
+            rank,
+            schedule=cell.schedule_name,
+            reductions=Reductions(self.optimizer.reduces_each_micro_batch, cell.overlap != "none", align=True),
+        )
+
+    def step(self, number: int) -> tuple[float, StepResult]:
+        """One step on the samples of this number: the mean loss over the global batch, and the update."""
+        mesh, optimizer = self.mesh, self.optimizer
+        micro_batches = list(local_micro_batches(self.cell, number, mesh.coordinate("dp")))
+        own = sum(m.loss_mask.sum(dtype=torch.float64).item() for m in micro_batches)
+        count = collectives.all_reduce_(torch.tensor([own]).double(), mesh.group("dp")).item()
+        optimizer.begin_step(len(micro_batches))
+        factor = 1.0 / count if count else 0.0
+        loss_sum = self.engine.run(self.steps.training(len(micro_batches)), micro_batches, factor, optimizer)
+        update = optimizer.step(rates(self.cell, number))
+        loss_sum = collectives.all_reduce_(loss_sum.view(1), mesh.group("dp"))
+        return collectives.all_reduce_(loss_sum, mesh.group("pp")).item() / max(count, 1.0), update
+
+    def save(self, directory: Path, iteration: int, ckpt_format: str = "megalite") -> Path:
+        file_format = FORMATS[ckpt_format]
+        return checkpoint.save(
+            directory, self._state(iteration), self.optimizer, {"model": {}}, plan=self.plan, file_format=file_format
+        )
+
+    def save_while_training(self, directory: Path, iteration: int, ckpt_format: str = "megalite") -> Path:
+        """An asynchronous save, during which a step is taken."""
+        file_format = FORMATS[ckpt_format]
+        saver = Saver(directory, self.optimizer, self.plan, file_format=file_format, asynchronous=True)
+        saver.begin(self._state(iteration), {"model": {}})
+        self.step(iteration)
+        while (path := saver.advance()) is None:
+            pass
+        saver.close()
+        return path
+
+    def _state(self, iteration: int) -> TrainingState:
+        return TrainingState(iteration, iteration * self.cell.samples, self.optimizer.steps)
+
+    def load(self, path: Path) -> TrainingState:
+        return checkpoint.load(path, self.network, self.optimizer, self.mesh, plan=self.plan)
+
+
+def make_plan(mesh: ParallelMesh, cell: Cell) -> Plan:
+    """What each rank of the cell holds and saves."""
+    options = data_parallel(cell)
+
+    def layouts_at(mesh: ParallelMesh) -> list[BucketLayout]:
+        chunks = make_chunks(mesh, cell)
+        return plan_buckets(chunks, mesh, options, blocks=[chunk.blocks() for chunk in chunks])
+
+    return Plan(mesh, layouts_at, optimizer_config(cell), stage=options.stage, instances=options.instances)
+
+
+def initialized_chunks(mesh: ParallelMesh, cell: Cell, seed: int = SEED) -> list[GPT]:
+    """This rank's stages with their initial values, of which none is zero or one."""
+    chunks = make_chunks(mesh, cell)
+    network = nn.ModuleList(chunks)
+    initialize(network, seed)
+    perturb_constants(network)
+    return chunks
 
 
 def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
-    """This rank's stages of the cell's model."""
+    """The stages of the cell's model on the mesh's rank, which may be one that no process is."""
     parts, stages, ranks = cell.parts(), cell.stages, mesh.ranks("pp")
     return gpt.make_chunks(
         model_config(cell),
@@ -177,17 +243,21 @@ def accumulate_gradients(
 
 
 def make_optimizer(chunks: Sequence[GPT], mesh: ParallelMesh, cell: Cell) -> Optimizer:
-    overlap = cell.overlap != "none"
-    options = DataParallel(
+    blocks = [chunk.blocks() for chunk in chunks]
+    return optim.make_optimizer(chunks, mesh, optimizer_config(cell), data_parallel(cell), blocks=blocks)
+
+
+def data_parallel(cell: Cell) -> DataParallel:
+    """How the cell's optimizer is spread over the data-parallel ranks."""
+    overlap, chunks = cell.overlap != "none", cell.stages.chunks
+    return DataParallel(
         gradient_dtype=cell.torch_gradient_dtype,
         stage=cell.zero,
         instances=cell.instances,
         bucket_size=1 if cell.overlap == "single parameters" else BUCKET_SIZE if overlap else None,
-        overlap_reduce=overlap and (len(chunks) == 1 or cell.zero >= 2 or cell.stages.v_shaped),  # else the list does
+        overlap_reduce=overlap and (chunks == 1 or cell.zero >= 2 or cell.stages.v_shaped),  # else the list does
         overlap_gather=cell.overlap == "reduce and gather",
     )
-    blocks = [chunk.blocks() for chunk in chunks]
-    return optim.make_optimizer(chunks, mesh, optimizer_config(cell), options, blocks=blocks)
 
 
 def local_micro_batches(cell: Cell, step: int, dp_rank: int) -> Iterator[MicroBatch]:

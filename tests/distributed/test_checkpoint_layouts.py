@@ -1,0 +1,332 @@
+"""A checkpoint saved under any layout loads under any other, and the training goes on as if it had never stopped.
+
+Layouts are drawn at random in pairs, the one that saves and the one that loads. What the ranks hold, put together by
+the parameters' records, must be what stands in the file as documented, weights and optimizer state, bit for bit; the
+steps that follow must be those of the oracle, which trains in one go (docs/invariants.md: I8, I9).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.checkpoint import TrainingState, manifest
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import named_pieces
+from tests.distributed.layout_cell import LAYOUT_FACTORS, MODEL_FACTORS, Cell, make_cell, rates, valid
+from tests.distributed.layout_expected import Tensors, expected, on_ranks
+from tests.distributed.layout_run import SEED, Training, assert_padding_is_zero, initialized_chunks, make_meshes
+from tests.distributed.test_layouts import PLAINEST
+from tests.harness.checkpoints import read
+from tests.harness.close import assert_bits_equal, assert_number_close, assert_parameter_close
+from tests.harness.covering_array import Row, Valid
+from tests.harness.rank_pool import RankPools
+
+BEFORE, AFTER = 1, 2
+"""Steps under the layout that saves, and under the one that loads."""
+
+Target = tuple[Any, ...]
+"""What some pair is to meet: a value on a side, or two together."""
+
+RANKS: dict[str, tuple[Any, ...]] = {
+    name: LAYOUT_FACTORS[name]
+    for name in ("tp", "sequence_parallel", "pp", "schedule", "dp", "zero", "instances", "overlap")
+} | {"schedule": ("1f1b", "interleaved-2", "interleaved-3", "zb-v")}
+"""What says which rank holds what; overlap cuts the buckets."""
+TRAINED: dict[str, tuple[Any, ...]] = {
+    name: MODEL_FACTORS[name] for name in ("family", "key_values", "qk_layernorm", "tied", "vocabulary")
+} | {"optimizer": ("sgd", "adam", "muon")}
+"""What is saved."""
+CROSSED = ("tp", "pp", "schedule", "zero")
+"""Factors of which each value is loaded from each."""
+ALONE = (*RANKS, *TRAINED)
+"""Factors of which each value is saved, and loaded."""
+TOGETHER = (("schedule", "tied"), ("zero", "optimizer"))
+"""Factors of which every two values are: tied weights on one rank or two, each rule's state in slices."""
+
+
+class _Completed(dict[str, Any]):
+    """A row whose other factors, but for those at hand, are the plainest."""
+
+    def __missing__(self, name: str) -> Any:
+        if name in RANKS or name in TRAINED:
+            raise KeyError(name)
+        return PLAINEST[name]
+
+
+def sharding(row: Row) -> bool:
+    """Whether a row, perhaps incomplete, can be run, and its ZeRO stage finds ranks to share with."""
+    return valid(_Completed(row)) and (row["zero"] == 0 or row["dp"] > row["instances"])
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A training that is saved and goes on under another layout."""
+
+    saving: Cell
+    loading: Cell
+
+    def __str__(self) -> str:
+        return f"[{self.saving}] loaded under [{self.loading}]"
+
+    @property
+    def ranks(self) -> int:
+        """All that it takes: with each load comes another save and another load."""
+        return self.saving.world_size + 2 * self.loading.world_size
+
+    def met(self) -> set[Target]:
+        sides = {"saving": self.saving, "loading": self.loading}
+        crossed = {(name, getattr(self.saving, name), getattr(self.loading, name)) for name in CROSSED}
+        met = {
+            (side, *((name, getattr(cell, name)) for name in names))
+            for side, cell in sides.items()
+            for names in (*((name,) for name in ALONE), *TOGETHER)
+        }
+        return crossed | met
+
+
+def to_meet() -> set[Target]:
+    factors = RANKS | TRAINED
+    crossed = {(name, *values) for name in CROSSED for values in itertools.product(RANKS[name], repeat=2)}
+    rest = {
+        (side, *zip(names, values, strict=True))
+        for side in ("saving", "loading")
+        for names in (*((name,) for name in ALONE), *TOGETHER)
+        for values in itertools.product(*(factors[name] for name in names))
+    }
+    return crossed | rest
+
+
+def random_pairs(count: int, seed: int, can_run: Valid) -> list[Pair]:
+    """Pairs of layouts, any that can run."""
+    generator = random.Random(seed)
+
+    def layout(variant: Row) -> Row:
+        while True:
+            row = variant | {name: generator.choice(values) for name, values in RANKS.items()}
+            if can_run(row):
+                return row
+
+    pairs: list[Pair] = []
+    while len(pairs) < count:
+        variant = {name: generator.choice(values) for name, values in TRAINED.items()}
+        saving, loading = layout(variant), layout(variant)
+        shared = math.lcm(saving["dp"], loading["dp"])
+        samples = shared * -(-4 // shared)
+        if samples <= 12:
+            pairs.append(Pair(make_cell(saving, samples=samples), make_cell(loading, samples=samples)))
+    return pairs
+
+
+def covering_pairs(seed: int = 0) -> list[Pair]:
+    """Of many random pairs those that bring the most news for the ranks they take, until all is met."""
+    candidates = [(pair, pair.met()) for pair in random_pairs(2000, seed, sharding)]
+    missing, pairs = to_meet(), []
+    while missing:
+        pair, met = max(candidates, key=lambda candidate: len(candidate[1] & missing) / candidate[0].ranks)
+        if not met & missing:
+            break  # test_every_value_is_saved_and_loaded tells
+        pairs.append(pair)
+        missing -= met
+    return pairs
+
+
+PAIRS = covering_pairs()
+NARROW = [
+    Pair(*(replace(cell, dtype="bfloat16", narrow=number % 2 == 1) for cell in (pair.saving, pair.loading)))
+    for number, pair in enumerate(PAIRS[::5])
+]
+"""With master weights, and every other one with state in 16 bits; then no oracle says how the training goes on."""
+
+
+# ------------------------------------------------------------------------------------------------- what ranks do
+
+
+@dataclass(frozen=True)
+class Saved:
+    path: Path
+    held: Tensors
+    """As `held` gives it, when it was saved."""
+
+
+BLOCK = 256
+"""Bytes."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    state: TrainingState
+    loaded: Tensors
+    """As `held` gives it, right after the load."""
+    losses: list[float]
+    gradient_norms: list[float]
+    final: Tensors
+
+
+def held(training: Training) -> Tensors:
+    """The checkpoint's tensors by name, as far as this rank holds them, NaN elsewhere; padding must be zero."""
+    found: Tensors = {}
+    with training.optimizer.whole_parameters():
+        assert_padding_is_zero(training.network)
+        parameters = {id(p): p for p, _ in named_pieces(training.network)}.values()
+        parts = [("model", parameter, parameter.detach().clone()) for parameter in parameters]
+    for part in training.optimizer.slices():
+        for name, values in part.state.items():
+            local = torch.full((part.parameter.numel(),), torch.nan, dtype=values.dtype)
+            local[part.start : part.stop] = values
+            parts.append((f"optimizer/{name}", part.parameter, local.view(part.parameter.shape)))
+    for kind, parameter, local in parts:
+        for piece in parameter.sharding.pieces:
+            whole = torch.full(piece.tensor.shape, torch.nan, dtype=local.dtype)
+            tensor = found.setdefault(f"{kind}/{piece.tensor.name}", whole)
+            place, values = tensor[piece.box.slices()], piece.view(local)
+            place.copy_(torch.where(place.isnan(), values, place))
+    return found
+
+
+def train_and_save(cells: Sequence[Cell], folders: Sequence[Path]) -> list[Saved]:
+    meshes, answers = make_meshes(cells), []
+    for cell, folder in zip(cells, folders, strict=True):
+        mesh = meshes[cell.tp, cell.pp]
+        training = Training(mesh, cell, initialized_chunks(mesh, cell))
+        for step in range(BEFORE):
+            training.step(step)
+        now, number = held(training), int(folder.name)
+        save = training.save_while_training if number % 2 else training.save
+        with small_blocks():
+            path = save(folder, BEFORE, "torch_dist" if number % 3 == 0 else "megalite")
+        answers.append(Saved(path, now))
+    return answers
+
+
+@contextmanager
+def small_blocks() -> Iterator[None]:
+    """So that these small tensors are of several blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest, "BLOCK", BLOCK)
+        yield
+
+
+def resume(cells: Sequence[Cell], paths: Sequence[Path]) -> list[Resumed]:
+    meshes = make_meshes(cells)
+    return [_resume(meshes[cell.tp, cell.pp], cell, path) for cell, path in zip(cells, paths, strict=True)]
+
+
+def _resume(mesh: ParallelMesh, cell: Cell, path: Path) -> Resumed:
+    """Load into a training of other values and go on; then load again what has been saved on the way."""
+    training = Training(mesh, cell, initialized_chunks(mesh, cell, SEED + 1))
+    training.optimizer.steps = 7
+    for part in training.optimizer.slices():
+        for values in part.state.values():
+            values.fill_(7.0)
+    with small_blocks():
+        state = training.load(path)
+    loaded = held(training)
+    again = training.save(path.parent / "again", BEFORE)
+    steps = [training.step(BEFORE)]
+    went_on = held(training)
+    steps += [training.step(step) for step in range(BEFORE + 1, BEFORE + AFTER)]
+    final = {name: values for name, values in held(training).items() if name.startswith("model/")}
+    training.load(again)
+    assert training.step(BEFORE) == steps[0], f"[{cell}] the step after a save is another after a load"
+    assert_same(held(training), went_on, f"one step after a save and after a load [{cell}]")
+    return Resumed(state, loaded, [loss for loss, _ in steps], [made.gradient_norm for _, made in steps], final)
+
+
+# ------------------------------------------------------------------------------------------------------- the tests
+
+
+def merged(ranks: Iterable[Tensors]) -> Tensors:
+    """The whole tensors; where ranks hold the same element they must hold the same bits."""
+    whole: Tensors = {}
+    for found in ranks:
+        for name, tensor in found.items():
+            before = whole.setdefault(name, tensor)
+            both = ~before.isnan() & ~tensor.isnan()
+            assert_bits_equal(tensor[both], before[both], f"copies of {name}")
+            whole[name] = torch.where(before.isnan(), tensor, before)
+    for name, tensor in whole.items():
+        assert not tensor.isnan().any(), f"no rank holds all of {name}"
+    return whole
+
+
+def assert_same(actual: Tensors, wanted: Tensors, what: str) -> None:
+    assert actual.keys() == wanted.keys(), what
+    for name, tensor in wanted.items():
+        assert_bits_equal(actual[name], tensor, f"{name} {what}")
+
+
+def check(rank_pools: RankPools, pairs: Sequence[Pair], folder: Path) -> None:
+    """Pairs that load in one world size."""
+    (loading_size,) = {pair.loading.world_size for pair in pairs}
+    folders = {pair: folder / str(number) for number, pair in enumerate(pairs)}
+    saved: dict[Pair, list[Saved]] = {}
+    for size in sorted({pair.saving.world_size for pair in pairs}):
+        part = [pair for pair in pairs if pair.saving.world_size == size]
+        arguments = [pair.saving for pair in part], [folders[pair] for pair in part]
+        answers = on_ranks(rank_pools, size, train_and_save, *arguments)
+        saved |= dict(zip(part, map(list, zip(*answers, strict=True)), strict=True))
+    paths = [saved[pair][0].path for pair in pairs]
+    resumed = on_ranks(rank_pools, loading_size, resume, [pair.loading for pair in pairs], paths)
+    for pair, ranks in zip(pairs, zip(*resumed, strict=True), strict=True):
+        try:
+            assert_goes_on(pair, saved[pair], ranks)
+        except AssertionError as error:
+            raise AssertionError(f"{pair}: {error}") from None
+
+
+def assert_goes_on(pair: Pair, saved: Sequence[Saved], resumed: Sequence[Resumed]) -> None:
+    in_file = read(saved[0].path, BLOCK)
+    assert_same(in_file, merged(rank.held for rank in saved), "in the file and on the ranks that saved it")
+    assert_same(merged(rank.loaded for rank in resumed), in_file, "as loaded and in the file")
+    first = resumed[0]
+    for rank in resumed:
+        assert rank.state == TrainingState(BEFORE, BEFORE * pair.saving.samples, BEFORE)
+        assert rank.losses == first.losses, "ranks report different losses"
+        assert rank.gradient_norms == first.gradient_norms, "ranks report different norms"
+    final = merged(rank.final for rank in resumed)
+    if pair.saving.dtype != "float64":
+        return
+    wanted = expected(replace(pair.loading.alone(), steps=BEFORE + AFTER))
+    for step in range(AFTER):
+        assert_number_close(first.losses[step], wanted.losses[BEFORE + step], f"loss {step} steps after the load")
+        norm = wanted.gradient_norms[BEFORE + step]
+        assert_number_close(first.gradient_norms[step], norm, f"gradient norm {step} steps after the load")
+    for name, weight in wanted.final.items():
+        rate = rates(pair.loading, 0).learning_rate
+        assert_parameter_close(final[f"model/{name}"], weight, rate, f"{name} {AFTER} steps after the load")
+
+
+def check_by_world_size(rank_pools: RankPools, pairs: Sequence[Pair], folder: Path) -> None:
+    for size in sorted({pair.loading.world_size for pair in pairs}):
+        check(rank_pools, [pair for pair in pairs if pair.loading.world_size == size], folder / str(size))
+
+
+def test_every_value_is_saved_and_loaded() -> None:
+    """And tp, pp, the stages of a rank and ZeRO are each loaded from each."""
+    assert not to_meet().difference(*(pair.met() for pair in PAIRS))
+
+
+@pytest.mark.parametrize("world_size", sorted({pair.loading.world_size for pair in PAIRS}))
+def test_a_training_goes_on_under_any_layout(world_size: int, rank_pools: RankPools, tmp_path: Path) -> None:
+    check(rank_pools, [pair for pair in PAIRS if pair.loading.world_size == world_size], tmp_path)
+
+
+def test_so_does_one_in_16_bits(rank_pools: RankPools, tmp_path: Path) -> None:
+    """The bits of weights, masters and state, and I8."""
+    check_by_world_size(rank_pools, NARROW, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_a_training_goes_on_under_more_layouts(seed: int, rank_pools: RankPools, tmp_path: Path) -> None:
+    check_by_world_size(rank_pools, random_pairs(40, seed, lambda row: valid(_Completed(row))), tmp_path)
