@@ -192,6 +192,7 @@ def _serve(place: _Place) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=COLLECTIVE_TIMEOUT
     )
+    frozen = gc.get_freeze_count()
     while True:
         try:
             request = place.connection.recv_bytes()
@@ -199,8 +200,8 @@ def _serve(place: _Place) -> None:
             return
         if request:
             place.connection.send_bytes(_answer(request))
-        else:
-            _destroy_groups()
+        elif _destroy_groups():
+            frozen = _collect_garbage(frozen)
 
 
 def _answer(request: bytes) -> bytes:
@@ -213,17 +214,28 @@ def _answer(request: bytes) -> bytes:
         return _encode(_Answer(error=traceback.format_exc()))
 
 
-def _destroy_groups() -> None:
-    """Destroys the process groups that the call created: each holds sockets and three threads until it is collected,
-    and what a call leaves behind refers to them in cycles.
+def _destroy_groups() -> bool:
+    """Destroys the process groups that the call created; whether there were any. Each holds sockets and three threads
+    until it is collected, and what a call leaves behind refers to them in cycles.
     """
     groups = [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     for group in groups:
         dist.destroy_process_group(group)
-    if groups:
-        groups.clear()
-        gc.unfreeze()  # tests of memory freeze
+    return bool(groups)
+
+
+def _collect_garbage(frozen: int) -> int:
+    """Collects what is not among the first `frozen` objects, the fork server's; tests of memory freeze theirs too.
+
+    Returns how many are frozen behind it.
+    """
+    if gc.get_freeze_count() > frozen:
+        gc.unfreeze()
         gc.collect()
+        gc.freeze()
+    else:
+        gc.collect()
+    return gc.get_freeze_count()
 
 
 def _encode(value: Any) -> bytes:
