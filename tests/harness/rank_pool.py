@@ -192,7 +192,7 @@ def _serve(place: _Place) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=place.rank, world_size=place.world_size, timeout=COLLECTIVE_TIMEOUT
     )
-    frozen = gc.get_freeze_count()
+    witness: list[None] = []
     while True:
         try:
             request = place.connection.recv_bytes()
@@ -201,7 +201,7 @@ def _serve(place: _Place) -> None:
         if request:
             place.connection.send_bytes(_answer(request))
         elif _destroy_groups():
-            frozen = _collect_garbage(frozen)
+            witness = _collect_garbage(witness)
 
 
 def _answer(request: bytes) -> bytes:
@@ -224,18 +224,17 @@ def _destroy_groups() -> bool:
     return bool(groups)
 
 
-def _collect_garbage(frozen: int) -> int:
-    """Collects what is not among the first `frozen` objects, the fork server's; tests of memory freeze theirs too.
-
-    Returns how many are frozen behind it.
+def _collect_garbage(witness: list[None]) -> list[None]:
+    """Collects what this process has made. Where a test of memory has frozen that, with `witness`, it takes a new one,
+    and all that the fork server had frozen is gone through as well.
     """
-    if gc.get_freeze_count() > frozen:
-        gc.unfreeze()
+    if any(found is witness for found in gc.get_objects()):
         gc.collect()
-        gc.freeze()
-    else:
-        gc.collect()
-    return gc.get_freeze_count()
+        return witness
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    return []
 
 
 def _encode(value: Any) -> bytes:
