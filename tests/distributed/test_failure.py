@@ -1,5 +1,5 @@
-"""An error ends every rank, with one message and the right exit code. Real processes, since they really end; forked, and
-once under torchrun itself (without a group: tests/end_to_end/test_commands.py).
+"""An error ends every rank, with one message and the right exit code. Real processes, since they really end: forked;
+and once under torchrun itself (before there is a group: tests/end_to_end/test_commands.py).
 """
 
 from __future__ import annotations
