@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,12 @@ from tests.harness.rank_pool import RankPools
 
 hypothesis.settings.register_profile("megalite", deadline=None)  # no test asserts a time
 hypothesis.settings.load_profile("megalite")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported and collected out of every later garbage collection: 0.2 s each."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

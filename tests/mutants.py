@@ -136,7 +136,7 @@ MUTANTS = (
         "megalite/optim/statistics.py",
         "collectives.all_reduce_(total, mesh.world()).tolist()",
         "total.tolist()",
-        "tests/distributed/test_layouts_masks.py::test_an_infinity_on_one_rank_makes_all_skip[tp2-dp1]",
+        "tests/distributed/test_layouts_masks.py::test_an_infinity_on_one_rank_makes_all_skip[tp2-dp1-pp1]",
     ),
     Mutant(
         "the padding of the vocabulary takes part in the softmax",
@@ -185,7 +185,7 @@ MUTANTS = (
         "megalite/model/attention.py",
         "context.key.seed_site(self.site, query.device)",
         "pass",
-        "tests/distributed/test_layouts_dropout.py::test_recomputation_changes_no_bit[tp1-dp1-gpt2]",
+        "tests/distributed/test_layouts_dropout.py::test_recomputation_changes_no_bit[tp1-dp1-pp1-gpt2]",
     ),
     Mutant(
         "gradients are not summed over data-parallel ranks",
@@ -367,7 +367,7 @@ MUTANTS = (
         "megalite/optim/muon.py",
         "collectives.all_reduce_(whole, split.split_group)",
         "pass",
-        f"{_STEPS}[2]",
+        f"{_STEPS}[4]",
     ),
     Mutant(
         "Muon counts every replica of keys and values",

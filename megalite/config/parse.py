@@ -188,7 +188,9 @@ def _build(tokens: list[str], sections: Sections) -> RunConfig:
     try:
         with contextlib.redirect_stderr(message):
             return _run_tyro(tokens, sections)
-    except SystemExit:
+    except SystemExit as ending:
+        if ending.code != 2:  # not tyro's: a launcher ends this rank
+            raise
         raise ConfigurationError(_first_paragraph(message.getvalue())) from None
 
 

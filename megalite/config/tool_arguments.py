@@ -42,7 +42,7 @@ def parse_tool_arguments(arguments: type[Arguments], description: str, argv: Seq
     try:
         return tyro.cli(arguments, args=argv, description=description)
     except SystemExit as ending:
-        sys.exit(EXIT_CONFIGURATION if ending.code else 0)
+        sys.exit(EXIT_CONFIGURATION if ending.code == 2 else ending.code)  # another is that of a signal
 
 
 def _refuse_unknown_flags(arguments: type[Arguments], argv: Sequence[str]) -> None:

@@ -16,9 +16,9 @@ from tests.harness.rank_pool import RankPools
 
 LAYOUTS = [
     {"tp": 1, "dp": 1},
-    {"tp": 2, "dp": 1},
+    {"tp": 2, "dp": 1, "micro_batch_size": 2},
     {"tp": 2, "dp": 2, "sequence_parallel": True, "zero": 1, "overlap": "reduce and gather"},
-    {"tp": 4, "dp": 1, "sequence_parallel": True},
+    {"tp": 4, "dp": 1, "micro_batch_size": 2, "sequence_parallel": True},
     {"tp": 1, "dp": 2, "zero": 2, "overlap": "reduce"},
     {"tp": 2, "dp": 4, "zero": 3, "instances": 2, "overlap": "reduce and gather"},
     {"tp": 2, "dp": 1, "pp": 2, "schedule": "zb-h1", "sequence_parallel": True},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
+from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -122,7 +122,7 @@ PIPELINES = {
 
 @pytest.mark.parametrize(("flags", "world_size", "stages"), PIPELINES.values(), ids=PIPELINES.keys())
 def test_the_time_line_of_a_step_is_written_and_can_be_drawn_again(
-    flags: str, world_size: int, stages: Stages, run: Run, tmp_path: Path
+    flags: str, world_size: int, stages: Stages, run: Run, spawn: Spawn, tmp_path: Path
 ) -> None:
     directory = tmp_path / "run"
     profiled = ["--train-iters", 3, "--save", directory, "--profile-pipeline", 2]
@@ -132,13 +132,29 @@ def test_the_time_line_of_a_step_is_written_and_can_be_drawn_again(
     written = sorted(path.name for path in directory.glob("pipeline_step_*"))
     assert written == ["pipeline_step_000002.html", "pipeline_step_000002.json"]
     time_line = read_trace(directory / "pipeline_step_000002.json")
+    assert time_line.in_seconds
     assert time_line.stages == stages
     assert time_line.micro_batches == 4
     assert {span.action.kind for rank in time_line.spans for span in rank} >= {"F", "R", "send F", "free B"}
-    command = [sys.executable, ROOT / "tools" / "draw_schedule.py", "--measured", directory / written[1]]
+    for spans in time_line.computation:
+        kinds = ("F", "I", "W") if stages.v_shaped else ("F", "B")
+        assert Counter(span.action.kind for span in spans) == dict.fromkeys(kinds, 4 * stages.chunks)
+        assert all(before.end <= after.start for before, after in pairwise(spans))
     output = tmp_path / "again.svg"
-    subprocess.run([*command, "--output", output], check=True, stdout=subprocess.DEVNULL)
+    command = [ROOT / "tools" / "draw_schedule.py", "--measured", directory / written[1], "--output", output]
+    ended(spawn(command, 1))
     assert output.read_text().startswith("<svg")
+
+
+def test_a_time_line_changes_nothing_else_and_one_of_a_step_that_has_gone_by_is_told(run: Run, tmp_path: Path) -> None:
+    flags, world_size, _ = PIPELINES["zb-v"]
+    course = (*FOUR_LAYERS, *words(flags), "--fp64", "--lr-decay-style", "constant", "--resume", "auto")
+    profiled = (*course, "--save", tmp_path / "profiled", "--profile-pipeline", 2)
+    told = "--profile-pipeline 2: changes nothing, since the run goes on after step 2"
+    assert "changes nothing" not in run(*profiled, "--train-iters", 2, world_size=world_size).stdout
+    assert told in run(*profiled, "--train-iters", 3, world_size=world_size).stdout
+    run(*course, "--save", tmp_path / "plain", "--train-iters", 3, world_size=world_size)
+    assert losses(tmp_path / "profiled") == losses(tmp_path / "plain")
 
 
 def test_a_time_line_that_cannot_be_written_is_an_error_of_one_line(run: Run, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import torch
 
 from megalite.config import parse_arguments
 from megalite.config.run import fields_by_name, section_types
-from megalite.errors import EXIT_CONFIGURATION, ConfigurationError
+from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.errors import EXIT_CONFIGURATION, EXIT_RESUMABLE, ConfigurationError
+from megalite.training.place import Place
 
 MINIMAL = [
     *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "4"),
@@ -31,6 +34,17 @@ def failure(argv: list[str]) -> str:
         parse_arguments(argv)
     assert raised.value.exit_code == EXIT_CONFIGURATION
     return str(raised.value)
+
+
+@pytest.mark.parametrize("parse", [parse_arguments, lambda argv: parse_tool_arguments(Place, "", argv)])
+def test_a_signal_while_flags_are_read_is_no_mistake_in_them(
+    parse: Callable[[list[str]], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher ends the ranks that are still reading them where one has refused them."""
+    monkeypatch.setattr("tyro.cli", lambda *arguments, **options: sys.exit(EXIT_RESUMABLE))
+    with pytest.raises(SystemExit) as ending:
+        parse(MINIMAL if parse is parse_arguments else [])
+    assert ending.value.code == EXIT_RESUMABLE
 
 
 def test_field_names_are_unique_over_the_sections() -> None:

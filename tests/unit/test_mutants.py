@@ -11,13 +11,16 @@ from tests.mutants import MUTANTS, ROOT, Mutant
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
-def test_a_mutant_finds_its_text_and_its_test(mutant: Mutant, tmp_path: Path) -> None:
+def test_a_mutant_finds_its_text_and_its_test(mutant: Mutant, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     (tmp_path / mutant.file).parent.mkdir(parents=True)
     shutil.copy(ROOT / mutant.file, tmp_path / mutant.file)
     mutant.apply(tmp_path)
     assert (tmp_path / mutant.file).read_text() != (ROOT / mutant.file).read_text()
     file, test = mutant.test.split("::")
     assert f"def {test.split('[')[0]}(" in (ROOT / file).read_text()
+    if request.config.args_source is pytest.Config.ArgsSource.TESTPATHS and not request.config.option.keyword:
+        names = (item.nodeid for item in request.session.items)  # all there are: with their parameters
+        assert any(name == mutant.test or name.startswith(f"{mutant.test}[") for name in names)
 
 
 def test_a_text_that_is_gone_is_an_error(tmp_path: Path) -> None:
