@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -77,6 +80,21 @@ def read(path: Path, block: int = 2**22) -> dict[str, Tensor]:
             values[place] = part
         tensors[name] = values
     return tensors
+
+
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Gives what is read of tensors within it, in bytes of each reading."""
+    read: list[int] = []
+    real = os.preadv
+
+    def counting(*arguments: Any) -> int:
+        read.append(real(*arguments))
+        return read[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", counting)
+        yield read
 
 
 @st.composite
