@@ -418,6 +418,24 @@ MUTANTS = (
         "tests/unit/test_checkpoint.py::test_weights_state_and_place_in_training_come_back_bit_for_bit",
     ),
     Mutant(
+        "an object store's tracker names a checkpoint before its manifest is there",
+        "megalite/checkpoint/attempt.py",
+        """        (self.path / manifest.NAME).put(manifest_text.encode())
+        (self.directory / TRACKER).put(f"{self.iteration}\\n".encode())
+""",
+        """        (self.directory / TRACKER).put(f"{self.iteration}\\n".encode())
+        (self.path / manifest.NAME).put(manifest_text.encode())
+""",
+        "tests/unit/test_checkpoint_object_store.py::test_whatever_the_moment_a_whole_checkpoint_is_the_latest",
+    ),
+    Mutant(
+        "a save to an object store overwrites the files of the one before",
+        "megalite/checkpoint/attempt.py",
+        'return self.path / f"{stem}.{self.mark}.{suffix}"',
+        "return self.path / name",
+        "tests/unit/test_checkpoint_object_store.py::test_whatever_the_moment_a_whole_checkpoint_is_the_latest",
+    ),
+    Mutant(
         "sequence-parallel ranks take the first rank's positions",
         "megalite/model/embedding.py",
         "local.chunk(self.group.size)[self.group.rank]",

@@ -17,10 +17,13 @@ from megalite.checkpoint.manifest import Manifest, TrainingState, read_config, r
 from megalite.checkpoint.retention import remove_old
 from megalite.checkpoint.run_lock import only_run
 from megalite.checkpoint.saving import save
+from megalite.checkpoint.storage import AnyPath, ObjectPath, open_directory, write_atomically
 
 __all__ = [
+    "AnyPath",
     "Candidates",
     "Manifest",
+    "ObjectPath",
     "TrainingState",
     "check_compatible",
     "check_whole",
@@ -32,10 +35,12 @@ __all__ = [
     "load",
     "newest_whole",
     "only_run",
+    "open_directory",
     "read_config",
     "read_manifest",
     "read_model_config",
     "remove_old",
     "save",
     "together",
+    "write_atomically",
 ]

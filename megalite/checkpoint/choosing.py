@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TypeVar
 
 from megalite.checkpoint import directory as run_directory
 from megalite.checkpoint.agreement import check_all_see, together
 from megalite.checkpoint.directory import Candidates, iteration_of
 from megalite.checkpoint.manifest import Manifest, TrainingState, read_manifest, unreadable
+from megalite.checkpoint.storage import AnyPath, sizes
 from megalite.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from megalite.parallel.mesh import ParallelMesh
 
@@ -19,7 +21,7 @@ ATTEMPTS = 2
 T = TypeVar("T")
 
 
-def find_candidates(directory: Path, mesh: ParallelMesh) -> Candidates:
+def find_candidates(directory: AnyPath, mesh: ParallelMesh) -> Candidates:
     """`directory.candidates`, agreed by all ranks. Raises CheckpointError where they do not see the same files."""
     with together(mesh, f"looking for a checkpoint in {directory}"):
         found = run_directory.candidates(directory)
@@ -27,7 +29,7 @@ def find_candidates(directory: Path, mesh: ParallelMesh) -> Candidates:
     return found
 
 
-def find_iteration(directory: Path, iteration: int, mesh: ParallelMesh) -> Candidates:
+def find_iteration(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Candidates:
     """The checkpoint of one iteration alone. Raises ConfigurationError where there is none."""
     with together(mesh, f"looking for a checkpoint in {directory}"):
         there = run_directory.iterations(directory)
@@ -38,7 +40,7 @@ def find_iteration(directory: Path, iteration: int, mesh: ParallelMesh) -> Candi
     return Candidates((run_directory.checkpoint_path(directory, iteration),))
 
 
-def check_whole(path: Path, mesh: ParallelMesh) -> TrainingState:
+def check_whole(path: AnyPath, mesh: ParallelMesh) -> TrainingState:
     """Where the run stands that saved the checkpoint in folder `path`, once all its files are known to be there.
 
     Raises DamagedCheckpointError, the same on every rank, where they are not; their bytes are checked as they are read.
@@ -50,21 +52,24 @@ def check_whole(path: Path, mesh: ParallelMesh) -> TrainingState:
     return manifest.training
 
 
-def check_sizes(path: Path, manifest: Manifest, files: Iterable[str]) -> None:
+def check_sizes(path: AnyPath, manifest: Manifest, files: Iterable[str]) -> None:
     """Raise DamagedCheckpointError where one of the files is missing or has not the size that the manifest says."""
+    files = list(files)
+    try:
+        found = sizes(path, files)
+    except OSError as error:
+        raise unreadable(path, error) from error
     for file in files:
-        try:
-            found = (path / file).stat().st_size
-        except OSError as error:
-            raise unreadable(path / file, error) from error
-        if found != manifest.files[file]:
+        if file not in found:
+            raise unreadable(path / file, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+        if found[file] != manifest.files[file]:
             raise DamagedCheckpointError(
-                f"{path / file} has {found} bytes of {manifest.files[file]}: it was cut off or replaced. Load another "
-                "checkpoint"
+                f"{path / file} has {found[file]} bytes of {manifest.files[file]}: it was cut off or replaced. Load "
+                "another checkpoint"
             )
 
 
-def newest_whole(paths: Iterable[Path], use: Callable[[Path], T]) -> tuple[Path, T, tuple[str, ...]]:
+def newest_whole(paths: Iterable[AnyPath], use: Callable[[AnyPath], T]) -> tuple[AnyPath, T, tuple[str, ...]]:
     """The first checkpoint that `use` does not find damaged, what it gave, and what was wrong with those before.
 
     Every rank calls it, and `use` must fail on all or on none. What is damaged stays where it is. Raises
@@ -81,7 +86,7 @@ def newest_whole(paths: Iterable[Path], use: Callable[[Path], T]) -> tuple[Path,
     raise CheckpointError("\n".join(["there is no whole checkpoint to start from:", *passed_over]))
 
 
-def fall_back_notes(first: Path, chosen: Path, passed_over: Iterable[str]) -> tuple[str, ...]:
+def fall_back_notes(first: AnyPath, chosen: AnyPath, passed_over: Iterable[str]) -> tuple[str, ...]:
     """What to tell of checkpoints that were passed over, `first` the newest of them; nothing where none was."""
     problems = [f"  {problem}" for problem in passed_over]
     if not problems:

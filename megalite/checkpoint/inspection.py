@@ -15,6 +15,7 @@ from megalite.checkpoint import manifest
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, logical_name
 from megalite.checkpoint.progress import Advance, in_threads
 from megalite.checkpoint.reader import CheckpointReader, Damage, size_in_bytes, whole
+from megalite.checkpoint.storage import AnyPath
 
 
 def describe(reader: CheckpointReader, names: Iterable[str]) -> dict[str, Any]:
@@ -102,7 +103,8 @@ def _uncovered(reader: CheckpointReader) -> Iterator[Damage]:
 
 
 def _foreign(reader: CheckpointReader) -> Iterator[Damage]:
-    for path in sorted(reader.path.iterdir()):
+    paths: list[AnyPath] = [*reader.path.iterdir()]
+    for path in sorted(paths, key=lambda path: path.name):
         if path.name != manifest.NAME and path.name not in reader.manifest.files:
             yield Damage(path, "it is not of this checkpoint")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from megalite.checkpoint import tensor_file
 from megalite.checkpoint.agreement import check_all_see, together
 from megalite.checkpoint.manifest import Manifest, SavedBox, TrainingState, covers, read_manifest
 from megalite.checkpoint.regions import MASTER, MODEL, OPTIMIZER, Region, held_regions
+from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
@@ -32,7 +32,7 @@ Plan = dict[str, dict[SavedBox, list[Region]]]
 
 
 def load(
-    path: Path,
+    path: AnyPath,
     module: nn.Module,
     optimizer: Optimizer | None,
     mesh: ParallelMesh,
@@ -159,7 +159,7 @@ def _mismatch(manifest: Manifest, region: Region, casts: bool) -> str | None:
 
 
 def _check_all_used(
-    manifest: Manifest, regions: Iterable[Region], mesh: ParallelMesh, path: Path, prefixes: tuple[str, ...]
+    manifest: Manifest, regions: Iterable[Region], mesh: ParallelMesh, path: AnyPath, prefixes: tuple[str, ...]
 ) -> None:
     """Raise CheckpointError, on every rank, where the checkpoint holds a tensor that no rank has a place for."""
     names = [name for name in manifest.tensors if name.startswith(prefixes)]
@@ -184,7 +184,7 @@ def _zero(module: nn.Module, optimizer: Optimizer | None) -> None:
             values.zero_()
 
 
-def _read(path: Path, manifest: Manifest, plan: Plan) -> None:
+def _read(path: AnyPath, manifest: Manifest, plan: Plan) -> None:
     for file, boxes in plan.items():
         wanted = [(saved.entry, saved.checksum) for saved in boxes]
         tensors = tensor_file.read(path / file, manifest.files[file], wanted)

@@ -20,9 +20,9 @@ import json
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError, DamagedCheckpointError
 from megalite.parallel.sharding import Box
 
@@ -109,7 +109,7 @@ class Manifest:
         )
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: AnyPath) -> Manifest:
     """The manifest of the checkpoint in folder `path`.
 
     Raises DamagedCheckpointError where there is none, or a damaged one, CheckpointError where it cannot be read.
@@ -128,7 +128,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path / NAME} cannot be used: {error}") from error
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointError:
+def unreadable(path: AnyPath, error: OSError) -> CheckpointError:
     """The error to raise where the system did not read a file: what the medium has lost or never had is damage; all
     else, like a missing permission, may pass."""
     lost = error.errno in (errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENODATA)
@@ -136,7 +136,7 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     return kind(f"{path} cannot be read: {error.strerror or error}. Load another checkpoint")
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: AnyPath) -> dict[str, Any]:
     """The configuration, by section, of the run that saved the checkpoint in folder `path`."""
     return read_manifest(path).config
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite.checkpoint import tensor_file
 from megalite.checkpoint.manifest import SavedBox, SavedTensor, covers, read_manifest
+from megalite.checkpoint.storage import AnyPath
 from megalite.checkpoint.tensor_file import Entry
 from megalite.errors import DamagedCheckpointError
 from megalite.parallel.sharding import Box
@@ -24,7 +25,7 @@ BLOCK = 1 << 22
 class Damage(DamagedCheckpointError):
     """A file of a checkpoint, or a tensor in it, is not as it was written."""
 
-    def __init__(self, path: Path, problem: str, tensor: str | None = None) -> None:
+    def __init__(self, path: AnyPath, problem: str, tensor: str | None = None) -> None:
         advice = "Take another checkpoint; tools/checkpoint/inspect.py --verify lists all that is damaged"
         super().__init__(f"{path}: {problem}. {advice}")
         self.file, self.problem, self.tensor = path.name, problem, tensor
@@ -33,7 +34,7 @@ class Damage(DamagedCheckpointError):
 class CheckpointReader:
     """The tensors of the checkpoint in folder `path`. Threads may share one, each at tensors of its own."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: AnyPath) -> None:
         """Raises CheckpointError where there is no checkpoint, or one whose manifest is damaged."""
         self.path, self.manifest = path, read_manifest(path)
         self._entries: dict[str, dict[str, Entry]] = {}
@@ -61,7 +62,13 @@ class CheckpointReader:
             for _ in self.blocks(saved):
                 pass
             self._verified.add(saved)
-        return np.memmap(self.path / saved.file, dtype, "r", self._entry(saved).start, saved.box.size)
+        path, start = self.path / saved.file, self._entry(saved).start
+        if isinstance(path, Path):
+            return np.memmap(path, dtype, "r", start, saved.box.size)
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read(saved.box.numel * dtype.itemsize)
+        return np.frombuffer(data, dtype).reshape(saved.box.size)
 
     def check_covered(self, name: str) -> None:
         """Raise Damage unless the boxes of a tensor hold each of its elements once."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import directory as run_directory
 from megalite.checkpoint import manifest, saving, tensor_file
+from megalite.checkpoint.attempt import FolderAttempt
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, covers, logical_name
 from megalite.checkpoint.progress import Advance, in_threads
 from megalite.checkpoint.reader import CheckpointReader, chunks, dtype_of, size_in_bytes, whole
@@ -69,22 +68,23 @@ def reshard(reader: CheckpointReader, directory: Path, cut: Cut, workers: int, a
     checkpoint of this iteration already.
     """
     training = reader.manifest.training
-    final = run_directory.checkpoint_path(directory, training.iteration)
-    if final.exists():
-        raise CheckpointError(f"{final} is there already: choose another folder")
-    temporary = run_directory.temporary_path(directory, training.iteration)
+    attempt = FolderAttempt(directory, training.iteration)
+    if attempt.path.exists():
+        raise CheckpointError(f"{attempt.path} is there already: choose another folder")
     try:
-        run_directory.begin(directory, training.iteration)
-        writer = _Writer(reader, temporary, cut, advance)
+        attempt.begin()
+        writer = _Writer(reader, attempt.folder, cut, advance)
         tensors = in_threads(workers, writer.copy, sorted(writer.places))
         in_threads(workers, writer.sync, writer.files)
         made = {tensor.boxes[0].tensor: tensor for tensor in tensors}
-        saving.finish(directory, Manifest(training, reader.manifest.config, writer.files, made))
+        saving.finish(attempt, Manifest(training, reader.manifest.config, writer.files, made))
     except OSError as error:
-        raise CheckpointError(f"writing {temporary} failed: {error}. Free space, or choose another folder") from error
+        raise CheckpointError(
+            f"writing {attempt.folder} failed: {error}. Free space, or choose another folder"
+        ) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return final
+        attempt.abandon()
+    return attempt.path
 
 
 class _Writer:

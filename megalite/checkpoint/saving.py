@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from megalite.checkpoint import directory as run_directory
 from megalite.checkpoint import manifest, tensor_file
 from megalite.checkpoint.agreement import all_gather_text, together
+from megalite.checkpoint.attempt import Attempt, new_attempt
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, TrainingState, covers
 from megalite.checkpoint.regions import MODEL, Region, owned_regions
+from megalite.checkpoint.storage import AnyPath, sizes
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.mesh import ParallelMesh
@@ -23,7 +22,7 @@ _ADVICE = "Checkpoints saved before are as they were. Free space, or give anothe
 
 
 def save(
-    directory: Path,
+    directory: AnyPath,
     training: TrainingState,
     module: nn.Module,
     optimizer: Optimizer | None,
@@ -31,7 +30,7 @@ def save(
     config: dict[str, Any],
     *,
     state: bool = True,
-) -> Path:
+) -> AnyPath:
     """Write a checkpoint into the run directory, make it the latest and return its folder. Every rank calls it.
 
     `config`: the run's configuration by section, JSON values. Without `state`, or an optimizer, the weights alone are
@@ -43,32 +42,32 @@ def save(
     """
     if optimizer is not None:
         optimizer.finish_parameter_gather()
-    temporary = run_directory.temporary_path(directory, training.iteration)
+    attempt = new_attempt(directory, training.iteration, mesh)
     doing = f"saving iteration {training.iteration} to {directory}"
     first = mesh.rank == 0
     try:
         with together(mesh, doing, _ADVICE):
             if first:
-                run_directory.begin(directory, training.iteration)
+                attempt.begin()
         with together(mesh, doing, _ADVICE):
             owned = owned_regions(module, optimizer, mesh)
             written = [region for region in owned if state or region.name.startswith(MODEL)]
-            shard = _write_shard(temporary, mesh.rank, written)
+            shard = _write_shard(attempt, mesh.rank, written)
         shards = [json.loads(text) for text in all_gather_text(json.dumps(shard), mesh)]
         with together(mesh, doing, _ADVICE):
             if first:
                 files = {shard["file"]: shard["size"] for shard in shards}
-                finish(directory, Manifest(training, config, files, _merge(shards)))
+                finish(attempt, Manifest(training, config, files, _merge(shards)))
     except CheckpointError:
         if first:
-            shutil.rmtree(temporary, ignore_errors=True)
+            attempt.abandon()
         raise
-    return run_directory.checkpoint_path(directory, training.iteration)
+    return attempt.path
 
 
-def _write_shard(folder: Path, rank: int, regions: list[Region]) -> dict[str, Any]:
+def _write_shard(attempt: Attempt, rank: int, regions: list[Region]) -> dict[str, Any]:
     """Write a rank's file; the answer says what is in it."""
-    path = folder / f"rank_{rank:05d}.safetensors"
+    path = attempt.file(f"rank_{rank:05d}.safetensors")
     checksums = tensor_file.write(path, [(manifest.entry(r.name, r.box), r.values) for r in regions])
     boxes = [
         [r.name, r.shape, tensor_file.dtype_name(r.values.dtype), r.box.offset, r.box.size, checksum]
@@ -89,18 +88,16 @@ def _merge(shards: list[dict[str, Any]]) -> dict[str, SavedTensor]:
     return {name: SavedTensor(*kinds[name], tuple(boxes[name])) for name in sorted(kinds)}
 
 
-def finish(directory: Path, made: Manifest) -> None:
+def finish(attempt: Attempt, made: Manifest) -> None:
     """Check that the checkpoint is whole, add its manifest and give it its name."""
-    temporary = run_directory.temporary_path(directory, made.training.iteration)
     for name, tensor in made.tensors.items():
         if not covers((saved.box for saved in tensor.boxes), Box.whole(tensor.shape)):
             raise CheckpointError(f"the ranks have not written each element of {name} once: a defect, please report it")
+    found = sizes(attempt.folder, made.files)
     for file, size in made.files.items():
-        path = temporary / file
-        if not path.is_file() or path.stat().st_size != size:
+        if found.get(file) != size:
             raise CheckpointError(
-                f"{path}, written by another rank, cannot be seen from rank 0: the folder must be on a file system "
-                "that all nodes share"
+                f"{attempt.folder / file}, written by another rank, cannot be seen from rank 0: the folder must be on "
+                "a file system that all nodes share"
             )
-    run_directory.write_synced(temporary / manifest.NAME, made.to_json())
-    run_directory.commit(directory, made.training.iteration)
+    attempt.commit(made.to_json())

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
-from megalite.checkpoint import Manifest, TrainingState, directory, manifest, saving, tensor_file
+from megalite.checkpoint import Manifest, TrainingState, manifest, saving, tensor_file
+from megalite.checkpoint.attempt import FolderAttempt
 from megalite.checkpoint.manifest import SavedBox, SavedTensor
 from megalite.parallel.sharding import Box
 
@@ -30,11 +31,12 @@ def write(
 ) -> Path:
     """Save tensors into a run directory; `files`: the boxes of each file (None: one file, of whole tensors)."""
     files = files or [[(name, Box((0,) * tensor.ndim, tuple(tensor.shape))) for name, tensor in tensors.items()]]
-    directory.begin(folder, training.iteration)
+    attempt = FolderAttempt(folder, training.iteration)
+    attempt.begin()
     boxes: dict[str, list[SavedBox]] = {name: [] for name in tensors}
     sizes = {}
     for number, placed in enumerate(files):
-        path = directory.temporary_path(folder, training.iteration) / f"rank_{number:05d}.safetensors"
+        path = attempt.file(f"rank_{number:05d}.safetensors")
         named = [(manifest.entry(name, box), tensors[name][box.slices()]) for name, box in placed]
         for (name, box), checksum in zip(placed, tensor_file.write(path, named), strict=True):
             boxes[name].append(SavedBox(name, box, path.name, checksum))
@@ -43,8 +45,8 @@ def write(
         name: SavedTensor(tuple(tensor.shape), tensor_file.dtype_name(tensor.dtype), tuple(boxes[name]))
         for name, tensor in tensors.items()
     }
-    saving.finish(folder, Manifest(training, config or {"model": {"hidden_size": 8}}, sizes, saved))
-    return directory.checkpoint_path(folder, training.iteration)
+    saving.finish(attempt, Manifest(training, config or {"model": {"hidden_size": 8}}, sizes, saved))
+    return attempt.path
 
 
 def read(path: Path) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ MODULES = (
     "pytest",
     "hypothesis",
     "megalite.training",
+    "tests.harness.object_store",
     "tests.harness.rank_pool",
     "tests.oracle",
 )
