@@ -197,8 +197,8 @@ MUTANTS = (
     Mutant(
         "a shard of the optimizer thinks that it starts one element later",
         "megalite/optim/shard.py",
-        "bucket.owned_range if sharded",
-        "(bucket.owned_range[0] + 1, bucket.owned_range[1] + 1) if sharded",
+        "self.start, self.stop = bucket.place.held",
+        "self.start, self.stop = bucket.place.held[0] + sharded, bucket.place.held[1] + sharded",
         f"{_STEPS}[8]",
     ),
     Mutant(
@@ -259,9 +259,9 @@ MUTANTS = (
     ),
     Mutant(
         "the norm counts every instance of hybrid sharding",
-        "megalite/optim/buckets.py",
-        " and instance_group.rank == 0",
-        "",
+        "megalite/optim/places.py",
+        "copies.index(rank) * instances + instance",
+        "copies.index(rank) * instances",
         _one_step("tp1-dp4"),
     ),
     Mutant(
@@ -431,6 +431,24 @@ MUTANTS = (
         "for values in (run.values, *run.state.values()):",
         "for values in (run.values,):",
         _GOES_ON,
+    ),
+    Mutant(
+        "an object store's tracker names a checkpoint before its manifest is there",
+        "megalite/checkpoint/attempt.py",
+        """        (self.path / manifest.NAME).put(manifest_text.encode())
+        (self.directory / TRACKER).put(f"{self.iteration}\\n".encode())
+""",
+        """        (self.directory / TRACKER).put(f"{self.iteration}\\n".encode())
+        (self.path / manifest.NAME).put(manifest_text.encode())
+""",
+        "tests/unit/test_checkpoint_object_store.py::test_whatever_the_moment_a_whole_checkpoint_is_the_latest",
+    ),
+    Mutant(
+        "a save to an object store overwrites the files of the one before",
+        "megalite/checkpoint/attempt.py",
+        'return self.path / f"{stem}.{self.mark}.{suffix}"',
+        "return self.path / name",
+        "tests/unit/test_checkpoint_object_store.py::test_whatever_the_moment_a_whole_checkpoint_is_the_latest",
     ),
     Mutant(
         "sequence-parallel ranks take the first rank's positions",

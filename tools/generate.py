@@ -8,7 +8,6 @@ Under torchrun the model is split over all ranks (tensor parallelism), whatever 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.training.failure import run_main
@@ -47,6 +46,7 @@ def main() -> int:
         raise ConfigurationError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 0")
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
 
+    from megalite.checkpoint import open_directory
     from megalite.checkpoint.directory import resolve
     from megalite.config import ParallelConfig
     from megalite.inference.generation import encode_prompt, generate, stream_text
@@ -56,7 +56,7 @@ def main() -> int:
 
     place = place_from_environment()
     mesh = join(ParallelConfig(tensor_model_parallel_size=place.world_size), place, repr(arguments))
-    network, tokenizer = load_for_generation(resolve(Path(arguments.load)), mesh, arguments.tokenizer_model)
+    network, tokenizer = load_for_generation(resolve(open_directory(arguments.load)), mesh, arguments.tokenizer_model)
     prompt = encode_prompt(tokenizer, arguments.prompt)
     tokens = generate(network, prompt, max_new_tokens=arguments.max_new_tokens, eod=tokenizer.eod, sampling=sampling)
     for text in stream_text(tokenizer, prompt, tokens):

@@ -19,11 +19,14 @@ from megalite.checkpoint.plan import Plan
 from megalite.checkpoint.retention import remove_old
 from megalite.checkpoint.run_lock import only_run
 from megalite.checkpoint.saving import Saver, save
+from megalite.checkpoint.storage import AnyPath, ObjectPath, open_directory, write_atomically
 
 __all__ = [
     "FORMATS",
+    "AnyPath",
     "Candidates",
     "Manifest",
+    "ObjectPath",
     "Plan",
     "Saver",
     "TrainingState",
@@ -37,10 +40,12 @@ __all__ = [
     "load",
     "newest_whole",
     "only_run",
+    "open_directory",
     "read_config",
     "read_manifest",
     "read_model_config",
     "remove_old",
     "save",
     "together",
+    "write_atomically",
 ]

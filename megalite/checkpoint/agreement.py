@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from safetensors import SafetensorError
 
+from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError, DamagedCheckpointError, MegaliteError
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
@@ -49,7 +49,7 @@ def _describe(failure: Exception) -> str:
     return str(failure) if isinstance(failure, _EXPECTED) else f"{type(failure).__name__}: {failure}"
 
 
-def check_all_see(what: str, path: Path, mesh: ParallelMesh) -> None:
+def check_all_see(what: str, path: AnyPath, mesh: ParallelMesh) -> None:
     """Raise CheckpointError, on every rank, where a rank sees something else than the others."""
     if len(set(all_gather_text(what, mesh))) > 1:
         raise CheckpointError(f"the ranks do not see the same files in {path}: it must be on a shared file system")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Event
-from typing import BinaryIO
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +18,9 @@ from megalite.checkpoint import manifest
 from megalite.checkpoint.container import Place
 from megalite.checkpoint.damage import Damage, check_size, unreadable
 from megalite.checkpoint.manifest import Block, SavedFile
+from megalite.checkpoint.storage import AnyPath, ObjectPath, Writer
 from megalite.errors import CheckpointError
 
-_PIECE = 1 << 18  # bytes that are read and summed up before they leave the processor's cache
 _ALONE = 1 << 16  # bytes whose checksum takes less than handing them to another thread
 
 
@@ -34,7 +33,7 @@ class Written:
     """Of each box's blocks, as in `SavedBox`."""
 
 
-def write(stream: BinaryIO, boxes: Iterable[tuple[Place, Tensor]], closed: Event | None = None) -> Written:
+def write(stream: Writer, boxes: Iterable[tuple[Place, Tensor]], closed: Event | None = None) -> Written:
     """Write boxes in the order of their places; their checksums are taken by a second thread meanwhile.
 
     Of a tensor on a device one block at a time is copied to the host. Raises OSError where the disk does, and
@@ -60,7 +59,7 @@ def write(stream: BinaryIO, boxes: Iterable[tuple[Place, Tensor]], closed: Event
     return Written(SavedFile(size, around), checksums)
 
 
-def write_bytes(stream: BinaryIO, data: bytes) -> SavedFile:
+def write_bytes(stream: Writer, data: bytes) -> SavedFile:
     """Write a file without boxes."""
     _write_all(stream, memoryview(data))
     return SavedFile(len(data), zlib.crc32(data))
@@ -102,7 +101,7 @@ def bytes_of(values: Tensor) -> memoryview:
     return values.view(-1).view(torch.uint8).numpy().data
 
 
-def _write_all(stream: BinaryIO, data: memoryview) -> None:
+def _write_all(stream: Writer, data: memoryview) -> None:
     """An unbuffered file may take less than it is given, as where the disk is almost full."""
     while data:
         data = data[stream.write(data) :]
@@ -110,53 +109,83 @@ def _write_all(stream: BinaryIO, data: memoryview) -> None:
 
 # ------------------------------------------------------------------------------------------------------ reading
 
-Read = Callable[[int, memoryview], None]
-"""Fills a buffer with the bytes of a file from a position on."""
+
+class OpenFile(Protocol):
+    """A file of a checkpoint, open to be read by any thread."""
+
+    @property
+    def piece(self) -> int:
+        """Bytes to read at a time."""
+
+    def read(self, start: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes from a position on. Raises Damage or CheckpointError."""
 
 
 @contextmanager
-def open_to_read(path: Path, size: int) -> Iterator[Read]:
-    """Gives what reads a file that should have `size` bytes, from any thread.
+def open_to_read(path: AnyPath, size: int) -> Iterator[OpenFile]:
+    """Gives a file, which should have `size` bytes.
 
-    Raises DamagedCheckpointError where it has not, or cannot be read any more; CheckpointError where it may not be.
+    Raises Damage where it has not, or cannot be read any more; CheckpointError where it may not be.
     """
+    if isinstance(path, ObjectPath):
+        yield _Object(path)
+        return
     with _reported(path):
         descriptor = os.open(path, os.O_RDONLY)
-        try:
-            check_size(path, os.fstat(descriptor).st_size, size)
+    try:
+        check_size(path, os.fstat(descriptor).st_size, size)
+        yield _File(path, descriptor)
+    finally:
+        os.close(descriptor)
 
-            def read(start: int, buffer: memoryview) -> None:
-                with _reported(path):
-                    while buffer:
-                        count = os.preadv(descriptor, [buffer], start)
-                        if count == 0:
-                            raise Damage(path, "it was cut off while it was read")
-                        start, buffer = start + count, buffer[count:]
 
-            yield read
-        finally:
-            os.close(descriptor)
+@dataclass(frozen=True)
+class _File:
+    path: AnyPath
+    descriptor: int
+    piece: int = 1 << 18  # is summed up before it leaves the processor's cache
+
+    def read(self, start: int, buffer: memoryview) -> None:
+        with _reported(self.path):
+            while buffer:
+                count = os.preadv(self.descriptor, [buffer], start)
+                if count == 0:
+                    raise Damage(self.path, "it was cut off while it was read")
+                start, buffer = start + count, buffer[count:]
+
+
+@dataclass(frozen=True)
+class _Object:
+    path: ObjectPath
+    piece: int = manifest.BLOCK  # a request each
+
+    def read(self, start: int, buffer: memoryview) -> None:
+        with _reported(self.path):
+            data = self.path.read_range(start, start + len(buffer))
+        if len(data) != len(buffer):
+            raise Damage(self.path, "it was cut off or replaced")
+        buffer[:] = data
 
 
 @contextmanager
-def _reported(path: Path) -> Iterator[None]:
+def _reported(path: AnyPath) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise unreadable(path, error) from error
 
 
-def read_block(read: Read, path: Path, block: Block, buffer: memoryview) -> None:
+def read_block(file: OpenFile, path: AnyPath, block: Block, buffer: memoryview) -> None:
     """Fill a buffer of its size with a block. Raises Damage where it is not as it was written."""
-    if checksum_of(read, block.start, buffer, block.before) != block.checksum:
+    if checksum_of(file, block.start, buffer, block.before) != block.checksum:
         where = f"bytes {block.start} to {block.stop} of the file"
         raise Damage(path, f"the checksum of {block.saved.entry} does not match, in {where}", block.saved.tensor)
 
 
-def checksum_of(read: Read, start: int, buffer: memoryview, before: int = 0) -> int:
+def checksum_of(file: OpenFile, start: int, buffer: memoryview, before: int = 0) -> int:
     """Fill a buffer from a position of a file on; the CRC-32 of what was `before` and this."""
-    for first in range(0, len(buffer), _PIECE):
-        piece = buffer[first : first + _PIECE]
-        read(start + first, piece)
+    for first in range(0, len(buffer), file.piece):
+        piece = buffer[first : first + file.piece]
+        file.read(start + first, piece)
         before = zlib.crc32(piece, before)
     return before

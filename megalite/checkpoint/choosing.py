@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TypeVar
 
 from megalite.checkpoint import directory as run_directory
 from megalite.checkpoint.agreement import check_all_see, together
-from megalite.checkpoint.damage import check_size, unreadable
+from megalite.checkpoint.damage import Damage, check_size, unreadable
 from megalite.checkpoint.directory import Candidates, iteration_of
 from megalite.checkpoint.manifest import Manifest, TrainingState, read_manifest
+from megalite.checkpoint.storage import AnyPath, sizes
 from megalite.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from megalite.parallel.mesh import ParallelMesh
 
@@ -20,7 +20,7 @@ ATTEMPTS = 2
 T = TypeVar("T")
 
 
-def find_candidates(directory: Path, mesh: ParallelMesh) -> Candidates:
+def find_candidates(directory: AnyPath, mesh: ParallelMesh) -> Candidates:
     """`directory.candidates`, agreed by all ranks. Raises CheckpointError where they do not see the same files."""
     with together(mesh, f"looking for a checkpoint in {directory}"):
         found = run_directory.candidates(directory)
@@ -28,7 +28,7 @@ def find_candidates(directory: Path, mesh: ParallelMesh) -> Candidates:
     return found
 
 
-def find_iteration(directory: Path, iteration: int, mesh: ParallelMesh) -> Candidates:
+def find_iteration(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Candidates:
     """The checkpoint of one iteration alone. Raises ConfigurationError where there is none."""
     with together(mesh, f"looking for a checkpoint in {directory}"):
         there = run_directory.iterations(directory)
@@ -39,7 +39,7 @@ def find_iteration(directory: Path, iteration: int, mesh: ParallelMesh) -> Candi
     return Candidates((run_directory.checkpoint_path(directory, iteration),))
 
 
-def check_whole(path: Path, mesh: ParallelMesh) -> TrainingState:
+def check_whole(path: AnyPath, mesh: ParallelMesh) -> TrainingState:
     """Where the run stands that saved the checkpoint in folder `path`, once all its files are known to be there.
 
     Raises DamagedCheckpointError, the same on every rank, where they are not; their bytes are checked as they are read.
@@ -51,17 +51,20 @@ def check_whole(path: Path, mesh: ParallelMesh) -> TrainingState:
     return manifest.training
 
 
-def check_sizes(path: Path, manifest: Manifest, files: Iterable[str]) -> None:
+def check_sizes(path: AnyPath, manifest: Manifest, files: Iterable[str]) -> None:
     """Raise DamagedCheckpointError where one of the files is missing or has not the size that the manifest says."""
+    files = list(files)
+    try:
+        found = sizes(path, files)
+    except OSError as error:
+        raise unreadable(path, error) from error
     for file in files:
-        try:
-            found = (path / file).stat().st_size
-        except OSError as error:
-            raise unreadable(path / file, error) from error
-        check_size(path / file, found, manifest.files[file].size)
+        if file not in found:
+            raise Damage(path / file, "it is missing")
+        check_size(path / file, found[file], manifest.files[file].size)
 
 
-def newest_whole(paths: Iterable[Path], use: Callable[[Path], T]) -> tuple[Path, T, tuple[str, ...]]:
+def newest_whole(paths: Iterable[AnyPath], use: Callable[[AnyPath], T]) -> tuple[AnyPath, T, tuple[str, ...]]:
     """The first checkpoint that `use` does not find damaged, what it gave, and what was wrong with those before.
 
     Every rank calls it, and `use` must fail on all or on none. What is damaged stays where it is. Raises
@@ -78,7 +81,7 @@ def newest_whole(paths: Iterable[Path], use: Callable[[Path], T]) -> tuple[Path,
     raise CheckpointError("\n".join(["there is no whole checkpoint to start from:", *passed_over]))
 
 
-def fall_back_notes(first: Path, chosen: Path, passed_over: Iterable[str]) -> tuple[str, ...]:
+def fall_back_notes(first: AnyPath, chosen: AnyPath, passed_over: Iterable[str]) -> tuple[str, ...]:
     """What to tell of checkpoints that were passed over, `first` the newest of them; nothing where none was."""
     problems = [f"  {problem}" for problem in passed_over]
     if not problems:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.manifest import read_config
+from megalite.checkpoint.storage import AnyPath
 from megalite.config.model import ModelConfig
 from megalite.errors import CheckpointError
 
@@ -14,7 +14,7 @@ from megalite.errors import CheckpointError
 _NOT_THE_FUNCTION = {"init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"}
 
 
-def read_model_config(path: Path) -> ModelConfig:
+def read_model_config(path: AnyPath) -> ModelConfig:
     """The network that the checkpoint in folder `path` is of. Raises CheckpointError where this program lacks it."""
     saved = read_config(path)["model"]
     unknown = sorted(set(saved) - {field.name for field in fields(ModelConfig)})
@@ -23,7 +23,7 @@ def read_model_config(path: Path) -> ModelConfig:
     return ModelConfig(**saved)
 
 
-def check_compatible(path: Path, model: ModelConfig) -> None:
+def check_compatible(path: AnyPath, model: ModelConfig) -> None:
     """Raise CheckpointError, listing each difference, where the checkpoint's network computes another function."""
     saved, ours = _function(read_model_config(path)), _function(model)
     different = [name for name in ours if saved[name] != ours[name]]

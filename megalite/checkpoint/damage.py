@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
+from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError, DamagedCheckpointError
 
 
 class Damage(DamagedCheckpointError):
     """A file of a checkpoint, or a tensor in it, is not as it was written."""
 
-    def __init__(self, path: Path, problem: str, tensor: str | None = None) -> None:
+    def __init__(self, path: AnyPath, problem: str, tensor: str | None = None) -> None:
         advice = "Load another checkpoint; tools/checkpoint/inspect.py --verify lists all that is damaged"
         super().__init__(f"{path}: {problem}. {advice}")
         self.file, self.problem, self.tensor = path.name, problem, tensor
 
 
-def unreadable(path: Path, error: OSError) -> CheckpointError:
+def unreadable(path: AnyPath, error: OSError) -> CheckpointError:
     """The error to raise where the system did not read a file: what the medium has lost or never had is damage; all
     else, like a missing permission, may pass."""
     if error.errno == errno.ENOENT:
@@ -28,7 +28,7 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path}: {problem}. Load another checkpoint")
 
 
-def check_size(path: Path, found: int, size: int) -> None:
+def check_size(path: AnyPath, found: int, size: int) -> None:
     """Raise Damage where a file has not the size that it should have."""
     if found != size:
         raise Damage(path, f"it has {found} bytes of {size}: it was cut off or replaced")

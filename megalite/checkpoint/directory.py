@@ -1,40 +1,31 @@
-"""The checkpoints of a run directory: names, the latest, and the one way in which a new one appears.
+"""The checkpoints of a run directory: their names, and which is the one to load.
 
-`iter_0000100/` is a checkpoint, complete by construction: it is written as `iter_0000100.tmp` and renamed. Where one of
-that iteration is there already (a run repeats steps after a crash), that one stands aside as `iter_0000100.replaced`
-until the new one has its name; so at every moment the last good one is there under one of the two.
-`latest_checkpointed_iteration.txt` holds the iteration of the one to load.
+`iter_0000100/` is a checkpoint, complete by construction (`attempt`); `iter_0000100.replaced`, too, where there is no
+other of that iteration. `latest_checkpointed_iteration.txt` holds the iteration of the one to load.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import TypeVar
 
 from megalite.checkpoint import manifest
+from megalite.checkpoint.storage import AnyPath, ObjectPath
 from megalite.errors import CheckpointError
-from megalite.files import sync_directory
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMPLETE = re.compile(r"iter_(\d{7,})(\.replaced)?")
-_LEFT_OVER = re.compile(r"iter_(\d{7,})\.(tmp|replaced)")
+
+Place = TypeVar("Place", Path, ObjectPath, AnyPath)
 
 
-def checkpoint_path(directory: Path, iteration: int) -> Path:
+def checkpoint_path(directory: Place, iteration: int) -> Place:
     return directory / f"iter_{iteration:07d}"
 
 
-def temporary_path(directory: Path, iteration: int) -> Path:
-    return directory / f"iter_{iteration:07d}.tmp"
-
-
-def latest(directory: Path) -> Path | None:
+def latest(directory: AnyPath) -> AnyPath | None:
     """The folder of the checkpoint to load: the one that the tracker names; without a tracker the newest; or None.
 
     Raises CheckpointError where the tracker names one that is not there.
@@ -51,13 +42,13 @@ def latest(directory: Path) -> Path | None:
 class Candidates:
     """The checkpoints that a run may start from."""
 
-    paths: tuple[Path, ...] = ()
+    paths: tuple[AnyPath, ...] = ()
     """The best first, which may be damaged or gone; the others are older."""
     notes: tuple[str, ...] = ()
     """Lines on what is not as it should be, or not as it may seem."""
 
 
-def candidates(directory: Path) -> Candidates:
+def candidates(directory: AnyPath) -> Candidates:
     """The checkpoint that the tracker names and those before it; without a tracker all, the newest first.
 
     What is newer than the tracker says was left behind on purpose (a run went back), and going on from it would mix
@@ -81,12 +72,12 @@ def candidates(directory: Path) -> Candidates:
     return Candidates((found.get(named, checkpoint_path(directory, named)), *older), (note,) if newer else ())
 
 
-def iterations(directory: Path) -> list[int]:
+def iterations(directory: AnyPath) -> list[int]:
     """Of the checkpoints there are, in order."""
     return sorted(complete(directory))
 
 
-def iteration_of(path: Path) -> int:
+def iteration_of(path: AnyPath) -> int:
     """The iteration that a checkpoint's folder is named after."""
     match = _COMPLETE.fullmatch(path.name)
     if match is None:
@@ -94,7 +85,7 @@ def iteration_of(path: Path) -> int:
     return int(match[1])
 
 
-def _tracked(directory: Path) -> str | None:
+def _tracked(directory: AnyPath) -> str | None:
     """What the tracker holds; None where there is none: no save has come to its end."""
     try:
         return (directory / TRACKER).read_text(errors="replace").strip()
@@ -104,12 +95,12 @@ def _tracked(directory: Path) -> str | None:
         raise CheckpointError(f"{directory / TRACKER} cannot be read: {error.strerror}") from error
 
 
-def _names_none(directory: Path, text: str, found: dict[int, Path]) -> CheckpointError:
+def _names_none(directory: AnyPath, text: str, found: dict[int, AnyPath]) -> CheckpointError:
     there = f"write one of {', '.join(map(str, sorted(found)))} into it" if found else "there is none in that folder"
     return CheckpointError(f"{directory / TRACKER} names {text!r}, which is no checkpoint here: {there}")
 
 
-def resolve(path: Path) -> Path:
+def resolve(path: AnyPath) -> AnyPath:
     """A checkpoint's folder, from itself or from its run directory, whose latest it is.
 
     Raises CheckpointError where there is none.
@@ -120,61 +111,27 @@ def resolve(path: Path) -> Path:
     return found
 
 
-def complete(directory: Path) -> dict[int, Path]:
-    """The checkpoints by iteration, damaged ones too."""
-    found: dict[int, Path] = {}
-    for path in sorted(directory.glob("iter_*"), reverse=True):  # so that iter_N overrules iter_N.replaced
-        if (match := _COMPLETE.fullmatch(path.name)) and _is_ours(path):
-            found[int(match[1])] = path
+def complete(directory: AnyPath) -> dict[int, AnyPath]:
+    """The checkpoints by iteration, damaged ones too. Raises CheckpointError where the directory cannot be read."""
+    found: dict[int, AnyPath] = {}
+    try:
+        for path in reversed(folders(directory)):  # so that iter_N overrules iter_N.replaced
+            if is_ours(path) if isinstance(path, Path) else (path / manifest.NAME).is_file():
+                found[iteration_of(path)] = path
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
     return found
 
 
-def _is_ours(path: Path) -> bool:
+def folders(directory: Place) -> list[Place]:
+    """What has the name of a checkpoint in a run directory, by name. Raises OSError."""
+    try:
+        found = [path for path in directory.iterdir() if _COMPLETE.fullmatch(path.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(found, key=lambda path: path.name)
+
+
+def is_ours(path: Path) -> bool:
     """Whether a folder is a checkpoint of this program, or what is left of one."""
     return (path / manifest.NAME).is_file() or any(path.glob("rank_*.safetensors"))
-
-
-def begin(directory: Path, iteration: int) -> None:
-    """Clear away what saves that did not end have left, and make the folder to write into."""
-    for path in directory.glob("iter_*"):
-        if match := _LEFT_OVER.fullmatch(path.name):
-            of_that = checkpoint_path(directory, int(match[1]))
-            if match[2] == "replaced" and not of_that.exists():
-                os.rename(path, of_that)
-            else:
-                shutil.rmtree(path, ignore_errors=True)  # what stays takes space, and no more
-    final = checkpoint_path(directory, iteration)
-    if final.exists() and not _is_ours(final):
-        raise CheckpointError(f"{final} is there already and is no checkpoint of this program: move it away")
-    temporary_path(directory, iteration).mkdir(parents=True)
-
-
-@contextmanager
-def create(path: Path) -> Iterator[BinaryIO]:
-    """A new file to write to, which is on disk when the block ends."""
-    with path.open("xb", buffering=0) as file:
-        yield cast(BinaryIO, file)
-        os.fsync(file.fileno())
-
-
-def commit(directory: Path, iteration: int) -> Path:
-    """Give the written folder its name and point the tracker at it; everything is on disk before it is relied upon."""
-    final, aside = checkpoint_path(directory, iteration), directory / f"iter_{iteration:07d}.replaced"
-    temporary = temporary_path(directory, iteration)
-    sync_directory(temporary)
-    if final.exists():
-        os.rename(final, aside)
-    os.rename(temporary, final)
-    sync_directory(directory)
-    write_synced(directory / f"{TRACKER}.tmp", f"{iteration}\n")
-    os.replace(directory / f"{TRACKER}.tmp", directory / TRACKER)
-    sync_directory(directory)
-    shutil.rmtree(aside, ignore_errors=True)
-    return final
-
-
-def write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -12,15 +12,15 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint import box_file, manifest
-from megalite.checkpoint.box_file import Read
+from megalite.checkpoint.box_file import OpenFile
 from megalite.checkpoint.manifest import Block, Manifest, SavedBox
 from megalite.checkpoint.progress import in_threads
+from megalite.checkpoint.storage import AnyPath
 from megalite.errors import MegaliteError
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
@@ -58,7 +58,7 @@ def needed_blocks(saved: SavedBox, boxes: Iterable[Box]) -> Iterator[Block]:
 
 
 def fetch(
-    path: Path, described: Manifest, wanted: Wanted, dealt: Dealt, group: Group, place: torch.device
+    path: AnyPath, described: Manifest, wanted: Wanted, dealt: Dealt, group: Group, place: torch.device
 ) -> MegaliteError | None:
     """Fill the targets. All ranks of the group take part, to the end even where one has failed; gives its failure.
 
@@ -86,18 +86,18 @@ def fetch(
 class _Files:
     """The files of a checkpoint that are read, open."""
 
-    def __init__(self, path: Path, described: Manifest, stack: ExitStack) -> None:
+    def __init__(self, path: AnyPath, described: Manifest, stack: ExitStack) -> None:
         self._path, self._described, self._stack = path, described, stack
-        self._reads: dict[str, Read] = {}
+        self._open: dict[str, OpenFile] = {}
 
     def open(self, names: Iterable[str]) -> None:
         for name in sorted(names):
             opened = box_file.open_to_read(self._path / name, self._described.files[name].size)
-            self._reads[name] = self._stack.enter_context(opened)
+            self._open[name] = self._stack.enter_context(opened)
 
     def read(self, block: Block, buffer: memoryview) -> None:
         file = block.saved.file
-        box_file.read_block(self._reads[file], self._path / file, block, buffer)
+        box_file.read_block(self._open[file], self._path / file, block, buffer)
 
 
 def _read_into_place(files: _Files, block: Block, targets: Sequence[Target]) -> None:

@@ -6,17 +6,18 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest
+from megalite.checkpoint.choosing import check_sizes
 from megalite.checkpoint.damage import Damage
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, logical_name
 from megalite.checkpoint.progress import Advance, in_threads
 from megalite.checkpoint.reader import CheckpointReader, size_in_bytes, whole
+from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError
 
 
@@ -80,11 +81,14 @@ def verify(reader: CheckpointReader, workers: int, advance: Advance) -> list[Dam
 def _damages_of_file(reader: CheckpointReader, file: str, boxes: list[SavedBox], advance: Advance) -> Iterator[Damage]:
     path = reader.path / file
     try:
+        check_sizes(reader.path, reader.manifest, [file])
+    except CheckpointError as error:
+        yield _damage(path, error)
+        return
+    try:
         reader.check_around(file, boxes)
     except CheckpointError as error:
         yield _damage(path, error)
-    if not path.is_file() or path.stat().st_size != reader.manifest.files[file].size:
-        return  # that was it
     for saved in boxes:
         try:
             for block in reader.blocks(saved):
@@ -93,7 +97,7 @@ def _damages_of_file(reader: CheckpointReader, file: str, boxes: list[SavedBox],
             yield _damage(path, error, saved.tensor)
 
 
-def _damage(path: Path, error: CheckpointError, tensor: str | None = None) -> Damage:
+def _damage(path: AnyPath, error: CheckpointError, tensor: str | None = None) -> Damage:
     return Damage(path, error.problem if isinstance(error, Damage) else str(error), tensor)
 
 
@@ -106,7 +110,8 @@ def _uncovered(reader: CheckpointReader) -> Iterator[Damage]:
 
 
 def _foreign(reader: CheckpointReader) -> Iterator[Damage]:
-    for path in sorted(reader.path.iterdir()):
+    paths: list[AnyPath] = [*reader.path.iterdir()]
+    for path in sorted(paths, key=lambda path: path.name):
         if path.name != manifest.NAME and path.name not in reader.manifest.files:
             yield Damage(path, "it is not of this checkpoint")
 

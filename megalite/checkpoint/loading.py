@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from megalite.checkpoint.container import Part
 from megalite.checkpoint.fetching import Dealt, Target, deal, fetch, needed_blocks
 from megalite.checkpoint.manifest import Block, Manifest, SavedBox, TrainingState, covers, dtype_name, read_manifest
 from megalite.checkpoint.plan import MASTER, MODEL, OPTIMIZER, Plan, Region, boxes, held_regions, held_slices
+from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
@@ -31,7 +31,7 @@ _PRECISION_FLAGS = {
 
 
 def load(
-    path: Path,
+    path: AnyPath,
     module: nn.Module,
     optimizer: Optimizer | None,
     mesh: ParallelMesh,
@@ -188,7 +188,7 @@ def _mismatch(manifest: Manifest, name: str, part: Part, casts: bool) -> str | N
 
 
 def _check_all_used(
-    manifest: Manifest, ours: set[str], mesh: ParallelMesh, path: Path, prefixes: tuple[str, ...]
+    manifest: Manifest, ours: set[str], mesh: ParallelMesh, path: AnyPath, prefixes: tuple[str, ...]
 ) -> None:
     """Raise CheckpointError, on every rank, where the checkpoint holds a tensor that no rank has a place for."""
     names = [name for name in manifest.tensors if name.startswith(prefixes)]

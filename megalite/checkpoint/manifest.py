@@ -23,12 +23,12 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalite.checkpoint.damage import unreadable
+from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError, DamagedCheckpointError
 from megalite.parallel.sharding import Box
 
@@ -170,7 +170,7 @@ class Manifest:
         )
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: AnyPath) -> Manifest:
     """The manifest of the checkpoint in folder `path`.
 
     Raises DamagedCheckpointError where there is none, or a damaged one, CheckpointError where it cannot be read.
@@ -189,7 +189,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path / NAME} cannot be used: {error}") from error
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: AnyPath) -> dict[str, Any]:
     """The configuration, by section, of the run that saved the checkpoint in folder `path`."""
     return read_manifest(path).config
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from megalite.checkpoint.box_file import bytes_of, checksum_of, open_to_read, re
 from megalite.checkpoint.damage import Damage
 from megalite.checkpoint.fetching import Target, needed_blocks, put
 from megalite.checkpoint.manifest import Block, SavedBox, SavedTensor, covers, read_manifest
+from megalite.checkpoint.storage import AnyPath
 from megalite.parallel.sharding import Box
 
 _KEPT = 32
@@ -23,7 +23,7 @@ _KEPT = 32
 class CheckpointReader:
     """The tensors of the checkpoint in folder `path`. Threads may share one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: AnyPath) -> None:
         """Raises CheckpointError where there is no checkpoint, or one whose manifest is damaged."""
         self.path, self.manifest = path, read_manifest(path)
         self._covered: set[str] = set()
@@ -56,20 +56,20 @@ class CheckpointReader:
         """Its bytes."""
         data = torch.empty(block.size, dtype=torch.uint8)
         path = self.path / block.saved.file
-        with open_to_read(path, self.manifest.files[block.saved.file].size) as read:
-            read_block(read, path, block, bytes_of(data))
+        with open_to_read(path, self.manifest.files[block.saved.file].size) as file:
+            read_block(file, path, block, bytes_of(data))
         return data
 
     def check_around(self, file: str, boxes: Iterable[SavedBox]) -> None:
         """Raise Damage where the bytes of a file that are in none of its boxes are not as they were written."""
         path, described = self.path / file, self.manifest.files[file]
         checksum, position = 0, 0
-        with open_to_read(path, described.size) as read:
+        with open_to_read(path, described.size) as opened:
             taken = sorted((saved.start, saved.stop) for saved in boxes)
             for start, stop in [*taken, (described.size, described.size)]:
                 for first in range(position, start, manifest.BLOCK):
                     buffer = memoryview(bytearray(min(manifest.BLOCK, start - first)))
-                    checksum = checksum_of(read, first, buffer, checksum)
+                    checksum = checksum_of(opened, first, buffer, checksum)
                 position = stop
         if checksum != described.checksum:
             raise Damage(path, "the checksum of what stands around its tensors does not match")

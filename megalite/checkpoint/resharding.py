@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.checkpoint import directory as run_directory
 from megalite.checkpoint import saving
+from megalite.checkpoint.attempt import FolderAttempt
 from megalite.checkpoint.box_file import bytes_of
 from megalite.checkpoint.container import Part, Place
 from megalite.checkpoint.formats import NATIVE, Format, Placed
@@ -78,23 +77,24 @@ def reshard(
     checkpoint of this iteration already.
     """
     training = reader.manifest.training
-    final = run_directory.checkpoint_path(directory, training.iteration)
-    if final.exists():
-        raise CheckpointError(f"{final} is there already: choose another folder")
-    temporary = run_directory.temporary_path(directory, training.iteration)
+    attempt = FolderAttempt(directory, training.iteration)
+    if attempt.path.exists():
+        raise CheckpointError(f"{attempt.path} is there already: choose another folder")
     try:
-        run_directory.begin(directory, training.iteration)
-        writer = _Writer(reader, temporary, cut, file_format, advance)
+        attempt.begin()
+        writer = _Writer(reader, attempt.folder, cut, file_format, advance)
         names = sorted(writer.by_tensor)
         tensors = dict(zip(names, in_threads(workers, writer.copy, names), strict=True))
         in_threads(workers, writer.sync, writer.outputs)
-        files = writer.saved_files(tensors) | saving.write_index(temporary, file_format, writer.placed())
-        saving.finish(directory, Manifest(training, reader.manifest.config, files, tensors))
+        files = writer.saved_files(tensors) | saving.write_index(attempt, file_format, writer.placed())
+        saving.finish(attempt, Manifest(training, reader.manifest.config, files, tensors))
     except OSError as error:
-        raise CheckpointError(f"writing {temporary} failed: {error}. Free space, or choose another folder") from error
+        raise CheckpointError(
+            f"writing {attempt.folder} failed: {error}. Free space, or choose another folder"
+        ) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return final
+        attempt.abandon()
+    return attempt.path
 
 
 @dataclass(frozen=True)

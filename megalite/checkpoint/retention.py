@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from pathlib import Path
-
 from megalite.checkpoint import directory as run_directory
+from megalite.checkpoint.attempt import remove
 from megalite.checkpoint.choosing import check_sizes
 from megalite.checkpoint.manifest import read_manifest
+from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError
 
 NEWEST = 2
 """Kept whatever their steps: the one to start from, and one to fall back to."""
 
 
-def remove_old(directory: Path, interval: int) -> tuple[str, ...]:
+def remove_old(directory: AnyPath, interval: int) -> tuple[str, ...]:
     """Remove checkpoints whose step is no multiple of `interval`, but for the newest two; the answer is what failed.
 
     One rank calls it, once a save is on disk. Whatever is damaged or foreign is neither counted nor touched, and no
@@ -28,25 +26,16 @@ def remove_old(directory: Path, interval: int) -> tuple[str, ...]:
     notes: list[str] = []
     kept = 0
     for path in paths:
-        iteration = run_directory.iteration_of(path)
-        if kept >= NEWEST and iteration % interval == 0:
+        if kept >= NEWEST and run_directory.iteration_of(path) % interval == 0:
             continue
         try:
             check_sizes(path, manifest := read_manifest(path), manifest.files)
         except CheckpointError:
             continue
         kept += 1
-        if kept > NEWEST and (note := _remove(directory, path, iteration)):
-            notes.append(note)
+        if kept > NEWEST:
+            try:
+                remove(path)
+            except OSError as error:
+                notes.append(f"note: {path} could not be removed ({error.strerror}): remove it by hand")
     return tuple(notes)
-
-
-def _remove(directory: Path, path: Path, iteration: int) -> str | None:
-    """Remove a checkpoint; under the name of an unfinished one, so that a crash in between leaves no half of one."""
-    aside = run_directory.temporary_path(directory, iteration)
-    try:
-        os.rename(path, aside)
-        shutil.rmtree(aside)
-    except OSError as error:
-        return f"note: {path} could not be removed ({error.strerror}): remove it by hand"
-    return None

@@ -2,7 +2,7 @@
 
 Rank 0 holds a lock of the operating system (flock) on `DIR/lock` for as long as it lives, and writes into the file who
 it is. The system takes the lock back however the process ends, so none is ever stale; network file systems (NFS, Lustre
-mounted with flock, GPFS, Ceph) pass it on between nodes. Where there are no such locks, a note says so.
+mounted with flock, GPFS, Ceph) pass it on between nodes. Where there are none, as on object stores, a note says so.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megalite.checkpoint.agreement import all_gather_text, together
+from megalite.checkpoint.storage import AnyPath, ObjectPath
 from megalite.errors import ConfigurationError
 from megalite.parallel.mesh import ParallelMesh
 
@@ -25,12 +26,15 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
-def only_run(directory: Path, mesh: ParallelMesh) -> Iterator[tuple[str, ...]]:
+def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]]:
     """While the block runs no other run can save into `directory`, which is made; gives notes to show.
 
     Every rank calls it. Raises ConfigurationError on every rank, naming the other run, where there is one, and
     CheckpointError where the directory cannot be written to.
     """
+    if isinstance(directory, ObjectPath):
+        yield (f"note: {directory} has no locks, as an object store: see to it that no other run saves there",)
+        return
     file: TextIO | None = None
     refusal, note = "", ""
     with together(mesh, f"preparing the run directory --save {directory}"):

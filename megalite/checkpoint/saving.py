@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Event
 from typing import Any
 
 from megalite.checkpoint import box_file, manifest
-from megalite.checkpoint import directory as run_directory
 from megalite.checkpoint.agreement import together
+from megalite.checkpoint.attempt import Attempt, new_attempt
 from megalite.checkpoint.box_file import Written
 from megalite.checkpoint.container import Part, Place
 from megalite.checkpoint.formats import NATIVE, Format, Placed
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedFile, SavedTensor, TrainingState, covers
 from megalite.checkpoint.plan import MODEL, Plan, Region, saved_regions
 from megalite.checkpoint.staging import Staging
+from megalite.checkpoint.storage import AnyPath, create, sizes
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
@@ -39,7 +38,7 @@ class Saver:
 
     def __init__(
         self,
-        directory: Path,
+        directory: AnyPath,
         optimizer: Optimizer,
         plan: Plan,
         *,
@@ -61,7 +60,7 @@ class Saver:
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def save(self, training: TrainingState, config: dict[str, Any]) -> Path:
+    def save(self, training: TrainingState, config: dict[str, Any]) -> AnyPath:
         """Write a checkpoint into the run directory, make it the latest and return its folder.
 
         `config`: the run's configuration by section, JSON values. A crash at any moment leaves the checkpoint that was
@@ -80,22 +79,22 @@ class Saver:
         while self._save is not None:
             self.advance()
         self._optimizer.finish_parameter_gather()
-        directory, rank = self._directory, self._mesh.rank
-        doing = f"saving iteration {training.iteration} to {directory}"
+        rank = self._mesh.rank
+        attempt = new_attempt(self._directory, training.iteration, self._mesh)
+        doing = f"saving iteration {training.iteration} to {self._directory}"
         try:
             with together(self._mesh, doing, _ADVICE):
                 if rank == 0:
-                    run_directory.begin(directory, training.iteration)
+                    attempt.begin()
             regions = self._regions()
             if self.staging is not None:
                 regions = self.staging.take(regions)
-            path = run_directory.temporary_path(directory, training.iteration)
-            file = path / self._format.file.format(writer=rank)
+            file = attempt.file(self._format.file.format(writer=rank))
             work = self._do(lambda: _write(file, self._format, regions, self._closed))
         except CheckpointError:
-            self._abandon(training)
+            self._abandon(attempt)
             raise
-        self._save = _Save(training, config, doing, regions, work)
+        self._save = _Save(attempt, training, config, doing, regions, work)
 
     def _regions(self) -> list[Region]:
         regions = saved_regions(self._optimizer)
@@ -127,7 +126,7 @@ class Saver:
         """Whether this rank has failed to write."""
         return self._save is not None and self._save.work.done() and self._save.work.exception() is not None
 
-    def advance(self) -> Path | None:
+    def advance(self) -> AnyPath | None:
         """Take the save that is under way a stage further; waits where a rank is busy. Its folder, once it is there.
 
         Raises as `save` does.
@@ -140,19 +139,19 @@ class Saver:
                 result = save.work.result()
             if save.committing:
                 self._save = None
-                return run_directory.checkpoint_path(self._directory, save.training.iteration)
+                return save.attempt.path
             written = self._gather(save, result)
         except CheckpointError:
-            self._abandon(save.training)
+            self._abandon(save.attempt)
             raise
         save.committing = True
         save.work = self._do(lambda: self._commit(save, written) if self._mesh.rank == 0 else None)
         return None
 
-    def _abandon(self, training: TrainingState) -> None:
+    def _abandon(self, attempt: Attempt) -> None:
         self._save = None
         if self._mesh.rank == 0:
-            shutil.rmtree(run_directory.temporary_path(self._directory, training.iteration), ignore_errors=True)
+            attempt.abandon()
 
     def _gather(self, save: _Save, written: Written | None) -> list[list[int]]:
         """On rank 0, of each rank: what tells its parts, its file's checksum, and those of its blocks; else nothing."""
@@ -174,7 +173,7 @@ class Saver:
                 raise CheckpointError(f"rank {rank} has other tensors than its plan says: a defect, please report it")
             if not parts:
                 continue
-            file = file_format.file.format(writer=rank)
+            file = save.attempt.file(file_format.file.format(writer=rank)).name
             placed[file] = list(zip(parts, file_format.places(parts), strict=True))
             checksums = iter(numbers[2:])
             for part, place in placed[file]:
@@ -184,13 +183,12 @@ class Saver:
                 kinds[part.name] = part.shape, manifest.dtype_name(part.dtype)
             files[file] = SavedFile(place.stop + len(place.after(0)), numbers[1])
         tensors = {name: SavedTensor(*kinds[name], tuple(boxes[name])) for name in sorted(boxes)}
-        folder = run_directory.temporary_path(self._directory, save.training.iteration)
-        files |= write_index(folder, file_format, placed)
-        finish(self._directory, Manifest(save.training, save.config, files, tensors))
+        files |= write_index(save.attempt, file_format, placed)
+        finish(save.attempt, Manifest(save.training, save.config, files, tensors))
 
 
 def save(
-    directory: Path,
+    directory: AnyPath,
     training: TrainingState,
     optimizer: Optimizer,
     config: dict[str, Any],
@@ -198,7 +196,7 @@ def save(
     plan: Plan | None = None,
     file_format: Format = NATIVE,
     state: bool = True,
-) -> Path:
+) -> AnyPath:
     """`Saver.save`, once. `plan`: of all ranks; None where there is but one."""
     saver = Saver(directory, optimizer, plan or Plan.alone(optimizer), file_format=file_format, state=state)
     return saver.save(training, config)
@@ -208,6 +206,7 @@ def save(
 class _Save:
     """One that is under way."""
 
+    attempt: Attempt
     training: TrainingState
     config: dict[str, Any]
     doing: str
@@ -217,12 +216,12 @@ class _Save:
     committing: bool = False
 
 
-def _write(path: Path, file_format: Format, regions: Sequence[Region], closed: Event) -> Written | None:
+def _write(path: AnyPath, file_format: Format, regions: Sequence[Region], closed: Event) -> Written | None:
     """Write a rank's file, unless there is nothing in it; no further than to the next block once `closed`."""
     if not regions:
         return None
     places = file_format.places([region.part for region in regions])
-    with run_directory.create(path) as stream:
+    with create(path) as stream:
         return box_file.write(stream, zip(places, (region.values for region in regions), strict=True), closed)
 
 
@@ -230,27 +229,25 @@ def _digest(parts: Iterable[Part]) -> int:
     return zlib.crc32("\n".join(f"{part.entry} {part.box.size} {part.dtype}" for part in parts).encode())
 
 
-def write_index(folder: Path, file_format: Format, placed: Placed) -> dict[str, SavedFile]:
+def write_index(attempt: Attempt, file_format: Format, placed: Placed) -> dict[str, SavedFile]:
     """Write what others need to read the files."""
     files: dict[str, SavedFile] = {}
     for name, data in file_format.index(placed).items():
-        with run_directory.create(folder / name) as stream:
+        with create(attempt.folder / name) as stream:
             files[name] = box_file.write_bytes(stream, data)
     return files
 
 
-def finish(directory: Path, made: Manifest) -> None:
-    """Check that the checkpoint is whole, add its manifest and give it its name."""
-    temporary = run_directory.temporary_path(directory, made.training.iteration)
+def finish(attempt: Attempt, made: Manifest) -> None:
+    """Check that the checkpoint is whole, add its manifest and make it one."""
     for name, tensor in made.tensors.items():
         if not covers((saved.box for saved in tensor.boxes), Box.whole(tensor.shape)):
             raise CheckpointError(f"the ranks have not written each element of {name} once: a defect, please report it")
+    found = sizes(attempt.folder, made.files)
     for file, saved in made.files.items():
-        path = temporary / file
-        if not path.is_file() or path.stat().st_size != saved.size:
+        if found.get(file) != saved.size:
             raise CheckpointError(
-                f"{path}, written by another rank, cannot be seen from rank 0: the folder must be on a file system "
-                "that all nodes share"
+                f"{attempt.folder / file}, written by another rank, cannot be seen from rank 0: the folder must be on "
+                "a file system that all nodes share"
             )
-    run_directory.write_synced(temporary / manifest.NAME, made.to_json())
-    run_directory.commit(directory, made.training.iteration)
+    attempt.commit(made.to_json())

@@ -12,7 +12,7 @@ class CheckpointConfig:
     """Saving and loading."""
 
     save: str | None = None
-    """The run directory: checkpoints, config.yaml, metrics.jsonl, logs."""
+    """The run directory: checkpoints, config.yaml, metrics.jsonl, logs. May be a URL, as in s3://bucket/run."""
     save_interval: int | None = None
     """Steps between checkpoints; unset: only at the end and on exit."""
     save_retain_interval: int | None = None
@@ -26,7 +26,7 @@ class CheckpointConfig:
     tolerated_save_failures: int = 2
     """Failed saves in a row after which training still goes on to the next; 0: the first ends the run."""
     load: str | None = None
-    """Run directory whose latest checkpoint the run starts from, if it holds one."""
+    """Run directory, or its URL, whose latest checkpoint the run starts from, if it holds one."""
     resume: Literal["auto"] | None = None
     """auto: continue from the latest checkpoint under save where there is one, else from load, else anew."""
     ckpt_step: int | None = None
@@ -45,5 +45,15 @@ class CheckpointConfig:
     @property
     def loads_where_it_saves(self) -> bool:
         """Whether load and save are one directory."""
-        both = self.save is not None and self.load is not None
-        return both and os.path.realpath(self.save or "") == os.path.realpath(self.load or "")
+        if self.save is None or self.load is None:
+            return False
+        return _one_name(self.save) == _one_name(self.load)
+
+
+def is_url(directory: str) -> bool:
+    """Whether a directory is on an object store, as s3://bucket/run is."""
+    return "://" in directory
+
+
+def _one_name(directory: str) -> str:
+    return directory.rstrip("/") if is_url(directory) else os.path.realpath(directory)

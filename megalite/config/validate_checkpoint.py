@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.checkpoint import CheckpointConfig, is_url
 from megalite.config.run import RunConfig
 
 _OF_SAVE = "save_interval save_retain_interval save_optim tolerated_save_failures resume"
@@ -21,6 +21,13 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
             yield f"{flag} needs --save, the run directory"
         if config.logging.profile_pipeline is not None:
             yield f"--profile-pipeline {config.logging.profile_pipeline} needs --save, the run directory"
+    elif is_url(checkpoint.save) and config.logging.profile_pipeline is not None:
+        yield (
+            f"--profile-pipeline {config.logging.profile_pipeline} writes files into --save, which must be a folder, "
+            f"not {checkpoint.save}"
+        )
+    if config.logging.tensorboard_dir is not None and is_url(config.logging.tensorboard_dir):
+        yield f"--tensorboard-dir {config.logging.tensorboard_dir}: TensorBoard's files grow, which needs a folder"
     if checkpoint.load is None:
         for flag in _given(checkpoint, _OF_LOAD):
             yield f"{flag} needs --load, the run directory to load from"

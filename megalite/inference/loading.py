@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalite import checkpoint
+from megalite.checkpoint import AnyPath
 from megalite.config import ModelConfig, TrainingConfig
 from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
 from megalite.errors import ConfigurationError
@@ -15,7 +15,7 @@ from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
 
 
-def load_for_generation(path: Path, mesh: ParallelMesh, tokenizer_model: str | None = None) -> tuple[GPT, Tokenizer]:
+def load_for_generation(path: AnyPath, mesh: ParallelMesh, tokenizer_model: str | None = None) -> tuple[GPT, Tokenizer]:
     """The network of the checkpoint in folder `path`, split over the mesh, in the precision it was trained in.
 
     `tokenizer_model` says where the tokenizer's file is now.

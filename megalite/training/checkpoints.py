@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from megalite import checkpoint
-from megalite.checkpoint import FORMATS, Plan, Saver, TrainingState
+from megalite.checkpoint import FORMATS, AnyPath, Plan, Saver, TrainingState
 from megalite.config import CheckpointConfig
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
@@ -19,7 +18,7 @@ from megalite.training.display import Display
 class Checkpoints:
     """The saves of a run; `save` and `advance` are for all ranks together."""
 
-    def __init__(self, settings: CheckpointConfig, directory: Path, optimizer: Optimizer, plan: Plan) -> None:
+    def __init__(self, settings: CheckpointConfig, directory: AnyPath, optimizer: Optimizer, plan: Plan) -> None:
         self._settings, self._directory, self._rank = settings, directory, plan.mesh.rank
         self._saver = Saver(
             directory,

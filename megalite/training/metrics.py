@@ -11,12 +11,14 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from megalite.checkpoint import AnyPath, ObjectPath
 from megalite.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -71,21 +73,24 @@ class TestMetrics:
 class MetricsWriter:
     """Appends records to `path` (each line flushed) and to TensorBoard; a destination that is None is left out.
 
+    An object on an object store cannot be appended to: it is written anew, with all lines, by `publish` and at the end.
     A run that resumes after iteration `resume_iteration` first cuts off what an earlier attempt wrote beyond it, so
     that the file tells one trajectory. One rank writes; the others have none of these, or one without destinations.
     Raises CheckpointError where the run directory cannot be written.
     """
 
     def __init__(
-        self, path: Path | None = None, tensorboard_directory: Path | None = None, resume_iteration: int = 0
+        self, path: AnyPath | None = None, tensorboard_directory: Path | None = None, resume_iteration: int = 0
     ) -> None:
         self._file, self._tensorboard = None, None
+        self._published = Published(path) if isinstance(path, ObjectPath) else None
         self._places = " and ".join(str(place) for place in (path, tensorboard_directory) if place is not None)
         with self._writing():
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                truncate_after(path, resume_iteration)
-                self._file = path.open("a", encoding="utf-8")
+            file = path if self._published is None else self._published.fetch()
+            if isinstance(file, Path):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                truncate_after(file, resume_iteration)
+                self._file = file.open("a", encoding="utf-8")
             if tensorboard_directory is not None:
                 self._tensorboard = _tensorboard_writer(tensorboard_directory, resume_iteration)
 
@@ -111,20 +116,51 @@ class MetricsWriter:
                     if name != "iteration" and value is not None:
                         self._tensorboard.add_scalar(name, value, record["iteration"])
 
+    def publish(self) -> None:
+        """Let a store have all lines so far, before a checkpoint: on resume no line that came before it may lack.
+
+        Where it fails the next call has another try, and `close` the last.
+        """
+        if self._published is not None:
+            with suppress(OSError):
+                self._published.publish()
+
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with suppress(CheckpointError) if kind is not None else nullcontext():  # the first error is the one to tell
+            self.close()
 
     def close(self) -> None:
         with self._writing():
             if self._file is not None:
                 self._file.close()
+            if self._published is not None:
+                self._published.publish()
             if self._tensorboard is not None:
                 self._tensorboard.close()
+
+
+class Published:
+    """A file that stands for an object: it begins as the object is, and grows here until it is published."""
+
+    def __init__(self, path: ObjectPath) -> None:
+        self.path = path
+        self._folder = TemporaryDirectory(prefix="megalite-")
+        self.file = Path(self._folder.name) / path.name
+
+    def fetch(self) -> Path:
+        """The file. Raises OSError."""
+        with suppress(FileNotFoundError):
+            self.file.write_bytes(self.path.read_bytes())
+        return self.file
+
+    def publish(self) -> None:
+        """Raises OSError."""
+        self.path.put(self.file.read_bytes())
 
 
 def read_metrics(path: Path) -> list[dict[str, Value]]:

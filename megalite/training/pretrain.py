@@ -7,10 +7,10 @@ from functools import cache, partial
 from pathlib import Path
 
 from megalite import checkpoint
+from megalite.checkpoint import AnyPath, write_atomically
 from megalite.config import RunConfig
 from megalite.config.yaml_file import dump
 from megalite.errors import EXIT_FINISHED, CheckpointError
-from megalite.files import write_atomically
 from megalite.optim.elementwise import require_backend
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.data import RunData, last_iteration
@@ -25,20 +25,23 @@ from megalite.training.trainer import Trainer
 def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Place) -> int:
     """Build, resume, train and save; the same on every rank. Returns the exit code."""
     require_backend(config.optimizer)
+    directory = None if config.checkpoint.save is None else checkpoint.open_directory(config.checkpoint.save)
     mesh = join(config.parallel, place, dump(config))
     with ExitStack() as stack:
-        if config.checkpoint.save is not None:
-            notes += stack.enter_context(checkpoint.only_run(Path(config.checkpoint.save), mesh))
-        code = _run(config, (*notes, *data.notes), data, mesh)
+        if directory is not None:
+            notes += stack.enter_context(checkpoint.only_run(directory, mesh))
+        code = _run(config, directory, (*notes, *data.notes), data, mesh)
     leave(mesh)
     return code
 
 
-def _run(config: RunConfig, notes: tuple[str, ...], data: RunData, mesh: ParallelMesh) -> int:
+def _run(
+    config: RunConfig, directory: AnyPath | None, notes: tuple[str, ...], data: RunData, mesh: ParallelMesh
+) -> int:
     start = find_start(config.checkpoint, mesh)
-    build = cache(partial(Trainer, config, data, mesh))
+    build = cache(partial(Trainer, config, data, mesh, directory))
 
-    def load(path: Path) -> tuple[int, Trainer | None]:
+    def load(path: AnyPath) -> tuple[int, Trainer | None]:
         """The last step, and the run gone on from there; None where it was finished by then."""
         training = checkpoint.check_whole(path, mesh)
         last = last_iteration(config, training.iteration, training.consumed_samples)
@@ -65,9 +68,9 @@ def _run(config: RunConfig, notes: tuple[str, ...], data: RunData, mesh: Paralle
             code = EXIT_FINISHED
             at = checkpoint.iteration_of(path)
             display.message(f"finished already: {path} is after step {at}. A longer --train-iters goes on")
-        if code == EXIT_FINISHED and config.checkpoint.save is not None and mesh.rank == 0:
-            write_atomically(Path(config.checkpoint.save) / "DONE", f"{last}\n".encode())
-            display.message(f"everything is in {config.checkpoint.save}")
+        if code == EXIT_FINISHED and directory is not None and mesh.rank == 0:
+            write_atomically(directory / "DONE", f"{last}\n".encode())
+            display.message(f"everything is in {directory}")
     return code
 
 
@@ -87,11 +90,14 @@ def _anew(config: RunConfig) -> str:
     return f"new; {config.checkpoint.load} holds no checkpoint" if config.checkpoint.load else "new"
 
 
-def _record_run(directory: Path, config: RunConfig) -> None:
+def _record_run(directory: AnyPath, config: RunConfig) -> None:
     """Write what this run is into its directory; it is not done (again)."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "DONE").unlink(missing_ok=True)
+        if isinstance(directory, Path):
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "DONE").unlink(missing_ok=True)
+        elif "DONE" in directory.listing():
+            directory.remove(["DONE"])
         write_atomically(directory / "config.yaml", dump(config).encode())
     except OSError as error:
         raise CheckpointError(f"cannot write to the run directory --save {directory}: {error}") from error

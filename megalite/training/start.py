@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from megalite import checkpoint
-from megalite.checkpoint import Candidates
+from megalite.checkpoint import Candidates, open_directory
 from megalite.config import CheckpointConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
@@ -36,13 +35,13 @@ def find_start(settings: CheckpointConfig, mesh: ParallelMesh) -> Start:
     """
 
     def found(directory: str | None) -> Candidates:
-        return Candidates() if directory is None else checkpoint.find_candidates(Path(directory), mesh)
+        return Candidates() if directory is None else checkpoint.find_candidates(open_directory(directory), mesh)
 
     present = found(settings.save)
     if settings.resume == "auto" and present.paths:
         return Start(present)
     if settings.ckpt_step is not None and settings.load is not None:
-        loaded = checkpoint.find_iteration(Path(settings.load), settings.ckpt_step, mesh)
+        loaded = checkpoint.find_iteration(open_directory(settings.load), settings.ckpt_step, mesh)
     else:
         loaded = found(settings.load)
     if present.paths and not (loaded.paths and settings.loads_where_it_saves):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite import checkpoint
+from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
@@ -54,8 +55,8 @@ class Trainer:
     Where the run is in its data, and so its learning rate, is told by `consumed_samples` alone.
     """
 
-    def __init__(self, config: RunConfig, data: RunData, mesh: ParallelMesh) -> None:
-        self.config, self.data, self.mesh = config, data, mesh
+    def __init__(self, config: RunConfig, data: RunData, mesh: ParallelMesh, directory: AnyPath | None = None) -> None:
+        self.config, self.data, self.mesh, self.directory = config, data, mesh, directory
         self.model_config = replace(config.model, vocab_size=data.tokenizer.vocab_size)
         self.dtype = model_dtype(config)
         device.make_deterministic(config.training.deterministic_mode)
@@ -79,7 +80,6 @@ class Trainer:
         self.skips_in_a_row = 0
         self._load_notes: tuple[str, ...] = ()
         self.loader = make_loader(config, mesh, data.tokenizer, data.train)
-        self.directory = None if config.checkpoint.save is None else Path(config.checkpoint.save)
         self.plan = make_plan(config, self.model_config, mesh, stages)
         self.checkpoints: Checkpoints | None = None
         if self.directory is not None:
@@ -112,7 +112,7 @@ class Trainer:
         loss = self._over_model(loss_sum.view(1)).item() / max(count, 1.0)
         self.iteration += 1
         self.consumed_samples += batch_size
-        if recording is not None and self.directory is not None:
+        if recording is not None and isinstance(self.directory, Path):
             write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)
         seconds = time.perf_counter() - began
         return self._metrics(loss, update, rates, loss_scale, batch_size, seconds)
@@ -171,11 +171,13 @@ class Trainer:
                     writer.write(validation)
                     display.validation(validation)
                 if self._stops_now(stop, display):
+                    writer.publish()
                     self.save(display, last=True)
                     saved = "nothing is saved without --save" if self.directory is None else "--resume auto continues"
                     display.message(f"stopped after step {self.iteration}; {saved}")
                     return EXIT_RESUMABLE
                 if self._saves_now():
+                    writer.publish()
                     self.save(display, last=self.iteration == self.iterations)
             if self.data.test is not None:
                 test = TestMetrics(*self._where(), self.evaluate(self.data.test))
@@ -232,7 +234,7 @@ class Trainer:
         state = checkpoint.TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen)
         self.checkpoints.save(state, asdict(replace(self.config, model=self.model_config)), display, last=last)
 
-    def load(self, path: Path, start: Start) -> None:
+    def load(self, path: AnyPath, start: Start) -> None:
         """Continue from a checkpoint of this model, written under any layout, with what `start` says of it.
 
         Raises DamagedCheckpointError or CheckpointError, the same on every rank; after the former another may be
@@ -314,10 +316,12 @@ class Trainer:
         if self.mesh.rank != 0:
             return MetricsWriter()
         logging = self.config.logging
-        path = Path(logging.metrics_path) if logging.metrics_path else None
+        path = checkpoint.open_directory(logging.metrics_path) if logging.metrics_path else None
         events = Path(logging.tensorboard_dir) if logging.tensorboard_dir else None
         if self.directory is not None:
-            path, events = path or self.directory / "metrics.jsonl", events or self.directory / "tensorboard"
+            path = path or self.directory / "metrics.jsonl"
+        if isinstance(self.directory, Path):
+            events = events or self.directory / "tensorboard"
         return MetricsWriter(path, events, self.iteration)
 
     def notes(self) -> tuple[str, ...]:

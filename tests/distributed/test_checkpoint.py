@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megalite import checkpoint
 from megalite.checkpoint import Saver, TrainingState, box_file, directory
+from megalite.checkpoint.attempt import FolderAttempt
 from megalite.errors import CheckpointError
 from tests.distributed.layout_cell import Cell
 from tests.distributed.layout_run import Training, initialized_chunks, make_meshes
@@ -130,8 +131,8 @@ def test_the_tracker_moves_once_the_checkpoint_is_there(tmp_path: Path, monkeypa
     training = trained(Cell())
     saver = Saver(tmp_path, training.optimizer, training.plan, asynchronous=True)
     saver.begin(TrainingState(1, 4, 1), {"model": {}})
-    may_commit, real = Event(), directory.commit
-    monkeypatch.setattr(directory, "commit", lambda *arguments: (may_commit.wait(), real(*arguments)))
+    may_commit, real = Event(), FolderAttempt.commit
+    monkeypatch.setattr(FolderAttempt, "commit", lambda *arguments: (may_commit.wait(), real(*arguments)))
     assert saver.advance() is None  # all is written
     assert saver.busy
     assert directory.latest(tmp_path) is None

@@ -16,10 +16,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.checkpoint import Manifest, TrainingState, box_file, directory, manifest, saving
+from megalite.checkpoint import Manifest, TrainingState, box_file, manifest, saving
+from megalite.checkpoint.attempt import FolderAttempt
 from megalite.checkpoint.container import Part
 from megalite.checkpoint.formats import NATIVE, Format
 from megalite.checkpoint.manifest import SavedBox, SavedFile, SavedTensor
+from megalite.checkpoint.storage import create
 from megalite.parallel.sharding import Box
 
 STATE = TrainingState(iteration=7, consumed_samples=28, optimizer_steps=6)
@@ -37,7 +39,8 @@ def write(
 ) -> Path:
     """Save tensors into a run directory; `files`: the boxes of each file (None: one file, of whole tensors)."""
     files = files or [[(name, Box((0,) * tensor.ndim, tuple(tensor.shape))) for name, tensor in tensors.items()]]
-    directory.begin(folder, training.iteration)
+    attempt = FolderAttempt(folder, training.iteration)
+    attempt.begin()
     boxes: dict[str, list[SavedBox]] = {name: [] for name in tensors}
     written: dict[str, SavedFile] = {}
     for number, placed in enumerate(files):
@@ -45,8 +48,8 @@ def write(
             continue
         parts = [Part(name, tuple(tensors[name].shape), tensors[name].dtype, box) for name, box in placed]
         places = file_format.places(parts)
-        path = directory.temporary_path(folder, training.iteration) / file_format.file.format(writer=number)
-        with directory.create(path) as stream:
+        path = attempt.file(file_format.file.format(writer=number))
+        with create(path) as stream:
             values = (tensors[part.name][part.box.slices()] for part in parts)
             made = box_file.write(stream, zip(places, values, strict=True))
         written[path.name] = made.file
@@ -56,8 +59,8 @@ def write(
         name: SavedTensor(tuple(tensor.shape), manifest.dtype_name(tensor.dtype), tuple(boxes[name]))
         for name, tensor in tensors.items()
     }
-    saving.finish(folder, Manifest(training, config or {"model": {"hidden_size": 8}}, written, saved))
-    return directory.checkpoint_path(folder, training.iteration)
+    saving.finish(attempt, Manifest(training, config or {"model": {"hidden_size": 8}}, written, saved))
+    return attempt.path
 
 
 def read(path: Path, block: int = 2**22) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ MODULES = (
     "megalite.inference.generation",
     "megalite.inference.loading",
     "megalite.config.tool_arguments",
+    "tests.harness.object_store",
     "tests.harness.rank_pool",
     "tests.distributed.layout_run",
     "tests.oracle",

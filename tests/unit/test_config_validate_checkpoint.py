@@ -49,6 +49,12 @@ def problems(flags: str) -> list[str]:
         ),
         ("--load s --save s --resume auto --no-load-optim", "--no-load-optim is for the checkpoint of --load"),
         ("--load s --save s --resume auto --finetune", "--finetune is for the checkpoint of --load"),
+        (
+            "--save s3://b/r --profile-pipeline 1",
+            "--profile-pipeline 1 writes files into --save, which must be a folder",
+        ),
+        ("--tensorboard-dir s3://b/r", "--tensorboard-dir s3://b/r: TensorBoard's files grow"),
+        ("--load s3://b/r --save s3://b/r/ --finetune", "--finetune begins a new run at step 0: save"),
     ],
 )
 def test_what_has_nothing_to_act_on_is_refused(flags: str, problem: str) -> None:
@@ -64,6 +70,7 @@ def test_what_has_nothing_to_act_on_is_refused(flags: str, problem: str) -> None
         "--save s --load l --resume auto --ckpt-step 3 --no-load-optim --load-casts",
         "--save s --load l --finetune --use-checkpoint-args --no-load-optim",
         "--save s --load s --no-save-optim --no-load-optim --ckpt-step 0",
+        "--save s3://b/r --metrics-path s3://b/m --load s3://b/other --finetune",
         "--save s --resume auto --exit-on-missing-checkpoint --load-casts --use-checkpoint-args",
     ],
 )

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite import checkpoint
 from megalite.errors import CheckpointError
 from megalite.training.metrics import MetricsWriter, StepMetrics, ValidationMetrics, read_metrics, truncate_after
+from tests.harness.object_store import ObjectStore
 
 
 def step(iteration: int, **changes: object) -> StepMetrics:
@@ -33,6 +35,37 @@ def step(iteration: int, **changes: object) -> StepMetrics:
         peak_memory_bytes=1 << 20,
     )
     return dataclasses.replace(metrics, **changes)  # type: ignore[arg-type]
+
+
+def test_an_object_has_all_lines_whenever_it_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint.open_directory(f"objects://{tmp_path}/run/metrics.jsonl")
+    file = tmp_path / "run" / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for iteration in (1, 2, 3):
+            writer.write(step(iteration))
+            if iteration == 2:
+                writer.publish()
+        assert iterations(file) == [1, 2]
+    assert iterations(file) == [1, 2, 3]
+
+    def refuse(what: str, name: str) -> None:
+        raise ConnectionError("no route")
+
+    writer = MetricsWriter(path, resume_iteration=2)
+    writer.write(step(3, lm_loss=2.0))
+    writer.write(step(4))
+    writer.publish()
+    assert iterations(file) == [1, 2, 3, 4]
+    monkeypatch.setattr(ObjectStore, "before_change", staticmethod(refuse))
+    writer.publish()
+    with pytest.raises(CheckpointError, match=rf"writing metrics to {path} failed: ConnectionError: no route"):
+        writer.close()
+    with pytest.raises(KeyError), MetricsWriter(path):
+        raise KeyError("is told, and not that the metrics cannot be written, either")
+
+
+def iterations(path: Path) -> list[object]:
+    return [record["iteration"] for record in read_metrics(path)]
 
 
 def test_a_line_has_exactly_the_documented_fields(tmp_path: Path) -> None:

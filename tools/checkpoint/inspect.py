@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 
 if TYPE_CHECKING:
+    from megalite.checkpoint import AnyPath
     from megalite.checkpoint.comparison import Comparison
     from megalite.checkpoint.reader import CheckpointReader
 
@@ -94,10 +95,10 @@ def show_checkpoint(arguments: Arguments, path: str) -> None:
 
 
 def open_checkpoint(path: str) -> CheckpointReader:
-    from megalite.checkpoint import directory
+    from megalite.checkpoint import directory, open_directory
     from megalite.checkpoint.reader import CheckpointReader
 
-    return CheckpointReader(directory.resolve(Path(path)))
+    return CheckpointReader(directory.resolve(open_directory(path)))
 
 
 def chosen(names: Iterable[str], pattern: str) -> list[str]:
@@ -111,7 +112,7 @@ def chosen(names: Iterable[str], pattern: str) -> list[str]:
     return found
 
 
-def others(path: Path) -> list[str]:
+def others(path: AnyPath) -> list[str]:
     """The other checkpoints of the run directory."""
     from megalite.checkpoint import directory
 

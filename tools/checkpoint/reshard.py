@@ -27,6 +27,7 @@ from megalite.config.pipeline_layout import stage_layers, virtual_stages
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 
 if TYPE_CHECKING:
+    from megalite.checkpoint import AnyPath
     from megalite.parallel.sharding import Box
 
 
@@ -57,7 +58,7 @@ class Arguments:
 def main() -> None:
     """Parse, copy, and say what was written."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    from megalite.checkpoint import FORMATS, directory
+    from megalite.checkpoint import FORMATS, directory, open_directory
     from megalite.checkpoint.plan import MODEL
     from megalite.checkpoint.progress import show_progress
     from megalite.checkpoint.reader import CheckpointReader, size_in_bytes
@@ -69,7 +70,7 @@ def main() -> None:
         raise ConfigurationError("give --files, or --tensor-model-parallel-size and --pipeline-model-parallel-size")
     if arguments.workers < 1 or (arguments.files is not None and arguments.files < 1):
         raise ConfigurationError("--files and --workers are 1 or more")
-    reader = CheckpointReader(directory.resolve(Path(arguments.load)))
+    reader = CheckpointReader(directory.resolve(open_directory(arguments.load)))
     tensors = {
         name: tensor
         for name, tensor in reader.manifest.tensors.items()
@@ -96,7 +97,7 @@ def parallel_config(arguments: Arguments) -> ParallelConfig | None:
     return ParallelConfig(**given) if given else None
 
 
-def weights_of_ranks(path: Path, parallel: ParallelConfig) -> Iterator[list[tuple[str, Box]]]:
+def weights_of_ranks(path: AnyPath, parallel: ParallelConfig) -> Iterator[list[tuple[str, Box]]]:
     """For each rank of one copy of the model the boxes of weights that it would save: the model is built, without
     memory, as that rank would build it. Raises ConfigurationError where the model cannot be split so."""
     import torch

@@ -1,0 +1,191 @@
+"""One attempt to save: a checkpoint comes to be whole, or not at all.
+
+On a file system it is written as `iter_0000100.tmp` and renamed. Where one of that iteration is there already (a run
+repeats steps after a crash), that one stands aside as `iter_0000100.replaced` until the new one has its name; so at
+every moment the last good one is there under one of the two.
+
+An object store has no rename. Files have their final names at once, and a mark of their attempt in them
+(`rank_00000.3f9a2c01.safetensors`), so that they overwrite nothing that an earlier attempt has written, and nothing of
+one that is late overwrites them. The manifest comes last, as one object: with it they are the checkpoint, and what the
+manifest before it named is none any more. A folder without one holds an attempt that did not end.
+
+In both, the tracker then names the iteration, and what is left over goes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.checkpoint import manifest
+from megalite.checkpoint.agreement import all_gather_text
+from megalite.checkpoint.directory import TRACKER, checkpoint_path, folders, is_ours
+from megalite.checkpoint.storage import AnyPath, ObjectPath
+from megalite.errors import CheckpointError
+from megalite.files import sync_directory
+from megalite.parallel.mesh import ParallelMesh
+
+_LEFT_OVER = re.compile(r"iter_(\d{7,})\.(tmp|replaced)")
+_FILE = re.compile(r"(?:rank_\d+|__\d+_\d+)(?:\.([0-9a-f]{8}))?\.(?:safetensors|distcp)")
+
+
+def new_attempt(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Attempt:
+    """To save an iteration into a run directory; the same on every rank. Every rank calls it, and one its methods."""
+    if isinstance(directory, Path):
+        return FolderAttempt(directory, iteration)
+    return ObjectAttempt(directory, iteration, mark=all_gather_text(secrets.token_hex(4), mesh)[0])
+
+
+@dataclass(frozen=True)
+class FolderAttempt:
+    """On a file system."""
+
+    directory: Path
+    iteration: int
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's folder, once it is one."""
+        return checkpoint_path(self.directory, self.iteration)
+
+    @property
+    def folder(self) -> Path:
+        """What is written into."""
+        return _temporary(self.path)
+
+    def file(self, name: str) -> Path:
+        """Where to write the file of this name, as in `rank_00000.safetensors`; the manifest has it by the path's."""
+        return self.folder / name
+
+    def begin(self) -> None:
+        """Clear away what saves that did not end have left, and make the folder to write into.
+
+        Raises OSError, or CheckpointError where something else has the checkpoint's name.
+        """
+        for path in self.directory.glob("iter_*"):
+            if match := _LEFT_OVER.fullmatch(path.name):
+                of_that = checkpoint_path(self.directory, int(match[1]))
+                if match[2] == "replaced" and not of_that.exists():
+                    os.rename(path, of_that)
+                else:
+                    shutil.rmtree(path, ignore_errors=True)  # what stays takes space, and no more
+        if self.path.exists() and not is_ours(self.path):
+            raise _foreign(self.path)
+        self.folder.mkdir(parents=True)
+
+    def commit(self, manifest_text: str) -> None:
+        """Add the manifest, give the folder its name and point the tracker at it; all is on disk before it is relied
+        upon. Raises OSError."""
+        aside = self.path.with_name(f"{self.path.name}.replaced")
+        _write_synced(self.folder / manifest.NAME, manifest_text)
+        sync_directory(self.folder)
+        if self.path.exists():
+            os.rename(self.path, aside)
+        os.rename(self.folder, self.path)
+        sync_directory(self.directory)
+        _write_synced(self.directory / f"{TRACKER}.tmp", f"{self.iteration}\n")
+        os.replace(self.directory / f"{TRACKER}.tmp", self.directory / TRACKER)
+        sync_directory(self.directory)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class ObjectAttempt:
+    """On an object store. As above, but for what is said here."""
+
+    directory: ObjectPath
+    iteration: int
+    mark: str
+    """In the names of its files."""
+
+    @property
+    def path(self) -> ObjectPath:
+        return checkpoint_path(self.directory, self.iteration)
+
+    @property
+    def folder(self) -> ObjectPath:
+        return self.path
+
+    def file(self, name: str) -> ObjectPath:
+        stem, _, suffix = name.rpartition(".")
+        return self.path / f"{stem}.{self.mark}.{suffix}"
+
+    def begin(self) -> None:
+        for folder in folders(self.directory):
+            with suppress(OSError):  # what stays takes space, and no more
+                folder.remove(_left_over(folder))
+        there = self.path.listing()
+        ours = any(mark or name.startswith("rank_") for name, mark in _files(there).items())
+        if there and manifest.NAME not in there and not ours:
+            raise _foreign(self.path)
+
+    def commit(self, manifest_text: str) -> None:
+        before = _files(self.path.listing())
+        (self.path / manifest.NAME).put(manifest_text.encode())
+        (self.directory / TRACKER).put(f"{self.iteration}\n".encode())
+        with suppress(OSError):  # the next save has another try
+            self.path.remove([name for name, mark in before.items() if mark != self.mark])
+
+    def abandon(self) -> None:
+        """Remove what was written, unless the store has the manifest, whatever it has answered."""
+        with suppress(OSError):
+            self.path.remove(_left_over(self.path))
+
+
+Attempt = FolderAttempt | ObjectAttempt
+
+
+def remove(path: AnyPath) -> None:
+    """Remove a checkpoint, so that a crash in between leaves none or what the next save clears away. Raises OSError."""
+    if isinstance(path, Path):
+        os.rename(path, _temporary(path))
+        shutil.rmtree(_temporary(path))
+    else:
+        path.remove([manifest.NAME])
+        path.remove(list(path.listing()))
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp")
+
+
+def _foreign(path: AnyPath) -> CheckpointError:
+    return CheckpointError(f"{path} is there already and is no checkpoint of this program: move it away")
+
+
+def _files(names: Iterable[str]) -> dict[str, str | None]:
+    """Of all names in a folder those of checkpoints' files, each with its attempt's mark; what was copied has none."""
+    return {name: match[1] for name in names if (match := _FILE.fullmatch(name))}
+
+
+def _left_over(folder: ObjectPath) -> Collection[str]:
+    """The files of attempts in a folder that are no part of a checkpoint."""
+    there = folder.listing()
+    marks = _files(there)
+    if manifest.NAME not in there:
+        return [name for name, mark in marks.items() if mark]
+    if len(set(marks.values())) < 2:
+        return ()  # without a look at the manifest, which may be large
+    try:
+        named = json.loads((folder / manifest.NAME).read_text())["files"]
+    except (ValueError, KeyError, TypeError):
+        return ()  # what is damaged stays as it is
+    return [name for name in marks if name not in named]
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

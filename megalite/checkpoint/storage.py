@@ -1,0 +1,264 @@
+"""Where checkpoints are: on a file system, or on an object store that fsspec reaches (s3://bucket/run, gs://...).
+
+An `ObjectPath` has of `pathlib.Path` what an object store can do. It cannot rename, append or sync, and has no folders:
+an object appears, whole, when its upload ends, and overwrites the one that had its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from megalite import files
+from megalite.config.checkpoint import is_url
+from megalite.errors import CheckpointError, ConfigurationError, FileError
+
+BLOCK = 1 << 23
+"""Bytes of an object that are fetched in one request, where less is asked for."""
+
+
+def open_directory(place: str) -> AnyPath:
+    """The directory that a flag names: a path, or a URL that fsspec knows.
+
+    Raises ConfigurationError where the URL cannot be, or a package that its protocol needs is not installed, and
+    CheckpointError where the store's client does not start.
+    """
+    if not is_url(place):
+        return Path(place)
+    protocol, _, rest = place.partition("://")
+    if protocol in ("file", "local"):
+        raise ConfigurationError(f"{place}: give the path itself, {rest}")
+    if "::" in place or set(place) & set("*?["):
+        raise ConfigurationError(f"{place}: a URL here is one protocol and a name without any of * ? [")
+    from fsspec.core import url_to_fs  # slow to import, and most runs never need it
+
+    url = place.rstrip("/")
+    try:
+        # What one rank has written must be seen by another that has listed the folder before.
+        file_system, key = url_to_fs(url, use_listings_cache=False)
+    except ImportError as error:
+        missing = error.__cause__.name if isinstance(error.__cause__, ImportError) else None
+        advice = f": pip install {missing}" if missing else ""
+        raise ConfigurationError(f"{place} needs a package that is not installed{advice} ({error})") from error
+    except ValueError as error:
+        raise ConfigurationError(f"{place} cannot be used: {error}") from error
+    except Exception as error:  # of any kind, where the store's client asks for credentials
+        raise CheckpointError(f"{place} cannot be used: {type(error).__name__}: {error}") from error
+    return ObjectPath(file_system, url, key.rstrip("/"))
+
+
+@dataclass(frozen=True)
+class ObjectStatus:
+    st_size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True)
+class ObjectPath:
+    """An object, or what the names of several begin with. Whatever goes wrong is an OSError that names the URL."""
+
+    file_system: Any = field(repr=False)
+    """fsspec's, which has no annotations."""
+    url: str
+    """As it was given."""
+    key: str
+    """As `file_system` has it."""
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> ObjectPath:
+        return ObjectPath(self.file_system, f"{self.url}/{name}", f"{self.key}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> ObjectPath:
+        return ObjectPath(self.file_system, self.url.rpartition("/")[0], self.key.rpartition("/")[0])
+
+    def resolve(self) -> ObjectPath:
+        """Itself: a URL depends on no working directory."""
+        return self
+
+    def open(self, mode: Literal["rb"] = "rb") -> io.BufferedReader:
+        """For reading; `create` writes."""
+        with self._as_os_errors():
+            # Our own buffer stands above it.
+            file = self.file_system.open(self.key, mode, cache_type="none")
+        return io.BufferedReader(_Download(self, file), BLOCK)
+
+    def read_bytes(self) -> bytes:
+        with self._as_os_errors():
+            data: bytes = self.file_system.cat_file(self.key)
+            return data
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        """Bytes [start, stop), by one request; fewer where the object ends before."""
+        with self._as_os_errors():
+            data: bytes = self.file_system.cat_file(self.key, start=start, end=stop)
+            return data
+
+    def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return self.read_bytes().decode(encoding, errors)
+
+    def stat(self) -> ObjectStatus:
+        with self._as_os_errors():
+            return ObjectStatus(self.file_system.info(self.key)["size"])
+
+    def is_file(self) -> bool:
+        try:
+            with self._as_os_errors():
+                return bool(self.file_system.info(self.key)["type"] == "file")
+        except FileNotFoundError:
+            return False
+
+    def iterdir(self) -> Iterator[ObjectPath]:
+        """What is directly below; nothing where there is nothing, since there are no empty folders."""
+        return (self / name for name in self.listing())
+
+    def listing(self) -> dict[str, int]:
+        """Names of what is directly below, in order, each with its size in bytes, 0 where more is below that."""
+        try:
+            with self._as_os_errors():
+                found = self.file_system.ls(self.key, detail=True)
+        except FileNotFoundError:
+            return {}
+        sizes = {entry["name"].rstrip("/"): entry["size"] or 0 for entry in found}
+        prefix = f"{self.key}/".lstrip("/")  # some have keys that begin with a slash, and not in all answers
+        names = {name.lstrip("/").removeprefix(prefix): size for name, size in sizes.items() if name != self.key}
+        return dict(sorted(names.items()))
+
+    def put(self, data: bytes) -> None:
+        """Write the whole object: a reader finds the old one or the new one, whatever happens meanwhile."""
+        with self._as_os_errors():
+            self.file_system.pipe_file(self.key, data)
+
+    def remove(self, names: Collection[str]) -> None:
+        """Remove these objects directly below."""
+        if names:
+            with self._as_os_errors():
+                self.file_system.rm([f"{self.key}/{name}" for name in names])
+
+    @contextmanager
+    def _as_os_errors(self) -> Iterator[None]:
+        """Clients of stores raise what they like, and `FileNotFoundError` with any text."""
+        try:
+            yield
+        except Exception as error:
+            number = errno.EPROTO
+            if isinstance(error, FileNotFoundError):
+                number = errno.ENOENT
+            elif isinstance(error, PermissionError):
+                number = errno.EACCES
+            text = f"{os.strerror(number) if number != errno.EPROTO else type(error).__name__}: {error}"
+            raise OSError(number, text, self.url) from error
+
+
+AnyPath = Path | ObjectPath
+
+
+class _Download(io.RawIOBase):
+    """An open object, as Python's own buffers want it."""
+
+    def __init__(self, path: ObjectPath, file: Any) -> None:
+        self._path, self._file = path, file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def readinto(self, buffer: Any) -> int:
+        with self._path._as_os_errors():
+            return int(self._file.readinto(buffer))
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+class Writer(Protocol):
+    """What `create` gives."""
+
+    def write(self, data: bytes | memoryview, /) -> int: ...
+
+
+class _Upload:
+    def __init__(self, path: ObjectPath, file: Any) -> None:
+        self._path, self._file = path, file
+
+    def write(self, data: bytes | memoryview) -> int:
+        with self._path._as_os_errors():
+            return int(self._file.write(data))
+
+
+@contextmanager
+def create(path: AnyPath) -> Iterator[Writer]:
+    """A new file, which is on disk, or in the store, when the block has ended. Raises OSError where that fails.
+
+    What a block that fails has written to an object store is given up: no object appears.
+    """
+    if isinstance(path, Path):
+        with path.open("xb", buffering=0) as file:
+            yield file
+            os.fsync(file.fileno())
+        return
+    with path._as_os_errors():
+        upload = path.file_system.open(path.key, "wb")
+    try:
+        yield _Upload(path, upload)
+        with path._as_os_errors():
+            upload.close()
+    except BaseException:
+        _give_up(upload)
+        raise
+
+
+def _give_up(upload: Any) -> None:
+    """End an upload without an object. Left to itself, the file would upload what it has when it is collected."""
+    with suppress(Exception):
+        upload.discard()
+    with suppress(Exception):
+        upload.closed = True
+
+
+def write_atomically(path: AnyPath, data: bytes) -> None:
+    """Write a whole file so that a reader finds the old one or the new one, whatever happens meanwhile.
+
+    Raises FileError.
+    """
+    if isinstance(path, Path):
+        files.write_atomically(path, data)
+        return
+    try:
+        path.put(data)
+    except OSError as error:
+        raise FileError(f"{path} cannot be written ({error.strerror}): choose another output path") from error
+
+
+def sizes(folder: AnyPath, names: Collection[str]) -> dict[str, int]:
+    """Bytes of those of the named files that are in a folder. Raises OSError where that cannot be known."""
+    if isinstance(folder, ObjectPath) and len(names) > 1:
+        found = folder.listing()  # one request for a thousand files
+        return {name: found[name] for name in names if name in found}
+    found = {}
+    for name in names:
+        with suppress(FileNotFoundError):
+            found[name] = (folder / name).stat().st_size
+    return found
