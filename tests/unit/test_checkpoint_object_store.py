@@ -211,9 +211,9 @@ def test_damage_falls_back_and_a_store_that_does_not_answer_does_not(tmp_path: P
     file.write_bytes(file.read_bytes()[:-1])
     iteration, (problem,) = newest(run)
     assert iteration == 1
-    assert f"{file.name} has 519 bytes of 520" in problem
+    assert f"{file.name}: it has 519 bytes of 520" in problem
     file.unlink()
-    assert f"{file.name} cannot be read: No such file or directory" in newest(run)[1][0]
+    assert f"{file.name}: it is missing" in newest(run)[1][0]
     (tmp_path / "run/iter_0000002/manifest.json").unlink()
     assert "has no manifest.json" in newest(run)[1][0], "the tracker names it"
 
