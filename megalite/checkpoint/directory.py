@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.checkpoint import manifest
 from megalite.errors import CheckpointError
-from megalite.files import sync_directory
+from megalite.files import naming, sync_directory
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _COMPLETE = re.compile(r"iter_(\d{7,})(\.replaced)?")
@@ -147,23 +148,44 @@ def begin(directory: Path, iteration: int) -> None:
 
 
 def commit(directory: Path, iteration: int) -> Path:
-    """Give the written folder its name and point the tracker at it; everything is on disk before it is relied upon."""
+    """Give the written folder its name and point the tracker at it; everything is on disk before it is relied upon.
+
+    Raises OSError where the disk does; all has its old name then, unless only the last sync failed.
+    """
     final, aside = checkpoint_path(directory, iteration), directory / f"iter_{iteration:07d}.replaced"
     temporary = temporary_path(directory, iteration)
     sync_directory(temporary)
-    if final.exists():
-        os.rename(final, aside)
-    os.rename(temporary, final)
-    sync_directory(directory)
-    write_synced(directory / f"{TRACKER}.tmp", f"{iteration}\n")
-    os.replace(directory / f"{TRACKER}.tmp", directory / TRACKER)
-    sync_directory(directory)
+    try:
+        if final.exists():
+            os.rename(final, aside)
+        os.rename(temporary, final)
+        sync_directory(directory)
+        _point_tracker(directory, iteration)
+    except OSError:
+        with suppress(OSError):
+            if not temporary.exists():
+                os.rename(final, temporary)
+            if aside.exists():
+                os.rename(aside, final)
+        raise
     shutil.rmtree(aside, ignore_errors=True)
+    sync_directory(directory)
     return final
 
 
+def _point_tracker(directory: Path, iteration: int) -> None:
+    temporary = directory / f"{TRACKER}.tmp"
+    try:
+        write_synced(temporary, f"{iteration}\n")
+        os.replace(temporary, directory / TRACKER)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
+    with naming(path), path.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
