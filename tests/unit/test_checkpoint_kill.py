@@ -10,11 +10,13 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from megalite import checkpoint
+from megalite.errors import CheckpointError
 from tests.harness.file_faults import Fault, FileFaults, Operation, cut_power, kill, kill_midway
 from tests.harness.forks import exit_code, fork, in_clean_process
 from tests.harness.saved_run import KINDS, Saved, SavedRun, litter
@@ -167,3 +169,35 @@ def test_kills_at_random_moments(tmp_path: Path, kind: str) -> None:
     inside, kills = in_clean_process(kill_at_random, tmp_path, kind, 40)
     print(f"{inside} of {kills} kills were inside a save")
     assert inside >= 30
+
+
+# ------------------------------------------------------------------------------------------------------ two jobs
+
+
+def save_beside_another(run: SavedRun, directory: Path, job: int, kind: str) -> None:
+    for iteration in range(2, 30):
+        with suppress(CheckpointError):
+            run.save(directory, iteration, 1000 * job + iteration, kind)
+
+
+def load_beside_two_jobs(directory: Path, kind: str) -> int:
+    """How often a checkpoint was loaded, its values those of one save, while two jobs saved the same iterations."""
+    run = SavedRun()
+    run.save(directory, 1, 1, kind)
+    jobs = [fork(save_beside_another, run, directory, job, kind) for job in (1, 2)]
+    loads = 0
+    while not all(os.waitid(os.P_PID, job, os.WEXITED | os.WNOHANG | os.WNOWAIT) for job in jobs):
+        with suppress(CheckpointError):
+            run.newest(directory)
+            loads += 1
+    assert [exit_code(job) for job in jobs] == [0, 0]
+    run.newest(directory)
+    run.save(directory, 30, 30, kind)
+    assert run.newest(directory) == ((30, 30), ())
+    assert not litter(directory)
+    return loads
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_jobs_where_no_lock_keeps_them_apart_cause_no_wrong_load(tmp_path: Path, kind: str) -> None:
+    assert in_clean_process(load_beside_two_jobs, tmp_path, kind) > 0
