@@ -9,11 +9,11 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import TCPStore
 
 from megalite.errors import CheckpointError, CommunicationError
 from megalite.parallel.mesh import ParallelMesh
@@ -27,15 +27,14 @@ SECONDS = 30.0
 """A rank that still waits then for one that was killed would wait for ever."""
 
 
-def member(
-    rank: int, port: int, directory: Path, saved: Saved, kind: str, at: int, victim: int, fault: Fault
-) -> None:  # fmt: skip
+def member(rank: int, port: int, directory: Path, saved: Saved, kind: str, at: int, victim: int, fault: Fault) -> None:
     """A rank's life: one save."""
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     run = SavedRun(ParallelMesh(rank=rank, world_size=2))
-    try:
+    with suppress(RuntimeError):  # the other may be gone already
         dist.barrier()
+    try:
         with FileFaults(directory, at if rank == victim else None, fault):
             run.save(directory, *saved, kind)
     except CommunicationError:
@@ -58,7 +57,7 @@ def exit_codes(processes: list[int]) -> list[int]:
 def killed_saves(folder: Path, saved: Saved, kind: str, victim: int, fault: Fault) -> Iterator[tuple[Path, str]]:
     for at in itertools.count():
         directory = Path(shutil.copytree(folder / "before", folder / "killed"))
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = [fork(member, rank, store.port, directory, saved, kind, at, victim, fault) for rank in range(2)]
         codes = exit_codes(ranks)
         if codes == [0, 0]:
@@ -75,7 +74,7 @@ def kill_everywhere(folder: Path, saved: Saved, kind: str, victim: int, fault: F
     """What was found after the kills."""
     run = SavedRun()
     run.save(folder / "before", 1, 1)
-    seen = set()
+    seen: set[Saved | None] = set()
     for directory, moment in killed_saves(folder, saved, kind, victim, fault):
         found, passed_over = run.newest(directory)
         assert found in ((1, 1), saved), moment
@@ -104,7 +103,7 @@ def fail_everywhere(folder: Path, saved: Saved, kind: str, victim: int, number: 
     before = contents(folder / "before")
     directory = folder / "failing"
     whole: list[str] = []
-    silent = []
+    silent: list[str] = []
     for at in itertools.chain([None], itertools.count()):
         dist.barrier()
         if run.mesh.rank == 0:
