@@ -29,7 +29,7 @@ from megalite.checkpoint.agreement import all_gather_text
 from megalite.checkpoint.directory import TRACKER, checkpoint_path, folders, is_ours
 from megalite.checkpoint.storage import AnyPath, ObjectPath
 from megalite.errors import CheckpointError
-from megalite.files import sync_directory
+from megalite.files import naming, sync_directory
 from megalite.parallel.mesh import ParallelMesh
 
 _LEFT_OVER = re.compile(r"iter_(\d{7,})\.(tmp|replaced)")
@@ -82,18 +82,38 @@ class FolderAttempt:
 
     def commit(self, manifest_text: str) -> None:
         """Add the manifest, give the folder its name and point the tracker at it; all is on disk before it is relied
-        upon. Raises OSError."""
+        upon.
+
+        Raises OSError where the disk does; all has its old name then, unless only the last sync failed.
+        """
         aside = self.path.with_name(f"{self.path.name}.replaced")
         _write_synced(self.folder / manifest.NAME, manifest_text)
         sync_directory(self.folder)
-        if self.path.exists():
-            os.rename(self.path, aside)
-        os.rename(self.folder, self.path)
-        sync_directory(self.directory)
-        _write_synced(self.directory / f"{TRACKER}.tmp", f"{self.iteration}\n")
-        os.replace(self.directory / f"{TRACKER}.tmp", self.directory / TRACKER)
-        sync_directory(self.directory)
+        try:
+            if self.path.exists():
+                os.rename(self.path, aside)
+            os.rename(self.folder, self.path)
+            sync_directory(self.directory)
+            self._point_tracker()
+        except OSError:
+            with suppress(OSError):
+                if not self.folder.exists():
+                    os.rename(self.path, self.folder)
+                if aside.exists():
+                    os.rename(aside, self.path)
+            raise
         shutil.rmtree(aside, ignore_errors=True)
+        sync_directory(self.directory)
+
+    def _point_tracker(self) -> None:
+        temporary = self.directory / f"{TRACKER}.tmp"
+        try:
+            _write_synced(temporary, f"{self.iteration}\n")
+            os.replace(temporary, self.directory / TRACKER)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
 
     def abandon(self) -> None:
         """Remove what was written."""
@@ -185,7 +205,7 @@ def _left_over(folder: ObjectPath) -> Collection[str]:
 
 
 def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
+    with naming(path), path.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -44,24 +44,24 @@ def write(stream: Writer, boxes: Iterable[tuple[Place, Tensor]], closed: Event |
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
         for place, values in boxes:
             around = zlib.crc32(place.before, around)
-            _write_all(stream, memoryview(place.before))
+            stream.write(place.before)
             sums = _RunningChecksum(thread)
             for data in _blocks_of(values):
                 if closed is not None and closed.is_set():
                     raise CheckpointError("the run ended before the checkpoint was written")
                 sums.add(data)
-                _write_all(stream, data)
+                stream.write(data)
             checksums.append(sums.result())
             after = place.after(checksums[-1][-1])
             around = zlib.crc32(after, around)
-            _write_all(stream, memoryview(after))
+            stream.write(after)
             size = place.stop + len(after)
     return Written(SavedFile(size, around), checksums)
 
 
 def write_bytes(stream: Writer, data: bytes) -> SavedFile:
     """Write a file without boxes."""
-    _write_all(stream, memoryview(data))
+    stream.write(data)
     return SavedFile(len(data), zlib.crc32(data))
 
 
@@ -99,12 +99,6 @@ def _blocks_of(values: Tensor) -> Iterator[memoryview]:
 def bytes_of(values: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     return values.view(-1).view(torch.uint8).numpy().data
-
-
-def _write_all(stream: Writer, data: memoryview) -> None:
-    """An unbuffered file may take less than it is given, as where the disk is almost full."""
-    while data:
-        data = data[stream.write(data) :]
 
 
 # ------------------------------------------------------------------------------------------------------ reading

@@ -2,13 +2,15 @@
 
 Rank 0 holds a lock of the operating system (flock) on `DIR/lock` for as long as it lives, and writes into the file who
 it is. The system takes the lock back however the process ends, so none is ever stale; network file systems (NFS, Lustre
-mounted with flock, GPFS, Ceph) pass it on between nodes. Where there are none, as on object stores, a note says so.
+mounted with flock, GPFS, Ceph) pass it on between nodes. Where there are none, as on object stores, a note says so. The
+other ranks look for what rank 0 wrote: where one does not see it, the directory is not the same for all.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -18,10 +20,12 @@ from typing import TextIO
 
 from megalite.checkpoint.agreement import all_gather_text, together
 from megalite.checkpoint.storage import AnyPath, ObjectPath
-from megalite.errors import ConfigurationError
+from megalite.errors import CheckpointError, ConfigurationError
 from megalite.parallel.mesh import ParallelMesh
 
 NAME = "lock"
+SEEN_WITHIN = 10.0
+"""Seconds that a network file system may take to show to one node what another has written."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -30,22 +34,26 @@ def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]
     """While the block runs no other run can save into `directory`, which is made; gives notes to show.
 
     Every rank calls it. Raises ConfigurationError on every rank, naming the other run, where there is one, and
-    CheckpointError where the directory cannot be written to.
+    CheckpointError where the directory cannot be written to or is not the same for all ranks.
     """
     if isinstance(directory, ObjectPath):
         yield (f"note: {directory} has no locks, as an object store: see to it that no other run saves there",)
         return
     file: TextIO | None = None
-    refusal, note = "", ""
+    refusal, note, holder = "", "", ""
     with together(mesh, f"preparing the run directory --save {directory}"):
         if mesh.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             file = (directory / NAME).open("a+")
             refusal, note = _lock(file, directory)
-    refusal = all_gather_text(f":{refusal}", mesh)[0][1:]
+            if not refusal:
+                holder = _write_holder(file)
+    refusal, holder = json.loads(all_gather_text(json.dumps([refusal, holder]), mesh)[0])
     try:
         if refusal:
             raise ConfigurationError(refusal)
+        with together(mesh, f"looking at the run directory --save {directory}"):
+            _await(directory / NAME, holder)
         yield (note,) if note else ()
     finally:
         if file is not None:
@@ -72,7 +80,26 @@ def _lock(file: TextIO, directory: Path) -> tuple[str, str]:
             f"note: the file system of {directory} has no locks ({error.strerror}): see to it that no other run saves "
             "there"
         )
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-    file.flush()
     return "", ""
+
+
+def _write_holder(file: TextIO) -> str:
+    """Who saves from now on."""
+    holder = f"process {os.getpid()} on {os.uname().nodename}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+    file.truncate(0)
+    file.write(holder)
+    file.flush()
+    os.fsync(file.fileno())
+    return holder
+
+
+def _await(path: Path, text: str) -> None:
+    """Return when a file holds a text. Raises CheckpointError where it does not within some time."""
+    deadline = time.monotonic() + SEEN_WITHIN
+    while not path.is_file() or path.read_text() != text:
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{path}, as rank 0 has written it, cannot be seen from here: the folder must be on a file system that "
+                "all nodes share"
+            )
+        time.sleep(0.1)

@@ -19,6 +19,8 @@ from megalite import files
 from megalite.config.checkpoint import is_url
 from megalite.errors import CheckpointError, ConfigurationError, FileError
 
+BUFFER = 1 << 18
+"""Bytes in which small tensors are gathered before they are written to a file."""
 BLOCK = 1 << 23
 """Bytes of an object that are fetched in one request, where less is asked for."""
 
@@ -215,8 +217,9 @@ def create(path: AnyPath) -> Iterator[Writer]:
     What a block that fails has written to an object store is given up: no object appears.
     """
     if isinstance(path, Path):
-        with path.open("xb", buffering=0) as file:
+        with files.naming(path), path.open("xb", buffering=BUFFER) as file:
             yield file
+            file.flush()
             os.fsync(file.fileno())
         return
     with path._as_os_errors():

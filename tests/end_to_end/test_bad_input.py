@@ -363,6 +363,37 @@ def test_a_disk_that_fills_up_with_metrics(place: Place, refused: Refused) -> No
     assert "File too large" in message
 
 
+def test_a_read_only_folder_at_save(place: Place, refused: Refused) -> None:
+    run = place.copy_of_good()
+    before = contents(run)
+    read_only = f"""
+import errno
+from pathlib import Path
+from tests.harness.file_faults import FileFaults, fail_with
+FileFaults(Path({str(run)!r}), 0, fail_with(errno.EROFS), lasting=True).__enter__()
+"""
+    flags = [*MOCK, *SHORT, "--train-iters", 9, "--save", run, "--resume", "auto"]
+    message = refused(93, PRETRAIN, *flags, before=read_only)
+    assert f"--save {run} failed" in message
+    assert "Read-only file system" in message
+    assert contents(run) == before
+
+
+def test_a_folder_that_the_ranks_do_not_share(place: Place, refused: Refused) -> None:
+    """Each rank has a disk of its own, with a folder of the same name."""
+    for rank in range(2):
+        (place.folder / str(rank)).mkdir()
+    apart = f"""
+from megalite.checkpoint import run_lock
+run_lock.SEEN_WITHIN = 0.5
+os.chdir({str(place.folder)!r} + f"/{{rank}}")
+"""
+    message = refused(93, PRETRAIN, *MOCK, *SHORT, "--save", "run", before=apart)
+    assert "looking at the run directory --save run failed on rank 1" in message
+    assert "the folder must be on a file system that all nodes share" in message
+    assert not (place.folder / "1" / "run").exists()
+
+
 @pytest.mark.parametrize("flag", ["--save", "--metrics-path", "--tensorboard-dir"])
 def test_a_folder_that_cannot_be_made(flag: str, place: Place, refused: Refused) -> None:
     file = place.folder / "file"

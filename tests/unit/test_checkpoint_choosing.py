@@ -104,20 +104,6 @@ def test_the_newest_whole_one_is_loaded(three: Path, tmp_path: Path, damage: Cal
     assert all(f"iter_{n:07d}" in str(raised.value) for n in (4, 8, 12))
 
 
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_whatever_bit_flips_the_values_are_those_of_one_checkpoint(three: Path, data: st.DataObject) -> None:
-    path = three / "iter_0000012" / data.draw(st.sampled_from(FILES))
-    good = path.read_bytes()
-    position, bit = data.draw(st.integers(0, len(good) - 1)), data.draw(st.integers(0, 7))
-    try:
-        path.write_bytes(good[:position] + bytes([good[position] ^ 1 << bit]) + good[position + 1 :])
-        _, seed, damaged = load_newest(three)
-    finally:
-        path.write_bytes(good)
-    assert (seed, len(damaged)) in ((12, 0), (8, 1))
-
-
 def test_damage_is_believed_when_it_is_seen_twice(three: Path) -> None:
     seen: list[Path] = []
 

@@ -1,0 +1,132 @@
+"""A small run whose every value follows from a number: saved, loaded and told from any other, whatever its layout.
+
+What tests of faults know of the ways to save and load stands here alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite import checkpoint
+from megalite.checkpoint import FORMATS, Plan, Saver, TrainingState, storage
+from megalite.config.model import ModelConfig
+from megalite.config.optimizer import OptimizerConfig
+from megalite.model.gpt import GPT
+from megalite.optim.buckets import DataParallel, plan_buckets
+from megalite.optim.layout import BucketLayout
+from megalite.optim.optimizer import make_optimizer
+from megalite.parallel.initialization import initial_values
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import named_pieces
+from megalite.parallel.sharding import LogicalTensor, Normal, Piece
+
+KINDS = ("synchronous", "asynchronous", "torch_dist")
+"""The ways to save."""
+
+MODEL = ModelConfig(
+    num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=130, make_vocab_size_divisible_by=1,
+    ffn_hidden_size=20, position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False,
+)  # fmt: skip
+CONFIG = {"model": {}, "notes": "x" * 600}
+
+Saved = tuple[int, int]
+"""The iteration of a checkpoint, and the number that its values follow from."""
+
+
+class SavedRun:
+    """The model and the optimizer of a rank."""
+
+    def __init__(self, mesh: ParallelMesh | None = None) -> None:
+        self.mesh = mesh or ParallelMesh()
+        self.network = GPT(MODEL, self.mesh, dtype=torch.float32)
+        settings, options = OptimizerConfig(lr=0.1), DataParallel(gradient_dtype=torch.float32)
+        self.optimizer = make_optimizer([self.network], self.mesh, settings, options)
+
+        def layouts_at(mesh: ParallelMesh) -> list[BucketLayout]:
+            return plan_buckets([GPT(MODEL, mesh, dtype=torch.float32)], mesh, options)
+
+        self.plan = Plan(self.mesh, layouts_at, settings, stage=options.stage, instances=options.instances)
+        self._values: dict[int, list[Tensor]] = {}
+
+    def save(self, directory: Path, iteration: int, number: int, kind: str = "synchronous") -> None:
+        """Save the values of `number`; once it returns, everything is on disk."""
+        self.fill(number)
+        state = TrainingState(iteration, consumed_samples=number, optimizer_steps=number)
+        file_format = FORMATS["torch_dist" if kind == "torch_dist" else "megalite"]
+        asynchronous = kind == "asynchronous"
+        saver = Saver(directory, self.optimizer, self.plan, file_format=file_format, asynchronous=asynchronous)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(storage, "BUFFER", 8192)  # so that even these small files take many writes
+            saver.begin(state, CONFIG)
+            if asynchronous:
+                self.fill(number + 1000)  # what training makes of the values is not saved
+            while saver.under_way:
+                saver.advance()
+
+    def load(self, path: Path) -> Saved:
+        """Load the checkpoint in folder `path`, as a run does that starts; its values must be those of one save."""
+        checkpoint.check_whole(path, self.mesh)
+        for values, _, _ in self._held():
+            values.fill_(torch.nan)
+        state = checkpoint.load(path, self.network, self.optimizer, self.mesh, plan=self.plan)
+        number = state.consumed_samples
+        for (values, _, name), right in zip(self._held(), self._values_of(number), strict=True):
+            same = torch.equal(values.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+            assert same, f"WRONG LOAD: {name} from {path} is not that of number {number}"
+        assert self.optimizer.steps == number, "WRONG LOAD: the count of steps"
+        return state.iteration, number
+
+    def newest(self, directory: Path) -> tuple[Saved | None, tuple[str, ...]]:
+        """What a run loads that starts from `directory`, and what was wrong with newer ones."""
+        paths = checkpoint.find_candidates(directory, self.mesh).paths
+        if not paths:
+            return None, ()
+        _, saved, passed_over = checkpoint.newest_whole(paths, self.load)
+        return saved, passed_over
+
+    def fill(self, number: int) -> None:
+        for (values, _, _), right in zip(self._held(), self._values_of(number), strict=True):
+            values.copy_(right)
+
+    def _values_of(self, number: int) -> list[Tensor]:
+        if number not in self._values:
+            self._values[number] = [_drawn(piece, name, number) for _, piece, name in self._held()]
+        return self._values[number]
+
+    def _held(self) -> Iterator[tuple[Tensor, Piece, str]]:
+        """Views of all values, each with its place in the whole and its name."""
+        for parameter, piece in named_pieces(self.network):
+            yield piece.view(parameter.detach()), piece, f"model/{piece.tensor.name}"
+        for part in self.optimizer.slices():
+            for kind, values in part.state.items():
+                for piece in part.parameter.sharding.pieces:
+                    yield piece.view(values.view(part.parameter.shape)), piece, f"{kind}/{piece.tensor.name}"
+
+
+def _drawn(piece: Piece, name: str, number: int) -> Tensor:
+    tensor = LogicalTensor(name, piece.tensor.shape, Normal(1.0), False)
+    return initial_values(tensor, piece.box, seed=number)
+
+
+def litter(directory: Path) -> set[str]:
+    """Names in a run directory that are no checkpoint's and not the tracker's."""
+    known = {"latest_checkpointed_iteration.txt"}
+    return {path.name for path in directory.iterdir() if not path.name[5:].isdecimal()} - known
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """The bytes of every file below a folder; a folder has none."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else b""
+        for path in sorted(directory.rglob("*"))
+    }
+
+
+def copied(directory: Path, copy: Path) -> Path:
+    return Path(shutil.copytree(directory, copy))

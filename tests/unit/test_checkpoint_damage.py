@@ -1,0 +1,129 @@
+"""Damage to the files of a checkpoint: it is refused, or makes no difference; and an older one is loaded instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megalite.checkpoint.inspection import verify
+from megalite.checkpoint.reader import CheckpointReader
+from megalite.errors import CheckpointError, DamagedCheckpointError
+from tests.harness.saved_run import SavedRun
+
+POSITIONS = 200
+"""In each file, spread evenly; its first and its last bytes besides."""
+EDGE = 24
+INDEX = ".metadata"
+"""What others read, and `inspect --verify` checks."""
+
+
+@pytest.fixture(scope="module")
+def run() -> SavedRun:
+    return SavedRun()
+
+
+@pytest.fixture(scope="module", params=["synchronous", "torch_dist"])
+def directory(run: SavedRun, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A run directory with two checkpoints."""
+    made = tmp_path_factory.mktemp("damaged")
+    run.save(made, 1, 1, request.param)
+    run.save(made, 2, 2, request.param)
+    return made
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(path for path in (directory / "iter_0000002").rglob("*") if path.is_file())
+
+
+@contextmanager
+def replaced(path: Path, data: bytes | None) -> Iterator[None]:
+    """While the block runs a file has other bytes, or is gone."""
+    good = path.read_bytes()
+    try:
+        path.unlink()
+        if data is not None:
+            path.write_bytes(data)
+        yield
+    finally:
+        path.write_bytes(good)
+
+
+def refuses(run: SavedRun, path: Path) -> bool:
+    """Whether the checkpoint in a folder is found damaged; else it must be, to the bit, what was saved. Whatever it is,
+    a look at every byte finds it."""
+    try:
+        found = verify(CheckpointReader(path), 1, lambda size: None)
+    except DamagedCheckpointError:
+        found = ["the manifest"]
+    assert found
+    refusal = ""
+    try:
+        assert run.load(path) == (2, 2)
+    except DamagedCheckpointError as error:
+        refusal = str(error)
+    assert str(path) in refusal or not refusal
+    return bool(refusal)
+
+
+def test_a_flipped_bit_anywhere_is_refused_or_makes_no_difference(run: SavedRun, directory: Path) -> None:
+    for path in files(directory):
+        good = path.read_bytes()
+        size = len(good)
+        positions = {*range(0, size, max(1, size // POSITIONS)), *range(EDGE), *range(size - EDGE, size)}
+        refused = 0
+        for number, position in enumerate(sorted(positions)):
+            flipped = bytearray(good)
+            flipped[position] ^= 1 << number % 8
+            with replaced(path, bytes(flipped)):
+                refused += refuses(run, path.parent)
+        assert refused > 0.5 * len(positions) or path.name == INDEX, f"much of {path} is not checked"
+
+
+def test_a_file_that_was_cut_off_or_lengthened_or_emptied_or_is_gone(run: SavedRun, directory: Path) -> None:
+    for path in files(directory):
+        good = path.read_bytes()
+        lengths = {0, 1, 7, 8, 9, len(good) - 1, *range(0, len(good), max(1, len(good) // 25))}
+        damaged = [good[:length] for length in sorted(lengths)]
+        damaged += [bytes(length) for length in (1, len(good))]  # what a file system may leave after a loss of power
+        damaged += [good[: len(good) // 2] + bytes(len(good) - len(good) // 2), good + good]
+        for data in (*damaged, None):
+            with replaced(path, data):
+                if path.name == INDEX and data is not None and len(data) == len(good):
+                    assert not refuses(run, path.parent)
+                    continue
+                assert refuses(run, path.parent), f"{path} of {None if data is None else len(data)} bytes"
+                found, passed_over = run.newest(directory)
+                assert found == (1, 1)
+                assert len(passed_over) == 1
+        with replaced(path, good + b"\0"):
+            refuses(run, path.parent)
+
+
+def test_a_file_of_another_save(run: SavedRun, directory: Path) -> None:
+    """Each file whole, and yet no checkpoint."""
+    for path in files(directory):
+        other = (directory / "iter_0000001" / path.name).read_bytes()
+        if other != path.read_bytes():
+            with replaced(path, other):
+                assert refuses(run, path.parent) or path.name == INDEX
+
+
+def test_a_damaged_tracker_leads_to_one_of_them_or_is_told(run: SavedRun, directory: Path) -> None:
+    tracker = directory / "latest_checkpointed_iteration.txt"
+    good = tracker.read_bytes()
+    flipped = [
+        good[:position] + bytes([good[position] ^ 1 << bit]) + good[position + 1 :]
+        for position in range(len(good))
+        for bit in range(8)
+    ]
+    for data in (*flipped, b"", bytes(len(good)), good + good, None):
+        with replaced(tracker, data):
+            refusal = str(tracker)
+            try:
+                assert run.newest(directory)[0] in ((1, 1), (2, 2))
+            except CheckpointError as error:
+                refusal = str(error)
+            assert str(tracker) in refusal
