@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite import checkpoint
-from megalite.checkpoint import FORMATS, Plan, Saver, TrainingState, storage
+from megalite.checkpoint import FORMATS, AnyPath, Plan, Saver, TrainingState, storage
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.model.gpt import GPT
@@ -54,7 +54,7 @@ class SavedRun:
         self.plan = Plan(self.mesh, layouts_at, settings, stage=options.stage, instances=options.instances)
         self._values: dict[int, list[Tensor]] = {}
 
-    def save(self, directory: Path, iteration: int, number: int, kind: str = "synchronous") -> None:
+    def save(self, directory: AnyPath, iteration: int, number: int, kind: str = "synchronous") -> None:
         """Save the values of `number`; once it returns, everything is on disk."""
         self.fill(number)
         state = TrainingState(iteration, consumed_samples=number, optimizer_steps=number)
@@ -69,7 +69,7 @@ class SavedRun:
             while saver.under_way:
                 saver.advance()
 
-    def load(self, path: Path) -> Saved:
+    def load(self, path: AnyPath) -> Saved:
         """Load the checkpoint in folder `path`, as a run does that starts; its values must be those of one save."""
         checkpoint.check_whole(path, self.mesh)
         for values, _, _ in self._held():
