@@ -51,6 +51,7 @@ _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
 _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
 _GOES_ON = "tests/distributed/test_checkpoint_layouts.py::test_a_training_goes_on_under_any_layout[8]"
+_KILL = "tests/unit/test_checkpoint_kill.py::test_"
 _RATES = "tests/distributed/test_rates_megatron.py::test_whole_runs"
 
 MUTANTS = (
@@ -449,6 +450,61 @@ MUTANTS = (
         'return self.path / f"{stem}.{self.mark}.{suffix}"',
         "return self.path / name",
         "tests/unit/test_checkpoint_object_store.py::test_whatever_the_moment_a_whole_checkpoint_is_the_latest",
+    ),
+    Mutant(
+        "a save in the background writes what training makes of the state meanwhile",
+        "megalite/checkpoint/saving.py",
+        "regions = self.staging.take(regions)",
+        "self.staging.take(regions)",
+        f"{_KILL}kills_at_random_moments[asynchronous]",
+    ),
+    Mutant(
+        "the tracker is replaced before the new folder's name is on disk",
+        "megalite/checkpoint/attempt.py",
+        """            os.rename(self.folder, self.path)
+            sync_directory(self.directory)
+""",
+        """            os.rename(self.folder, self.path)
+""",
+        f"{_KILL}whatever_the_moment_a_whole_checkpoint_is_found",
+    ),
+    Mutant(
+        "the manifest is not synced before it is relied upon",
+        "megalite/checkpoint/attempt.py",
+        """        file.flush()
+        os.fsync(file.fileno())
+""",
+        """        file.flush()
+""",
+        f"{_KILL}whatever_the_moment_a_whole_checkpoint_is_found",
+    ),
+    Mutant(
+        "a block is not compared with its checksum",
+        "megalite/checkpoint/box_file.py",
+        "!= block.checksum",
+        "is None",
+        "tests/unit/test_checkpoint_fetching.py::test_damage_elsewhere_does_not_matter_and_here_it_does",
+    ),
+    Mutant(
+        "each rank reads for itself what others of its node read, too",
+        "megalite/checkpoint/fetching.py",
+        "if len(ranks) > 1)",
+        "if len(ranks) > 99)",
+        "tests/distributed/test_checkpoint.py::test_each_byte_is_read_once_a_node[dp=2]",
+    ),
+    Mutant(
+        "what a rank reads for the others it does not put into its own place",
+        "megalite/checkpoint/fetching.py",
+        "        for blocks, row in zip(now, received, strict=True):",
+        "        for blocks, row in zip(now[1:], received[1:], strict=True):",
+        _GOES_ON,
+    ),
+    Mutant(
+        "the first of the copies saves all of them",
+        "megalite/optim/places.py",
+        "share(end - begin, self.replicas, self.replica)",
+        "(0, end - begin if self.replica == 0 else 0)",
+        "tests/distributed/test_checkpoint.py::test_the_copies_of_a_tied_weight_share_in_writing_it",
     ),
     Mutant(
         "sequence-parallel ranks take the first rank's positions",
