@@ -108,6 +108,9 @@ class OpenFile(Protocol):
     """A file of a checkpoint, open to be read by any thread."""
 
     @property
+    def path(self) -> AnyPath: ...
+
+    @property
     def piece(self) -> int:
         """Bytes to read at a time."""
 
@@ -169,11 +172,11 @@ def _reported(path: AnyPath) -> Iterator[None]:
         raise unreadable(path, error) from error
 
 
-def read_block(file: OpenFile, path: AnyPath, block: Block, buffer: memoryview) -> None:
+def read_block(file: OpenFile, block: Block, buffer: memoryview) -> None:
     """Fill a buffer of its size with a block. Raises Damage where it is not as it was written."""
     if checksum_of(file, block.start, buffer, block.before) != block.checksum:
         where = f"bytes {block.start} to {block.stop} of the file"
-        raise Damage(path, f"the checksum of {block.saved.entry} does not match, in {where}", block.saved.tensor)
+        raise Damage(file.path, f"the checksum of {block.saved.entry} does not match, in {where}", block.saved.tensor)
 
 
 def checksum_of(file: OpenFile, start: int, buffer: memoryview, before: int = 0) -> int:

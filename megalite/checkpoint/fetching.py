@@ -7,10 +7,12 @@ the node knows from the plan.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +23,6 @@ from megalite.checkpoint.box_file import OpenFile
 from megalite.checkpoint.manifest import Block, Manifest, SavedBox
 from megalite.checkpoint.progress import in_threads
 from megalite.checkpoint.storage import AnyPath
-from megalite.errors import MegaliteError
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
 from megalite.parallel.sharding import Box
@@ -59,54 +60,47 @@ def needed_blocks(saved: SavedBox, boxes: Iterable[Box]) -> Iterator[Block]:
 
 def fetch(
     path: AnyPath, described: Manifest, wanted: Wanted, dealt: Dealt, group: Group, place: torch.device
-) -> MegaliteError | None:
+) -> Exception | None:
     """Fill the targets. All ranks of the group take part, to the end even where one has failed; gives its failure.
 
     `dealt`: the blocks that several of them need; these travel on the device `place`.
     """
-    shared = {(block.saved.file, block.start) for blocks in dealt.values() for block in blocks}
+    shared = {_place_of(block) for blocks in dealt.values() for block in blocks}
     own = [
         block
         for saved, targets in wanted.items()
         for block in needed_blocks(saved, (target.box for target in targets))
-        if (saved.file, block.start) not in shared
+        if _place_of(block) not in shared
     ]
-    failure: MegaliteError | None = None
-    with ExitStack() as stack:
-        files = _Files(path, described, stack)
-        try:
-            files.open({block.saved.file for block in (*own, *dealt.get(group.ranks[group.rank], ()))})
-            threads = max(1, min(THREADS, len(os.sched_getaffinity(0)) // group.size))
-            in_threads(threads, lambda block: _read_into_place(files, block, wanted[block.saved]), own)
-        except MegaliteError as error:
-            failure = error
-        return _exchange(files, wanted, dealt, group, place, failure)
+    threads = max(1, min(THREADS, len(os.sched_getaffinity(0)) // group.size))
+    failure: Exception | None = None
+    try:
+        # One file after the other: a checkpoint may have more of them than a process may open.
+        for name, blocks in itertools.groupby(sorted(own, key=_place_of), key=lambda block: block.saved.file):
+            with _opened(path, described, name) as file:
+                read = functools.partial(_read_into_place, file, wanted)
+                in_threads(threads, read, blocks)
+    except Exception as error:
+        failure = error
+    return _exchange(path, described, wanted, dealt, group, place, failure)
 
 
-class _Files:
-    """The files of a checkpoint that are read, open."""
-
-    def __init__(self, path: AnyPath, described: Manifest, stack: ExitStack) -> None:
-        self._path, self._described, self._stack = path, described, stack
-        self._open: dict[str, OpenFile] = {}
-
-    def open(self, names: Iterable[str]) -> None:
-        for name in sorted(names):
-            opened = box_file.open_to_read(self._path / name, self._described.files[name].size)
-            self._open[name] = self._stack.enter_context(opened)
-
-    def read(self, block: Block, buffer: memoryview) -> None:
-        file = block.saved.file
-        box_file.read_block(self._open[file], self._path / file, block, buffer)
+def _opened(path: AnyPath, described: Manifest, name: str) -> AbstractContextManager[OpenFile]:
+    return box_file.open_to_read(path / name, described.files[name].size)
 
 
-def _read_into_place(files: _Files, block: Block, targets: Sequence[Target]) -> None:
+def _place_of(block: Block) -> tuple[str, int]:
+    return block.saved.file, block.start
+
+
+def _read_into_place(file: OpenFile, wanted: Wanted, block: Block) -> None:
+    targets = wanted[block.saved]
     place = _in_one_piece(block, targets)
     if place is not None:
-        files.read(block, place)
+        box_file.read_block(file, block, place)
         return
     buffer = torch.empty(block.size, dtype=torch.uint8)
-    files.read(block, box_file.bytes_of(buffer))
+    box_file.read_block(file, block, box_file.bytes_of(buffer))
     put(block, buffer, targets)
 
 
@@ -150,7 +144,7 @@ def deal(needs: Mapping[int, Iterable[Block]]) -> Dealt:
     blocks: dict[tuple[str, int], Block] = {}
     for rank, needed in needs.items():
         for block in needed:
-            key = block.saved.file, block.start
+            key = _place_of(block)
             blocks[key] = block
             needers.setdefault(key, []).append(rank)
     dealt: Dealt = {rank: [] for rank in needs}
@@ -176,8 +170,14 @@ def _rounds(blocks: Iterable[Block]) -> list[list[Block]]:
 
 
 def _exchange(
-    files: _Files, wanted: Wanted, dealt: Dealt, group: Group, place: torch.device, failure: MegaliteError | None
-) -> MegaliteError | None:
+    path: AnyPath,
+    described: Manifest,
+    wanted: Wanted,
+    dealt: Dealt,
+    group: Group,
+    place: torch.device,
+    failure: Exception | None,
+) -> Exception | None:
     """Read this rank's of the dealt blocks, hand them out, and fill the targets from all. A rank that has failed, as
     `failure` tells or here, hands out zeros: the others do not wait for it, and learn of it later."""
     rounds = [_rounds(dealt[rank]) for rank in group.ranks] if dealt else []
@@ -188,8 +188,9 @@ def _exchange(
         if failure is None:
             try:
                 for block, data in _cut(sent, now[group.rank]):
-                    files.read(block, box_file.bytes_of(data))
-            except MegaliteError as error:
+                    with _opened(path, described, block.saved.file) as file:
+                        box_file.read_block(file, block, box_file.bytes_of(data))
+            except Exception as error:
                 failure = error
         received = collectives.all_gather(sent.to(place), group).view(group.size, length)
         for blocks, row in zip(now, received, strict=True):

@@ -57,7 +57,7 @@ class CheckpointReader:
         data = torch.empty(block.size, dtype=torch.uint8)
         path = self.path / block.saved.file
         with open_to_read(path, self.manifest.files[block.saved.file].size) as file:
-            read_block(file, path, block, bytes_of(data))
+            read_block(file, block, bytes_of(data))
         return data
 
     def check_around(self, file: str, boxes: Iterable[SavedBox]) -> None:

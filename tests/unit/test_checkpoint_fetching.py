@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -118,3 +120,18 @@ def test_needed_blocks_are_those_that_meet_a_box() -> None:
         assert [block.start for block in needed_blocks(saved, [Box((0, 3), (8, 1))])] == [0, 32, 64, 96]
         assert list(needed_blocks(saved, [Box((8, 0), (1, 4))])) == []
         assert [block.before for block in saved.blocks()] == [0, 1, 2, 3]
+
+
+def test_a_checkpoint_may_have_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    values = {f"model/{number}": torch.randn(3) for number in range(90)}
+    path = checkpoints.write(tmp_path, values, [[(name, Box((0,), (3,)))] for name in values])
+    described = read_manifest(path)
+    targets = {tensor.boxes[0]: [Target(Box((0,), (3,)), torch.zeros(3))] for tensor in described.tensors.values()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 40, hard))
+    try:
+        assert fetch(path, described, targets, {}, ALONE, CPU) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for saved, (target,) in targets.items():
+        assert torch.equal(target.values, values[saved.tensor])
