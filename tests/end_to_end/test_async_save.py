@@ -33,9 +33,10 @@ CONSTANT = (*GPT2, "--lr-decay-style", "constant", "--use-distributed-optimizer"
 FAULTY = """
 import errno, os, runpy, sys, time
 from pathlib import Path
-from tests.harness.file_faults import FileFaults, fail_with
+from tests.harness.file_faults import FileFaults
 
-full = fail_with(errno.ENOSPC)
+def full():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 def fault(moment):
     path, name = moment.operation.path, moment.operation.name
@@ -51,7 +52,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.fixture
 def faulty(spawn: Spawn, tmp_path: Path) -> Callable[..., Job]:
-    """Starts two ranks saving in the background, where something `happens` before what `concerned` tells is opened or written."""
+    """Starts two ranks with --async-save: something `happens` before what `concerned` tells is opened or written to."""
 
     def start(directory: Path, *flags: Any, concerned: str, happens: str) -> Job:
         entry = tmp_path / "entry.py"
@@ -113,7 +114,7 @@ def test_a_failure_in_the_background_is_told_while_training_goes_on(
     directory = tmp_path / "run"
     flags = ["--train-iters", 7, "--save-interval", 3]
     concerned = "'iter_0000003.tmp' in path and os.environ['RANK'] == '1'"
-    out = ended(faulty(directory, *flags, concerned=concerned, happens="return full(moment)")).stdout
+    out = ended(faulty(directory, *flags, concerned=concerned, happens="full()")).stdout
     places = order(out, ["step 3/7", "failed on rank 1: ", "step 6/7", f"saved {step(directory, 6)}"])
     assert places == sorted(places)
     assert "Training goes on, unsaved: failure 1 of 2" in out
@@ -125,7 +126,7 @@ def test_a_failure_in_the_background_is_told_while_training_goes_on(
 def test_the_last_save_is_not_tolerated_to_fail(faulty: Callable[..., Job], tmp_path: Path) -> None:
     directory = tmp_path / "run"
     flags = ["--train-iters", 4, "--save-interval", 3, "--tolerated-save-failures", 9]
-    job = faulty(directory, *flags, concerned="'iter_0000004.tmp' in path", happens="return full(moment)")
+    job = faulty(directory, *flags, concerned="'iter_0000004.tmp' in path", happens="full()")
     error = ended(job, expected=93).stderr
     assert f"error: saving iteration 4 to {directory} failed on " in error
     assert "No space left on device" in error
@@ -152,3 +153,19 @@ def test_a_stop_while_one_is_written_leaves_two_that_are_whole(
     run(*CONSTANT, "--train-iters", last, "--save", whole, "--save-interval", 3, world_size=2)
     for iteration in (3, last):
         assert_same_checkpoint(step(directory, iteration), step(whole, iteration))
+
+
+def test_a_disk_that_is_full_until_the_failed_save_is_removed_does_not_end_the_run(
+    faulty: Callable[..., Job], whole: Path, tmp_path: Path
+) -> None:
+    """What is written takes the space that metrics need, too."""
+    directory = tmp_path / "run"
+    flags = ["--train-iters", 7, "--save-interval", 3, "--tensorboard-dir", directory / "events"]
+    concerned = f"os.path.exists({str(step(directory, 3))!r} + '.tmp')"
+    slow = "if '.safetensors' in path: time.sleep(0.3)\n        full()"
+    out = ended(faulty(directory, *flags, concerned=concerned, happens=slow)).stdout
+    places = order(out, ["step 4/7", "WARNING: saving iteration 3 to", f"saved {step(directory, 6)}"])
+    assert places == sorted(places)
+    assert "WARNING: writing metrics to" in out
+    assert metrics(directory) == metrics(whole)
+    assert_same_checkpoint(step(directory, 7), step(whole, 7))
