@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,20 @@ def test_a_missing_checkpoint_ends_the_run_if_asked_to(run: Run, tmp_path: Path)
 
 
 # ------------------------------------------------------------------------------------------------------ what is taken
+
+
+def test_a_load_that_would_silently_begin_with_random_weights_is_refused(run: Run, whole: Path, tmp_path: Path) -> None:
+    def error(load: Path, *flags: Any) -> str:
+        return run(*CONSTANT, "--train-iters", 2, "--load", load, *flags, expected=64).stderr
+
+    one = step(whole, 4)
+    assert f"--load {one} is one checkpoint: give its run directory, --load {whole} (--ckpt-step 4)" in error(one)
+    foreign = tmp_path / "step-10"
+    foreign.mkdir()
+    (foreign / ".metadata").touch()
+    assert f"--load {foreign} was not written by megalite: it has a .metadata, but no manifest.json" in error(foreign)
+    none = tmp_path / "none"
+    assert f"--finetune: --load {none} holds no checkpoint to take weights from" in error(none, "--finetune")
 
 
 def test_finetune_takes_the_weights_and_begins_a_new_run(run: Run, whole: Path, tmp_path: Path) -> None:
