@@ -69,6 +69,15 @@ ALREADY_SO: Mapping[str, str] = {
     "dropout and the order of the data follow from the seed and the sample's number: there is no random state": """
     no-load-rng no-save-rng""",
     "what is loaded is compared with its checksums": "verify-integrity",
+    "ranks that hold the same share the writing and the reading of it": """
+    ckpt-fully-parallel-save ckpt-fully-parallel-load""",
+    "what a rank saves follows from the layout alone, and no rank is asked for it": "ckpt-assume-constant-structure",
+    "with --async-save one thread of each rank writes, for as long as the run lasts": "use-persistent-ckpt-worker",
+    "a checkpoint has no layout, and nothing is gathered to save it": """
+    dist-ckpt-optim-fully-reshardable distrib-optim-fully-reshardable-mem-efficient""",
+    "a checkpoint holds weights and optimizer state alone": """
+    ckpt-drop-redundant-extra-state no-save-tokenizer-assets disable-save-tokenizer-assets""",
+    "a checkpoint of either --ckpt-format is loaded, and says itself which it is": "auto-detect-ckpt-format",
     "every step records its throughput and its peak memory": "log-throughput log-memory-to-tensorboard",
     "nothing is reported to other services and no remote storage is used": "no-one-logger disable-msc",
 }
@@ -90,7 +99,12 @@ SCHEDULE = "is not there: the schedule is this run's flags; where they differ fr
 PRETRAINED = "is --load DIR --finetune here; with --resume auto a restart continues what it saved"
 LAYOUT = "is not there: a checkpoint has no layout; give the one that this run is to have"
 STRICT = "is not there: a missing or an unexpected tensor is an error"
-CHECKPOINTS = "arrives with the checkpoints capability (any layout into any other, asynchronous, partial loads)"
+LOCAL = "is not there: save often by --save-interval, hide it by --async-save, keep few by --save-retain-interval"
+BACKGROUND = "is not there: each rank writes one file, with --async-save from a thread of its own"
+SHARED = "is not there: ranks that hold the same always share the writing of it"
+WHOLE = "is not there: each save and each load checks that every element is there once, which asks no rank"
+POSITION = "is not there: what is loaded goes on where it was saved, or at step 0 by --finetune"
+CONVERSION = "is not there: tools/checkpoint/reshard.py --ckpt-format writes a checkpoint anew in the other format"
 FAMILIES = "arrives with the model families and their conversion"
 KERNELS = "arrives with the fused kernels"
 CLUSTER = "arrives with running on clusters (faults, profiling, monitoring)"
@@ -125,6 +139,7 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
     "outer-dp-sharding-strategy": ("no_shard", SHARDING),
     "dataloader-type": ("single", ORDER),
     "dist-ckpt-strictness": ("raise_all", STRICT),
+    "dist-ckpt-workers": ("1", BACKGROUND),
     "timing-log-level": ("0", CLUSTER),
     "tensorboard-log-interval": ("1", CLUSTER),
     "cross-entropy-fusion-impl": ("native", TRANSFORMER_ENGINE),
@@ -147,6 +162,12 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "muon-coefficient-type": {"aol": "is not there: they go with another normalization of the matrix"},
     "muon-fp32-matmul-prec": {"low": "is no precision that torch knows (medium: bf16; high)"},
+    "ckpt-format": {
+        "torch": "is not written: it fits one layout; megalite, the default, and torch_dist fit any",
+        "torch_dcp": "is --ckpt-format torch_dist here: files that torch.distributed.checkpoint reads",
+        "fsdp_dtensor": "is --ckpt-format torch_dist here, whatever --data-parallel-sharding-strategy says",
+        "zarr": "was removed, use torch_dist",
+    },
     "exp-avg-dtype": {"fp8": TRANSFORMER_ENGINE},
     "exp-avg-sq-dtype": {
         "fp8": TRANSFORMER_ENGINE,
@@ -204,24 +225,19 @@ REFUSED: Mapping[str, str] = {
     SCHEDULE: "use-checkpoint-opt-param-scheduler",
     PRETRAINED: "pretrained-checkpoint",
     LAYOUT: "use-mp-args-from-checkpoint-args",
-    CHECKPOINTS: """
+    LOCAL: """
     non-persistent-save-interval non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir
-    non-persistent-local-ckpt-algo no-ckpt-fully-parallel-save async-strategy use-persistent-ckpt-worker
-    async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm ckpt-fully-parallel-load
-    ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects
-    ckpt-fully-parallel-save-process-group ckpt-fully-parallel-load-process-group ckpt-assume-constant-structure
-    ckpt-pg-tensors-cache-path ckpt-pg-tensors-cache-create no-ckpt-load-validate-sharding-integrity
-    disable-ckpt-load-validate-sharding-integrity dist-ckpt-optim-fully-reshardable
-    distrib-optim-fully-reshardable-mem-efficient no-save-tokenizer-assets disable-save-tokenizer-assets replication
-    replication-jump replication-factor override-ckpt-iteration dist-ckpt-workers ckpt-fully-parallel-save
-    ckpt-drop-redundant-extra-state
+    non-persistent-local-ckpt-algo replication replication-jump replication-factor
     """,
+    BACKGROUND: "async-strategy async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm",
+    SHARED: "no-ckpt-fully-parallel-save",
+    WHOLE: "no-ckpt-load-validate-sharding-integrity disable-ckpt-load-validate-sharding-integrity",
+    POSITION: "override-ckpt-iteration",
+    CONVERSION: "ckpt-convert-format ckpt-convert-save",
     FAMILIES: """
     apply-layernorm-1p rotary-interleaved window-size window-attn-skip-freq yarn-original-max-position-embeddings
     yarn-beta-fast yarn-beta-slow yarn-correction-range-round-to-int no-yarn-correction-range-round-to-int
-    rotary-seq-len-interpolation-factor openai-gelu load-main-params-from-ckpt auto-detect-ckpt-format
-    ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format no-strict-fsdp-dtensor-load
-    disable-strict-fsdp-dtensor-load dist-ckpt-save-pre-mcore-014 skip-train
+    rotary-seq-len-interpolation-factor openai-gelu load-main-params-from-ckpt skip-train
     """,
     KERNELS: """
     fused-residual-rmsnorm muon-use-syrk
@@ -320,6 +336,10 @@ REFUSED: Mapping[str, str] = {
     log-max-attention-logit hybrid-layer-pattern hybrid-override-pattern
     """,
     MACHINERY: """
+    ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects
+    ckpt-fully-parallel-save-process-group ckpt-fully-parallel-load-process-group ckpt-pg-tensors-cache-path
+    ckpt-pg-tensors-cache-create ckpt-convert-update-legacy-dist-opt-format no-strict-fsdp-dtensor-load
+    disable-strict-fsdp-dtensor-load dist-ckpt-save-pre-mcore-014
     step-batch-size-schedule decrease-batch-size-if-needed phase-transition-iterations per-dataset-sequences-path
     allow-ambiguous-pad-tokens tensor-parallel-num-weight-shards no-initialization
     cpu-offloading-retain-pinned-cpu-buffers flash-attention-version embedding-init-method-std
@@ -376,7 +396,7 @@ def settled(flag: str, values: Sequence[str]) -> str | None:
             raise ConfigurationError(f"--{flag} needs a value: {_one_of(accepted)}")
         others = [value for value in values if value not in accepted.split()]
         if others:
-            raise ConfigurationError(f"--{flag} {' '.join(others)}: {why}; until then {_one_of(accepted)}")
+            raise ConfigurationError(f"--{flag} {' '.join(others)}: {why}; it takes {_one_of(accepted)}")
         return f"--{flag} {' '.join(values)}: already so"
     reason = refusal(flag)
     if reason:

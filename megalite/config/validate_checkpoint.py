@@ -8,7 +8,7 @@ from dataclasses import fields
 from megalite.config.checkpoint import CheckpointConfig, is_url
 from megalite.config.run import RunConfig
 
-_OF_SAVE = "save_interval save_retain_interval save_optim tolerated_save_failures resume"
+_OF_SAVE = "save_interval save_retain_interval save_optim async_save ckpt_format tolerated_save_failures resume"
 _OF_LOAD = "ckpt_step finetune load_optim"
 _OF_EITHER = "exit_on_missing_checkpoint load_casts use_checkpoint_args"
 

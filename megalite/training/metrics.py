@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -22,7 +25,7 @@ from megalite.checkpoint import AnyPath, ObjectPath
 from megalite.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.compat.proto.event_pb2 import Event
 
 Value = float | int | bool | str | None
 
@@ -71,7 +74,7 @@ class TestMetrics:
 
 
 class MetricsWriter:
-    """Appends records to `path` (each line flushed) and to TensorBoard; a destination that is None is left out.
+    """Appends records to `path` and to TensorBoard, each at once; a destination that is None is left out.
 
     An object on an object store cannot be appended to: it is written anew, with all lines, by `publish` and at the end.
     A run that resumes after iteration `resume_iteration` first cuts off what an earlier attempt wrote beyond it, so
@@ -82,7 +85,9 @@ class MetricsWriter:
     def __init__(
         self, path: AnyPath | None = None, tensorboard_directory: Path | None = None, resume_iteration: int = 0
     ) -> None:
-        self._file, self._tensorboard = None, None
+        self._lines: _Growing | None = None
+        self._events: _Events | None = None
+        self._fails = False
         self._published = Published(path) if isinstance(path, ObjectPath) else None
         self._places = " and ".join(str(place) for place in (path, tensorboard_directory) if place is not None)
         with self._writing():
@@ -90,9 +95,9 @@ class MetricsWriter:
             if isinstance(file, Path):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 truncate_after(file, resume_iteration)
-                self._file = file.open("a", encoding="utf-8")
+                self._lines = _Growing(file)
             if tensorboard_directory is not None:
-                self._tensorboard = _tensorboard_writer(tensorboard_directory, resume_iteration)
+                self._events = _Events(tensorboard_directory, resume_iteration)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -104,17 +109,35 @@ class MetricsWriter:
                 "--metrics-path or --tensorboard-dir"
             ) from error
 
-    def write(self, metrics: StepMetrics | ValidationMetrics | TestMetrics) -> None:
+    def write(self, metrics: StepMetrics | ValidationMetrics | TestMetrics) -> str | None:
+        """Write a record, or what there is room for: the rest waits in memory for the next call, and `close` is the
+        last. A full disk is often mended by then, be it by the removal of a failed save.
+
+        Returns what to tell where that begins.
+        """
         record = asdict(metrics)
         record |= record.pop("extra")
-        with self._writing():
-            if self._file is not None:
-                self._file.write(json.dumps({name: _encode(value) for name, value in record.items()}) + "\n")
-                self._file.flush()
-            if self._tensorboard is not None:
-                for name, value in record.items():
-                    if name != "iteration" and value is not None:
-                        self._tensorboard.add_scalar(name, value, record["iteration"])
+        failed = self._fails
+        self._fails = False
+        told = None
+        for write in (self._write_line, self._write_events):
+            try:
+                write(record)
+            except OSError as error:
+                self._fails = True
+                told = (
+                    f"WARNING: writing metrics to {self._places} failed: {error.strerror}. They wait until they can be"
+                )
+        return None if failed else told
+
+    def _write_line(self, record: Mapping[str, Value]) -> None:
+        if self._lines is not None:
+            line = json.dumps({name: _encode(value) for name, value in record.items()})
+            self._lines.append(line.encode() + b"\n")
+
+    def _write_events(self, record: Mapping[str, Value]) -> None:
+        if self._events is not None:
+            self._events.append(record)
 
     def publish(self) -> None:
         """Let a store have all lines so far, before a checkpoint: on resume no line that came before it may lack.
@@ -136,12 +159,66 @@ class MetricsWriter:
 
     def close(self) -> None:
         with self._writing():
-            if self._file is not None:
-                self._file.close()
+            if self._lines is not None:
+                self._lines.close()
             if self._published is not None:
                 self._published.publish()
-            if self._tensorboard is not None:
-                self._tensorboard.close()
+            if self._events is not None:
+                self._events.close()
+
+
+class _Growing:
+    """A file that is appended to, without a buffer that would lose or tear what finds no space."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+
+    def append(self, data: bytes) -> None:
+        """Raises OSError where not all is written: the rest comes before what is appended next."""
+        self._waiting += data
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+
+    def close(self) -> None:
+        """Raises OSError where something still finds no space."""
+        with self._file:
+            self.append(b"")
+
+
+class _Events:
+    """An event file of TensorBoard's. Its own writer ends for good, in a thread, with the first write that fails."""
+
+    def __init__(self, directory: Path, resume_iteration: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # slow to import, and most ranks need none
+
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = _Growing(directory / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}")
+        self._append(Event(file_version="brain.Event:2"))
+        if resume_iteration:  # events beyond it come from an attempt that is being run again
+            self._append(Event(step=resume_iteration + 1, session_log=SessionLog(status=SessionLog.START)))
+
+    def append(self, record: Mapping[str, Value]) -> None:
+        """Raises OSError where not all is written: the rest comes before what is appended next."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard.summary import scalar
+
+        summaries = [scalar(name, value) for name, value in record.items() if name != "iteration" and value is not None]
+        values = [value for summary in summaries for value in summary.value]
+        self._append(Event(step=record["iteration"], summary=Summary(value=values)))
+
+    def _append(self, event: Event) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        event.wall_time = time.time()
+        framed = BytesIO()
+        RecordWriter(framed).write(event.SerializeToString())
+        self._file.append(framed.getvalue())
+
+    def close(self) -> None:
+        """Raises OSError where something still finds no space."""
+        self._file.close()
 
 
 class Published:
@@ -201,10 +278,3 @@ def _encode(value: Value) -> Value:
 
 def _decode(value: Value) -> Value:
     return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
-
-
-def _tensorboard_writer(directory: Path, resume_iteration: int) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter  # slow to import, and most ranks never need it
-
-    # Events beyond the loaded iteration come from an attempt that is being run again.
-    return SummaryWriter(str(directory), purge_step=resume_iteration + 1 if resume_iteration else None)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megalite import checkpoint
-from megalite.checkpoint import Candidates, open_directory
+from megalite.checkpoint import AnyPath, Candidates, open_directory
 from megalite.config import CheckpointConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
@@ -44,6 +44,10 @@ def find_start(settings: CheckpointConfig, mesh: ParallelMesh) -> Start:
         loaded = checkpoint.find_iteration(open_directory(settings.load), settings.ckpt_step, mesh)
     else:
         loaded = found(settings.load)
+    if settings.load is not None and not loaded.paths:
+        _refuse_other_folders(settings.load)
+        if settings.finetune:
+            raise ConfigurationError(f"--finetune: --load {settings.load} holds no checkpoint to take weights from")
     if present.paths and not (loaded.paths and settings.loads_where_it_saves):
         raise ConfigurationError(
             f"--save {settings.save} holds {present.paths[0].name} of an earlier run, which this one would not "
@@ -53,6 +57,30 @@ def find_start(settings: CheckpointConfig, mesh: ParallelMesh) -> Start:
         places = " and ".join(f"--{name} {place}" for name in ("save", "load") if (place := getattr(settings, name)))
         raise ConfigurationError(f"--exit-on-missing-checkpoint: {places} holds no checkpoint")
     return Start(loaded, not settings.finetune, settings.load_optim and not settings.finetune)
+
+
+def _refuse_other_folders(load: str) -> None:
+    """Raise ConfigurationError where --load, which is no run directory, is a checkpoint, of ours or of others: training
+    would begin with random weights."""
+    folder = open_directory(load)
+    if _has(folder, "manifest.json"):
+        number = folder.name.removeprefix("iter_").lstrip("0")
+        raise ConfigurationError(
+            f"--load {load} is one checkpoint: give its run directory, --load {folder.parent} (--ckpt-step {number})"
+        )
+    if _has(folder, ".metadata"):
+        raise ConfigurationError(
+            f"--load {load} was not written by megalite: it has a .metadata, but no manifest.json, which says what "
+            "model it is"
+        )
+
+
+def _has(folder: AnyPath, name: str) -> bool:
+    try:
+        (folder / name).stat()
+    except OSError:
+        return False
+    return True
 
 
 def saved_fields(settings: CheckpointConfig) -> Sections:

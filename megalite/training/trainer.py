@@ -161,14 +161,14 @@ class Trainer:
                 gc.disable()
             while self.iteration < self.iterations:
                 metrics = self.step()
-                writer.write(metrics)
+                _record(metrics, writer, display)
                 display.step(metrics)
                 self._refuse_to_diverge()
                 if self._collects_garbage_now():
                     gc.collect()
                 if self.data.valid is not None and self._evaluates_now():
                     validation = ValidationMetrics(*self._where(), self.evaluate(self.data.valid))
-                    writer.write(validation)
+                    _record(validation, writer, display)
                     display.validation(validation)
                 if self._stops_now(stop, display):
                     writer.publish()
@@ -181,7 +181,7 @@ class Trainer:
                     self.save(display, last=self.iteration == self.iterations)
             if self.data.test is not None:
                 test = TestMetrics(*self._where(), self.evaluate(self.data.test))
-                writer.write(test)
+                _record(test, writer, display)
                 display.test(test)
         return EXIT_FINISHED
 
@@ -330,3 +330,9 @@ class Trainer:
         rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()
         return (*rates, *self._load_notes, *saves, *profile)
+
+
+def _record(metrics: StepMetrics | ValidationMetrics | TestMetrics, writer: MetricsWriter, display: Display) -> None:
+    told = writer.write(metrics)
+    if told is not None:
+        display.message(told)

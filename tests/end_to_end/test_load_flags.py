@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of four steps, a checkpoint of each."""
     folder = tmp_path_factory.mktemp("whole")
     mock = words("--mock-data --tokenizer-type NullTokenizer --vocab-size 60")
-    argv = [PRETRAIN, *mock, *CONSTANT, "--train-iters", STEPS, "--save", folder / "run", *EACH]
+    argv: list[Any] = [PRETRAIN, *mock, *CONSTANT, "--train-iters", STEPS, "--save", folder / "run", *EACH]
     with Job(argv, 2, folder / "job") as job:
         assert job.wait() == [0, 0], job.stderr(0)
     return folder / "run"
@@ -65,8 +66,8 @@ def test_a_run_falls_back_over_damage_that_one_rank_sees_and_is_the_run_unbroken
     (step(copy, 3) / "rank_00000.safetensors").unlink()
     out = run(*CONSTANT, "--train-iters", STEPS + 1, "--save", copy, *EACH, "--resume", "auto", world_size=2).stdout
     assert f"WARNING: fell back to {step(copy, 2)}: 2 steps are repeated from step 2 on" in out
-    assert "rank_00001.safetensors is damaged: the checksum of" in out
-    assert "rank_00000.safetensors cannot be read: No such file or directory" in out
+    assert "rank_00001.safetensors: the checksum of" in out
+    assert "rank_00000.safetensors: it is missing" in out
     assert f"continues from {step(copy, 2)}" in out
     assert iterations(copy) == [1, 2, 3, 4, 5], "metrics are cut where the run goes on"
     assert metrics(copy)[:STEPS] == metrics(whole)
@@ -116,6 +117,20 @@ def test_a_missing_checkpoint_ends_the_run_if_asked_to(run: Run, tmp_path: Path)
 
 
 # ------------------------------------------------------------------------------------------------------ what is taken
+
+
+def test_a_load_that_would_silently_begin_with_random_weights_is_refused(run: Run, whole: Path, tmp_path: Path) -> None:
+    def error(load: Path, *flags: Any) -> str:
+        return run(*CONSTANT, "--train-iters", 2, "--load", load, *flags, expected=64).stderr
+
+    one = step(whole, 4)
+    assert f"--load {one} is one checkpoint: give its run directory, --load {whole} (--ckpt-step 4)" in error(one)
+    foreign = tmp_path / "step-10"
+    foreign.mkdir()
+    (foreign / ".metadata").touch()
+    assert f"--load {foreign} was not written by megalite: it has a .metadata, but no manifest.json" in error(foreign)
+    none = tmp_path / "none"
+    assert f"--finetune: --load {none} holds no checkpoint to take weights from" in error(none, "--finetune")
 
 
 def test_finetune_takes_the_weights_and_begins_a_new_run(run: Run, whole: Path, tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ def problems(flags: str) -> list[str]:
             "--resume auto continues with the optimizer's state, which --no-sav",
         ),
         ("--tolerated-save-failures 0", "--tolerated-save-failures 0 needs --save"),
+        ("--async-save", "--async-save needs --save, the run directory"),
+        ("--ckpt-format torch_dist", "--ckpt-format torch_dist needs --save"),
         ("--resume auto", "--resume auto needs --save"),
         ("--profile-pipeline 1", "--profile-pipeline 1 needs --save"),
         ("--ckpt-step 3 --save s", "--ckpt-step 3 needs --load"),
