@@ -69,13 +69,7 @@ class FolderAttempt:
 
         Raises OSError, or CheckpointError where something else has the checkpoint's name.
         """
-        for path in self.directory.glob("iter_*"):
-            if match := _LEFT_OVER.fullmatch(path.name):
-                of_that = checkpoint_path(self.directory, int(match[1]))
-                if match[2] == "replaced" and not of_that.exists():
-                    os.rename(path, of_that)
-                else:
-                    shutil.rmtree(path, ignore_errors=True)  # what stays takes space, and no more
+        clear_away(self.directory)
         if self.path.exists() and not is_ours(self.path):
             raise _foreign(self.path)
         self.folder.mkdir(parents=True)
@@ -164,6 +158,17 @@ class ObjectAttempt:
 
 
 Attempt = FolderAttempt | ObjectAttempt
+
+
+def clear_away(directory: Path) -> None:
+    """Remove what saves into a run directory that did not end have left. Raises OSError."""
+    for path in directory.glob("iter_*"):
+        if match := _LEFT_OVER.fullmatch(path.name):
+            of_that = checkpoint_path(directory, int(match[1]))
+            if match[2] == "replaced" and not of_that.exists():
+                os.rename(path, of_that)
+            else:
+                shutil.rmtree(path, ignore_errors=True)  # what stays takes space, and no more
 
 
 def remove(path: AnyPath) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megalite.checkpoint.agreement import all_gather_text, together
+from megalite.checkpoint.attempt import clear_away
 from megalite.checkpoint.storage import AnyPath, ObjectPath
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.parallel.mesh import ParallelMesh
@@ -41,12 +42,14 @@ def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]
         return
     file: TextIO | None = None
     refusal, note, holder = "", "", ""
-    with together(mesh, f"preparing the run directory --save {directory}"):
+    with together(mesh, f"preparing the run directory --save {directory}", "Free space there, or give another --save"):
         if mesh.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             file = (directory / NAME).open("a+")
             refusal, note = _lock(file, directory)
             if not refusal:
+                if not note:
+                    clear_away(directory)  # it may fill the disk
                 holder = _write_holder(file)
     refusal, holder = json.loads(all_gather_text(json.dumps([refusal, holder]), mesh)[0])
     try:

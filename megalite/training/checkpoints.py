@@ -29,6 +29,7 @@ class Checkpoints:
             asynchronous=settings.async_save,
         )
         self._failures = 0
+        self._newest: AnyPath | None = None
         self._began, self._stood_still = 0.0, 0.0
 
     @property
@@ -50,7 +51,7 @@ class Checkpoints:
         cannot be saved is not lost as long as the run lives. Raises CheckpointError for the next, and for the last.
         """
         if self._saver.under_way:
-            self._finish(display, last=False)
+            self._finish(display, last=False, another=last)
         with self._tolerating(display, last=last):
             self._began = time.perf_counter()
             self._saver.begin(training, config)
@@ -63,29 +64,31 @@ class Checkpoints:
         if self._saver.under_way and (failed or not busy):
             self._advance(display, last=False)
 
-    def _finish(self, display: Display, *, last: bool) -> None:
+    def _finish(self, display: Display, *, last: bool, another: bool = False) -> None:
         while self._saver.under_way:
-            self._advance(display, last=last)
+            self._advance(display, last=last, another=another)
 
-    def _advance(self, display: Display, *, last: bool) -> None:
-        with self._tolerating(display, last=last):
+    def _advance(self, display: Display, *, last: bool, another: bool = False) -> None:
+        with self._tolerating(display, last=last, another=another):
             path = self._saver.advance()
             if path is not None:
-                self._failures = 0
+                self._failures, self._newest = 0, path
                 seconds = time.perf_counter() - self._began
                 still = f", training stood still for {self._stood_still:.2f} s" if self._settings.async_save else ""
                 display.message(f"saved {path} in {seconds:.1f} s{still}")
                 self._remove_old(display)
 
     @contextmanager
-    def _tolerating(self, display: Display, *, last: bool) -> Iterator[None]:
+    def _tolerating(self, display: Display, *, last: bool, another: bool = False) -> Iterator[None]:
+        """`last`: no save comes after it; `another`: the last comes at once, and has its own try."""
         try:
             yield
         except CheckpointError as error:
             self._failures += 1
             tolerated = self._settings.tolerated_save_failures
-            if last or self._failures > tolerated:
-                raise
+            if last or (self._failures > tolerated and not another):
+                newest = "none" if self._newest is None else self._newest.name
+                raise CheckpointError(f"{error}\nThe last checkpoint that this run has saved: {newest}") from error
             display.message(
                 f"WARNING: {error}\nTraining goes on, unsaved: failure {self._failures} of {tolerated} that "
                 "--tolerated-save-failures allows in a row"
