@@ -213,3 +213,27 @@ def test_a_fault_of_one_rank_is_the_same_error_on_all(
         assert re.search(message, error), error
         assert latest == str(tmp_path / "iter_0000001")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+
+
+def run_out_of_memory(cell: Cell, path: Path) -> str:
+    """Load where the last rank cannot read a block; the error of each rank."""
+    training = trained(cell)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for a block")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if training.mesh.rank == cell.world_size - 1:
+            patch.setattr(box_file, "read_block", fail)
+        try:
+            training.load(path)
+        except (CheckpointError, MemoryError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_no_rank_waits_for_one_that_fails_in_a_way_nobody_expects(rank_pools: RankPools, tmp_path: Path) -> None:
+    save(Cell(), tmp_path)
+    first, last = rank_pools(2).run(run_out_of_memory, Cell(dp=2), tmp_path / "iter_0000001")
+    assert first.endswith("failed on rank 1: MemoryError: no room for a block")
+    assert last == "MemoryError: no room for a block"
