@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megalite import checkpoint
 from megalite.checkpoint import Candidates, TrainingState, manifest
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, DamagedCheckpointError
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer, make_optimizer
@@ -212,6 +213,44 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
             checkpoint.read_manifest(path)
     with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no manifest\.json"):
         checkpoint.load(tmp_path, *build(), MESH)
+
+
+NORM = "tensors", "model/final_norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("files", "../../secret"), {"size": 4096, "checksum": 0}),
+        (("files", "/etc/passwd"), {"size": 4096, "checksum": 0}),
+        (("files", ".."), {"size": 4096, "checksum": 0}),
+        ((*NORM, "dtype"), "nn"),
+        ((*NORM, "shape"), [2, 4]),
+        ((*NORM, "boxes", 0, "file"), "../../secret"),
+        ((*NORM, "boxes", 0, "file"), "rank_00001.safetensors"),
+        ((*NORM, "boxes", 0, "start"), -1),
+        ((*NORM, "boxes", 0, "start"), 1 << 60),
+        ((*NORM, "boxes", 0, "start"), 0.5),
+        ((*NORM, "boxes", 0, "offset"), [-1]),
+        ((*NORM, "boxes", 0, "offset"), [0, 0]),
+        ((*NORM, "boxes", 0, "size"), [0]),
+        ((*NORM, "boxes", 0, "size"), [1 << 60]),
+        ((*NORM, "boxes", 0, "checksums"), ""),
+    ],
+    ids=str,
+)
+def test_a_manifest_from_anywhere_leads_nowhere_else(tmp_path: Path, where: tuple[str | int, ...], value: Any) -> None:
+    path = save(tmp_path, *build()) / "manifest.json"
+    fields: Any = json.loads(path.read_text())
+    place = fields
+    for key in where[:-1]:
+        place = place[key]
+    place[where[-1]] = value
+    del fields["checksum"]
+    fields["checksum"] = zlib.crc32(json.dumps(fields, sort_keys=True).encode())
+    path.write_text(json.dumps(fields))
+    with pytest.raises(DamagedCheckpointError, match=r"manifest.json is damaged or foreign"):
+        checkpoint.load(path.parent, *build(), MESH)
 
 
 def test_a_format_of_the_future_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
