@@ -166,15 +166,16 @@ def test_the_optimizers_state_is_loaded_by_value_in_any_precision(tmp_path: Path
 
 def test_equal_shapes_do_not_hide_another_function(tmp_path: Path) -> None:
     path = save(tmp_path, *build())
-    checkpoint.check_compatible(path, replace(MODEL, hidden_dropout=0.0, ffn_hidden_size=32, rotary_base=5.0))
+    saved = checkpoint.read_config(path)
+    checkpoint.check_compatible(path, saved, replace(MODEL, hidden_dropout=0.0, ffn_hidden_size=32, rotary_base=5.0))
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.check_compatible(path, replace(MODEL, norm_epsilon=1e-6, squared_relu=True))
+        checkpoint.check_compatible(path, saved, replace(MODEL, norm_epsilon=1e-6, squared_relu=True))
     assert "norm_epsilon: 1e-05 in the checkpoint, 1e-06 in this run" in str(caught.value)
     assert "squared_relu: False in the checkpoint, True in this run" in str(caught.value)
     rotary = replace(MODEL, position_embedding_type="rope")
     path = save(tmp_path, *build(rotary))
     with pytest.raises(CheckpointError, match=r"rotary_base: 10000\.0 in the checkpoint, 500000\.0 in this run"):
-        checkpoint.check_compatible(path, replace(rotary, rotary_base=500000.0))
+        checkpoint.check_compatible(path, checkpoint.read_config(path), replace(rotary, rotary_base=500000.0))
 
 
 def test_a_box_missing_from_the_manifest_is_noticed(tmp_path: Path) -> None:
