@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from megalite import checkpoint
-from megalite.checkpoint import Candidates, TrainingState, manifest
+from megalite.checkpoint import Candidates, TrainingState, box_file, manifest
+from megalite.checkpoint.container import Part, Place
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import CheckpointError, DamagedCheckpointError
@@ -22,6 +24,7 @@ from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.sharding import Box
 
 MODEL = ModelConfig(
     num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=10, make_vocab_size_divisible_by=4,
@@ -318,3 +321,30 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     assert (foreign / ".metadata").exists()
     assert (tmp_path / "iter_best.tmp").exists()
     assert checkpoint.latest(tmp_path) is None
+
+
+def test_little_waits_for_its_checksum_while_a_box_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "BLOCK", 1 << 17)
+    written, summed = 0, 0
+    ahead: list[int] = []
+    take = box_file._RunningChecksum._take
+
+    def slow(*arguments: Any) -> None:
+        nonlocal summed
+        time.sleep(0.002)
+        take(*arguments)
+        summed += 1
+
+    class Disk:
+        def write(self, data: bytes | memoryview) -> int:
+            nonlocal written
+            written += len(data) > 0
+            ahead.append(written - summed)
+            return len(data)
+
+    monkeypatch.setattr(box_file._RunningChecksum, "_take", slow)
+    values = torch.randn(20 << 15)
+    part = Part("model/word", tuple(values.shape), values.dtype, Box.whole(tuple(values.shape)))
+    made = box_file.write(Disk(), [(Place(b"", 0, part.size, lambda _: b""), values)])
+    assert made.checksums[0][-1] == zlib.crc32(box_file.bytes_of(values))
+    assert max(ahead) <= 2
