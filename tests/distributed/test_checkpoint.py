@@ -19,7 +19,10 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.checkpoint import Saver, TrainingState, box_file, directory
 from megalite.checkpoint.attempt import FolderAttempt
+from megalite.config import CheckpointConfig
 from megalite.errors import CheckpointError
+from megalite.training.checkpoints import Checkpoints
+from megalite.training.display import Display
 from tests.distributed.layout_cell import Cell
 from tests.distributed.layout_run import Training, initialized_chunks, make_meshes
 from tests.harness.checkpoints import counted_bytes
@@ -159,6 +162,25 @@ def test_a_run_that_ends_does_not_wait_for_its_save(tmp_path: Path, monkeypatch:
     saver.close()
     assert time.monotonic() - began < 2  # a hundred writes would take longer
     assert directory.latest(tmp_path) is None
+
+
+def test_training_does_not_wait_for_old_checkpoints_to_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = trained(Cell())
+    may_end = Event()
+    monkeypatch.setattr(checkpoint, "remove_old", lambda *_: (str(may_end.wait(timeout=20)),))
+    settings = CheckpointConfig(save=str(tmp_path), save_interval=1, save_retain_interval=2, async_save=True)
+    saves = Checkpoints(settings, tmp_path, training.optimizer, training.plan)
+    with Display(2, 1) as display:
+        saves.save(TrainingState(1, 4, 1), {"model": {}}, display, last=False)
+        while "saved" not in capsys.readouterr().out:
+            saves.advance(busy=False, failed=False, display=display)
+        may_end.set()
+        saves.save(TrainingState(2, 8, 2), {"model": {}}, display, last=True)
+    saves.close()
+    told = capsys.readouterr().out.splitlines()
+    assert [line for line in told if line in ("True", "False")] == ["True", "True"]
 
 
 # ------------------------------------------------------------------------------------------------------ failures
