@@ -66,7 +66,7 @@ def write_bytes(stream: Writer, data: bytes) -> SavedFile:
 
 
 class _RunningChecksum:
-    """The CRC-32 of all bytes so far, behind each block of them."""
+    """The CRC-32 of all bytes so far, behind each block of them; no more than one block waits to be summed up."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread = thread
@@ -77,6 +77,8 @@ class _RunningChecksum:
         if self._last is None and len(data) <= _ALONE:
             self._take(data)
         else:
+            if self._last is not None:
+                self._last.result()
             self._last = self._thread.submit(self._take, data)
 
     def _take(self, data: memoryview) -> None:

@@ -9,7 +9,7 @@ from megalite.checkpoint import directory as run_directory
 from megalite.checkpoint.agreement import check_all_see, together
 from megalite.checkpoint.damage import Damage, check_size, unreadable
 from megalite.checkpoint.directory import Candidates, iteration_of
-from megalite.checkpoint.manifest import Manifest, TrainingState, read_manifest
+from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.storage import AnyPath, sizes
 from megalite.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
 from megalite.parallel.mesh import ParallelMesh
@@ -39,8 +39,8 @@ def find_iteration(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Ca
     return Candidates((run_directory.checkpoint_path(directory, iteration),))
 
 
-def check_whole(path: AnyPath, mesh: ParallelMesh) -> TrainingState:
-    """Where the run stands that saved the checkpoint in folder `path`, once all its files are known to be there.
+def check_whole(path: AnyPath, mesh: ParallelMesh) -> Manifest:
+    """The manifest of the checkpoint in folder `path`, once all its files are known to be there.
 
     Raises DamagedCheckpointError, the same on every rank, where they are not; their bytes are checked as they are read.
     """
@@ -48,7 +48,7 @@ def check_whole(path: AnyPath, mesh: ParallelMesh) -> TrainingState:
         manifest = read_manifest(path)
         check_sizes(path, manifest, list(manifest.files)[mesh.rank :: mesh.world_size])
     check_all_see(str(manifest.checksum), path, mesh)
-    return manifest.training
+    return manifest
 
 
 def check_sizes(path: AnyPath, manifest: Manifest, files: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -16,16 +17,23 @@ _NOT_THE_FUNCTION = {"init_method_std", "hidden_dropout", "attention_dropout", "
 
 def read_model_config(path: AnyPath) -> ModelConfig:
     """The network that the checkpoint in folder `path` is of. Raises CheckpointError where this program lacks it."""
-    saved = read_config(path)["model"]
+    return _model_config(path, read_config(path))
+
+
+def _model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
+    saved = config["model"]
     unknown = sorted(set(saved) - {field.name for field in fields(ModelConfig)})
     if unknown:
         raise CheckpointError(f"{path} is of a model with {', '.join(unknown)}, unknown here: use a newer megalite")
     return ModelConfig(**saved)
 
 
-def check_compatible(path: AnyPath, model: ModelConfig) -> None:
-    """Raise CheckpointError, listing each difference, where the checkpoint's network computes another function."""
-    saved, ours = _function(read_model_config(path)), _function(model)
+def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfig) -> None:
+    """Raise CheckpointError, listing each difference, where the checkpoint's network computes another function.
+
+    `config`: what the checkpoint in folder `path` has of the run that saved it, by section.
+    """
+    saved, ours = _function(_model_config(path, config)), _function(model)
     different = [name for name in ours if saved[name] != ours[name]]
     if different:
         lines = [f"  {name}: {saved[name]} in the checkpoint, {ours[name]} in this run" for name in different]

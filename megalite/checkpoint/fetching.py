@@ -7,19 +7,16 @@ the node knows from the plan.
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint import box_file, manifest
-from megalite.checkpoint.box_file import OpenFile
 from megalite.checkpoint.manifest import Block, Manifest, SavedBox
 from megalite.checkpoint.progress import in_threads
 from megalite.checkpoint.storage import AnyPath
@@ -75,32 +72,31 @@ def fetch(
     threads = max(1, min(THREADS, len(os.sched_getaffinity(0)) // group.size))
     failure: Exception | None = None
     try:
-        # One file after the other: a checkpoint may have more of them than a process may open.
-        for name, blocks in itertools.groupby(sorted(own, key=_place_of), key=lambda block: block.saved.file):
-            with _opened(path, described, name) as file:
-                read = functools.partial(_read_into_place, file, wanted)
-                in_threads(threads, read, blocks)
+        in_threads(threads, partial(_read_into_place, path, described, wanted), sorted(own, key=_place_of))
     except Exception as error:
         failure = error
     return _exchange(path, described, wanted, dealt, group, place, failure)
 
 
-def _opened(path: AnyPath, described: Manifest, name: str) -> AbstractContextManager[OpenFile]:
-    return box_file.open_to_read(path / name, described.files[name].size)
+def read_block(path: AnyPath, described: Manifest, block: Block, buffer: memoryview) -> None:
+    """Fill a buffer with a block, verified. No file stays open: a checkpoint may have more than a process may open."""
+    name = block.saved.file
+    with box_file.open_to_read(path / name, described.files[name].size) as file:
+        box_file.read_block(file, block, buffer)
 
 
 def _place_of(block: Block) -> tuple[str, int]:
     return block.saved.file, block.start
 
 
-def _read_into_place(file: OpenFile, wanted: Wanted, block: Block) -> None:
+def _read_into_place(path: AnyPath, described: Manifest, wanted: Wanted, block: Block) -> None:
     targets = wanted[block.saved]
     place = _in_one_piece(block, targets)
     if place is not None:
-        box_file.read_block(file, block, place)
+        read_block(path, described, block, place)
         return
     buffer = torch.empty(block.size, dtype=torch.uint8)
-    box_file.read_block(file, block, box_file.bytes_of(buffer))
+    read_block(path, described, block, box_file.bytes_of(buffer))
     put(block, buffer, targets)
 
 
@@ -188,8 +184,7 @@ def _exchange(
         if failure is None:
             try:
                 for block, data in _cut(sent, now[group.rank]):
-                    with _opened(path, described, block.saved.file) as file:
-                        box_file.read_block(file, block, box_file.bytes_of(data))
+                    read_block(path, described, block, box_file.bytes_of(data))
             except Exception as error:
                 failure = error
         received = collectives.all_gather(sent.to(place), group).view(group.size, length)

@@ -36,16 +36,18 @@ def load(
     optimizer: Optimizer | None,
     mesh: ParallelMesh,
     *,
+    described: Manifest | None = None,
     plan: Plan | None = None,
     state: bool = True,
     casts: bool = False,
 ) -> TrainingState:
     """Set the weights, and the optimizer's state if there is one, from the checkpoint in folder `path`.
 
-    Every rank calls it. Every byte that is used has been compared with its checksum. Padding becomes zero. Without
-    `state` the optimizer begins anew, its master weights those that were loaded. With `casts` weights that were saved
-    in another precision are rounded, once, from the finest that there are. With the `plan` of all ranks, those of a
-    node read what several of them need once; without, each reads for itself.
+    Every rank calls it. Every byte that is used has been compared with its checksum. Padding becomes zero. `described`:
+    what `check_whole` has read of it; None: it is read here. Without `state` the optimizer begins anew, its master
+    weights those that were loaded. With `casts` weights that were saved in another precision are rounded, once, from
+    the finest that there are. With the `plan` of all ranks, those of a node read what several of them need once;
+    without, each reads for itself.
 
     Raises:
         DamagedCheckpointError: a file is not as it was written; the same on every rank. The weights and the state may
@@ -60,14 +62,15 @@ def load(
     doing = f"loading {path}"
     node = mesh.group_of(_on_this_node(mesh)) if plan is not None else mesh.group_of([mesh.rank])
     with together(mesh, doing):
-        manifest = read_manifest(path)
+        manifest = described or read_manifest(path)
         if optimizer is not None:
             _check_optimizer(manifest, optimizer, state, casts)
         chosen = [(name, r) for r in regions if (name := _source(manifest, r.part, state, casts)) is not None]
         _check_fits(manifest, [(name, region.part) for name, region in chosen], casts)
         wanted = _wanted(manifest, chosen)
         dealt = _dealt(manifest, plan, node, state, casts) if plan is not None and node.size > 1 else {}
-    check_all_see(str(manifest.checksum), path, mesh)
+    if described is None:
+        check_all_see(str(manifest.checksum), path, mesh)
     kinds = (MODEL, OPTIMIZER) if optimizer is not None and state else (MODEL,)
     _check_all_used(manifest, {name for name, _ in chosen}, mesh, path, kinds)
     _zero_the_rest(module, optimizer, state)

@@ -20,9 +20,11 @@ tensor's. Shapes are those of the mathematics: nothing of the layout that saved 
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from operator import add, gt
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ NAME = "manifest.json"
 VERSION = 2
 BLOCK = 1 << 22
 """Bytes of a box that have a checksum of their own."""
+_FILE_NAME = re.compile(r"\.?\w[\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -162,12 +165,19 @@ class Manifest:
             raise ValueError("its checksum does not match")
         if fields["format"] != "megalite" or fields["version"] != VERSION:
             raise CheckpointError(f"it is not of format version {VERSION}, the one this program reads")
-        return Manifest(
+        read = Manifest(
             TrainingState(**fields["training"]),
             fields["config"],
             {name: SavedFile(**file) for name, file in fields["files"].items()},
             {name: _tensor_from_json(name, tensor) for name, tensor in fields["tensors"].items()},
         )
+        for name in read.files:
+            if not _FILE_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of a file in its folder")
+        for tensor in read.tensors.values():
+            for saved in tensor.boxes:
+                _check_box(saved, tensor.shape, read.files)
+        return read
 
 
 def read_manifest(path: AnyPath) -> Manifest:
@@ -222,6 +232,21 @@ def _checksum(fields: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
+def _check_box(saved: SavedBox, shape: tuple[int, ...], files: dict[str, SavedFile]) -> None:
+    """Raise ValueError or TypeError where a box is not in its tensor or not in a file: whoever wrote the manifest, what
+    is read by it is of this checkpoint."""
+    offset, size, start, stop = saved.box.offset, saved.box.size, saved.start, saved.stop
+    if {*map(type, (*offset, *size, *shape, start))} != {int} or not len(offset) == len(size) == len(shape):
+        raise TypeError(f"{saved.entry} is no box of {list(shape)}")
+    beyond = any(map(gt, map(add, offset, size), shape))
+    if beyond or min(offset, default=0) < 0 or min(size, default=1) < 1:
+        raise ValueError(f"{saved.entry} is not within {list(shape)}")
+    if saved.file not in files or not 0 <= start < stop <= files[saved.file].size:
+        raise ValueError(f"{saved.entry} is not within {saved.file!r}")
+    if len(saved.checksums) != -(-(stop - start) // BLOCK):
+        raise ValueError(f"{saved.entry} has not a checksum for each block")
+
+
 def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
     return {"shape": tensor.shape, "dtype": tensor.dtype, "boxes": [box_to_json(saved) for saved in tensor.boxes]}
 
@@ -238,7 +263,9 @@ def box_to_json(saved: SavedBox) -> dict[str, Any]:
 
 
 def _tensor_from_json(name: str, fields: dict[str, Any]) -> SavedTensor:
-    dtype: torch.dtype = getattr(torch, fields["dtype"])
+    dtype = getattr(torch, fields["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} is of {fields['dtype']}, which is no dtype")
     boxes = tuple(_box_from_json(name, dtype, saved) for saved in fields["boxes"])
     return SavedTensor(tuple(fields["shape"]), fields["dtype"], boxes)
 
@@ -247,7 +274,4 @@ def _box_from_json(name: str, dtype: torch.dtype, fields: dict[str, Any]) -> Sav
     digits = fields["checksums"]
     checksums = tuple(int(digits[at : at + 8], 16) for at in range(0, len(digits), 8))
     box = Box(tuple(fields["offset"]), tuple(fields["size"]))
-    saved = SavedBox(name, dtype, box, fields["file"], fields["start"], checksums)
-    if len(checksums) != -(-(saved.stop - saved.start) // BLOCK):
-        raise ValueError(f"{name} has not a checksum for each block")
-    return saved
+    return SavedBox(name, dtype, box, fields["file"], fields["start"], checksums)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.box_file import bytes_of, checksum_of, open_to_read, read_block
+from megalite.checkpoint.box_file import bytes_of, checksum_of, open_to_read
 from megalite.checkpoint.damage import Damage
-from megalite.checkpoint.fetching import Target, needed_blocks, put
+from megalite.checkpoint.fetching import Target, needed_blocks, put, read_block
 from megalite.checkpoint.manifest import Block, SavedBox, SavedTensor, covers, read_manifest
 from megalite.checkpoint.storage import AnyPath
 from megalite.parallel.sharding import Box
@@ -55,9 +55,7 @@ class CheckpointReader:
     def _read_block(self, block: Block) -> Tensor:
         """Its bytes."""
         data = torch.empty(block.size, dtype=torch.uint8)
-        path = self.path / block.saved.file
-        with open_to_read(path, self.manifest.files[block.saved.file].size) as file:
-            read_block(file, block, bytes_of(data))
+        read_block(self.path, self.manifest, block, bytes_of(data))
         return data
 
     def check_around(self, file: str, boxes: Iterable[SavedBox]) -> None:

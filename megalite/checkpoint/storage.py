@@ -7,13 +7,12 @@ an object appears, whole, when its upload ends, and overwrites the one that had 
 from __future__ import annotations
 
 import errno
-import io
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from megalite import files
 from megalite.config.checkpoint import is_url
@@ -21,8 +20,6 @@ from megalite.errors import CheckpointError, ConfigurationError, FileError
 
 BUFFER = 1 << 18
 """Bytes in which small tensors are gathered before they are written to a file."""
-BLOCK = 1 << 23
-"""Bytes of an object that are fetched in one request, where less is asked for."""
 
 
 def open_directory(place: str) -> AnyPath:
@@ -89,13 +86,6 @@ class ObjectPath:
     def resolve(self) -> ObjectPath:
         """Itself: a URL depends on no working directory."""
         return self
-
-    def open(self, mode: Literal["rb"] = "rb") -> io.BufferedReader:
-        """For reading; `create` writes."""
-        with self._as_os_errors():
-            # Our own buffer stands above it.
-            file = self.file_system.open(self.key, mode, cache_type="none")
-        return io.BufferedReader(_Download(self, file), BLOCK)
 
     def read_bytes(self) -> bytes:
         with self._as_os_errors():
@@ -165,34 +155,6 @@ class ObjectPath:
 
 
 AnyPath = Path | ObjectPath
-
-
-class _Download(io.RawIOBase):
-    """An open object, as Python's own buffers want it."""
-
-    def __init__(self, path: ObjectPath, file: Any) -> None:
-        self._path, self._file = path, file
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return int(self._file.seek(offset, whence))
-
-    def tell(self) -> int:
-        return int(self._file.tell())
-
-    def readinto(self, buffer: Any) -> int:
-        with self._path._as_os_errors():
-            return int(self._file.readinto(buffer))
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
 
 
 class Writer(Protocol):

@@ -114,10 +114,9 @@ def gather_numbers(numbers: Sequence[int], group: Group, device: torch.device) -
     own = torch.tensor([len(numbers), *numbers], device=device)
     length = int(all_reduce_(torch.tensor([own.numel()], device=device), group, "max"))
     own = pad(own, (0, length - own.numel()))
-    gathered = [torch.empty_like(own) for _ in group.ranks] if group.rank == 0 else None
-    work = dist.gather(own, gathered, group.ranks[0], group=group.process_group, async_op=True)
-    Pending(work, lambda: own).wait()
-    return [row[1 : row[0] + 1] for row in (rows.tolist() for rows in gathered or [])]
+    # All ranks receive them, few as they are: to gather them on one, NCCL would buffer there for each of the others.
+    gathered = all_gather(own, group).view(group.size, length)
+    return [row[1 : row[0] + 1] for row in gathered.tolist()] if group.rank == 0 else []
 
 
 def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +29,8 @@ class Checkpoints:
             state=settings.save_optim,
             asynchronous=settings.async_save,
         )
+        self._remover = ThreadPoolExecutor(1, thread_name_prefix="retention")
+        self._removal: Future[tuple[str, ...]] | None = None
         self._failures = 0
         self._newest: AnyPath | None = None
         self._began, self._stood_still = 0.0, 0.0
@@ -37,7 +40,7 @@ class Checkpoints:
         """What to tell when the run starts."""
         if self._saver.staging is None:
             return ()
-        return (f"asynchronous saves: {self._saver.staging.size / 2**20:,.0f} MiB of host memory on this rank",)
+        return (f"asynchronous saves: {self._saver.staging.size / 2**20:,.0f} MiB of host memory on rank 0",)
 
     @property
     def flags(self) -> list[float]:
@@ -50,13 +53,12 @@ class Checkpoints:
         So many failures in a row as the flags say are told, and training goes on to the next save: the state that
         cannot be saved is not lost as long as the run lives. Raises CheckpointError for the next, and for the last.
         """
-        if self._saver.under_way:
-            self._finish(display, last=False, another=last)
+        self._finish(display, last=False, another=last)
         with self._tolerating(display, last=last):
             self._began = time.perf_counter()
             self._saver.begin(training, config)
             self._stood_still = time.perf_counter() - self._began
-        if self._saver.under_way and (last or not self._settings.async_save):
+        if last or not self._settings.async_save:
             self._finish(display, last=last)
 
     def advance(self, busy: bool, failed: bool, display: Display) -> None:
@@ -67,6 +69,10 @@ class Checkpoints:
     def _finish(self, display: Display, *, last: bool, another: bool = False) -> None:
         while self._saver.under_way:
             self._advance(display, last=last, another=another)
+        if self._removal is not None:
+            for note in self._removal.result():
+                display.message(note)
+            self._removal = None
 
     def _advance(self, display: Display, *, last: bool, another: bool = False) -> None:
         with self._tolerating(display, last=last, another=another):
@@ -76,7 +82,7 @@ class Checkpoints:
                 seconds = time.perf_counter() - self._began
                 still = f", training stood still for {self._stood_still:.2f} s" if self._settings.async_save else ""
                 display.message(f"saved {path} in {seconds:.1f} s{still}")
-                self._remove_old(display)
+                self._remove_old()
 
     @contextmanager
     def _tolerating(self, display: Display, *, last: bool, another: bool = False) -> Iterator[None]:
@@ -94,12 +100,13 @@ class Checkpoints:
                 "--tolerated-save-failures allows in a row"
             )
 
-    def _remove_old(self, display: Display) -> None:
+    def _remove_old(self) -> None:
+        """Begin to, in the background: a file system may take long over what it is to remove."""
         interval = self._settings.save_retain_interval
         if interval is not None and self._rank == 0:
-            for note in checkpoint.remove_old(self._directory, interval):
-                display.message(note)
+            self._removal = self._remover.submit(checkpoint.remove_old, self._directory, interval)
 
     def close(self) -> None:
         """Leave what is under way: for a run that ends without having come to the end of it."""
         self._saver.close()
+        self._remover.shutdown()

@@ -43,11 +43,12 @@ def _run(
 
     def load(path: AnyPath) -> tuple[int, Trainer | None]:
         """The last step, and the run gone on from there; None where it was finished by then."""
-        training = checkpoint.check_whole(path, mesh)
+        described = checkpoint.check_whole(path, mesh)
+        training = described.training
         last = last_iteration(config, training.iteration, training.consumed_samples)
         if start.position and training.iteration >= last:
             return last, None
-        build().load(path, start)
+        build().load(path, described, start)
         return build().iterations, build()
 
     paths = start.candidates.paths

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite import checkpoint
-from megalite.checkpoint import AnyPath
+from megalite.checkpoint import AnyPath, Manifest
 from megalite.config import RunConfig
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
@@ -234,20 +234,29 @@ class Trainer:
         state = checkpoint.TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen)
         self.checkpoints.save(state, asdict(replace(self.config, model=self.model_config)), display, last=last)
 
-    def load(self, path: AnyPath, start: Start) -> None:
-        """Continue from a checkpoint of this model, written under any layout, with what `start` says of it.
+    def load(self, path: AnyPath, described: Manifest, start: Start) -> None:
+        """Continue from a checkpoint of this model, written under any layout, `described` by its manifest, with what
+        `start` says of it.
 
         Raises DamagedCheckpointError or CheckpointError, the same on every rank; after the former another may be
         loaded.
         """
         with checkpoint.together(self.mesh, f"loading {path}"):
-            checkpoint.check_compatible(path, self.model_config)
-            saved = checkpoint.read_config(path)
+            checkpoint.check_compatible(path, described.config, self.model_config)
         casts = self.config.checkpoint.load_casts
         state = checkpoint.load(
-            path, self.network, self.optimizer, self.mesh, plan=self.plan, state=start.optimizer, casts=casts
+            path,
+            self.network,
+            self.optimizer,
+            self.mesh,
+            described=described,
+            plan=self.plan,
+            state=start.optimizer,
+            casts=casts,
         )
-        self._load_notes = load_notes(saved, self.config, state, position=start.position, optimizer=start.optimizer)
+        self._load_notes = load_notes(
+            described.config, self.config, state, position=start.position, optimizer=start.optimizer
+        )
         if start.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
         if start.position:

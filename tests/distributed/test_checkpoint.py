@@ -19,7 +19,10 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.checkpoint import Saver, TrainingState, box_file, directory
 from megalite.checkpoint.attempt import FolderAttempt
+from megalite.config import CheckpointConfig
 from megalite.errors import CheckpointError
+from megalite.training.checkpoints import Checkpoints
+from megalite.training.display import Display
 from tests.distributed.layout_cell import Cell
 from tests.distributed.layout_run import Training, initialized_chunks, make_meshes
 from tests.harness.checkpoints import counted_bytes
@@ -161,6 +164,25 @@ def test_a_run_that_ends_does_not_wait_for_its_save(tmp_path: Path, monkeypatch:
     assert directory.latest(tmp_path) is None
 
 
+def test_training_does_not_wait_for_old_checkpoints_to_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = trained(Cell())
+    may_end = Event()
+    monkeypatch.setattr(checkpoint, "remove_old", lambda *_: (str(may_end.wait(timeout=20)),))
+    settings = CheckpointConfig(save=str(tmp_path), save_interval=1, save_retain_interval=2, async_save=True)
+    saves = Checkpoints(settings, tmp_path, training.optimizer, training.plan)
+    with Display(2, 1) as display:
+        saves.save(TrainingState(1, 4, 1), {"model": {}}, display, last=False)
+        while "saved" not in capsys.readouterr().out:
+            saves.advance(busy=False, failed=False, display=display)
+        may_end.set()
+        saves.save(TrainingState(2, 8, 2), {"model": {}}, display, last=True)
+    saves.close()
+    told = capsys.readouterr().out.splitlines()
+    assert [line for line in told if line in ("True", "False")] == ["True", "True"]
+
+
 # ------------------------------------------------------------------------------------------------------ failures
 
 
@@ -213,3 +235,27 @@ def test_a_fault_of_one_rank_is_the_same_error_on_all(
         assert re.search(message, error), error
         assert latest == str(tmp_path / "iter_0000001")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+
+
+def run_out_of_memory(cell: Cell, path: Path) -> str:
+    """Load where the last rank cannot read a block; the error of each rank."""
+    training = trained(cell)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for a block")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if training.mesh.rank == cell.world_size - 1:
+            patch.setattr(box_file, "read_block", fail)
+        try:
+            training.load(path)
+        except (CheckpointError, MemoryError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_no_rank_waits_for_one_that_fails_in_a_way_nobody_expects(rank_pools: RankPools, tmp_path: Path) -> None:
+    save(Cell(), tmp_path)
+    first, last = rank_pools(2).run(run_out_of_memory, Cell(dp=2), tmp_path / "iter_0000001")
+    assert first.endswith("failed on rank 1: MemoryError: no room for a block")
+    assert last == "MemoryError: no room for a block"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,17 @@ import torch
 from safetensors.torch import load_file
 
 from megalite import checkpoint
-from megalite.checkpoint import Candidates, TrainingState, manifest
+from megalite.checkpoint import Candidates, TrainingState, box_file, manifest
+from megalite.checkpoint.container import Part, Place
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, DamagedCheckpointError
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.sharding import Box
 
 MODEL = ModelConfig(
     num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=10, make_vocab_size_divisible_by=4,
@@ -165,15 +169,16 @@ def test_the_optimizers_state_is_loaded_by_value_in_any_precision(tmp_path: Path
 
 def test_equal_shapes_do_not_hide_another_function(tmp_path: Path) -> None:
     path = save(tmp_path, *build())
-    checkpoint.check_compatible(path, replace(MODEL, hidden_dropout=0.0, ffn_hidden_size=32, rotary_base=5.0))
+    saved = checkpoint.read_config(path)
+    checkpoint.check_compatible(path, saved, replace(MODEL, hidden_dropout=0.0, ffn_hidden_size=32, rotary_base=5.0))
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.check_compatible(path, replace(MODEL, norm_epsilon=1e-6, squared_relu=True))
+        checkpoint.check_compatible(path, saved, replace(MODEL, norm_epsilon=1e-6, squared_relu=True))
     assert "norm_epsilon: 1e-05 in the checkpoint, 1e-06 in this run" in str(caught.value)
     assert "squared_relu: False in the checkpoint, True in this run" in str(caught.value)
     rotary = replace(MODEL, position_embedding_type="rope")
     path = save(tmp_path, *build(rotary))
     with pytest.raises(CheckpointError, match=r"rotary_base: 10000\.0 in the checkpoint, 500000\.0 in this run"):
-        checkpoint.check_compatible(path, replace(rotary, rotary_base=500000.0))
+        checkpoint.check_compatible(path, checkpoint.read_config(path), replace(rotary, rotary_base=500000.0))
 
 
 def test_a_box_missing_from_the_manifest_is_noticed(tmp_path: Path) -> None:
@@ -212,6 +217,44 @@ def test_each_kind_of_damage_is_named(tmp_path: Path) -> None:
             checkpoint.read_manifest(path)
     with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no manifest\.json"):
         checkpoint.load(tmp_path, *build(), MESH)
+
+
+NORM = "tensors", "model/final_norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("files", "../../secret"), {"size": 4096, "checksum": 0}),
+        (("files", "/etc/passwd"), {"size": 4096, "checksum": 0}),
+        (("files", ".."), {"size": 4096, "checksum": 0}),
+        ((*NORM, "dtype"), "nn"),
+        ((*NORM, "shape"), [2, 4]),
+        ((*NORM, "boxes", 0, "file"), "../../secret"),
+        ((*NORM, "boxes", 0, "file"), "rank_00001.safetensors"),
+        ((*NORM, "boxes", 0, "start"), -1),
+        ((*NORM, "boxes", 0, "start"), 1 << 60),
+        ((*NORM, "boxes", 0, "start"), 0.5),
+        ((*NORM, "boxes", 0, "offset"), [-1]),
+        ((*NORM, "boxes", 0, "offset"), [0, 0]),
+        ((*NORM, "boxes", 0, "size"), [0]),
+        ((*NORM, "boxes", 0, "size"), [1 << 60]),
+        ((*NORM, "boxes", 0, "checksums"), ""),
+    ],
+    ids=str,
+)
+def test_a_manifest_from_anywhere_leads_nowhere_else(tmp_path: Path, where: tuple[str | int, ...], value: Any) -> None:
+    path = save(tmp_path, *build()) / "manifest.json"
+    fields: Any = json.loads(path.read_text())
+    place = fields
+    for key in where[:-1]:
+        place = place[key]
+    place[where[-1]] = value
+    del fields["checksum"]
+    fields["checksum"] = zlib.crc32(json.dumps(fields, sort_keys=True).encode())
+    path.write_text(json.dumps(fields))
+    with pytest.raises(DamagedCheckpointError, match=r"manifest.json is damaged or foreign"):
+        checkpoint.load(path.parent, *build(), MESH)
 
 
 def test_a_format_of_the_future_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,3 +321,30 @@ def test_what_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     assert (foreign / ".metadata").exists()
     assert (tmp_path / "iter_best.tmp").exists()
     assert checkpoint.latest(tmp_path) is None
+
+
+def test_little_waits_for_its_checksum_while_a_box_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "BLOCK", 1 << 17)
+    written, summed = 0, 0
+    ahead: list[int] = []
+    take = box_file._RunningChecksum._take
+
+    def slow(*arguments: Any) -> None:
+        nonlocal summed
+        time.sleep(0.002)
+        take(*arguments)
+        summed += 1
+
+    class Disk:
+        def write(self, data: bytes | memoryview) -> int:
+            nonlocal written
+            written += len(data) > 0
+            ahead.append(written - summed)
+            return len(data)
+
+    monkeypatch.setattr(box_file._RunningChecksum, "_take", slow)
+    values = torch.randn(20 << 15)
+    part = Part("model/word", tuple(values.shape), values.dtype, Box.whole(tuple(values.shape)))
+    made = box_file.write(Disk(), [(Place(b"", 0, part.size, lambda _: b""), values)])
+    assert made.checksums[0][-1] == zlib.crc32(box_file.bytes_of(values))
+    assert max(ahead) <= 2
