@@ -178,9 +178,10 @@ def _mismatch(manifest: Manifest, name: str, part: Part, casts: bool) -> str | N
     if saved.shape != part.shape:
         return f"{name} has shape {list(saved.shape)} in it and {list(part.shape)} in this run's model"
     dtype = dtype_name(part.dtype)
-    in_any = casts or name.startswith(OPTIMIZER)  # the optimizer is told in which precision to keep its state
-    if saved.dtype != dtype and not in_any:
+    if saved.dtype != dtype and not casts:
         flags = f"start the run {_PRECISION_FLAGS[saved.dtype]}, or " if saved.dtype in _PRECISION_FLAGS else ""
+        if name.startswith(OPTIMIZER):
+            flags = "give --main-params-dtype and --exp-avg-dtype, or their like, as they were, or "
         return (
             f"{name} is {saved.dtype} in it and {dtype} in this run, and nothing is cast silently; {flags}give "
             "--load-casts"

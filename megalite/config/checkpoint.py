@@ -38,7 +38,7 @@ class CheckpointConfig:
     load_optim: bool = True
     """Load the optimizer's state; without it a new optimizer goes on with the weights at their step."""
     load_casts: bool = False
-    """Load weights that were saved in another precision, rounded to this run's."""
+    """Load weights and state that were saved in another precision, rounded to this run's."""
     use_checkpoint_args: bool = False
     """Take the fields of the model and the tokenizer that are not given from the checkpoint to load."""
 

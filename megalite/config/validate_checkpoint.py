@@ -21,11 +21,17 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
             yield f"{flag} needs --save, the run directory"
         if config.logging.profile_pipeline is not None:
             yield f"--profile-pipeline {config.logging.profile_pipeline} needs --save, the run directory"
-    elif is_url(checkpoint.save) and config.logging.profile_pipeline is not None:
-        yield (
-            f"--profile-pipeline {config.logging.profile_pipeline} writes files into --save, which must be a folder, "
-            f"not {checkpoint.save}"
-        )
+    elif is_url(checkpoint.save):
+        if config.logging.profile_pipeline is not None:
+            yield (
+                f"--profile-pipeline {config.logging.profile_pipeline} writes files into --save, which must be a "
+                f"folder, not {checkpoint.save}"
+            )
+        if checkpoint.ckpt_format != "megalite":
+            yield (
+                f"--ckpt-format {checkpoint.ckpt_format} needs a --save that is a folder, not {checkpoint.save}, where "
+                "its .metadata would be overwritten before the new checkpoint is there"
+            )
     if config.logging.tensorboard_dir is not None and is_url(config.logging.tensorboard_dir):
         yield f"--tensorboard-dir {config.logging.tensorboard_dir}: TensorBoard's files grow, which needs a folder"
     if checkpoint.load is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import weakref
 
 import torch
 
@@ -57,8 +58,13 @@ def make_deterministic(enabled: bool) -> None:
 
 def host_memory(size: int, device: torch.device) -> torch.Tensor:
     """Bytes on the host, there from now on, to and from which the device copies fast (pinned for CUDA)."""
-    memory = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return memory.fill_(0)  # the system gives memory when it is first written to
+    memory = torch.empty(size, dtype=torch.uint8).fill_(0)  # the system gives memory when it is first written to
+    if device.type == "cuda" and size:
+        # torch's own pinned memory comes in powers of two.
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)))
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+    return memory
 
 
 def chunk_elements(device: torch.device) -> int:

@@ -149,12 +149,15 @@ def test_nothing_is_cast_and_no_optimizer_state_is_left_over(tmp_path: Path) -> 
         checkpoint.load(path, *build(optimizer=OptimizerConfig(lr=0.1, optimizer="sgd", sgd_momentum=0.0)), MESH)
 
 
-def test_the_optimizers_state_is_loaded_by_value_in_any_precision(tmp_path: Path) -> None:
+def test_the_optimizers_state_is_cast_where_it_is_asked_for(tmp_path: Path) -> None:
     """Into less it is rounded; back into more it is what it was."""
     narrow = replace(ADAM, main_params_dtype="fp16", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
     wide = build(dtype=torch.bfloat16)
     less = build(optimizer=narrow, dtype=torch.bfloat16, seed=1)
-    checkpoint.load(save(tmp_path / "wide", *wide), *less, MESH)
+    path = save(tmp_path / "wide", *wide)
+    with pytest.raises(CheckpointError, match=r"is float32 in it and .* in this run.* give --main-params-dtype"):
+        checkpoint.load(path, *less, MESH)
+    checkpoint.load(path, *less, MESH, casts=True)
     assert {values.dtype for part in less[1].slices() for values in part.state.values()} == {
         torch.float16,
         torch.bfloat16,
@@ -162,7 +165,7 @@ def test_the_optimizers_state_is_loaded_by_value_in_any_precision(tmp_path: Path
     for ours, theirs in zip(bits(*less), bits(*wide), strict=True):
         assert torch.equal(ours, theirs.to(ours.dtype))
     back = build(dtype=torch.bfloat16, seed=2)
-    checkpoint.load(save(tmp_path / "less", *less), *back, MESH)
+    checkpoint.load(save(tmp_path / "less", *less), *back, MESH, casts=True)
     for ours, theirs in zip(bits(*back), bits(*less), strict=True):
         assert torch.equal(ours, theirs.to(ours.dtype))
 

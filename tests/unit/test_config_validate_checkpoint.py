@@ -55,6 +55,10 @@ def problems(flags: str) -> list[str]:
             "--save s3://b/r --profile-pipeline 1",
             "--profile-pipeline 1 writes files into --save, which must be a folder",
         ),
+        (
+            "--save s3://b/r --ckpt-format torch_dist",
+            "--ckpt-format torch_dist needs a --save that is a folder",
+        ),
         ("--tensorboard-dir s3://b/r", "--tensorboard-dir s3://b/r: TensorBoard's files grow"),
         ("--load s3://b/r --save s3://b/r/ --finetune", "--finetune begins a new run at step 0: save"),
     ],
