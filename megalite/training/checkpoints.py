@@ -43,9 +43,9 @@ class Checkpoints:
         return (f"asynchronous saves: {self._saver.staging.size / 2**20:,.0f} MiB of host memory on rank 0",)
 
     @property
-    def flags(self) -> list[float]:
-        """What the ranks must know of each other, as maxima, before `advance`: whether one is busy, or has failed."""
-        return [float(self._saver.busy), float(self._saver.failed)]
+    def flags(self) -> tuple[bool, bool]:
+        """What the ranks must know of each other before `advance`: whether one is busy, and whether one has failed."""
+        return self._saver.busy, self._saver.failed
 
     def save(self, training: TrainingState, config: dict[str, Any], display: Display, *, last: bool) -> None:
         """Save the state as it is now; in the background with --async-save, unless nothing comes after it (`last`).

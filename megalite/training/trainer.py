@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -47,6 +47,18 @@ from megalite.training.start import Start
 
 MAX_CONSECUTIVE_SKIPS = 10
 """Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """Whether any rank ..."""
+
+    stop: bool
+    """was told to stop after this step;"""
+    saving: bool
+    """is still writing a checkpoint in the background;"""
+    save_failed: bool
+    """has failed to."""
 
 
 class Trainer:
@@ -170,7 +182,10 @@ class Trainer:
                     validation = ValidationMetrics(*self._where(), self.evaluate(self.data.valid))
                     _record(validation, writer, display)
                     display.validation(validation)
-                if self._stops_now(stop, display):
+                agreed = self._agree(stop)
+                if self.checkpoints is not None:
+                    self.checkpoints.advance(agreed.saving, agreed.save_failed, display)
+                if agreed.stop and self.iteration < self.iterations:
                     writer.publish()
                     self.save(display, last=True)
                     saved = "nothing is saved without --save" if self.directory is None else "--resume auto continues"
@@ -200,20 +215,14 @@ class Trainer:
         interval = self.config.checkpoint.save_interval
         return self.iteration == self.iterations or (interval is not None and self.iteration % interval == 0)
 
-    def _stops_now(self, stop: StopRequest, display: Display) -> bool:
-        """Whether any rank was told to stop: all see the same answer after the same step. A save that is under way goes
-        on by the same message."""
-        if self.iteration == self.iterations:
-            return False
+    def _agree(self, stop: StopRequest) -> _Agreed:
+        """What the ranks have to tell each other between two steps, all in one message."""
         training = self.config.training
         late = deadline_passed(time.monotonic() - self.started, training.exit_duration_in_mins)
-        saving = self.checkpoints.flags if self.checkpoints is not None else []
-        flags = torch.tensor([float(stop.local_request() > 0 or late), *saving], device=self.mesh.device)
-        asked, *saving = collectives.all_reduce_(flags, self.mesh.world(), "max").tolist()
-        if self.checkpoints is not None:
-            busy, failed = map(bool, saving)
-            self.checkpoints.advance(busy, failed, display)
-        return bool(asked) or interval_reached(self.iteration, training.exit_interval)
+        saving = self.checkpoints.flags if self.checkpoints is not None else (False, False)
+        flags = torch.tensor([stop.local_request() > 0 or late, *saving], dtype=torch.float32, device=self.mesh.device)
+        asked, busy, failed = (flag > 0 for flag in collectives.all_reduce_(flags, self.mesh.world(), "max").tolist())
+        return _Agreed(asked or interval_reached(self.iteration, training.exit_interval), busy, failed)
 
     def _refuse_to_diverge(self) -> None:
         if self.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
