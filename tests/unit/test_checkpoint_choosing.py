@@ -278,6 +278,17 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+def test_what_a_killed_save_has_left_goes_before_anything_is_written(tmp_path: Path) -> None:
+    """It may be what fills the disk."""
+    whole, left = tmp_path / "iter_0000004.replaced", tmp_path / "iter_0000008.tmp"
+    for folder in (whole, left):
+        folder.mkdir()
+        (folder / "manifest.json").write_text("{}")
+    with checkpoint.only_run(tmp_path, MESH):
+        assert not left.exists()
+        assert (tmp_path / "iter_0000004").is_dir()
+
+
 def test_a_dead_run_holds_nothing(tmp_path: Path) -> None:
     process = os.fork()
     if process == 0:
