@@ -45,6 +45,10 @@ def _one_step(layout: str) -> str:
     return f"tests/distributed/test_layouts.py::test_one_step_is_the_oracles[{layout}]"
 
 
+def _network(name: str) -> str:
+    return f"tests/unit/test_parallel_model.py::test_loss_gradients_and_logits_are_the_oracles[whole-{name}]"
+
+
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
 _UNIT = "tests/unit/test_parallel_"
 _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
@@ -96,6 +100,27 @@ MUTANTS = (
         "return F.silu(gate).mul_(up)",
         "return F.silu(up).mul_(gate)",
         f"{_UNIT}model.py::test_loss_gradients_and_logits_are_the_oracles[whole-llama]",
+    ),
+    Mutant(
+        "linear scaling speeds the rotation up",
+        "megalite/model/rotary.py",
+        "else frequencies / factor",
+        "else frequencies * factor",
+        _network("llama, linear"),
+    ),
+    Mutant(
+        "YaRN divides the frequencies that it is to keep",
+        "megalite/model/rotary.py",
+        "1.0 - scaled, config",
+        "scaled, config",
+        _network("llama, yarn"),
+    ),
+    Mutant(
+        "YaRN sharpens no attention",
+        "megalite/model/rotary.py",
+        "(tables[0] * scale, tables[1] * scale)",
+        "tables",
+        _network("llama, yarn"),
     ),
     Mutant(
         "a norm's gradient is not summed over sequence-parallel ranks",

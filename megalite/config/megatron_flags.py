@@ -152,7 +152,7 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
         "fp8": TRANSFORMER_ENGINE,
         "fp16": "is not there: squares below 6e-8, of gradients below 2e-4, would be zero (bf16 has fp32's range)",
     },
-    "position-embedding-type": {"yarn": FAMILIES, **dict.fromkeys(("mrope", "relative"), NOT_GPT)},
+    "position-embedding-type": dict.fromkeys(("mrope", "relative"), NOT_GPT),
     "tokenizer-type": {
         "SFTTokenizer": "is not there: --sft works with every tokenizer, and its chat template or --chat-template",
         **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), NOT_GPT),
@@ -217,9 +217,8 @@ REFUSED: Mapping[str, str] = {
     ckpt-drop-redundant-extra-state
     """,
     FAMILIES: """
-    apply-layernorm-1p rotary-interleaved window-size window-attn-skip-freq yarn-original-max-position-embeddings
-    yarn-beta-fast yarn-beta-slow yarn-correction-range-round-to-int no-yarn-correction-range-round-to-int
-    rotary-seq-len-interpolation-factor openai-gelu load-main-params-from-ckpt auto-detect-ckpt-format
+    apply-layernorm-1p rotary-interleaved window-size window-attn-skip-freq openai-gelu load-main-params-from-ckpt
+    auto-detect-ckpt-format
     ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format no-strict-fsdp-dtensor-load
     disable-strict-fsdp-dtensor-load dist-ckpt-save-pre-mcore-014 skip-train
     """,
@@ -315,8 +314,8 @@ REFUSED: Mapping[str, str] = {
     mhc-init-gating-factor mhc-recompute-layer-num is-hybrid-model mamba-state-dim mamba-head-dim mamba-num-groups
     mamba-num-heads gdp-num-householder disable-mamba-mem-eff-path gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute
     no-rope-freq quick-geglu rope-type mamba-training-ssm-states-dtype q-lora-rank kv-lora-rank qk-head-dim
-    qk-pos-emb-head-dim v-head-dim rotary-scaling-factor mscale mscale-all-dim cache-mla-latents mla-down-proj-fusion
-    linear-attention-freq heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json
+    qk-pos-emb-head-dim v-head-dim cache-mla-latents mla-down-proj-fusion linear-attention-freq
+    heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json
     log-max-attention-logit hybrid-layer-pattern hybrid-override-pattern
     """,
     MACHINERY: """

@@ -28,16 +28,40 @@ class ModelConfig:
     """Groups of query heads that share keys and values (1: multi-query); needs group-query-attention."""
     max_position_embeddings: int | None = None
     """Rows of the learned position table; needed by learned_absolute, at least seq-length."""
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
-    """How a token knows its position: a learned table, rotary embeddings, or not at all."""
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
+    """How a token knows its position: a learned table, rotary embeddings, these as YaRN scales them, or not at all."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies (theta)."""
     rotary_percent: float = 1.0
     """Share of each head's channels that is rotated, above 0 up to 1."""
+    rotary_seq_len_interpolation_factor: float | None = None
+    """Divide the rotary angles by this: so many times the trained positions fit in (linear scaling); unset: 1."""
     use_rope_scaling: bool = False
     """Scale the rotary frequencies as Llama 3.1 does for long contexts."""
     rope_scaling_factor: float = 8.0
-    """Factor of the Llama 3.1 scaling; acts with use-rope-scaling."""
+    """Factor of the Llama 3.1 scaling; acts with use-rope-scaling, like the next three."""
+    rope_scaling_low_freq_factor: float = 1.0
+    """Frequencies with fewer turns than this over the original context are divided by the whole factor."""
+    rope_scaling_high_freq_factor: float = 4.0
+    """Frequencies with more turns than this over the original context are kept."""
+    rope_scaling_original_max_position_embeddings: int = 8192
+    """Context length before the Llama 3.1 scaling."""
+    rotary_scaling_factor: float = 1.0
+    """How many times the original context YaRN (arXiv:2309.00071) is to reach; yarn needs one above 1."""
+    yarn_original_max_position_embeddings: int | None = None
+    """Context length before YaRN; needed by yarn."""
+    yarn_beta_fast: float = 32.0
+    """Frequencies with more turns than this over YaRN's original context are kept."""
+    yarn_beta_slow: float = 1.0
+    """Frequencies with fewer turns than this over YaRN's original context are divided by the whole factor."""
+    yarn_correction_range_round_to_int: bool = True
+    """Round the channels between which YaRN blends outwards to whole numbers."""
+    mscale: float = 1.0
+    """YaRN multiplies queries and keys by (0.1 x mscale x ln factor + 1) / (0.1 x mscale-all-dim x ln factor + 1)."""
+    mscale_all_dim: float = 0.0
+    """Acts as mscale says."""
+    yarn_attention_factor: float | None = None
+    """What YaRN multiplies queries and keys by, whatever mscale and mscale-all-dim; unset: as they say."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of norm before attention, before the feed-forward layer and at the end."""
     norm_epsilon: float = 1e-5
@@ -64,6 +88,11 @@ class ModelConfig:
     """Dropout on the residual branches and after the embedding."""
     attention_dropout: float = 0.1
     """Dropout on the attention probabilities."""
+
+    @property
+    def rotary(self) -> bool:
+        """Whether queries and keys are turned by their position."""
+        return self.position_embedding_type in ("rope", "yarn")
 
     @property
     def head_dim(self) -> int:

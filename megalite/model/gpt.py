@@ -98,7 +98,7 @@ class GPT(nn.Module):
 
     def _context(self, micro_batch: MicroBatch) -> LayerContext:
         rotary = None
-        if self.config.position_embedding_type == "rope":
+        if self.config.rotary:
             rotary = rotary_tables(self.config, micro_batch.positions, self.dtype)
         documents = micro_batch.document_ids
         return LayerContext(rotary, None if documents is None else document_mask(documents), micro_batch.key)

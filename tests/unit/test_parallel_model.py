@@ -31,6 +31,10 @@ LLAMA = replace(
     GPT2, position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False,
     untie_embeddings_and_output_weights=True, max_position_embeddings=None,
 )  # fmt: skip
+YARN = replace(
+    LLAMA, kv_channels=32, position_embedding_type="yarn", rotary_scaling_factor=8.0,
+    yarn_original_max_position_embeddings=1024,
+)  # fmt: skip
 CONFIGS = {
     "gpt2": GPT2,
     "gpt2, untied": replace(GPT2, untie_embeddings_and_output_weights=True),
@@ -43,6 +47,26 @@ CONFIGS = {
     "llama, part of each head rotated": replace(LLAMA, kv_channels=6, rotary_percent=0.7),
     "llama, another base": replace(LLAMA, rotary_base=500.0),
     "llama 3.1": replace(LLAMA, kv_channels=16, rotary_base=500_000.0, use_rope_scaling=True, rope_scaling_factor=4.0),
+    "llama 3.1, other ends": replace(
+        LLAMA,
+        kv_channels=32,
+        use_rope_scaling=True,
+        rope_scaling_low_freq_factor=2.0,
+        rope_scaling_high_freq_factor=5.0,
+        rope_scaling_original_max_position_embeddings=512,
+    ),
+    "llama, linear": replace(LLAMA, rotary_seq_len_interpolation_factor=2.5),
+    "llama, yarn": YARN,
+    "llama, yarn, other ends": replace(
+        YARN,
+        yarn_beta_fast=16.0,
+        yarn_beta_slow=2.0,
+        yarn_correction_range_round_to_int=False,
+        mscale=0.7,
+        mscale_all_dim=0.4,
+        rotary_percent=0.7,
+    ),
+    "llama, yarn, attention factor": replace(YARN, yarn_attention_factor=1.5, mscale=0.5),
     "llama, groups": replace(LLAMA, group_query_attention=True, num_query_groups=2, qk_layernorm=True),
     "one of everything": replace(GPT2, num_layers=1, num_attention_heads=1, hidden_size=2, ffn_hidden_size=1),
 }
@@ -67,8 +91,17 @@ def oracle(config: ModelConfig) -> Oracle:
         position_embedding_type=config.position_embedding_type,
         rotary_base=config.rotary_base,
         rotary_percent=config.rotary_percent,
+        interpolation=config.rotary_seq_len_interpolation_factor or 1.0,
         use_rope_scaling=config.use_rope_scaling,
         rope_scaling_factor=config.rope_scaling_factor,
+        rope_scaling_turns=(config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor),
+        rope_scaling_original=config.rope_scaling_original_max_position_embeddings,
+        yarn_factor=config.rotary_scaling_factor,
+        yarn_original=config.yarn_original_max_position_embeddings or 1,
+        yarn_turns=(config.yarn_beta_slow, config.yarn_beta_fast),
+        yarn_whole_pairs=config.yarn_correction_range_round_to_int,
+        yarn_mscales=(config.mscale, config.mscale_all_dim),
+        yarn_attention_factor=config.yarn_attention_factor,
     )
 
 
@@ -87,7 +120,7 @@ def micro_batch(*, documents: bool, far: int = 0) -> MicroBatch:
 def test_loss_gradients_and_logits_are_the_oracles(name: str, documents: bool) -> None:
     config = CONFIGS[name]
     made = network(config)
-    batch = micro_batch(documents=documents, far=10_000 if config.use_rope_scaling else 0)
+    batch = micro_batch(documents=documents, far=10_000 if config.rotary else 0)
     expected_weights = weights(made)
     logits = oracle(config).logits(expected_weights, batch.tokens, batch.positions, batch.document_ids)
     assert batch.labels is not None
