@@ -102,6 +102,13 @@ MUTANTS = (
         f"{_UNIT}model.py::test_loss_gradients_and_logits_are_the_oracles[whole-llama]",
     ),
     Mutant(
+        "of parallel residuals the feed-forward layer reads what attention has changed",
+        "megalite/model/block.py",
+        "hidden if self.parallel_residual else after_attention",
+        "after_attention",
+        _network("gpt-neox"),
+    ),
+    Mutant(
         "linear scaling speeds the rotation up",
         "megalite/model/rotary.py",
         "else frequencies / factor",

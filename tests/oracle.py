@@ -36,6 +36,7 @@ class Oracle:
     normalization: str = "LayerNorm"  # or RMSNorm
     norm_epsilon: float = 1e-5
     activation: str = "gelu"  # (its tanh form), squared_relu or swiglu
+    parallel_residual: bool = False  # attention and feed-forward both read the layer's input
     position_embedding_type: str = "learned_absolute"  # rope, yarn or none
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
@@ -72,7 +73,10 @@ class Oracle:
     def block(self, weights: Weights, layer: str, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """One layer; hidden `[batch, sequence, hidden]`, visible `[batch, 1, sequence, sequence]`."""
         normed = self.norm(weights, layer + "input_norm", hidden)
-        hidden = hidden + self.attention(weights, layer + "attention.", normed, positions, visible)
+        attended = self.attention(weights, layer + "attention.", normed, positions, visible)
+        if self.parallel_residual:
+            return hidden + attended + self.mlp(weights, layer + "mlp.", self.norm(weights, layer + "mlp_norm", hidden))
+        hidden = hidden + attended
         return hidden + self.mlp(weights, layer + "mlp.", self.norm(weights, layer + "mlp_norm", hidden))
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:

@@ -62,6 +62,8 @@ class ModelConfig:
     """Acts as mscale says."""
     yarn_attention_factor: float | None = None
     """What YaRN multiplies queries and keys by, whatever mscale and mscale-all-dim; unset: as they say."""
+    use_parallel_residual: bool = False
+    """Let the feed-forward layer read what attention reads, and add both to it (GPT-J, GPT-NeoX)."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of norm before attention, before the feed-forward layer and at the end."""
     norm_epsilon: float = 1e-5

@@ -151,7 +151,8 @@ def activation_bytes(
         projected += (heads / tp + max(model.kv_groups / tp, 1)) * statistics
     core = query * item + (0 if recompute.attention else heads / tp * wide)
     feed_forward = (3 if model.swiglu else 2) * model.ffn_size / tp * item
-    layer = 2 * norm + projected + core + feed_forward
+    shared = hidden * item / sp if model.use_parallel_residual else 0  # both norms read one tensor
+    layer = 2 * norm - shared + projected + core + feed_forward
     part = part or StageLayers(0, model.num_layers, embedding=True, loss=True)
     spans = recompute.spans(part.layers)
     kept = sum(hidden / sp * item if again else (stop - start) * layer for start, stop, again in spans)

@@ -62,7 +62,7 @@ class Cell:
     """One run; the fields are the factors of the matrix."""
 
     # the model
-    family: str = "gpt2"  # or llama
+    family: str = "gpt2"  # or llama, neox
     key_values: str = "mha"
     qk_layernorm: bool = False
     tied: bool = True
@@ -176,7 +176,7 @@ def make_cell(row: Row, **rest: Any) -> Cell:
 def model_config(cell: Cell) -> ModelConfig:
     heads, groups = KEY_VALUES[cell.key_values]
     vocabulary, divisor = VOCABULARIES[cell.vocabulary]
-    llama = cell.family == "llama"
+    llama, rotary = cell.family == "llama", cell.family != "gpt2"
     return ModelConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -186,7 +186,9 @@ def model_config(cell: Cell) -> ModelConfig:
         group_query_attention=groups < heads,
         num_query_groups=groups if groups < heads else 1,
         max_position_embeddings=SEQUENCE + 1,
-        position_embedding_type="rope" if llama else "learned_absolute",
+        position_embedding_type="rope" if rotary else "learned_absolute",
+        rotary_percent=0.5 if cell.family == "neox" else 1.0,
+        use_parallel_residual=cell.family == "neox",
         normalization="RMSNorm" if llama else "LayerNorm",
         qk_layernorm=cell.qk_layernorm,
         swiglu=llama,
@@ -226,6 +228,8 @@ def rates(cell: Cell, step: int) -> Rates:
 def oracle(cell: Cell) -> Oracle:
     if cell.family == "gpt2":
         return Oracle()
+    if cell.family == "neox":
+        return Oracle(parallel_residual=True, position_embedding_type="rope", rotary_percent=0.5)
     return Oracle(normalization="RMSNorm", activation="swiglu", position_embedding_type="rope")
 
 

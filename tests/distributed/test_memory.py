@@ -122,6 +122,14 @@ WIDE = {"num_layers": 3, "hidden_size": 128, "num_attention_heads": 4, "ffn_hidd
 TOKENS = (2, 64)  # batch, sequence
 MODELS = {
     "gpt2": ModelConfig(**WIDE, max_position_embeddings=64, hidden_dropout=0.0, attention_dropout=0.0),
+    "gpt-neox": ModelConfig(
+        **WIDE,
+        use_parallel_residual=True,
+        position_embedding_type="rope",
+        rotary_percent=0.5,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    ),
     "llama": ModelConfig(
         **WIDE,
         position_embedding_type="rope",

@@ -185,6 +185,7 @@ YARN = replace(
 @pytest.mark.parametrize(
     ("model", "changes", "same"),
     [
+        (MODEL, {"use_parallel_residual": True}, False),
         (ROPE, {"rotary_seq_len_interpolation_factor": 2.0}, False),
         (replace(ROPE, use_rope_scaling=True), {"rope_scaling_low_freq_factor": 2.0}, False),
         (replace(ROPE, use_rope_scaling=True), {"rope_scaling_original_max_position_embeddings": 4096}, False),

@@ -31,6 +31,10 @@ LLAMA = replace(
     GPT2, position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False,
     untie_embeddings_and_output_weights=True, max_position_embeddings=None,
 )  # fmt: skip
+NEOX = replace(
+    GPT2, use_parallel_residual=True, position_embedding_type="rope", rotary_percent=0.5,
+    untie_embeddings_and_output_weights=True, max_position_embeddings=None,
+)  # fmt: skip
 YARN = replace(
     LLAMA, kv_channels=32, position_embedding_type="yarn", rotary_scaling_factor=8.0,
     yarn_original_max_position_embeddings=1024,
@@ -68,6 +72,7 @@ CONFIGS = {
     ),
     "llama, yarn, attention factor": replace(YARN, yarn_attention_factor=1.5, mscale=0.5),
     "llama, groups": replace(LLAMA, group_query_attention=True, num_query_groups=2, qk_layernorm=True),
+    "gpt-neox": NEOX,
     "one of everything": replace(GPT2, num_layers=1, num_attention_heads=1, hidden_size=2, ffn_hidden_size=1),
 }
 
@@ -88,6 +93,7 @@ def oracle(config: ModelConfig) -> Oracle:
         normalization=config.normalization,
         norm_epsilon=config.norm_epsilon,
         activation="swiglu" if config.swiglu else "squared_relu" if config.squared_relu else "gelu",
+        parallel_residual=config.use_parallel_residual,
         position_embedding_type=config.position_embedding_type,
         rotary_base=config.rotary_base,
         rotary_percent=config.rotary_percent,
