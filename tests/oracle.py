@@ -35,7 +35,12 @@ class Oracle:
 
     normalization: str = "LayerNorm"  # or RMSNorm
     norm_epsilon: float = 1e-5
-    activation: str = "gelu"  # (its tanh form), squared_relu or swiglu
+    norm_around_one: bool = False  # a norm's weight is its distance from 1
+    activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu or swiglu
+    embedding_scale: float = 1.0
+    score_divisor: float | None = None  # the root of the head's width
+    score_cap: float = math.inf
+    logit_cap: float = math.inf
     parallel_residual: bool = False  # attention and feed-forward both read the layer's input
     position_embedding_type: str = "learned_absolute"  # rope, yarn or none
     rotary_base: float = 10000.0
@@ -61,14 +66,14 @@ class Oracle:
         visible = torch.ones(sequence, sequence, dtype=torch.bool).tril().expand(len(tokens), 1, -1, -1)
         if document_ids is not None:
             visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
-        hidden = weights["embedding.word"][tokens]
+        hidden = weights["embedding.word"][tokens] * self.embedding_scale
         if self.position_embedding_type == "learned_absolute":
             hidden = hidden + weights["embedding.position"][positions]
         layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
         for layer in range(layers):
             hidden = self.block(weights, f"layers.{layer}.", hidden, positions, visible)
         hidden = self.norm(weights, "final_norm", hidden)
-        return F.linear(hidden, weights.get("output", weights["embedding.word"]))
+        return capped(F.linear(hidden, weights.get("output", weights["embedding.word"])), self.logit_cap)
 
     def block(self, weights: Weights, layer: str, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """One layer; hidden `[batch, sequence, hidden]`, visible `[batch, 1, sequence, sequence]`."""
@@ -81,7 +86,7 @@ class Oracle:
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """Over the last dimension."""
-        weight, bias = weights[name + ".weight"], weights.get(name + ".bias")
+        weight, bias = weights[name + ".weight"] + float(self.norm_around_one), weights.get(name + ".bias")
         if self.normalization == "LayerNorm":
             return F.layer_norm(hidden, weight.shape, weight, bias, self.norm_epsilon)
         return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.norm_epsilon) * weight
@@ -97,7 +102,8 @@ class Oracle:
         if self.position_embedding_type in ("rope", "yarn"):
             query, key = self.rotate(query, positions), self.rotate(key, positions)
         key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
-        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(head_dim)
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / (self.score_divisor or math.sqrt(head_dim))
+        scores = capped(scores, self.score_cap)
         probabilities = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
         context = torch.einsum("bhqk,bkhd->bqhd", probabilities, value)
         output = F.linear(context.flatten(2), weights[name + "output"].flatten(1))
@@ -153,8 +159,20 @@ class Oracle:
             inner = F.silu(gate) * up
         else:
             up = project(weights, name + "up", hidden)
-            inner = F.gelu(up, approximate="tanh") if self.activation == "gelu" else F.relu(up).square()
+            inner = ACTIVATIONS[self.activation](up)
         return F.linear(inner, weights[name + "down"]) + weights.get(name + "down_bias", 0)
+
+
+ACTIVATIONS = {
+    "gelu": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "exact_gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+
+
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """Bent so that none is beyond the cap."""
+    return logits if cap == math.inf else cap * torch.tanh(logits / cap)
 
 
 def project(weights: Weights, name: str, hidden: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Activations of the feed-forward layer.
+"""Activations of the feed-forward layer, and the soft cap of logits.
 
-GELU in its tanh form (arXiv:1606.08415), squared ReLU (arXiv:2109.08668), and SwiGLU, silu(gate) * up
-(arXiv:2002.05202), over the fused layout in which the gate's columns stand before the up projection's.
+GELU, by the error function or in its tanh form (arXiv:1606.08415), squared ReLU (arXiv:2109.08668), and SwiGLU,
+silu(gate) * up (arXiv:2002.05202), over the fused layout in which the gate's columns stand before the up projection's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from torch import Tensor
 
 def gelu(input: Tensor) -> Tensor:
     return F.gelu(input, approximate="tanh")
+
+
+def exact_gelu(input: Tensor) -> Tensor:
+    return F.gelu(input)
 
 
 def squared_relu(input: Tensor) -> Tensor:
@@ -45,3 +49,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """[..., 2 * ffn] to [..., ffn]."""
     output: Tensor = _SwiGLU.apply(gate_up)
     return output
+
+
+def soft_cap(input: Tensor, cap: float) -> Tensor:
+    """cap * tanh(input / cap): nearly the input where that is small, and never beyond the cap (arXiv:2408.00118)."""
+    return torch.tanh(input / cap) * cap

@@ -38,6 +38,7 @@ def _function(model: ModelConfig) -> dict[str, Any]:
     """The fields that decide what the network computes, by flag, as they come out after defaults."""
     values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in _NOT_THE_FUNCTION}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
+    values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
     del values["group_query_attention"]
     if not model.rotary:
         rotary = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling")

@@ -43,8 +43,11 @@ ALREADY_SO: Mapping[str, str] = {
     "one engine shards, as --data-parallel-sharding-strategy says": "use-megatron-fsdp",
     "the model has one implementation": "use-mcore-models",
     "no kernel is fused or compiled that this would switch off": """
-    no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
+    no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
     no-gradient-accumulation-fusion no-persist-layer-norm disable-jit-fuser""",
+    "GELU is in its tanh form, unless --exact-gelu": "openai-gelu",
+    "GELU is one function, the tanh form (unfused, Megatron-LM's has the exact form: --exact-gelu)": """
+    no-bias-gelu-fusion""",
     "a rank posts every receive from its neighbours ahead, also while a pipeline fills and drains": """
     overlap-p2p-communication-warmup-flush""",
     "each module waits for the gather of its own parameters, whatever other pipeline ranks do": "no-align-param-gather",
@@ -217,7 +220,7 @@ REFUSED: Mapping[str, str] = {
     ckpt-drop-redundant-extra-state
     """,
     FAMILIES: """
-    apply-layernorm-1p rotary-interleaved window-size window-attn-skip-freq openai-gelu load-main-params-from-ckpt
+    rotary-interleaved window-size window-attn-skip-freq load-main-params-from-ckpt
     auto-detect-ckpt-format
     ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format no-strict-fsdp-dtensor-load
     disable-strict-fsdp-dtensor-load dist-ckpt-save-pre-mcore-014 skip-train

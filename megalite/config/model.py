@@ -62,18 +62,30 @@ class ModelConfig:
     """Acts as mscale says."""
     yarn_attention_factor: float | None = None
     """What YaRN multiplies queries and keys by, whatever mscale and mscale-all-dim; unset: as they say."""
+    scale_embeddings: bool = False
+    """Multiply word embeddings by the root of hidden-size, rounded to the weights' precision (Gemma)."""
+    query_pre_attn_scalar: float | None = None
+    """Divide attention's scores by the root of this; unset: of the width of a head."""
+    attn_logit_softcapping: float | None = None
+    """Bend each of attention's scores s to c x tanh(s / c), c being this, so that none is beyond it (Gemma 2)."""
+    final_logit_softcapping: float | None = None
+    """Bend the output's logits in the same way."""
     use_parallel_residual: bool = False
     """Let the feed-forward layer read what attention reads, and add both to it (GPT-J, GPT-NeoX)."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of norm before attention, before the feed-forward layer and at the end."""
     norm_epsilon: float = 1e-5
     """Added to the variance under the root of each norm."""
+    apply_layernorm_1p: bool = False
+    """Keep every norm's weight as its distance from 1, so that it starts at 0."""
     qk_layernorm: bool = False
     """Normalise each head's queries and keys."""
     swiglu: bool = False
     """Feed-forward with a SiLU gate instead of GELU."""
     squared_relu: bool = False
     """Feed-forward with the square of ReLU instead of GELU."""
+    exact_gelu: bool = False
+    """GELU by the error function instead of its tanh form (which Megatron-LM's fused GELU has)."""
     add_bias_linear: bool = True
     """Biases in the linear layers (Megatron's --disable-bias-linear turns them off)."""
     add_qkv_bias: bool = False

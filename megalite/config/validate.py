@@ -36,6 +36,7 @@ _AT_LEAST_ZERO = """tiktoken_num_special_tokens
     clip_grad eval_iters seed ckpt_step tolerated_save_failures manual_gc_interval mid_level_dataset_surplus
     mscale mscale_all_dim"""
 _ABOVE_ZERO = """loss_scale initial_loss_scale min_loss_scale rotary_base exit_duration_in_mins
+    query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
     rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor rotary_seq_len_interpolation_factor
     yarn_beta_fast yarn_beta_slow yarn_attention_factor rotary_scaling_factor
     muon_extra_scale_factor adam_eps"""
@@ -217,6 +218,8 @@ def _model(config: RunConfig) -> Iterator[str]:
         yield f"--num-query-groups {model.num_query_groups} needs --group-query-attention"
     if model.swiglu and model.squared_relu:
         yield "--swiglu and --squared-relu are two activations: choose one"
+    if model.exact_gelu and (model.swiglu or model.squared_relu):
+        yield f"--exact-gelu needs GELU: leave --{'swiglu' if model.swiglu else 'squared-relu'} out"
     if rows is None and model.position_embedding_type == "learned_absolute":
         yield "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length"
     if rows is not None and rows < seq_length:

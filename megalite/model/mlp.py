@@ -12,7 +12,7 @@ from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.placement import replicated, split
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
-from megalite_kernels.activation import gelu, squared_relu, swiglu
+from megalite_kernels.activation import exact_gelu, gelu, squared_relu, swiglu
 
 
 class MLP(nn.Module):
@@ -23,7 +23,8 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         name, hidden, ffn = f"layers.{layer}.mlp", config.hidden_size, config.ffn_size
-        self.activation = swiglu if config.swiglu else squared_relu if config.squared_relu else gelu
+        plain = squared_relu if config.squared_relu else exact_gelu if config.exact_gelu else gelu
+        self.activation = swiglu if config.swiglu else plain
         draw = Normal(config.init_method_std)
         if config.swiglu:
             inner = LogicalTensor(f"{name}.gate_up", (2, ffn, hidden), draw, True, "two ffn hidden -> two ffn hidden")

@@ -143,20 +143,26 @@ def activation_bytes(
     query, key_value = heads * model.head_dim / tp, max(model.kv_groups / tp, 1) * model.head_dim
     statistics = wide if model.normalization == "RMSNorm" else 2 * wide
     rotary = model.rotary
-    norm = (2 * hidden * item + statistics) / sp
+    # A LayerNorm whose weight is wider than its input keeps a wide copy of this.
+    read = hidden * (wide if model.apply_layernorm_1p and model.normalization == "LayerNorm" else item)
+    norm = (read + hidden * item + statistics) / sp
     projected = (query + 2 * key_value) * item
     if rotary or model.qk_layernorm:
         projected += (query + key_value) * item
     if model.qk_layernorm:
         projected += (heads / tp + max(model.kv_groups / tp, 1)) * statistics
-    core = query * item + (0 if recompute.attention else heads / tp * wide)
+    core = query * item
+    if not recompute.attention and model.attn_logit_softcapping is None:
+        core += heads / tp * wide
     feed_forward = (3 if model.swiglu else 2) * model.ffn_size / tp * item
-    shared = hidden * item / sp if model.use_parallel_residual else 0  # both norms read one tensor
+    shared = read / sp if model.use_parallel_residual and read == hidden * item else 0  # both norms read one tensor
     layer = 2 * norm - shared + projected + core + feed_forward
     part = part or StageLayers(0, model.num_layers, embedding=True, loss=True)
     spans = recompute.spans(part.layers)
     kept = sum(hidden / sp * item if again else (stop - start) * layer for start, stop, again in spans)
     logits = model.padded_vocab_size(tp) / tp * item
+    if model.final_logit_softcapping is not None:
+        logits *= 2  # and as they are before the cap's factor
     labels = 8 + 1 + wide + wide  # ids here and whether they are of this rank's columns; log-sum and loss mask
     loss = (norm + logits + labels) if part.loss else 0
     words = (8 + 1 if rotary else 8 + 1 + 8) if part.embedding else 0

@@ -20,7 +20,7 @@ LAYOUTS: dict[str, Row] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["neox"])
+@pytest.mark.parametrize("family", ["neox", "gemma"])
 def test_one_step_is_the_oracles(family: str, layout: str, rank_pools: RankPools) -> None:
     cell = make_cell(LAYOUTS[layout] | {"family": family})
     (result,) = run(rank_pools, [cell])

@@ -186,6 +186,13 @@ YARN = replace(
     ("model", "changes", "same"),
     [
         (MODEL, {"use_parallel_residual": True}, False),
+        (MODEL, {"scale_embeddings": True}, False),
+        (MODEL, {"apply_layernorm_1p": True}, False),
+        (MODEL, {"exact_gelu": True}, False),
+        (MODEL, {"final_logit_softcapping": 30.0}, False),
+        (MODEL, {"attn_logit_softcapping": 50.0}, False),
+        (MODEL, {"query_pre_attn_scalar": 3.0}, False),
+        (MODEL, {"query_pre_attn_scalar": float(MODEL.head_dim)}, True),
         (ROPE, {"rotary_seq_len_interpolation_factor": 2.0}, False),
         (replace(ROPE, use_rope_scaling=True), {"rope_scaling_low_freq_factor": 2.0}, False),
         (replace(ROPE, use_rope_scaling=True), {"rope_scaling_original_max_position_embeddings": 4096}, False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
+from megalite.model.norm import Norm
 from megalite.model.recompute import Recompute
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
@@ -34,6 +36,11 @@ LLAMA = replace(
 NEOX = replace(
     GPT2, use_parallel_residual=True, position_embedding_type="rope", rotary_percent=0.5,
     untie_embeddings_and_output_weights=True, max_position_embeddings=None,
+)  # fmt: skip
+GEMMA = replace(
+    LLAMA, num_layers=3, scale_embeddings=True, apply_layernorm_1p=True, query_pre_attn_scalar=7.0,
+    attn_logit_softcapping=2.0, final_logit_softcapping=3.0, untie_embeddings_and_output_weights=False,
+    group_query_attention=True, num_query_groups=2,
 )  # fmt: skip
 YARN = replace(
     LLAMA, kv_channels=32, position_embedding_type="yarn", rotary_scaling_factor=8.0,
@@ -72,7 +79,14 @@ CONFIGS = {
     ),
     "llama, yarn, attention factor": replace(YARN, yarn_attention_factor=1.5, mscale=0.5),
     "llama, groups": replace(LLAMA, group_query_attention=True, num_query_groups=2, qk_layernorm=True),
+    "gpt2, exact gelu": replace(GPT2, exact_gelu=True),
+    "gpt2, norms around one": replace(GPT2, apply_layernorm_1p=True, qk_layernorm=True),
+    "gpt2, scaled embeddings": replace(GPT2, scale_embeddings=True),
+    "gpt2, capped logits": replace(GPT2, final_logit_softcapping=1.5),
+    "llama, query scale": replace(LLAMA, query_pre_attn_scalar=7.0),
+    "llama, capped scores": replace(LLAMA, attn_logit_softcapping=1.5, group_query_attention=True, num_query_groups=2),
     "gpt-neox": NEOX,
+    "gemma": GEMMA,
     "one of everything": replace(GPT2, num_layers=1, num_attention_heads=1, hidden_size=2, ffn_hidden_size=1),
 }
 
@@ -92,7 +106,12 @@ def oracle(config: ModelConfig) -> Oracle:
     return Oracle(
         normalization=config.normalization,
         norm_epsilon=config.norm_epsilon,
-        activation="swiglu" if config.swiglu else "squared_relu" if config.squared_relu else "gelu",
+        norm_around_one=config.apply_layernorm_1p,
+        activation=next((name for name in ("swiglu", "squared_relu", "exact_gelu") if getattr(config, name)), "gelu"),
+        embedding_scale=math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0,
+        score_divisor=math.sqrt(config.query_pre_attn_scalar or config.head_dim),
+        score_cap=config.attn_logit_softcapping or math.inf,
+        logit_cap=config.final_logit_softcapping or math.inf,
         parallel_residual=config.use_parallel_residual,
         position_embedding_type=config.position_embedding_type,
         rotary_base=config.rotary_base,
@@ -178,6 +197,34 @@ def test_dropout_differs_from_sample_to_sample(kind: str) -> None:
     losses = [made(None, replace(batch, key=RandomKey(0, sample))).item() for sample in range(8)]
     assert len(set(losses)) == 8
     assert made(None, replace(batch, key=RandomKey(0, 3))).item() == losses[3]
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_a_weight_around_one_keeps_its_digits_in_bf16(normalization: str) -> None:
+    """1.002 itself is 1 in bf16."""
+    config = replace(GPT2, normalization=normalization, apply_layernorm_1p=True)
+    norm = Norm(config, ParallelMesh(), "norm", 512, summed=False, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    states = torch.randn(64, 512, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.zero_()
+        plain = norm(states)
+        norm.weight.fill_(0.002)
+        stretched = norm(states)
+    assert stretched.dtype == torch.bfloat16
+    assert (stretched.float().abs().sum() / plain.float().abs().sum()).item() == pytest.approx(1.002, rel=2e-4)
+
+
+def test_embeddings_are_scaled_in_the_precision_of_the_weights() -> None:
+    made = GPT(replace(GPT2, hidden_size=12, scale_embeddings=True), ParallelMesh(), dtype=torch.bfloat16)
+    initialize(made, 1)
+    made.embedding.position.data.zero_()
+    batch = micro_batch(documents=False)
+    words = made.embedding.word.weight[batch.tokens.t()]
+    scale = torch.tensor(math.sqrt(12), dtype=torch.bfloat16)
+    assert scale.item() != math.sqrt(12)
+    assert torch.equal(made.embedding(batch.tokens, batch.positions, batch.key), words * scale)
 
 
 def test_recompute_spans() -> None:
