@@ -151,6 +151,13 @@ MUTANTS = (
         _network("gpt2, exact gelu"),
     ),
     Mutant(
+        "what the feed-forward layer puts out is not normalised",
+        "megalite/model/block.py",
+        "transformed = self.mlp_output_norm(transformed)",
+        "pass",
+        _network("gpt2, sandwich norms"),
+    ),
+    Mutant(
         "linear scaling speeds the rotation up",
         "megalite/model/rotary.py",
         "else frequencies / factor",

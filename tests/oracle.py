@@ -4,6 +4,7 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
 
     embedding.word [vocabulary, hidden]                 embedding.position [positions, hidden] (learned positions only)
     layers.{i}.input_norm.weight|bias [hidden]          layers.{i}.mlp_norm.weight|bias [hidden]
+    layers.{i}.attention_output_norm|mlp_output_norm.weight|bias [hidden] (sandwich norms only)
     layers.{i}.attention.query [heads, head_dim, hidden]         ...query_bias [heads, head_dim]
     layers.{i}.attention.key_value [groups, 2, head_dim, hidden] ...key_value_bias [groups, 2, head_dim]
     layers.{i}.attention.query_norm|key_norm.weight|bias [head_dim] (qk-norm only)
@@ -79,10 +80,14 @@ class Oracle:
         """One layer; hidden `[batch, sequence, hidden]`, visible `[batch, 1, sequence, sequence]`."""
         normed = self.norm(weights, layer + "input_norm", hidden)
         attended = self.attention(weights, layer + "attention.", normed, positions, visible)
-        if self.parallel_residual:
-            return hidden + attended + self.mlp(weights, layer + "mlp.", self.norm(weights, layer + "mlp_norm", hidden))
-        hidden = hidden + attended
-        return hidden + self.mlp(weights, layer + "mlp.", self.norm(weights, layer + "mlp_norm", hidden))
+        sandwich = layer + "attention_output_norm.weight" in weights
+        if sandwich:
+            attended = self.norm(weights, layer + "attention_output_norm", attended)
+        read = hidden if self.parallel_residual else hidden + attended
+        transformed = self.mlp(weights, layer + "mlp.", self.norm(weights, layer + "mlp_norm", read))
+        if sandwich:
+            transformed = self.norm(weights, layer + "mlp_output_norm", transformed)
+        return hidden + attended + transformed
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """Over the last dimension."""

@@ -76,6 +76,8 @@ class ModelConfig:
     """Kind of norm before attention, before the feed-forward layer and at the end."""
     norm_epsilon: float = 1e-5
     """Added to the variance under the root of each norm."""
+    sandwich_norm: bool = False
+    """Normalise also what attention and the feed-forward layer put out, before it is added (Gemma 2)."""
     apply_layernorm_1p: bool = False
     """Keep every norm's weight as its distance from 1, so that it starts at 0."""
     qk_layernorm: bool = False

@@ -194,6 +194,7 @@ def model_config(cell: Cell) -> ModelConfig:
         yarn_original_max_position_embeddings=64 if gemma else None,
         use_parallel_residual=neox,
         exact_gelu=neox,
+        sandwich_norm=gemma,
         scale_embeddings=gemma,
         apply_layernorm_1p=gemma,
         query_pre_attn_scalar=7.0 if gemma else None,

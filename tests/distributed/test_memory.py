@@ -125,6 +125,7 @@ MODELS = {
     "gpt-neox": ModelConfig(
         **WIDE,
         use_parallel_residual=True,
+        sandwich_norm=True,
         apply_layernorm_1p=True,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,

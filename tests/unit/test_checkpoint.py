@@ -189,6 +189,7 @@ YARN = replace(
         (MODEL, {"scale_embeddings": True}, False),
         (MODEL, {"apply_layernorm_1p": True}, False),
         (MODEL, {"exact_gelu": True}, False),
+        (MODEL, {"sandwich_norm": True}, False),
         (MODEL, {"final_logit_softcapping": 30.0}, False),
         (MODEL, {"attn_logit_softcapping": 50.0}, False),
         (MODEL, {"query_pre_attn_scalar": 3.0}, False),

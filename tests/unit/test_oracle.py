@@ -186,6 +186,19 @@ def test_a_cap_bends_large_logits_alone() -> None:
     assert not torch.allclose(replace(LLAMA, score_cap=0.1).logits(weights, *batch()), plain)
 
 
+def test_sandwich_norms_fix_the_size_of_what_a_layer_adds() -> None:
+    weights = random_weights(LLAMA)
+    hidden, visible = random(BATCH, SEQUENCE, HIDDEN), torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
+    small = {
+        f"layers.0.{part}_output_norm.weight": torch.full((HIDDEN,), 1e-6).double() for part in ("attention", "mlp")
+    }
+    actual = LLAMA.block(weights | small, "layers.0.", hidden, batch()[1], visible)
+    assert (actual - hidden).norm() == pytest.approx(2**0.5 * 1e-6 * hidden.numel() ** 0.5, rel=0.2)
+    large = {name: weight * 1e6 for name, weight in weights.items() if name.endswith(("attention.output", "down"))}
+    grown = LLAMA.block(weights | small | large, "layers.0.", hidden, batch()[1], visible)
+    torch.testing.assert_close(grown, actual, rtol=1e-9, atol=1e-9)
+
+
 def test_a_weight_around_one_is_its_distance_from_one() -> None:
     weights = random_weights(LLAMA, query_key_norm=True)
     moved = {name: weight - 1 if "norm" in name else weight for name, weight in weights.items()}

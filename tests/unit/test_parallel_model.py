@@ -38,7 +38,7 @@ NEOX = replace(
     untie_embeddings_and_output_weights=True, max_position_embeddings=None,
 )  # fmt: skip
 GEMMA = replace(
-    LLAMA, num_layers=3, scale_embeddings=True, apply_layernorm_1p=True, query_pre_attn_scalar=7.0,
+    LLAMA, num_layers=3, sandwich_norm=True, scale_embeddings=True, apply_layernorm_1p=True, query_pre_attn_scalar=7.0,
     attn_logit_softcapping=2.0, final_logit_softcapping=3.0, untie_embeddings_and_output_weights=False,
     group_query_attention=True, num_query_groups=2,
 )  # fmt: skip
@@ -83,6 +83,7 @@ CONFIGS = {
     "gpt2, norms around one": replace(GPT2, apply_layernorm_1p=True, qk_layernorm=True),
     "gpt2, scaled embeddings": replace(GPT2, scale_embeddings=True),
     "gpt2, capped logits": replace(GPT2, final_logit_softcapping=1.5),
+    "gpt2, sandwich norms": replace(GPT2, sandwich_norm=True),
     "llama, query scale": replace(LLAMA, query_pre_attn_scalar=7.0),
     "llama, capped scores": replace(LLAMA, attn_logit_softcapping=1.5, group_query_attention=True, num_query_groups=2),
     "gpt-neox": NEOX,
