@@ -158,6 +158,20 @@ MUTANTS = (
         _network("gpt2, sandwich norms"),
     ),
     Mutant(
+        "a window is short of its last key",
+        "megalite/model/batch.py",
+        ".triu(-before)",
+        ".triu(1 - before)",
+        _network("gpt2, windows"),
+    ),
+    Mutant(
+        "the layers without a window are one too early",
+        "megalite/config/attention_windows.py",
+        "(layer + 1) % int",
+        "layer % int",
+        _network("gemma"),
+    ),
+    Mutant(
         "linear scaling speeds the rotation up",
         "megalite/model/rotary.py",
         "else frequencies / factor",

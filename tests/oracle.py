@@ -38,6 +38,7 @@ class Oracle:
     norm_epsilon: float = 1e-5
     norm_around_one: bool = False  # a norm's weight is its distance from 1
     activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu or swiglu
+    windows: tuple[int | None, ...] = ()  # of each layer, how many tokens one sees, itself among them; None: all
     embedding_scale: float = 1.0
     score_divisor: float | None = None  # the root of the head's width
     score_cap: float = math.inf
@@ -71,8 +72,10 @@ class Oracle:
         if self.position_embedding_type == "learned_absolute":
             hidden = hidden + weights["embedding.position"][positions]
         layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
-        for layer in range(layers):
-            hidden = self.block(weights, f"layers.{layer}.", hidden, positions, visible)
+        for layer, window in zip(range(layers), self.windows or [None] * layers, strict=True):
+            apart = torch.arange(sequence)[:, None] - torch.arange(sequence)
+            near = visible if window is None else visible & (apart < window)
+            hidden = self.block(weights, f"layers.{layer}.", hidden, positions, near)
         hidden = self.norm(weights, "final_norm", hidden)
         return capped(F.linear(hidden, weights.get("output", weights["embedding.word"])), self.logit_cap)
 

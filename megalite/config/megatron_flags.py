@@ -220,7 +220,7 @@ REFUSED: Mapping[str, str] = {
     ckpt-drop-redundant-extra-state
     """,
     FAMILIES: """
-    rotary-interleaved window-size window-attn-skip-freq load-main-params-from-ckpt
+    rotary-interleaved load-main-params-from-ckpt
     auto-detect-ckpt-format
     ckpt-convert-format ckpt-convert-save ckpt-convert-update-legacy-dist-opt-format no-strict-fsdp-dtensor-load
     disable-strict-fsdp-dtensor-load dist-ckpt-save-pre-mcore-014 skip-train

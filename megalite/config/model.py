@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megalite.config.attention_windows import keys_before
 from megalite.errors import ConfigurationError
 
 
@@ -62,6 +64,10 @@ class ModelConfig:
     """Acts as mscale says."""
     yarn_attention_factor: float | None = None
     """What YaRN multiplies queries and keys by, whatever mscale and mscale-all-dim; unset: as they say."""
+    window_size: str | None = None
+    """LEFT,0: a token sees this many keys before its own and none after it; unset: all before it."""
+    window_attn_skip_freq: str | None = None
+    """Layers without the window: N, every N-th; or for each layer 1 (with) or 0, like ([1]*5+[0])*4; unset: none."""
     scale_embeddings: bool = False
     """Multiply word embeddings by the root of hidden-size, rounded to the weights' precision (Gemma)."""
     query_pre_attn_scalar: float | None = None
@@ -109,6 +115,11 @@ class ModelConfig:
     def rotary(self) -> bool:
         """Whether queries and keys are turned by their position."""
         return self.position_embedding_type in ("rope", "yarn")
+
+    @property
+    def keys_before(self) -> Sequence[int | None]:
+        """How many keys before its own a token of each layer sees; None: all. Raises ConfigurationError."""
+        return keys_before(self.window_size, self.window_attn_skip_freq, self.num_layers)
 
     @property
     def head_dim(self) -> int:

@@ -220,6 +220,12 @@ def _model(config: RunConfig) -> Iterator[str]:
         yield "--swiglu and --squared-relu are two activations: choose one"
     if model.exact_gelu and (model.swiglu or model.squared_relu):
         yield f"--exact-gelu needs GELU: leave --{'swiglu' if model.swiglu else 'squared-relu'} out"
+    if model.window_attn_skip_freq is not None and model.window_size is None:
+        yield "--window-attn-skip-freq needs --window-size"
+    try:
+        _ = model.keys_before
+    except ConfigurationError as error:
+        yield str(error)
     if rows is None and model.position_embedding_type == "learned_absolute":
         yield "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length"
     if rows is not None and rows < seq_length:

@@ -77,6 +77,7 @@ class Attention(nn.Module):
             config.num_attention_heads, config.kv_groups, config.head_dim, config.hidden_size,
         )  # fmt: skip
         self.head_dim, self.heads = width, heads // mesh.size("tp")
+        self.windowed = config.keys_before[layer] is not None
         self.soft_cap, scalar = config.attn_logit_softcapping, config.query_pre_attn_scalar
         self.score_scale = None if scalar is None else 1.0 / math.sqrt(scalar)
         # A core that computes every score in the open keeps none of them from forward to backward.
@@ -173,15 +174,16 @@ class Attention(nn.Module):
         if dropout > 0.0:
             context.key.seed_site(self.site, query.device)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        mask = context.windowed_mask if self.windowed else context.mask
         if self.soft_cap is not None:
-            mixed = self._soft_capped(query, key, value, context.mask, self.soft_cap, dropout)
+            mixed = self._soft_capped(query, key, value, mask, self.soft_cap, dropout)
         else:
             mixed = F.scaled_dot_product_attention(
                 query,
                 key,
                 value,
-                attn_mask=context.mask,
-                is_causal=context.mask is None,
+                attn_mask=mask,
+                is_causal=mask is None,
                 dropout_p=dropout,
                 scale=self.score_scale,
                 enable_gqa=key.shape[1] != self.heads,

@@ -128,8 +128,8 @@ def activation_bytes(
     recompute: Recompute,
     part: StageLayers | None = None,
 ) -> int:
-    """What one micro-batch of `tokens` keeps for backward in a stage (None: in all), without dropout and document
-    masks.
+    """What one micro-batch of `tokens` keeps for backward in a stage (None: in all), without dropout and masks of
+    documents and windows.
 
     Of each layer: both norms' inputs and outputs and their statistics; the fused projection (of which the values are
     needed), the rotated queries and keys, the core's output and its log-sums; the feed-forward's two inner tensors. A

@@ -189,6 +189,8 @@ YARN = replace(
         (MODEL, {"scale_embeddings": True}, False),
         (MODEL, {"apply_layernorm_1p": True}, False),
         (MODEL, {"exact_gelu": True}, False),
+        (MODEL, {"window_size": "3,0"}, False),
+        (replace(MODEL, window_size="3,0"), {"window_attn_skip_freq": "[1]*" + str(MODEL.num_layers)}, True),
         (MODEL, {"sandwich_norm": True}, False),
         (MODEL, {"final_logit_softcapping": 30.0}, False),
         (MODEL, {"attn_logit_softcapping": 50.0}, False),

@@ -60,6 +60,7 @@ def problems(flags: str, world_size: int = 1, base: str = VALID) -> list[str]:
             "--rope-scaling-high-freq-factor 3 --rope-scaling-original-max-position-embeddings 16",
             1,
         ),
+        ("--window-size (5,0) --window-attn-skip-freq ([1]*1+[0])*2", 1),
         ("--exact-gelu --openai-gelu --apply-layernorm-1p --scale-embeddings --attn-logit-softcapping 50", 1),
         ("--position-embedding-type rope --rotary-seq-len-interpolation-factor 2.5", 1),
         (f"{YARN} --rotary-percent 0.5 --yarn-attention-factor 1.5 --max-position-embeddings None", 1),
@@ -130,6 +131,27 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ),
         ("--num-query-groups 4", "--num-query-groups 4 needs --group-query-attention"),
         ("--swiglu --squared-relu", "--swiglu and --squared-relu are two activations: choose one"),
+        ("--window-attn-skip-freq 2", "--window-attn-skip-freq needs --window-size"),
+        (
+            "--window-size 5",
+            "--window-size '5': expected LEFT,0, the keys before and after its own that a token sees",
+        ),
+        (
+            "--window-size 5,1",
+            "--window-size '5,1': expected LEFT,0, the keys before and after its own that a token sees",
+        ),
+        *(
+            (
+                f"--window-size 5,0 --window-attn-skip-freq {wrong}",
+                f"--window-attn-skip-freq '{wrong}': expected N, for one layer of N without the window, or a 1 (with) "
+                "or a 0 for each layer, like [1,1,0] or ([1]*2+[0])*4",
+            )
+            for wrong in ("1", "0", "[1,2]", "[]", "exit()", "[1]*[2]", "[1]*99999999", "4**9")
+        ),
+        (
+            "--window-size 5,0 --window-attn-skip-freq [1,0]",
+            "--window-attn-skip-freq '[1,0]' tells of 2 layers, --num-layers is 4",
+        ),
         ("--swiglu --exact-gelu", "--exact-gelu needs GELU: leave --swiglu out"),
         ("--squared-relu --exact-gelu", "--exact-gelu needs GELU: leave --squared-relu out"),
         ("--attn-logit-softcapping 0", "--attn-logit-softcapping 0.0: must be above 0"),

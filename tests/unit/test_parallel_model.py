@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.randomness import RandomKey
+from tests.distributed.layout_expected import one_thread
 from tests.distributed.layout_run import perturb_constants
 from tests.harness.close import assert_gradient_close
 from tests.oracle import Oracle, loss_sum_and_count
@@ -33,14 +35,16 @@ LLAMA = replace(
     GPT2, position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False,
     untie_embeddings_and_output_weights=True, max_position_embeddings=None,
 )  # fmt: skip
+WINDOWS = {("3,0", None): (4, 4), ("0,0", "[0,1]"): (None, 1), ("2,0", "2"): (3, None, 3)}
+"""Of each layer, how many tokens one sees, by the two flags."""
 NEOX = replace(
     GPT2, use_parallel_residual=True, position_embedding_type="rope", rotary_percent=0.5,
     untie_embeddings_and_output_weights=True, max_position_embeddings=None,
 )  # fmt: skip
 GEMMA = replace(
-    LLAMA, num_layers=3, sandwich_norm=True, scale_embeddings=True, apply_layernorm_1p=True, query_pre_attn_scalar=7.0,
-    attn_logit_softcapping=2.0, final_logit_softcapping=3.0, untie_embeddings_and_output_weights=False,
-    group_query_attention=True, num_query_groups=2,
+    LLAMA, num_layers=3, window_size="2,0", window_attn_skip_freq="2", sandwich_norm=True, scale_embeddings=True,
+    apply_layernorm_1p=True, query_pre_attn_scalar=7.0, attn_logit_softcapping=2.0, final_logit_softcapping=3.0,
+    untie_embeddings_and_output_weights=False, group_query_attention=True, num_query_groups=2,
 )  # fmt: skip
 YARN = replace(
     LLAMA, kv_channels=32, position_embedding_type="yarn", rotary_scaling_factor=8.0,
@@ -83,6 +87,8 @@ CONFIGS = {
     "gpt2, norms around one": replace(GPT2, apply_layernorm_1p=True, qk_layernorm=True),
     "gpt2, scaled embeddings": replace(GPT2, scale_embeddings=True),
     "gpt2, capped logits": replace(GPT2, final_logit_softcapping=1.5),
+    "gpt2, windows": replace(GPT2, window_size="3,0"),
+    "llama, one window": replace(LLAMA, window_size="0,0", window_attn_skip_freq="[0,1]"),
     "gpt2, sandwich norms": replace(GPT2, sandwich_norm=True),
     "llama, query scale": replace(LLAMA, query_pre_attn_scalar=7.0),
     "llama, capped scores": replace(LLAMA, attn_logit_softcapping=1.5, group_query_attention=True, num_query_groups=2),
@@ -90,6 +96,12 @@ CONFIGS = {
     "gemma": GEMMA,
     "one of everything": replace(GPT2, num_layers=1, num_attention_heads=1, hidden_size=2, ffn_hidden_size=1),
 }
+
+
+@pytest.fixture(autouse=True)
+def small_tensors() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def network(config: ModelConfig, **rest: object) -> GPT:
@@ -109,6 +121,7 @@ def oracle(config: ModelConfig) -> Oracle:
         norm_epsilon=config.norm_epsilon,
         norm_around_one=config.apply_layernorm_1p,
         activation=next((name for name in ("swiglu", "squared_relu", "exact_gelu") if getattr(config, name)), "gelu"),
+        windows=WINDOWS.get((config.window_size, config.window_attn_skip_freq), ()),
         embedding_scale=math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0,
         score_divisor=math.sqrt(config.query_pre_attn_scalar or config.head_dim),
         score_cap=config.attn_logit_softcapping or math.inf,
