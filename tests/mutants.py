@@ -158,6 +158,13 @@ MUTANTS = (
         _network("gpt2, sandwich norms"),
     ),
     Mutant(
+        "capped scores are recomputed with another dropout",
+        "megalite/model/attention.py",
+        "context.key.seed_site(self.site, query.device)",
+        "context.key.seed_site(self.site, query.device) if self.soft_cap is None else None",
+        "tests/unit/test_parallel_model.py::test_capped_scores_are_recomputed_with_the_same_dropout",
+    ),
+    Mutant(
         "a window is short of its last key",
         "megalite/model/batch.py",
         ".triu(-before)",

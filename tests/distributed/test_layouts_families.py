@@ -11,8 +11,15 @@ from tests.harness.rank_pool import RankPools
 
 LAYOUTS: dict[str, Row] = {
     "alone": {"dp": 1, "documents": True, "recompute": "uniform", "micro_batch_size": 2},
-    "tp2": {"dp": 1, "tp": 2, "key_values": "mqa", "recompute": "selective"},
-    "tp2-sp": {"dp": 1, "tp": 2, "sequence_parallel": True, "qk_layernorm": True, "documents": True},
+    "tp2": {"dp": 1, "tp": 2, "key_values": "uneven6", "recompute": "selective"},
+    "tp2-sp": {
+        "dp": 1,
+        "tp": 2,
+        "sequence_parallel": True,
+        "qk_layernorm": True,
+        "key_values": "mqa",
+        "documents": True,
+    },
     "pp2": {"dp": 1, "pp": 2, "schedule": "zb-v", "vocabulary": "odd", "tied": False, "recompute": "block"},
     "zero3": {"dp": 2, "zero": 3, "overlap": "reduce and gather", "key_values": "gqa"},
     "tp2-sp-pp2": {"dp": 1, "tp": 2, "sequence_parallel": True, "pp": 2, "vocabulary": "odd", "loss_mask": "random"},

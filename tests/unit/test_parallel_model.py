@@ -203,14 +203,36 @@ def test_dropout_is_for_training_alone() -> None:
     assert made(None, batch).item() == without(None, batch).item()
 
 
-@pytest.mark.parametrize("kind", ["hidden_dropout", "attention_dropout"])
-def test_dropout_differs_from_sample_to_sample(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "kind"), [(GPT2, "hidden_dropout"), (GPT2, "attention_dropout"), (GEMMA, "attention_dropout")]
+)
+def test_dropout_differs_from_sample_to_sample(config: ModelConfig, kind: str) -> None:
     """Of one text under many keys."""
-    made = network(replace(GPT2, **{kind: 0.1}))
+    made = network(replace(config, **{kind: 0.1}))
     batch = micro_batch(documents=False)
     losses = [made(None, replace(batch, key=RandomKey(0, sample))).item() for sample in range(8)]
     assert len(set(losses)) == 8
     assert made(None, replace(batch, key=RandomKey(0, 3))).item() == losses[3]
+
+
+def test_capped_scores_are_recomputed_with_the_same_dropout() -> None:
+    """Against differences of the loss: one element of the query weights drops the same probabilities each time."""
+    made = network(replace(GEMMA, attention_dropout=0.3))
+    batch = micro_batch(documents=False)
+    made(None, batch).backward()
+    weight = made.layers[0].attention.query_key_value.weights[0]
+    losses = []
+    with torch.no_grad():
+        for step in (1e-5, -2e-5):
+            weight[0, 0] += step
+            losses.append(made(None, batch).item())
+    assert (losses[0] - losses[1]) / 2e-5 == pytest.approx(weight.grad[0, 0].item(), rel=1e-5)
+
+
+def test_a_window_as_wide_as_the_sequence_is_none() -> None:
+    batch, loss = micro_batch(documents=False), network(GPT2)(None, micro_batch(documents=False)).item()
+    assert network(replace(GPT2, window_size=f"{SEQUENCE - 1},0"))(None, batch).item() == loss
+    assert network(replace(GPT2, window_size=f"{SEQUENCE - 2},0"))(None, batch).item() != loss
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
