@@ -170,6 +170,9 @@ def test_equal_shapes_do_not_hide_another_function(tmp_path: Path) -> None:
         checkpoint.check_compatible(path, replace(MODEL, norm_epsilon=1e-6, squared_relu=True))
     assert "norm_epsilon: 1e-05 in the checkpoint, 1e-06 in this run" in str(caught.value)
     assert "squared_relu: False in the checkpoint, True in this run" in str(caught.value)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.check_compatible(path, replace(MODEL, num_layers=MODEL.num_layers + 1))
+    assert len(str(caught.value).splitlines()) == 2
     rotary = replace(MODEL, position_embedding_type="rope")
     path = save(tmp_path, *build(rotary))
     with pytest.raises(CheckpointError, match=r"rotary_base: 10000\.0 in the checkpoint, 500000\.0 in this run"):
