@@ -144,6 +144,13 @@ MUTANTS = (
         _network("gpt2, norms around one"),
     ),
     Mutant(
+        "the gate of GeGLU has the gradient of the other GELU",
+        "kernels/megalite_kernels/activation.py",
+        "gate, approximate=ctx.approximate, grad_input",
+        'gate, approximate="none", grad_input',
+        _network("gpt2, geglu"),
+    ),
+    Mutant(
         "the exact GELU is the tanh form",
         "kernels/megalite_kernels/activation.py",
         "return F.gelu(input)",

@@ -9,7 +9,7 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
     layers.{i}.attention.key_value [groups, 2, head_dim, hidden] ...key_value_bias [groups, 2, head_dim]
     layers.{i}.attention.query_norm|key_norm.weight|bias [head_dim] (qk-norm only)
     layers.{i}.attention.output [hidden, heads, head_dim]        ...output_bias [hidden]
-    layers.{i}.mlp.gate_up [2, ffn, hidden] (SwiGLU) or mlp.up [ffn, hidden]     ...gate_up_bias|up_bias
+    layers.{i}.mlp.gate_up [2, ffn, hidden] (gated) or mlp.up [ffn, hidden]     ...gate_up_bias|up_bias
     layers.{i}.mlp.down [hidden, ffn]                            ...down_bias [hidden]
     final_norm.weight|bias [hidden]                     output [vocabulary, hidden] (untied only)
 
@@ -37,7 +37,7 @@ class Oracle:
     normalization: str = "LayerNorm"  # or RMSNorm
     norm_epsilon: float = 1e-5
     norm_around_one: bool = False  # a norm's weight is its distance from 1
-    activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu or swiglu
+    activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu or exact_geglu
     windows: tuple[int | None, ...] = ()  # of each layer, how many tokens one sees, itself among them; None: all
     embedding_scale: float = 1.0
     score_divisor: float | None = None  # the root of the head's width
@@ -162,9 +162,9 @@ class Oracle:
 
     def mlp(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """The feed-forward half of a layer."""
-        if self.activation == "swiglu":
+        if self.activation.endswith("glu"):
             gate, up = project(weights, name + "gate_up", hidden).unbind(-2)
-            inner = F.silu(gate) * up
+            inner = ACTIVATIONS[self.activation](gate) * up
         else:
             up = project(weights, name + "up", hidden)
             inner = ACTIVATIONS[self.activation](up)
@@ -175,7 +175,9 @@ ACTIVATIONS = {
     "gelu": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "exact_gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
     "squared_relu": lambda x: F.relu(x).square(),
+    "swiglu": F.silu,
 }
+ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_gelu"]}
 
 
 def capped(logits: Tensor, cap: float) -> Tensor:

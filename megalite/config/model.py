@@ -21,7 +21,7 @@ class ModelConfig:
     num_attention_heads: int
     """Attention (query) heads."""
     ffn_hidden_size: int | None = None
-    """Width of the feed-forward layer; unset: 4 x hidden-size, with swiglu 8/3 of it down to a multiple of 64."""
+    """Width of the feed-forward layer; unset: 4 x hidden-size, with a gate 8/3 of it down to a multiple of 64."""
     kv_channels: int | None = None
     """Width of one attention head; unset: hidden-size / num-attention-heads."""
     group_query_attention: bool = False
@@ -90,6 +90,8 @@ class ModelConfig:
     """Normalise each head's queries and keys."""
     swiglu: bool = False
     """Feed-forward with a SiLU gate instead of GELU."""
+    geglu: bool = False
+    """Feed-forward with a GELU gate (Gemma) instead of GELU."""
     squared_relu: bool = False
     """Feed-forward with the square of ReLU instead of GELU."""
     exact_gelu: bool = False
@@ -127,12 +129,17 @@ class ModelConfig:
         return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
 
     @property
+    def gated(self) -> bool:
+        """Whether the feed-forward layer has a gate."""
+        return self.swiglu or self.geglu
+
+    @property
     def ffn_size(self) -> int:
-        """Width of the feed-forward layer (of each half, gate and up, with swiglu)."""
+        """Width of the feed-forward layer (of each half, gate and up, with a gate)."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         # Two thirds, since the gate makes three matrices of two. Megatron's formula gives 0 below hidden size 24.
-        return max(8 * self.hidden_size // 3 // 64 * 64, 64) if self.swiglu else 4 * self.hidden_size
+        return max(8 * self.hidden_size // 3 // 64 * 64, 64) if self.gated else 4 * self.hidden_size
 
     @property
     def kv_groups(self) -> int:

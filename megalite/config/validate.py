@@ -216,8 +216,10 @@ def _model(config: RunConfig) -> Iterator[str]:
         yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {model.num_query_groups}"
     if not model.group_query_attention and model.num_query_groups != 1:
         yield f"--num-query-groups {model.num_query_groups} needs --group-query-attention"
-    if model.swiglu and model.squared_relu:
-        yield "--swiglu and --squared-relu are two activations: choose one"
+    activations = [name for name in ("swiglu", "geglu", "squared_relu") if getattr(model, name)]
+    if len(activations) > 1:
+        flags = " and --".join(activations).replace("_", "-")
+        yield f"--{flags} are {len(activations)} activations: choose one"
     if model.exact_gelu and (model.swiglu or model.squared_relu):
         yield f"--exact-gelu needs GELU: leave --{'swiglu' if model.swiglu else 'squared-relu'} out"
     if model.window_attn_skip_freq is not None and model.window_size is None:

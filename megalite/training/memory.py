@@ -157,7 +157,7 @@ def activation_bytes(
     core = query * item
     if not recompute.attention and model.attn_logit_softcapping is None:
         core += heads / tp * wide
-    feed_forward = (3 if model.swiglu else 2) * model.ffn_size / tp * item
+    feed_forward = (3 if model.gated else 2) * model.ffn_size / tp * item
     if model.sandwich_norm:  # two more norms, whose outputs nothing reads again
         feed_forward += 2 * (norm - hidden * item / sp)
     shared = read / sp if model.use_parallel_residual and read == hidden * item else 0  # both norms read one tensor

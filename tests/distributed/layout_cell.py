@@ -204,7 +204,8 @@ def model_config(cell: Cell) -> ModelConfig:
         final_logit_softcapping=3.0 if gemma else None,
         normalization="RMSNorm" if llama else "LayerNorm",
         qk_layernorm=cell.qk_layernorm,
-        swiglu=llama,
+        swiglu=cell.family == "llama",
+        geglu=gemma,
         add_bias_linear=not llama,
         untie_embeddings_and_output_weights=not cell.tied,
         vocab_size=vocabulary,
@@ -250,6 +251,7 @@ def oracle(cell: Cell) -> Oracle:
         return llama
     return replace(
         llama,
+        activation="geglu",
         position_embedding_type="yarn",
         yarn_factor=4.0,
         yarn_original=64,

@@ -129,6 +129,7 @@ MODELS = {
         apply_layernorm_1p=True,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
+        geglu=True,
         position_embedding_type="rope",
         rotary_percent=0.5,
         hidden_dropout=0.0,

@@ -192,6 +192,7 @@ YARN = replace(
         (MODEL, {"scale_embeddings": True}, False),
         (MODEL, {"apply_layernorm_1p": True}, False),
         (MODEL, {"exact_gelu": True}, False),
+        (replace(MODEL, ffn_hidden_size=8, swiglu=True), {"swiglu": False, "geglu": True}, False),
         (MODEL, {"window_size": "3,0"}, False),
         (replace(MODEL, window_size="3,0"), {"window_attn_skip_freq": "[1]*" + str(MODEL.num_layers)}, True),
         (MODEL, {"sandwich_norm": True}, False),

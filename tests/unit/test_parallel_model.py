@@ -43,8 +43,9 @@ NEOX = replace(
 )  # fmt: skip
 GEMMA = replace(
     LLAMA, num_layers=3, window_size="2,0", window_attn_skip_freq="2", sandwich_norm=True, scale_embeddings=True,
-    apply_layernorm_1p=True, query_pre_attn_scalar=7.0, attn_logit_softcapping=2.0, final_logit_softcapping=3.0,
-    untie_embeddings_and_output_weights=False, group_query_attention=True, num_query_groups=2,
+    swiglu=False, geglu=True, apply_layernorm_1p=True, query_pre_attn_scalar=7.0, attn_logit_softcapping=2.0,
+    final_logit_softcapping=3.0, untie_embeddings_and_output_weights=False, group_query_attention=True,
+    num_query_groups=2,
 )  # fmt: skip
 YARN = replace(
     LLAMA, kv_channels=32, position_embedding_type="yarn", rotary_scaling_factor=8.0,
@@ -84,6 +85,8 @@ CONFIGS = {
     "llama, yarn, attention factor": replace(YARN, yarn_attention_factor=1.5, mscale=0.5),
     "llama, groups": replace(LLAMA, group_query_attention=True, num_query_groups=2, qk_layernorm=True),
     "gpt2, exact gelu": replace(GPT2, exact_gelu=True),
+    "gpt2, geglu": replace(GPT2, geglu=True),
+    "gpt2, exact geglu": replace(GPT2, geglu=True, exact_gelu=True),
     "gpt2, norms around one": replace(GPT2, apply_layernorm_1p=True, qk_layernorm=True),
     "gpt2, scaled embeddings": replace(GPT2, scale_embeddings=True),
     "gpt2, capped logits": replace(GPT2, final_logit_softcapping=1.5),
@@ -115,12 +118,18 @@ def weights(made: GPT) -> dict[str, Tensor]:
     return {p.tensor.name: p.view(q).detach().clone().requires_grad_() for q, p in named_pieces(made)}
 
 
+def activation(config: ModelConfig) -> str:
+    if config.geglu:
+        return "exact_geglu" if config.exact_gelu else "geglu"
+    return next((name for name in ("swiglu", "squared_relu", "exact_gelu") if getattr(config, name)), "gelu")
+
+
 def oracle(config: ModelConfig) -> Oracle:
     return Oracle(
         normalization=config.normalization,
         norm_epsilon=config.norm_epsilon,
         norm_around_one=config.apply_layernorm_1p,
-        activation=next((name for name in ("swiglu", "squared_relu", "exact_gelu") if getattr(config, name)), "gelu"),
+        activation=activation(config),
         windows=WINDOWS.get((config.window_size, config.window_attn_skip_freq), ()),
         embedding_scale=math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0,
         score_divisor=math.sqrt(config.query_pre_attn_scalar or config.head_dim),
