@@ -45,6 +45,10 @@ def _one_step(layout: str) -> str:
     return f"tests/distributed/test_layouts.py::test_one_step_is_the_oracles[{layout}]"
 
 
+def _network(name: str) -> str:
+    return f"tests/unit/test_parallel_model.py::test_loss_gradients_and_logits_are_the_oracles[whole-{name}]"
+
+
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
 _UNIT = "tests/unit/test_parallel_"
 _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
@@ -96,6 +100,111 @@ MUTANTS = (
         "return F.silu(gate).mul_(up)",
         "return F.silu(up).mul_(gate)",
         f"{_UNIT}model.py::test_loss_gradients_and_logits_are_the_oracles[whole-llama]",
+    ),
+    Mutant(
+        "of parallel residuals the feed-forward layer reads what attention has changed",
+        "megalite/model/block.py",
+        "hidden if self.parallel_residual else after_attention",
+        "after_attention",
+        _network("gpt-neox"),
+    ),
+    Mutant(
+        "embeddings are not scaled",
+        "megalite/model/embedding.py",
+        "hidden = hidden * self.scale",
+        "pass",
+        _network("gpt2, scaled embeddings"),
+    ),
+    Mutant(
+        "logits are not capped",
+        "megalite/model/head.py",
+        "return logits if self.soft_cap is None else",
+        "return logits if True else",
+        _network("gpt2, capped logits"),
+    ),
+    Mutant(
+        "a score is capped before it is scaled",
+        "megalite/model/attention.py",
+        "scores = soft_cap(scores, cap)",
+        "scores = soft_cap(scores / scale, cap) * scale",
+        _network("llama, capped scores"),
+    ),
+    Mutant(
+        "the query scale is left out",
+        "megalite/model/attention.py",
+        "scale=self.score_scale,",
+        "scale=None,",
+        _network("llama, query scale"),
+    ),
+    Mutant(
+        "a norm's weight around one is taken for the weight",
+        "megalite/model/norm.py",
+        "weight = 1.0 + weight",
+        "weight = weight",
+        _network("gpt2, norms around one"),
+    ),
+    Mutant(
+        "the gate of GeGLU has the gradient of the other GELU",
+        "kernels/megalite_kernels/activation.py",
+        "gate, approximate=ctx.approximate, grad_input",
+        'gate, approximate="none", grad_input',
+        _network("gpt2, geglu"),
+    ),
+    Mutant(
+        "the exact GELU is the tanh form",
+        "kernels/megalite_kernels/activation.py",
+        "return F.gelu(input)",
+        "return gelu(input)",
+        _network("gpt2, exact gelu"),
+    ),
+    Mutant(
+        "what the feed-forward layer puts out is not normalised",
+        "megalite/model/block.py",
+        "transformed = self.mlp_output_norm(transformed)",
+        "pass",
+        _network("gpt2, sandwich norms"),
+    ),
+    Mutant(
+        "capped scores are recomputed with another dropout",
+        "megalite/model/attention.py",
+        "context.key.seed_site(self.site, query.device)",
+        "context.key.seed_site(self.site, query.device) if self.soft_cap is None else None",
+        "tests/unit/test_parallel_model.py::test_capped_scores_are_recomputed_with_the_same_dropout",
+    ),
+    Mutant(
+        "a window is short of its last key",
+        "megalite/model/batch.py",
+        ".triu(-before)",
+        ".triu(1 - before)",
+        _network("gpt2, windows"),
+    ),
+    Mutant(
+        "the layers without a window are one too early",
+        "megalite/config/attention_windows.py",
+        "(layer + 1) % int",
+        "layer % int",
+        _network("gemma"),
+    ),
+    Mutant(
+        "linear scaling speeds the rotation up",
+        "megalite/model/rotary.py",
+        "else frequencies / factor",
+        "else frequencies * factor",
+        _network("llama, linear"),
+    ),
+    Mutant(
+        "YaRN divides the frequencies that it is to keep",
+        "megalite/model/rotary.py",
+        "1.0 - scaled, config",
+        "scaled, config",
+        _network("llama, yarn"),
+    ),
+    Mutant(
+        "YaRN sharpens no attention",
+        "megalite/model/rotary.py",
+        "(tables[0] * scale, tables[1] * scale)",
+        "tables",
+        _network("llama, yarn"),
     ),
     Mutant(
         "a norm's gradient is not summed over sequence-parallel ranks",

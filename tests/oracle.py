@@ -4,11 +4,12 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
 
     embedding.word [vocabulary, hidden]                 embedding.position [positions, hidden] (learned positions only)
     layers.{i}.input_norm.weight|bias [hidden]          layers.{i}.mlp_norm.weight|bias [hidden]
+    layers.{i}.attention_output_norm|mlp_output_norm.weight|bias [hidden] (sandwich norms only)
     layers.{i}.attention.query [heads, head_dim, hidden]         ...query_bias [heads, head_dim]
     layers.{i}.attention.key_value [groups, 2, head_dim, hidden] ...key_value_bias [groups, 2, head_dim]
     layers.{i}.attention.query_norm|key_norm.weight|bias [head_dim] (qk-norm only)
     layers.{i}.attention.output [hidden, heads, head_dim]        ...output_bias [hidden]
-    layers.{i}.mlp.gate_up [2, ffn, hidden] (SwiGLU) or mlp.up [ffn, hidden]     ...gate_up_bias|up_bias
+    layers.{i}.mlp.gate_up [2, ffn, hidden] (gated) or mlp.up [ffn, hidden]     ...gate_up_bias|up_bias
     layers.{i}.mlp.down [hidden, ffn]                            ...down_bias [hidden]
     final_norm.weight|bias [hidden]                     output [vocabulary, hidden] (untied only)
 
@@ -35,12 +36,28 @@ class Oracle:
 
     normalization: str = "LayerNorm"  # or RMSNorm
     norm_epsilon: float = 1e-5
-    activation: str = "gelu"  # (its tanh form), squared_relu or swiglu
-    position_embedding_type: str = "learned_absolute"  # rope or none
+    norm_around_one: bool = False  # a norm's weight is its distance from 1
+    activation: str = "gelu"  # (its tanh form), exact_gelu, squared_relu; swiglu, geglu or exact_geglu
+    windows: tuple[int | None, ...] = ()  # of each layer, how many tokens one sees, itself among them; None: all
+    embedding_scale: float = 1.0
+    score_divisor: float | None = None  # the root of the head's width
+    score_cap: float = math.inf
+    logit_cap: float = math.inf
+    parallel_residual: bool = False  # attention and feed-forward both read the layer's input
+    position_embedding_type: str = "learned_absolute"  # rope, yarn or none
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
+    interpolation: float = 1.0  # rotary angles are divided by it
     use_rope_scaling: bool = False  # Llama 3's
     rope_scaling_factor: float = 8.0
+    rope_scaling_turns: tuple[float, float] = (1.0, 4.0)  # over the original context
+    rope_scaling_original: int = 8192
+    yarn_factor: float = 1.0
+    yarn_original: int = 4096
+    yarn_turns: tuple[float, float] = (1.0, 32.0)
+    yarn_whole_pairs: bool = True
+    yarn_mscales: tuple[float, float] = (1.0, 0.0)
+    yarn_attention_factor: float | None = None
 
     def logits(self, weights: Weights, tokens: Tensor, positions: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """`[batch, sequence, vocabulary]` from tokens, positions and document ids, each `[batch, sequence]`.
@@ -51,24 +68,33 @@ class Oracle:
         visible = torch.ones(sequence, sequence, dtype=torch.bool).tril().expand(len(tokens), 1, -1, -1)
         if document_ids is not None:
             visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
-        hidden = weights["embedding.word"][tokens]
+        hidden = weights["embedding.word"][tokens] * self.embedding_scale
         if self.position_embedding_type == "learned_absolute":
             hidden = hidden + weights["embedding.position"][positions]
         layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
-        for layer in range(layers):
-            hidden = self.block(weights, f"layers.{layer}.", hidden, positions, visible)
+        for layer, window in zip(range(layers), self.windows or [None] * layers, strict=True):
+            apart = torch.arange(sequence)[:, None] - torch.arange(sequence)
+            near = visible if window is None else visible & (apart < window)
+            hidden = self.block(weights, f"layers.{layer}.", hidden, positions, near)
         hidden = self.norm(weights, "final_norm", hidden)
-        return F.linear(hidden, weights.get("output", weights["embedding.word"]))
+        return capped(F.linear(hidden, weights.get("output", weights["embedding.word"])), self.logit_cap)
 
     def block(self, weights: Weights, layer: str, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """One layer; hidden `[batch, sequence, hidden]`, visible `[batch, 1, sequence, sequence]`."""
         normed = self.norm(weights, layer + "input_norm", hidden)
-        hidden = hidden + self.attention(weights, layer + "attention.", normed, positions, visible)
-        return hidden + self.mlp(weights, layer + "mlp.", self.norm(weights, layer + "mlp_norm", hidden))
+        attended = self.attention(weights, layer + "attention.", normed, positions, visible)
+        sandwich = layer + "attention_output_norm.weight" in weights
+        if sandwich:
+            attended = self.norm(weights, layer + "attention_output_norm", attended)
+        read = hidden if self.parallel_residual else hidden + attended
+        transformed = self.mlp(weights, layer + "mlp.", self.norm(weights, layer + "mlp_norm", read))
+        if sandwich:
+            transformed = self.norm(weights, layer + "mlp_output_norm", transformed)
+        return hidden + attended + transformed
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """Over the last dimension."""
-        weight, bias = weights[name + ".weight"], weights.get(name + ".bias")
+        weight, bias = weights[name + ".weight"] + float(self.norm_around_one), weights.get(name + ".bias")
         if self.normalization == "LayerNorm":
             return F.layer_norm(hidden, weight.shape, weight, bias, self.norm_epsilon)
         return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.norm_epsilon) * weight
@@ -81,10 +107,11 @@ class Oracle:
         if name + "query_norm.weight" in weights:
             query = self.norm(weights, name + "query_norm", query)
             key = self.norm(weights, name + "key_norm", key)
-        if self.position_embedding_type == "rope":
+        if self.position_embedding_type in ("rope", "yarn"):
             query, key = self.rotate(query, positions), self.rotate(key, positions)
         key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
-        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(head_dim)
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / (self.score_divisor or math.sqrt(head_dim))
+        scores = capped(scores, self.score_cap)
         probabilities = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
         context = torch.einsum("bhqk,bkhd->bqhd", probabilities, value)
         output = F.linear(context.flatten(2), weights[name + "output"].flatten(1))
@@ -94,28 +121,68 @@ class Oracle:
         """Rotary positions, half style: dimension i of the rotated part turns with dimension i + half."""
         half = int(states.shape[-1] * self.rotary_percent) // 2
         angles = positions[..., None, None].double() * self.rotary_frequencies(half)
-        cosine, sine = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+        amplitude = self.rotary_amplitude()
+        cosine, sine = (amplitude * angles.cos()).to(states.dtype), (amplitude * angles.sin()).to(states.dtype)
         first, second, rest = states.split([half, half, states.shape[-1] - 2 * half], dim=-1)
         return torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1)
 
     def rotary_frequencies(self, half: int) -> Tensor:
         """Radians a position, `[half]`; Llama 3 stretches the wavelengths that 8192 positions saw less than 4 times."""
         frequencies = self.rotary_base ** -(torch.arange(half, dtype=torch.float64) / half)
+        if self.position_embedding_type == "yarn":
+            return torch.stack([self.yarn_frequency(pair, half) for pair in frequencies.unbind()])
         if not self.use_rope_scaling:
-            return frequencies
-        turns = 8192 * frequencies / (2 * math.pi)
-        kept = ((turns - 1) / (4 - 1)).clamp(0, 1)  # none below one turn, all from four turns on
+            return frequencies / self.interpolation
+        turns, (low, high) = self.rope_scaling_original * frequencies / (2 * math.pi), self.rope_scaling_turns
+        kept = ((turns - low) / (high - low)).clamp(0, 1)  # none below one turn, all from four turns on
         return frequencies * (kept + (1 - kept) / self.rope_scaling_factor)
+
+    def yarn_frequency(self, frequency: Tensor, half: int) -> Tensor:
+        """YaRN (arXiv:2309.00071, 3.2) as published in code: a ramp over the numbers of the pairs, here found back from
+        their frequencies, base^(-pair / half), between those that turn so many times over the original context."""
+
+        def pair_of(frequency: float) -> float:
+            return -half * math.log(frequency) / math.log(self.rotary_base)
+
+        slow, fast = (pair_of(2 * math.pi * turns / self.yarn_original) for turns in self.yarn_turns)
+        if self.yarn_whole_pairs:
+            slow, fast = math.ceil(slow), math.floor(fast)
+        slow, fast = min(slow, 2 * half - 1), max(fast, 0)
+        if slow == fast:
+            slow += 0.001
+        divided = min(max((pair_of(frequency.item()) - fast) / (slow - fast), 0.0), 1.0)
+        return (1 - divided) * frequency + divided * frequency / self.yarn_factor
+
+    def rotary_amplitude(self) -> float:
+        """YaRN's factor on queries and keys (arXiv:2309.00071, 3.4)."""
+        if self.position_embedding_type != "yarn":
+            return 1.0
+        above, below = (0.1 * mscale * math.log(self.yarn_factor) + 1 for mscale in self.yarn_mscales)
+        return above / below if self.yarn_attention_factor is None else self.yarn_attention_factor
 
     def mlp(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """The feed-forward half of a layer."""
-        if self.activation == "swiglu":
+        if self.activation.endswith("glu"):
             gate, up = project(weights, name + "gate_up", hidden).unbind(-2)
-            inner = F.silu(gate) * up
+            inner = ACTIVATIONS[self.activation](gate) * up
         else:
             up = project(weights, name + "up", hidden)
-            inner = F.gelu(up, approximate="tanh") if self.activation == "gelu" else F.relu(up).square()
+            inner = ACTIVATIONS[self.activation](up)
         return F.linear(inner, weights[name + "down"]) + weights.get(name + "down_bias", 0)
+
+
+ACTIVATIONS = {
+    "gelu": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "exact_gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
+    "squared_relu": lambda x: F.relu(x).square(),
+    "swiglu": F.silu,
+}
+ACTIVATIONS |= {"geglu": ACTIVATIONS["gelu"], "exact_geglu": ACTIVATIONS["exact_gelu"]}
+
+
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """Bent so that none is beyond the cap."""
+    return logits if cap == math.inf else cap * torch.tanh(logits / cap)
 
 
 def project(weights: Weights, name: str, hidden: Tensor) -> Tensor:

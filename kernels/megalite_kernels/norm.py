@@ -41,11 +41,12 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """[..., hidden] to [..., hidden]."""
+    """[..., hidden] to [..., hidden], in the dtype of the input; the weight may be wider."""
     output: Tensor = _RMSNorm.apply(input, weight, epsilon)
     return output
 
 
 def layer_norm(input: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """[..., hidden] to [..., hidden]."""
-    return F.layer_norm(input, weight.shape, weight, bias, epsilon)
+    """[..., hidden] to [..., hidden], in the dtype of the input; the weight may be wider."""
+    wide = input.to(weight.dtype)
+    return F.layer_norm(wide, weight.shape, weight, bias.to(weight.dtype), epsilon).to(input.dtype)

@@ -46,11 +46,19 @@ def _function(model: ModelConfig) -> dict[str, Any]:
     """The fields that decide what the network computes, by flag, as they come out after defaults."""
     values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in _NOT_THE_FUNCTION}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
-    del values["group_query_attention"]
-    if model.position_embedding_type != "rope":
-        values |= dict.fromkeys(("rotary_base", "rotary_percent", "use_rope_scaling"))
+    values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
+    values["window_size"] = None if model.window_size is None else list(model.keys_before)
+    del values["group_query_attention"], values["window_attn_skip_freq"]
+    if not model.rotary:
+        rotary = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
+        values |= dict.fromkeys(rotary)
     if not values["use_rope_scaling"]:
-        values["rope_scaling_factor"] = None
+        values |= dict.fromkeys(name for name in values if name.startswith("rope_scaling_"))
+    if model.position_embedding_type != "yarn":
+        yarn = [name for name in values if name.startswith("yarn_")]
+        values |= dict.fromkeys([*yarn, "rotary_scaling_factor", "mscale", "mscale_all_dim"])
+    elif model.yarn_attention_factor is not None:
+        values |= dict.fromkeys(("mscale", "mscale_all_dim"))
     if model.position_embedding_type != "learned_absolute":
         values["max_position_embeddings"] = None
     return values

@@ -43,8 +43,11 @@ ALREADY_SO: Mapping[str, str] = {
     "one engine shards, as --data-parallel-sharding-strategy says": "use-megatron-fsdp",
     "the model has one implementation": "use-mcore-models",
     "no kernel is fused or compiled that this would switch off": """
-    no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
+    no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
     no-gradient-accumulation-fusion no-persist-layer-norm disable-jit-fuser""",
+    "GELU is in its tanh form, unless --exact-gelu": "openai-gelu",
+    "GELU is one function, the tanh form (unfused, Megatron-LM's has the exact form: --exact-gelu)": """
+    no-bias-gelu-fusion""",
     "a rank posts every receive from its neighbours ahead, also while a pipeline fills and drains": """
     overlap-p2p-communication-warmup-flush""",
     "each module waits for the gather of its own parameters, whatever other pipeline ranks do": "no-align-param-gather",
@@ -173,7 +176,7 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
         "fp8": TRANSFORMER_ENGINE,
         "fp16": "is not there: squares below 6e-8, of gradients below 2e-4, would be zero (bf16 has fp32's range)",
     },
-    "position-embedding-type": {"yarn": FAMILIES, **dict.fromkeys(("mrope", "relative"), NOT_GPT)},
+    "position-embedding-type": dict.fromkeys(("mrope", "relative"), NOT_GPT),
     "tokenizer-type": {
         "SFTTokenizer": "is not there: --sft works with every tokenizer, and its chat template or --chat-template",
         **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), NOT_GPT),
@@ -235,9 +238,7 @@ REFUSED: Mapping[str, str] = {
     POSITION: "override-ckpt-iteration",
     CONVERSION: "ckpt-convert-format ckpt-convert-save",
     FAMILIES: """
-    apply-layernorm-1p rotary-interleaved window-size window-attn-skip-freq yarn-original-max-position-embeddings
-    yarn-beta-fast yarn-beta-slow yarn-correction-range-round-to-int no-yarn-correction-range-round-to-int
-    rotary-seq-len-interpolation-factor openai-gelu load-main-params-from-ckpt skip-train
+    rotary-interleaved load-main-params-from-ckpt skip-train
     """,
     KERNELS: """
     fused-residual-rmsnorm muon-use-syrk
@@ -331,8 +332,8 @@ REFUSED: Mapping[str, str] = {
     mhc-init-gating-factor mhc-recompute-layer-num is-hybrid-model mamba-state-dim mamba-head-dim mamba-num-groups
     mamba-num-heads gdp-num-householder disable-mamba-mem-eff-path gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute
     no-rope-freq quick-geglu rope-type mamba-training-ssm-states-dtype q-lora-rank kv-lora-rank qk-head-dim
-    qk-pos-emb-head-dim v-head-dim rotary-scaling-factor mscale mscale-all-dim cache-mla-latents mla-down-proj-fusion
-    linear-attention-freq heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json
+    qk-pos-emb-head-dim v-head-dim cache-mla-latents mla-down-proj-fusion linear-attention-freq
+    heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json
     log-max-attention-logit hybrid-layer-pattern hybrid-override-pattern
     """,
     MACHINERY: """

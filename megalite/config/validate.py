@@ -25,6 +25,7 @@ _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv
     num_distributed_optimizer_instances pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
     num_virtual_stages_per_pipeline_rank microbatch_group_size_per_virtual_pipeline_stage
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers profile_pipeline
+    yarn_original_max_position_embeddings rope_scaling_original_max_position_embeddings
     distributed_timeout_minutes seq_length lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
     micro_batch_size global_batch_size train_iters train_samples eval_interval exit_interval recompute_num_layers
     save_interval save_retain_interval log_interval loss_scale_window hysteresis lr_scaling_base_batch_size
@@ -32,8 +33,12 @@ _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv
 _AT_LEAST_ZERO = """tiktoken_num_special_tokens
     norm_epsilon init_method_std num_workers lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init
     decoupled_lr decoupled_min_lr weight_decay start_weight_decay end_weight_decay
-    clip_grad eval_iters seed ckpt_step tolerated_save_failures manual_gc_interval mid_level_dataset_surplus"""
-_ABOVE_ZERO = """loss_scale initial_loss_scale min_loss_scale rotary_base rope_scaling_factor exit_duration_in_mins
+    clip_grad eval_iters seed ckpt_step tolerated_save_failures manual_gc_interval mid_level_dataset_surplus
+    mscale mscale_all_dim"""
+_ABOVE_ZERO = """loss_scale initial_loss_scale min_loss_scale rotary_base exit_duration_in_mins
+    query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
+    rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor rotary_seq_len_interpolation_factor
+    yarn_beta_fast yarn_beta_slow yarn_attention_factor rotary_scaling_factor
     muon_extra_scale_factor adam_eps"""
 _TOKENIZER_FLAGS = {
     "tokenizer_model": "SentencePieceTokenizer GPTSentencePieceTokenizer Llama2Tokenizer HuggingFaceTokenizer "
@@ -211,8 +216,18 @@ def _model(config: RunConfig) -> Iterator[str]:
         yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {model.num_query_groups}"
     if not model.group_query_attention and model.num_query_groups != 1:
         yield f"--num-query-groups {model.num_query_groups} needs --group-query-attention"
-    if model.swiglu and model.squared_relu:
-        yield "--swiglu and --squared-relu are two activations: choose one"
+    activations = [name for name in ("swiglu", "geglu", "squared_relu") if getattr(model, name)]
+    if len(activations) > 1:
+        flags = " and --".join(activations).replace("_", "-")
+        yield f"--{flags} are {len(activations)} activations: choose one"
+    if model.exact_gelu and (model.swiglu or model.squared_relu):
+        yield f"--exact-gelu needs GELU: leave --{'swiglu' if model.swiglu else 'squared-relu'} out"
+    if model.window_attn_skip_freq is not None and model.window_size is None:
+        yield "--window-attn-skip-freq needs --window-size"
+    try:
+        _ = model.keys_before
+    except ConfigurationError as error:
+        yield str(error)
     if rows is None and model.position_embedding_type == "learned_absolute":
         yield "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length"
     if rows is not None and rows < seq_length:
@@ -221,14 +236,50 @@ def _model(config: RunConfig) -> Iterator[str]:
 
 
 def _rotary(model: ModelConfig) -> Iterator[str]:
-    if model.position_embedding_type != "rope":
-        for name in ("rotary_base", "rotary_percent", "use_rope_scaling"):
-            if getattr(model, name) != getattr(ModelConfig, name):
-                yield f"--{name.replace('_', '-')} needs --position-embedding-type rope"
+    kind, scaling = model.position_embedding_type, ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
+    if kind == "yarn":
+        yield from _yarn(model)
+        idle = [(name, "--position-embedding-type rope: YaRN is a scaling of its own") for name in scaling]
+    else:
+        idle = [(name, "--position-embedding-type yarn") for name in _of_yarn(model)]
+    if not model.rotary:
+        rope = ("rotary_base", "rotary_percent", *scaling)
+        idle += [(name, "--position-embedding-type rope") for name in rope]
     elif int(model.head_dim * model.rotary_percent) < 2:
         yield f"--rotary-percent {model.rotary_percent} of {model.head_dim} channels a head leaves no pair to rotate"
-    if model.rope_scaling_factor != ModelConfig.rope_scaling_factor and not model.use_rope_scaling:
-        yield f"--rope-scaling-factor {model.rope_scaling_factor} needs --use-rope-scaling"
+    if not model.use_rope_scaling:
+        llama3 = [field.name for field in fields(model) if field.name.startswith("rope_scaling_")]
+        idle += [(name, "--use-rope-scaling") for name in llama3]
+    elif model.rotary_seq_len_interpolation_factor is not None:
+        yield "--use-rope-scaling and --rotary-seq-len-interpolation-factor are two scalings: choose one"
+    elif model.rope_scaling_high_freq_factor <= model.rope_scaling_low_freq_factor:
+        yield (
+            f"--rope-scaling-high-freq-factor {model.rope_scaling_high_freq_factor} is not above "
+            f"--rope-scaling-low-freq-factor {model.rope_scaling_low_freq_factor}"
+        )
+    for name, needed in idle:
+        if getattr(model, name) != getattr(ModelConfig, name):
+            yield f"--{name.replace('_', '-')} needs {needed}"
+
+
+def _of_yarn(model: ModelConfig) -> list[str]:
+    names = [field.name for field in fields(model) if field.name.startswith("yarn_")]
+    return [*names, "rotary_scaling_factor", "mscale", "mscale_all_dim"]
+
+
+def _yarn(model: ModelConfig) -> Iterator[str]:
+    original, slow = model.yarn_original_max_position_embeddings, model.yarn_beta_slow
+    if original is None:
+        yield "--position-embedding-type yarn needs --yarn-original-max-position-embeddings"
+    if model.rotary_scaling_factor <= 1:
+        factor = model.rotary_scaling_factor
+        yield f"--position-embedding-type yarn needs a --rotary-scaling-factor above 1, not {factor}"
+    if model.rotary_base <= 1:
+        yield f"--position-embedding-type yarn needs a --rotary-base above 1, not {model.rotary_base}"
+    if model.yarn_beta_fast <= slow:
+        yield f"--yarn-beta-fast {model.yarn_beta_fast} is not above --yarn-beta-slow {slow}"
+    if original is not None and original < 2 * math.pi * slow:
+        yield f"over --yarn-original-max-position-embeddings {original} nothing turns --yarn-beta-slow {slow} times"
 
 
 def _layout(config: RunConfig) -> Iterator[str]:

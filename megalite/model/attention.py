@@ -18,6 +18,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.placement import replicated, split, stacked
 from megalite.parallel.randomness import Site
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal, Piece, Sharding
+from megalite_kernels.activation import soft_cap
 from megalite_kernels.rotary import rotary_embedding
 
 
@@ -76,7 +77,11 @@ class Attention(nn.Module):
             config.num_attention_heads, config.kv_groups, config.head_dim, config.hidden_size,
         )  # fmt: skip
         self.head_dim, self.heads = width, heads // mesh.size("tp")
-        self.dropout, self.recompute = config.attention_dropout, recompute
+        self.windowed = config.keys_before[layer] is not None
+        self.soft_cap, scalar = config.attn_logit_softcapping, config.query_pre_attn_scalar
+        self.score_scale = None if scalar is None else 1.0 / math.sqrt(scalar)
+        # A core that computes every score in the open keeps none of them from forward to backward.
+        self.dropout, self.recompute = config.attention_dropout, recompute or self.soft_cap is not None
         self.site = Site(layer, "attention", mesh.coordinate("tp"))
         name = f"layers.{layer}.attention"
         draw = Normal(config.init_method_std)
@@ -168,13 +173,35 @@ class Attention(nn.Module):
             key, value = key[:, :, self.key_value_of_head], value[:, :, self.key_value_of_head]
         if dropout > 0.0:
             context.key.seed_site(self.site, query.device)
-        mixed = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            attn_mask=context.mask,
-            is_causal=context.mask is None,
-            dropout_p=dropout,
-            enable_gqa=key.shape[2] != self.heads,
-        )
+        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        mask = context.windowed_mask if self.windowed else context.mask
+        if self.soft_cap is not None:
+            mixed = self._soft_capped(query, key, value, mask, self.soft_cap, dropout)
+        else:
+            mixed = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                dropout_p=dropout,
+                scale=self.score_scale,
+                enable_gqa=key.shape[1] != self.heads,
+            )
         return mixed.permute(2, 0, 1, 3).flatten(2)
+
+    def _soft_capped(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cap: float, dropout: float
+    ) -> Tensor:
+        """Attention written out, for no fused kernel of torch bends scores; all as [batch, heads, sequence, head_dim].
+
+        `mask` as in LayerContext. The softmax is in fp32 or wider.
+        """
+        heads, sequence = query.shape[1:3]
+        key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
+        scale = 1.0 / math.sqrt(self.head_dim) if self.score_scale is None else self.score_scale
+        scores = (query @ key.transpose(2, 3)).to(torch.promote_types(query.dtype, torch.float32)) * scale
+        if mask is None:
+            mask = torch.ones(sequence, sequence, dtype=torch.bool, device=query.device).tril()
+        scores = soft_cap(scores, cap).masked_fill(~mask, -math.inf)
+        return F.dropout(torch.softmax(scores, dim=-1).to(value.dtype), dropout) @ value

@@ -35,6 +35,8 @@ class LayerContext:
     """cosine and sine [sequence, batch, 1, rotated / 2]"""
     mask: Tensor | None
     """[batch, 1, sequence, sequence] bool, true where a query may look; None: causal over the whole sample"""
+    windowed_mask: Tensor | None
+    """The same for layers with a sliding window, [batch or 1, 1, sequence, sequence]; None: causal"""
     key: RandomKey
 
 
@@ -42,3 +44,16 @@ def document_mask(document_ids: Tensor) -> Tensor:
     """[batch, sequence] to the causal mask inside documents [batch, 1, sequence, sequence]."""
     same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
     return torch.tril(same).unsqueeze(1)
+
+
+def windowed_mask(mask: Tensor | None, positions: Tensor, before: int) -> Tensor | None:
+    """A mask as in LayerContext, without the keys that are more than `before` before their query.
+
+    `positions`: [batch, sequence], of which only the shape and the device are read: what stands between two tokens of
+    one document is the same in the sample.
+    """
+    sequence = positions.shape[1]
+    if before >= sequence - 1:
+        return mask
+    near = torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device=positions.device).tril().triu(-before)
+    return near if mask is None else mask & near

@@ -1,4 +1,7 @@
-"""One transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+"""One transformer layer: x + attention(norm(x)), then x + mlp(norm(x)); or x + attention(norm(x)) + mlp(norm(x)).
+
+With sandwich norms, norm(attention(...)) and norm(mlp(...)) stand in the place of attention(...) and mlp(...).
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ class Block(nn.Module):
         )
         self.mlp_norm = norm("mlp_norm")
         self.mlp = MLP(config, mesh, layer, sequence_parallel=sequence_parallel, dtype=dtype)
-        self.dropout = config.hidden_dropout
+        self.attention_output_norm = norm("attention_output_norm") if config.sandwich_norm else None
+        self.mlp_output_norm = norm("mlp_output_norm") if config.sandwich_norm else None
+        self.dropout, self.parallel_residual = config.hidden_dropout, config.use_parallel_residual
         shard = mesh.coordinate("tp") if sequence_parallel else 0
         self.attention_site = Site(layer, "attention output", shard)
         self.mlp_site = Site(layer, "mlp output", shard)
@@ -46,6 +51,10 @@ class Block(nn.Module):
         """[sequence (/ size under sequence parallelism), batch, hidden] to the same."""
         probability = self.dropout if self.training else 0.0
         attended = self.attention(self.input_norm(hidden), context)
-        hidden = hidden + dropout(attended, probability, context.key, self.attention_site)
-        transformed = self.mlp(self.mlp_norm(hidden))
-        return hidden + dropout(transformed, probability, context.key, self.mlp_site)
+        if self.attention_output_norm is not None:
+            attended = self.attention_output_norm(attended)
+        after_attention = hidden + dropout(attended, probability, context.key, self.attention_site)
+        transformed = self.mlp(self.mlp_norm(hidden if self.parallel_residual else after_attention))
+        if self.mlp_output_norm is not None:
+            transformed = self.mlp_output_norm(transformed)
+        return after_attention + dropout(transformed, probability, context.key, self.mlp_site)

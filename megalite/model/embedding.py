@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -47,12 +48,17 @@ class Embedding(nn.Module):
             position = LogicalTensor("embedding.position", shape, Normal(config.init_method_std), True)
             self.position = Parameter(replicated(mesh, position, summed=sequence_parallel), dtype, mesh.device)
         self.group, self.sequence_parallel = mesh.group("tp"), sequence_parallel
+        self.scale = None
+        if config.scale_embeddings:
+            self.scale = torch.tensor(math.sqrt(config.hidden_size), dtype=dtype).item()
         self.dropout = config.hidden_dropout
         self.site = Site(-1, "embedding", mesh.coordinate("tp") if sequence_parallel else 0)
 
     def forward(self, tokens: Tensor, positions: Tensor, key: RandomKey) -> Tensor:
         """tokens and positions [batch, sequence] to [sequence (/ size under sequence parallelism), batch, hidden]."""
         hidden: Tensor = self.word(tokens.t())
+        if self.scale is not None:
+            hidden = hidden * self.scale
         if self.position is not None:
             local = positions.t()
             if self.sequence_parallel:

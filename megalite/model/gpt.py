@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.model.batch import LayerContext, MicroBatch, document_mask
+from megalite.model.batch import LayerContext, MicroBatch, document_mask, windowed_mask
 from megalite.model.block import Block
 from megalite.model.embedding import Embedding, word_sharding
 from megalite.model.head import Head
@@ -64,6 +64,8 @@ class GPT(nn.Module):
             Block(config, mesh, layer, recompute_attention=self.recompute.attention, **rest)
             for layer in range(part.first_layer, part.first_layer + part.layers)
         )
+        windows = config.keys_before[part.first_layer : part.first_layer + part.layers]
+        self.window = next((before for before in windows if before is not None), None)
         self.head = None
         if part.loss:
             own = self.embedding.word.weight if self.embedding is not None else tied
@@ -98,10 +100,11 @@ class GPT(nn.Module):
 
     def _context(self, micro_batch: MicroBatch) -> LayerContext:
         rotary = None
-        if self.config.position_embedding_type == "rope":
+        if self.config.rotary:
             rotary = rotary_tables(self.config, micro_batch.positions, self.dtype)
-        documents = micro_batch.document_ids
-        return LayerContext(rotary, None if documents is None else document_mask(documents), micro_batch.key)
+        mask = None if micro_batch.document_ids is None else document_mask(micro_batch.document_ids)
+        windowed = None if self.window is None else windowed_mask(mask, micro_batch.positions, self.window)
+        return LayerContext(rotary, mask, windowed, micro_batch.key)
 
     def _run_layers(self, hidden: Tensor, context: LayerContext) -> Tensor:
         for start, stop, recomputed in self.recompute.spans(len(self.layers)):

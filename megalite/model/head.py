@@ -12,6 +12,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import split
 from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
+from megalite_kernels.activation import soft_cap
 
 
 class Head(nn.Module):
@@ -29,6 +30,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         self.norm = Norm(config, mesh, "final_norm", config.hidden_size, summed=sequence_parallel, dtype=dtype)
+        self.soft_cap = config.final_logit_softcapping
         weight: Parameter | Sharding
         if tied is None:
             shape = (vocab_size, config.hidden_size)
@@ -49,4 +51,4 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[sequence (/ size under sequence parallelism), batch, hidden] to logits [sequence, batch, columns]."""
         logits: Tensor = self.output(self.norm(hidden))
-        return logits
+        return logits if self.soft_cap is None else soft_cap(logits, self.soft_cap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +13,30 @@ from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.placement import replicated, split
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
-from megalite_kernels.activation import gelu, squared_relu, swiglu
+from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
+
+
+def _activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    if config.swiglu:
+        return swiglu
+    if config.geglu:
+        return exact_geglu if config.exact_gelu else geglu
+    if config.squared_relu:
+        return squared_relu
+    return exact_gelu if config.exact_gelu else gelu
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))), or down(silu(gate(x)) * up(x)) with gate and up fused."""
+    """down(activation(up(x))), or down(activation(gate(x)) * up(x)) with gate and up fused."""
 
     def __init__(
         self, config: ModelConfig, mesh: ParallelMesh, layer: int, *, sequence_parallel: bool, dtype: torch.dtype
     ) -> None:
         super().__init__()
         name, hidden, ffn = f"layers.{layer}.mlp", config.hidden_size, config.ffn_size
-        self.activation = swiglu if config.swiglu else squared_relu if config.squared_relu else gelu
+        self.activation = _activation(config)
         draw = Normal(config.init_method_std)
-        if config.swiglu:
+        if config.gated:
             inner = LogicalTensor(f"{name}.gate_up", (2, ffn, hidden), draw, True, "two ffn hidden -> two ffn hidden")
             inner_bias = LogicalTensor(f"{name}.gate_up_bias", (2, ffn), Constant(0.0), False)
         else:

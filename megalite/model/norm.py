@@ -23,17 +23,20 @@ class Norm(nn.Module):
         self, config: ModelConfig, mesh: ParallelMesh, name: str, width: int, *, summed: bool, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.epsilon = config.norm_epsilon
+        self.epsilon, self.around_one = config.norm_epsilon, config.apply_layernorm_1p
 
         def vector(part: str, value: float) -> Parameter:
             tensor = LogicalTensor(f"{name}.{part}", (width,), Constant(value), weight_decay=False)
             return Parameter(replicated(mesh, tensor, summed=summed), dtype, mesh.device)
 
-        self.weight = vector("weight", 1.0)
+        self.weight = vector("weight", 0.0 if self.around_one else 1.0)
         self.bias = vector("bias", 0.0) if config.normalization == "LayerNorm" else None
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., width] to [..., width]."""
+        weight: Tensor = self.weight
+        if self.around_one:  # what is close to 1 would lose the digits that its distance from 1 has
+            weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         if self.bias is None:
-            return rms_norm(input, self.weight, self.epsilon)
-        return layer_norm(input, self.weight, self.bias, self.epsilon)
+            return rms_norm(input, weight, self.epsilon)
+        return layer_norm(input, weight, self.bias, self.epsilon)

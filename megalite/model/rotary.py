@@ -1,4 +1,4 @@
-"""The tables of rotary position embedding."""
+"""The tables of rotary position embedding, and how they are scaled for contexts longer than those trained on."""
 
 from __future__ import annotations
 
@@ -9,30 +9,69 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 
-# Llama 3.1's scaling: wavelengths past the original context length are stretched by the factor, short ones are kept,
-# those between are blended (huggingface.co/meta-llama/Llama-3.1-8B, config.json: rope_scaling).
-LOW_FREQUENCY_FACTOR = 1.0
-HIGH_FREQUENCY_FACTOR = 4.0
-ORIGINAL_CONTEXT_LENGTH = 8192
-
 
 def inverse_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The angle of each pair of dimensions per position, [rotated / 2]."""
     rotated = int(config.head_dim * config.rotary_percent) // 2 * 2
     exponents = torch.arange(0, rotated, 2, dtype=dtype, device=device) / rotated
     frequencies = 1.0 / config.rotary_base**exponents
-    return _stretch(frequencies, config.rope_scaling_factor) if config.use_rope_scaling else frequencies
+    if config.position_embedding_type == "yarn":
+        return _yarn(frequencies, config)
+    if config.use_rope_scaling:
+        return _llama3(frequencies, config)
+    factor = config.rotary_seq_len_interpolation_factor
+    return frequencies if factor is None else frequencies / factor
 
 
-def _stretch(frequencies: Tensor, factor: float) -> Tensor:
-    rotations = ORIGINAL_CONTEXT_LENGTH * frequencies / (2 * math.pi)
-    kept = (rotations - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)
-    kept = kept.clamp(0.0, 1.0)
+def _llama3(frequencies: Tensor, config: ModelConfig) -> Tensor:
+    """Llama 3.1's scaling, blended by the turns over the original context
+    (huggingface.co/meta-llama/Llama-3.1-8B, config.json: rope_scaling).
+    """
+    low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+    turns = config.rope_scaling_original_max_position_embeddings * frequencies / (2 * math.pi)
+    return _blend(frequencies, ((turns - low) / (high - low)).clamp(0.0, 1.0), config.rope_scaling_factor)
+
+
+def _yarn(frequencies: Tensor, config: ModelConfig) -> Tensor:
+    """YaRN's "NTK-by-parts" (arXiv:2309.00071, 3.2), blended by the number of the pair as all its implementations do,
+    where the paper's formula blends by turns.
+    """
+    original = config.yarn_original_max_position_embeddings
+    if original is None:
+        raise ValueError("YaRN needs yarn_original_max_position_embeddings")
+
+    def pair_that_turns(times: float) -> float:
+        """The number, with a fraction, of the pair that turns so many times over the original context."""
+        return len(frequencies) * math.log(original / (times * 2 * math.pi), config.rotary_base)
+
+    first, last = pair_that_turns(config.yarn_beta_fast), pair_that_turns(config.yarn_beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * len(frequencies) - 1)
+    pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
+    scaled = ((pairs - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+    return _blend(frequencies, 1.0 - scaled, config.rotary_scaling_factor)
+
+
+def _blend(frequencies: Tensor, kept: Tensor, factor: float) -> Tensor:
+    """Each frequency as it is, where `kept` is 1, to divided by the factor, where it is 0."""
     return frequencies * (kept + (1.0 - kept) / factor)
+
+
+def amplitude(config: ModelConfig) -> float:
+    """What the rotation multiplies a query or a key by: 1, but for YaRN's sharper attention (arXiv:2309.00071, 3.4)."""
+    if config.position_embedding_type != "yarn":
+        return 1.0
+    if config.yarn_attention_factor is not None:
+        return config.yarn_attention_factor
+    growth = 0.1 * math.log(config.rotary_scaling_factor)
+    return (growth * config.mscale + 1.0) / (growth * config.mscale_all_dim + 1.0)
 
 
 def rotary_tables(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine [sequence, batch, 1, rotated / 2] at positions [batch, sequence], in fp32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)
     angles = positions.t().unsqueeze(-1).to(wide) * inverse_frequencies(config, wide, positions.device)
-    return angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)
+    tables = angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)
+    scale = amplitude(config)
+    return tables if scale == 1.0 else (tables[0] * scale, tables[1] * scale)

@@ -36,17 +36,24 @@ _PEAK_FLOPS = {
 def flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length: int, *, causal: bool = True) -> float:
     """Model FLOPs of one token's share of a training step, over all ranks together.
 
-    causal: count the half of the attention scores that a causal mask leaves, or all of them.
+    causal: count the half of the attention scores that a causal mask leaves, and of a sliding window's what it leaves
+    of these, or all of them.
     """
-    attended = sequence_length / 2 if causal else sequence_length
     query_size = model.num_attention_heads * model.head_dim
     key_value_size = 2 * model.kv_groups * model.head_dim
     projections = model.hidden_size * (query_size + key_value_size) + query_size * model.hidden_size
-    scores_and_context = 2 * query_size * attended
-    feed_forward = (3 if model.swiglu else 2) * model.hidden_size * model.ffn_size
+    seen = [_attended(sequence_length, before) if causal else sequence_length for before in model.keys_before]
+    scores_and_context = 2 * query_size * sum(seen)
+    feed_forward = (3 if model.gated else 2) * model.hidden_size * model.ffn_size
     logits = model.hidden_size * padded_vocab_size
-    products = model.num_layers * (projections + scores_and_context + feed_forward) + logits
+    products = model.num_layers * (projections + feed_forward) + scores_and_context + logits
     return float(_FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * products)
+
+
+def _attended(sequence_length: int, keys_before: int | None) -> float:
+    """Keys that a token sees on average; half of the sequence where no window is in the way."""
+    window = sequence_length if keys_before is None else min(keys_before + 1, sequence_length)
+    return window - window * window / (2 * sequence_length) if sequence_length else 0.0
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -128,8 +128,8 @@ def activation_bytes(
     recompute: Recompute,
     part: StageLayers | None = None,
 ) -> int:
-    """What one micro-batch of `tokens` keeps for backward in a stage (None: in all), without dropout and document
-    masks.
+    """What one micro-batch of `tokens` keeps for backward in a stage (None: in all), without dropout and masks of
+    documents and windows.
 
     Of each layer: both norms' inputs and outputs and their statistics; the fused projection (of which the values are
     needed), the rotated queries and keys, the core's output and its log-sums; the feed-forward's two inner tensors. A
@@ -142,20 +142,32 @@ def activation_bytes(
     hidden, heads = model.hidden_size, model.num_attention_heads
     query, key_value = heads * model.head_dim / tp, max(model.kv_groups / tp, 1) * model.head_dim
     statistics = wide if model.normalization == "RMSNorm" else 2 * wide
-    rotary = model.position_embedding_type == "rope"
-    norm = (2 * hidden * item + statistics) / sp
+    rotary = model.rotary
+    read, vectors = hidden * item, 0
+    if model.apply_layernorm_1p:  # 1 + weight is kept, in fp32 or wider; and what a LayerNorm reads with it is as wide
+        vectors = hidden * wide
+        if model.normalization == "LayerNorm" and wide != item:
+            read, vectors = hidden * wide, 2 * vectors
+    norm = (read + hidden * item + statistics) / sp + vectors / tokens
     projected = (query + 2 * key_value) * item
     if rotary or model.qk_layernorm:
         projected += (query + key_value) * item
     if model.qk_layernorm:
         projected += (heads / tp + max(model.kv_groups / tp, 1)) * statistics
-    core = query * item + (0 if recompute.attention else heads / tp * wide)
-    feed_forward = (3 if model.swiglu else 2) * model.ffn_size / tp * item
-    layer = 2 * norm + projected + core + feed_forward
+    core = query * item
+    if not recompute.attention and model.attn_logit_softcapping is None:
+        core += heads / tp * wide
+    feed_forward = (3 if model.gated else 2) * model.ffn_size / tp * item
+    if model.sandwich_norm:  # two more norms, whose outputs nothing reads again
+        feed_forward += 2 * (norm - hidden * item / sp)
+    shared = read / sp if model.use_parallel_residual and read == hidden * item else 0  # both norms read one tensor
+    layer = 2 * norm - shared + projected + core + feed_forward
     part = part or StageLayers(0, model.num_layers, embedding=True, loss=True)
     spans = recompute.spans(part.layers)
     kept = sum(hidden / sp * item if again else (stop - start) * layer for start, stop, again in spans)
     logits = model.padded_vocab_size(tp) / tp * item
+    if model.final_logit_softcapping is not None:
+        logits *= 2  # and as they are before the cap's factor
     labels = 8 + 1 + wide + wide  # ids here and whether they are of this rank's columns; log-sum and loss mask
     loss = (norm + logits + labels) if part.loss else 0
     words = (8 + 1 if rotary else 8 + 1 + 8) if part.embedding else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +63,7 @@ class Cell:
     """One run; the fields are the factors of the matrix."""
 
     # the model
-    family: str = "gpt2"  # or llama
+    family: str = "gpt2"  # or llama, neox, gemma
     key_values: str = "mha"
     qk_layernorm: bool = False
     tied: bool = True
@@ -176,7 +177,8 @@ def make_cell(row: Row, **rest: Any) -> Cell:
 def model_config(cell: Cell) -> ModelConfig:
     heads, groups = KEY_VALUES[cell.key_values]
     vocabulary, divisor = VOCABULARIES[cell.vocabulary]
-    llama = cell.family == "llama"
+    gemma, neox, rotary = cell.family == "gemma", cell.family == "neox", cell.family != "gpt2"
+    llama = cell.family == "llama" or gemma
     return ModelConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -186,10 +188,24 @@ def model_config(cell: Cell) -> ModelConfig:
         group_query_attention=groups < heads,
         num_query_groups=groups if groups < heads else 1,
         max_position_embeddings=SEQUENCE + 1,
-        position_embedding_type="rope" if llama else "learned_absolute",
+        position_embedding_type="yarn" if gemma else "rope" if rotary else "learned_absolute",
+        rotary_percent=0.5 if neox else 1.0,
+        rotary_scaling_factor=4.0 if gemma else 1.0,
+        yarn_original_max_position_embeddings=64 if gemma else None,
+        use_parallel_residual=neox,
+        exact_gelu=neox,
+        window_size="3,0" if gemma else None,
+        window_attn_skip_freq="2" if gemma else None,
+        sandwich_norm=gemma,
+        scale_embeddings=gemma,
+        apply_layernorm_1p=gemma,
+        query_pre_attn_scalar=7.0 if gemma else None,
+        attn_logit_softcapping=2.0 if gemma else None,
+        final_logit_softcapping=3.0 if gemma else None,
         normalization="RMSNorm" if llama else "LayerNorm",
         qk_layernorm=cell.qk_layernorm,
-        swiglu=llama,
+        swiglu=cell.family == "llama",
+        geglu=gemma,
         add_bias_linear=not llama,
         untie_embeddings_and_output_weights=not cell.tied,
         vocab_size=vocabulary,
@@ -226,7 +242,26 @@ def rates(cell: Cell, step: int) -> Rates:
 def oracle(cell: Cell) -> Oracle:
     if cell.family == "gpt2":
         return Oracle()
-    return Oracle(normalization="RMSNorm", activation="swiglu", position_embedding_type="rope")
+    if cell.family == "neox":
+        return Oracle(
+            parallel_residual=True, activation="exact_gelu", position_embedding_type="rope", rotary_percent=0.5
+        )
+    llama = Oracle(normalization="RMSNorm", activation="swiglu", position_embedding_type="rope")
+    if cell.family == "llama":
+        return llama
+    return replace(
+        llama,
+        activation="geglu",
+        position_embedding_type="yarn",
+        yarn_factor=4.0,
+        yarn_original=64,
+        windows=(4, None) * (LAYERS // 2),
+        embedding_scale=math.sqrt(HIDDEN),
+        norm_around_one=True,
+        score_divisor=math.sqrt(7.0),
+        score_cap=2.0,
+        logit_cap=3.0,
+    )
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,19 @@ WIDE = {"num_layers": 3, "hidden_size": 128, "num_attention_heads": 4, "ffn_hidd
 TOKENS = (2, 64)  # batch, sequence
 MODELS = {
     "gpt2": ModelConfig(**WIDE, max_position_embeddings=64, hidden_dropout=0.0, attention_dropout=0.0),
+    "gpt-neox": ModelConfig(
+        **WIDE,
+        use_parallel_residual=True,
+        sandwich_norm=True,
+        apply_layernorm_1p=True,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        geglu=True,
+        position_embedding_type="rope",
+        rotary_percent=0.5,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    ),
     "llama": ModelConfig(
         **WIDE,
         position_embedding_type="rope",

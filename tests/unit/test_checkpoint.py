@@ -178,10 +178,55 @@ def test_equal_shapes_do_not_hide_another_function(tmp_path: Path) -> None:
         checkpoint.check_compatible(path, saved, replace(MODEL, norm_epsilon=1e-6, squared_relu=True))
     assert "norm_epsilon: 1e-05 in the checkpoint, 1e-06 in this run" in str(caught.value)
     assert "squared_relu: False in the checkpoint, True in this run" in str(caught.value)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.check_compatible(path, replace(MODEL, num_layers=MODEL.num_layers + 1))
+    assert len(str(caught.value).splitlines()) == 2
     rotary = replace(MODEL, position_embedding_type="rope")
     path = save(tmp_path, *build(rotary))
     with pytest.raises(CheckpointError, match=r"rotary_base: 10000\.0 in the checkpoint, 500000\.0 in this run"):
         checkpoint.check_compatible(path, checkpoint.read_config(path), replace(rotary, rotary_base=500000.0))
+
+
+ROPE = replace(MODEL, position_embedding_type="rope")
+YARN = replace(
+    ROPE, position_embedding_type="yarn", rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=16
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "same"),
+    [
+        (MODEL, {"use_parallel_residual": True}, False),
+        (MODEL, {"scale_embeddings": True}, False),
+        (MODEL, {"apply_layernorm_1p": True}, False),
+        (MODEL, {"exact_gelu": True}, False),
+        (replace(MODEL, ffn_hidden_size=8, swiglu=True), {"swiglu": False, "geglu": True}, False),
+        (MODEL, {"window_size": "3,0"}, False),
+        (replace(MODEL, window_size="3,0"), {"window_attn_skip_freq": "[1]*" + str(MODEL.num_layers)}, True),
+        (MODEL, {"sandwich_norm": True}, False),
+        (MODEL, {"final_logit_softcapping": 30.0}, False),
+        (MODEL, {"attn_logit_softcapping": 50.0}, False),
+        (MODEL, {"query_pre_attn_scalar": 3.0}, False),
+        (MODEL, {"query_pre_attn_scalar": float(MODEL.head_dim)}, True),
+        (ROPE, {"rotary_seq_len_interpolation_factor": 2.0}, False),
+        (replace(ROPE, use_rope_scaling=True), {"rope_scaling_low_freq_factor": 2.0}, False),
+        (replace(ROPE, use_rope_scaling=True), {"rope_scaling_original_max_position_embeddings": 4096}, False),
+        (ROPE, {"rope_scaling_low_freq_factor": 2.0, "mscale": 2.0, "yarn_beta_fast": 9.0}, True),
+        (YARN, {"rotary_scaling_factor": 8.0}, False),
+        (YARN, {"mscale": 2.0}, False),
+        (replace(YARN, yarn_attention_factor=1.1), {"mscale": 2.0}, True),
+    ],
+)
+def test_options_of_the_network_belong_to_the_function(
+    model: ModelConfig, changes: dict[str, object], same: bool, tmp_path: Path
+) -> None:
+    path = save(tmp_path, *build(model))
+    checkpoint.check_compatible(path, model)
+    if same:
+        checkpoint.check_compatible(path, replace(model, **changes))
+    else:
+        with pytest.raises(CheckpointError, match=f"{next(iter(changes))}: "):
+            checkpoint.check_compatible(path, replace(model, **changes))
 
 
 def test_a_box_missing_from_the_manifest_is_noticed(tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
         ("--no-overlap-p2p-communication", "overlap_p2p_communication", False),
         ("--no-position-embedding", "position_embedding_type", "none"),
         ("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
+        ("--no-yarn-correction-range-round-to-int", "yarn_correction_range_round_to_int", False),
         ("--recompute-activations", "recompute_granularity", "selective"),
         ("--dataloader-inter-document-masking", "reset_attention_mask", True),
     ],

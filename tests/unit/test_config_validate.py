@@ -11,6 +11,7 @@ VALID = (
     "--num-layers 4 --hidden-size 48 --num-attention-heads 12 --seq-length 32 --micro-batch-size 2 --lr 1e-3 "
     "--train-iters 100 --data-path text_document --tokenizer-type ByteTokenizer --max-position-embeddings 32"
 )
+YARN = "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16"
 WITHOUT_LENGTH = VALID.replace("--train-iters 100", "")
 TWO_WAYS = (
     "the data is given in more than one way: keep one of --data-path, --data-args-path, --train-data-path (with "
@@ -54,6 +55,16 @@ def problems(flags: str, world_size: int = 1, base: str = VALID) -> list[str]:
         ("--group-query-attention", 1),
         ("--num-attention-heads 5 --kv-channels 7", 1),
         ("--position-embedding-type rope --rotary-percent 0.5 --use-rope-scaling --rope-scaling-factor 4", 1),
+        (
+            "--position-embedding-type rope --use-rope-scaling --rope-scaling-low-freq-factor 2 "
+            "--rope-scaling-high-freq-factor 3 --rope-scaling-original-max-position-embeddings 16",
+            1,
+        ),
+        ("--geglu --exact-gelu", 1),
+        ("--window-size (5,0) --window-attn-skip-freq ([1]*1+[0])*2", 1),
+        ("--exact-gelu --openai-gelu --apply-layernorm-1p --scale-embeddings --attn-logit-softcapping 50", 1),
+        ("--position-embedding-type rope --rotary-seq-len-interpolation-factor 2.5", 1),
+        (f"{YARN} --rotary-percent 0.5 --yarn-attention-factor 1.5 --max-position-embeddings None", 1),
         ("--position-embedding-type none --max-position-embeddings None", 1),
         ("--bf16 --grad-reduce-in-bf16 --swiglu", 1),
         ("--fp64 --recompute-granularity full --recompute-method block --recompute-num-layers 4", 1),
@@ -120,7 +131,34 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--num-attention-heads 12 is not a multiple of --num-query-groups 5",
         ),
         ("--num-query-groups 4", "--num-query-groups 4 needs --group-query-attention"),
-        ("--swiglu --squared-relu", "--swiglu and --squared-relu are two activations: choose one"),
+        ("--swiglu --squared-relu", "--swiglu and --squared-relu are 2 activations: choose one"),
+        ("--window-attn-skip-freq 2", "--window-attn-skip-freq needs --window-size"),
+        (
+            "--window-size 5",
+            "--window-size '5': expected LEFT,0, the keys before and after its own that a token sees",
+        ),
+        (
+            "--window-size 5,1",
+            "--window-size '5,1': expected LEFT,0, the keys before and after its own that a token sees",
+        ),
+        *(
+            (
+                f"--window-size 5,0 --window-attn-skip-freq {wrong}",
+                f"--window-attn-skip-freq '{wrong}': expected N, for one layer of N without the window, or a 1 (with) "
+                "or a 0 for each layer, like [1,1,0] or ([1]*2+[0])*4",
+            )
+            for wrong in ("1", "0", "[1,2]", "[]", "exit()", "[1]*[2]", "[1]*99999999", "4**9")
+        ),
+        (
+            "--window-size 5,0 --window-attn-skip-freq [1,0]",
+            "--window-attn-skip-freq '[1,0]' tells of 2 layers, --num-layers is 4",
+        ),
+        ("--swiglu --geglu", "--swiglu and --geglu are 2 activations: choose one"),
+        ("--swiglu --exact-gelu", "--exact-gelu needs GELU: leave --swiglu out"),
+        ("--squared-relu --exact-gelu", "--exact-gelu needs GELU: leave --squared-relu out"),
+        ("--attn-logit-softcapping 0", "--attn-logit-softcapping 0.0: must be above 0"),
+        ("--final-logit-softcapping -1", "--final-logit-softcapping -1.0: must be above 0"),
+        ("--query-pre-attn-scalar 0", "--query-pre-attn-scalar 0.0: must be above 0"),
         (
             "--max-position-embeddings None",
             "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length",
@@ -128,7 +166,39 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ("--seq-length 33", "--max-position-embeddings 32 is less than --seq-length 33"),
         ("--rotary-base 500000", "--rotary-base needs --position-embedding-type rope"),
         ("--use-rope-scaling", "--use-rope-scaling needs --position-embedding-type rope"),
-        ("--rope-scaling-factor 4", "--rope-scaling-factor 4.0 needs --use-rope-scaling"),
+        (
+            "--rotary-seq-len-interpolation-factor 2",
+            "--rotary-seq-len-interpolation-factor needs --position-embedding-type rope",
+        ),
+        (
+            "--position-embedding-type rope --use-rope-scaling --rotary-seq-len-interpolation-factor 2",
+            "--use-rope-scaling and --rotary-seq-len-interpolation-factor are two scalings: choose one",
+        ),
+        (
+            "--position-embedding-type rope --use-rope-scaling --rope-scaling-low-freq-factor 4",
+            "--rope-scaling-high-freq-factor 4.0 is not above --rope-scaling-low-freq-factor 4.0",
+        ),
+        (
+            f"{YARN} --use-rope-scaling",
+            "--use-rope-scaling needs --position-embedding-type rope: YaRN is a scaling of its own",
+        ),
+        (
+            "--position-embedding-type yarn --rotary-scaling-factor 4",
+            "--position-embedding-type yarn needs --yarn-original-max-position-embeddings",
+        ),
+        (
+            "--position-embedding-type yarn --yarn-original-max-position-embeddings 16",
+            "--position-embedding-type yarn needs a --rotary-scaling-factor above 1, not 1.0",
+        ),
+        ("--mscale 0.5", "--mscale needs --position-embedding-type yarn"),
+        (f"{YARN} --rotary-base 1", "--position-embedding-type yarn needs a --rotary-base above 1, not 1.0"),
+        (f"{YARN} --yarn-beta-fast 1", "--yarn-beta-fast 1.0 is not above --yarn-beta-slow 1.0"),
+        (
+            f"{YARN} --yarn-beta-slow 3",
+            "over --yarn-original-max-position-embeddings 16 nothing turns --yarn-beta-slow 3.0 times",
+        ),
+        ("--yarn-beta-fast 16", "--yarn-beta-fast needs --position-embedding-type yarn"),
+        ("--rope-scaling-factor 4", "--rope-scaling-factor needs --use-rope-scaling"),
         (
             "--position-embedding-type rope --rotary-percent 0.3",
             "--rotary-percent 0.3 of 4 channels a head leaves no pair to rotate",

@@ -46,6 +46,22 @@ def test_causal_attention_saves_half_of_the_scores_and_nothing_else() -> None:
     assert full - causal == 3 * 2 * 2 * (2 * 32 * 10) / 2
 
 
+def test_every_gate_is_a_third_matrix() -> None:
+    gates = [
+        flops_per_token(model(swiglu=kind == "swiglu", geglu=kind == "geglu"), 40, 10) for kind in ("swiglu", "geglu")
+    ]
+    assert gates[0] == gates[1] > flops_per_token(model(swiglu=False), 40, 10)
+
+
+def test_a_window_leaves_what_it_lets_tokens_see() -> None:
+    """A window of 4 of 10 tokens: 1 + 2 + 3 + 7 x 4 scores, by the convention without the half of the diagonal."""
+    sizes = model(window_size="3,0", window_attn_skip_freq="2")
+    saved = flops_per_token(model(), 40, 10) - flops_per_token(sizes, 40, 10)
+    assert saved == pytest.approx(3 * 2 * (2 * 32) * (10 / 2 - (34 - 4 / 2) / 10))
+    assert flops_per_token(model(window_size="9,0"), 40, 10) == flops_per_token(model(), 40, 10)
+    assert flops_per_token(sizes, 40, 10, causal=False) == flops_per_token(model(), 40, 10, causal=False)
+
+
 def test_gpt_3_needs_what_its_paper_says() -> None:
     """arXiv:2005.14165, table D.1: 3.14e23 FLOPs for 300 billion tokens, attention left out."""
     gpt_3 = model(

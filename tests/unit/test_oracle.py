@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def test_it_is_short_and_imports_torch_alone() -> None:
     source = Path(tests.oracle.__file__).read_text()
-    assert len(source.splitlines()) <= 150
+    assert len(source.splitlines()) <= 220
     imported = {
         name.split(".")[0]
         for node in ast.walk(ast.parse(source))
@@ -83,11 +84,15 @@ def test_it_is_short_and_imports_torch_alone() -> None:
     assert imported == {"__future__", "collections", "dataclasses", "math", "torch"}
 
 
-@pytest.mark.parametrize("activation", ["gelu", "squared_relu"])
+@pytest.mark.parametrize("activation", ["gelu", "exact_gelu", "squared_relu"])
 def test_gpt2_block_is_torchs_encoder_layer(activation: str) -> None:
     oracle = Oracle(activation=activation, norm_epsilon=1e-3)
     weights = random_weights(oracle)
-    functions = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "squared_relu": lambda x: F.relu(x) ** 2}
+    functions = {
+        "gelu": lambda x: F.gelu(x, approximate="tanh"),
+        "exact_gelu": F.gelu,
+        "squared_relu": lambda x: F.relu(x) ** 2,
+    }
     layer = torch.nn.TransformerEncoderLayer(
         HIDDEN, HEADS, FFN, 0.0, functions[activation], 1e-3, batch_first=True, norm_first=True, dtype=torch.float64
     )
@@ -171,6 +176,58 @@ def test_llama3_scaling_keeps_high_frequencies_and_divides_low_ones() -> None:
     torch.testing.assert_close(scaled[long], plain[long] / 32)
     smooth = (8192 / wavelengths[middle] - 1) / 3
     torch.testing.assert_close(scaled[middle], (1 - smooth) * plain[middle] / 32 + smooth * plain[middle])
+
+
+def test_a_cap_bends_large_logits_alone() -> None:
+    weights, plain = random_weights(LLAMA), LLAMA.logits(random_weights(LLAMA), *batch())
+    capped = replace(LLAMA, logit_cap=1.0).logits(weights, *batch())
+    torch.testing.assert_close(capped, torch.tanh(plain), rtol=1e-13, atol=0)
+    torch.testing.assert_close(replace(LLAMA, logit_cap=1e6, score_cap=1e6).logits(weights, *batch()), plain)
+    assert not torch.allclose(replace(LLAMA, score_cap=0.1).logits(weights, *batch()), plain)
+
+
+def test_sandwich_norms_fix_the_size_of_what_a_layer_adds() -> None:
+    weights = random_weights(LLAMA)
+    hidden, visible = random(BATCH, SEQUENCE, HIDDEN), torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
+    small = {
+        f"layers.0.{part}_output_norm.weight": torch.full((HIDDEN,), 1e-6).double() for part in ("attention", "mlp")
+    }
+    actual = LLAMA.block(weights | small, "layers.0.", hidden, batch()[1], visible)
+    assert (actual - hidden).norm() == pytest.approx(2**0.5 * 1e-6 * hidden.numel() ** 0.5, rel=0.2)
+    large = {name: weight * 1e6 for name, weight in weights.items() if name.endswith(("attention.output", "down"))}
+    grown = LLAMA.block(weights | small | large, "layers.0.", hidden, batch()[1], visible)
+    torch.testing.assert_close(grown, actual, rtol=1e-9, atol=1e-9)
+
+
+def test_a_weight_around_one_is_its_distance_from_one() -> None:
+    weights = random_weights(LLAMA, query_key_norm=True)
+    moved = {name: weight - 1 if "norm" in name else weight for name, weight in weights.items()}
+    expected = LLAMA.logits(weights, *batch())
+    torch.testing.assert_close(replace(LLAMA, norm_around_one=True).logits(moved, *batch()), expected)
+
+
+def test_the_scale_of_embeddings_is_that_of_their_weights() -> None:
+    weights = random_weights(LLAMA, tied=False)
+    scaled = weights | {"embedding.word": weights["embedding.word"] * 3}
+    expected = LLAMA.logits(scaled, *batch())
+    torch.testing.assert_close(replace(LLAMA, embedding_scale=3.0).logits(weights, *batch()), expected)
+
+
+def test_yarn_keeps_what_turns_often_and_divides_what_turns_seldom() -> None:
+    """The paper's two ends (arXiv:2309.00071, 3.2), and between them a ramp over the pairs."""
+    plain = Oracle().rotary_frequencies(64)
+    oracle = Oracle(position_embedding_type="yarn", yarn_factor=16.0, yarn_original=4096, yarn_whole_pairs=False)
+    scaled, turns = oracle.rotary_frequencies(64), 4096 * plain / (2 * math.pi)
+    kept, divided = turns > 32, turns < 1
+    torch.testing.assert_close(scaled[kept], plain[kept])
+    torch.testing.assert_close(scaled[divided], plain[divided] / 16)
+    between = (scaled / plain)[~kept & ~divided]
+    assert min(map(len, (scaled[kept], scaled[divided], between))) > 2
+    steps = between.diff()
+    assert (steps < 0).all()
+    torch.testing.assert_close(steps, steps[:1].expand_as(steps))
+    # Published for a factor of 16: sqrt(1 / t) = 0.1 ln(s) + 1.
+    assert oracle.rotary_amplitude() == pytest.approx(1.2772588722239782)
 
 
 @pytest.mark.parametrize("oracle", [GPT2, LLAMA], ids=["gpt2", "llama"])

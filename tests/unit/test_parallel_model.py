@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,11 +13,13 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
+from megalite.model.norm import Norm
 from megalite.model.recompute import Recompute
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.randomness import RandomKey
+from tests.distributed.layout_expected import one_thread
 from tests.distributed.layout_run import perturb_constants
 from tests.harness.close import assert_gradient_close
 from tests.oracle import Oracle, loss_sum_and_count
@@ -31,6 +35,22 @@ LLAMA = replace(
     GPT2, position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False,
     untie_embeddings_and_output_weights=True, max_position_embeddings=None,
 )  # fmt: skip
+WINDOWS = {("3,0", None): (4, 4), ("0,0", "[0,1]"): (None, 1), ("2,0", "2"): (3, None, 3)}
+"""Of each layer, how many tokens one sees, by the two flags."""
+NEOX = replace(
+    GPT2, use_parallel_residual=True, position_embedding_type="rope", rotary_percent=0.5,
+    untie_embeddings_and_output_weights=True, max_position_embeddings=None,
+)  # fmt: skip
+GEMMA = replace(
+    LLAMA, num_layers=3, window_size="2,0", window_attn_skip_freq="2", sandwich_norm=True, scale_embeddings=True,
+    swiglu=False, geglu=True, apply_layernorm_1p=True, query_pre_attn_scalar=7.0, attn_logit_softcapping=2.0,
+    final_logit_softcapping=3.0, untie_embeddings_and_output_weights=False, group_query_attention=True,
+    num_query_groups=2,
+)  # fmt: skip
+YARN = replace(
+    LLAMA, kv_channels=32, position_embedding_type="yarn", rotary_scaling_factor=8.0,
+    yarn_original_max_position_embeddings=1024,
+)  # fmt: skip
 CONFIGS = {
     "gpt2": GPT2,
     "gpt2, untied": replace(GPT2, untie_embeddings_and_output_weights=True),
@@ -43,9 +63,48 @@ CONFIGS = {
     "llama, part of each head rotated": replace(LLAMA, kv_channels=6, rotary_percent=0.7),
     "llama, another base": replace(LLAMA, rotary_base=500.0),
     "llama 3.1": replace(LLAMA, kv_channels=16, rotary_base=500_000.0, use_rope_scaling=True, rope_scaling_factor=4.0),
+    "llama 3.1, other ends": replace(
+        LLAMA,
+        kv_channels=32,
+        use_rope_scaling=True,
+        rope_scaling_low_freq_factor=2.0,
+        rope_scaling_high_freq_factor=5.0,
+        rope_scaling_original_max_position_embeddings=512,
+    ),
+    "llama, linear": replace(LLAMA, rotary_seq_len_interpolation_factor=2.5),
+    "llama, yarn": YARN,
+    "llama, yarn, other ends": replace(
+        YARN,
+        yarn_beta_fast=16.0,
+        yarn_beta_slow=2.0,
+        yarn_correction_range_round_to_int=False,
+        mscale=0.7,
+        mscale_all_dim=0.4,
+        rotary_percent=0.7,
+    ),
+    "llama, yarn, attention factor": replace(YARN, yarn_attention_factor=1.5, mscale=0.5),
     "llama, groups": replace(LLAMA, group_query_attention=True, num_query_groups=2, qk_layernorm=True),
+    "gpt2, exact gelu": replace(GPT2, exact_gelu=True),
+    "gpt2, geglu": replace(GPT2, geglu=True),
+    "gpt2, exact geglu": replace(GPT2, geglu=True, exact_gelu=True),
+    "gpt2, norms around one": replace(GPT2, apply_layernorm_1p=True, qk_layernorm=True),
+    "gpt2, scaled embeddings": replace(GPT2, scale_embeddings=True),
+    "gpt2, capped logits": replace(GPT2, final_logit_softcapping=1.5),
+    "gpt2, windows": replace(GPT2, window_size="3,0"),
+    "llama, one window": replace(LLAMA, window_size="0,0", window_attn_skip_freq="[0,1]"),
+    "gpt2, sandwich norms": replace(GPT2, sandwich_norm=True),
+    "llama, query scale": replace(LLAMA, query_pre_attn_scalar=7.0),
+    "llama, capped scores": replace(LLAMA, attn_logit_softcapping=1.5, group_query_attention=True, num_query_groups=2),
+    "gpt-neox": NEOX,
+    "gemma": GEMMA,
     "one of everything": replace(GPT2, num_layers=1, num_attention_heads=1, hidden_size=2, ffn_hidden_size=1),
 }
+
+
+@pytest.fixture(autouse=True)
+def small_tensors() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def network(config: ModelConfig, **rest: object) -> GPT:
@@ -59,16 +118,38 @@ def weights(made: GPT) -> dict[str, Tensor]:
     return {p.tensor.name: p.view(q).detach().clone().requires_grad_() for q, p in named_pieces(made)}
 
 
+def activation(config: ModelConfig) -> str:
+    if config.geglu:
+        return "exact_geglu" if config.exact_gelu else "geglu"
+    return next((name for name in ("swiglu", "squared_relu", "exact_gelu") if getattr(config, name)), "gelu")
+
+
 def oracle(config: ModelConfig) -> Oracle:
     return Oracle(
         normalization=config.normalization,
         norm_epsilon=config.norm_epsilon,
-        activation="swiglu" if config.swiglu else "squared_relu" if config.squared_relu else "gelu",
+        norm_around_one=config.apply_layernorm_1p,
+        activation=activation(config),
+        windows=WINDOWS.get((config.window_size, config.window_attn_skip_freq), ()),
+        embedding_scale=math.sqrt(config.hidden_size) if config.scale_embeddings else 1.0,
+        score_divisor=math.sqrt(config.query_pre_attn_scalar or config.head_dim),
+        score_cap=config.attn_logit_softcapping or math.inf,
+        logit_cap=config.final_logit_softcapping or math.inf,
+        parallel_residual=config.use_parallel_residual,
         position_embedding_type=config.position_embedding_type,
         rotary_base=config.rotary_base,
         rotary_percent=config.rotary_percent,
+        interpolation=config.rotary_seq_len_interpolation_factor or 1.0,
         use_rope_scaling=config.use_rope_scaling,
         rope_scaling_factor=config.rope_scaling_factor,
+        rope_scaling_turns=(config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor),
+        rope_scaling_original=config.rope_scaling_original_max_position_embeddings,
+        yarn_factor=config.rotary_scaling_factor,
+        yarn_original=config.yarn_original_max_position_embeddings or 1,
+        yarn_turns=(config.yarn_beta_slow, config.yarn_beta_fast),
+        yarn_whole_pairs=config.yarn_correction_range_round_to_int,
+        yarn_mscales=(config.mscale, config.mscale_all_dim),
+        yarn_attention_factor=config.yarn_attention_factor,
     )
 
 
@@ -87,7 +168,7 @@ def micro_batch(*, documents: bool, far: int = 0) -> MicroBatch:
 def test_loss_gradients_and_logits_are_the_oracles(name: str, documents: bool) -> None:
     config = CONFIGS[name]
     made = network(config)
-    batch = micro_batch(documents=documents, far=10_000 if config.use_rope_scaling else 0)
+    batch = micro_batch(documents=documents, far=10_000 if config.rotary else 0)
     expected_weights = weights(made)
     logits = oracle(config).logits(expected_weights, batch.tokens, batch.positions, batch.document_ids)
     assert batch.labels is not None
@@ -131,14 +212,64 @@ def test_dropout_is_for_training_alone() -> None:
     assert made(None, batch).item() == without(None, batch).item()
 
 
-@pytest.mark.parametrize("kind", ["hidden_dropout", "attention_dropout"])
-def test_dropout_differs_from_sample_to_sample(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "kind"), [(GPT2, "hidden_dropout"), (GPT2, "attention_dropout"), (GEMMA, "attention_dropout")]
+)
+def test_dropout_differs_from_sample_to_sample(config: ModelConfig, kind: str) -> None:
     """Of one text under many keys."""
-    made = network(replace(GPT2, **{kind: 0.1}))
+    made = network(replace(config, **{kind: 0.1}))
     batch = micro_batch(documents=False)
     losses = [made(None, replace(batch, key=RandomKey(0, sample))).item() for sample in range(8)]
     assert len(set(losses)) == 8
     assert made(None, replace(batch, key=RandomKey(0, 3))).item() == losses[3]
+
+
+def test_capped_scores_are_recomputed_with_the_same_dropout() -> None:
+    """Against differences of the loss: one element of the query weights drops the same probabilities each time."""
+    made = network(replace(GEMMA, attention_dropout=0.3))
+    batch = micro_batch(documents=False)
+    made(None, batch).backward()
+    weight = made.layers[0].attention.query_key_value.weights[0]
+    losses = []
+    with torch.no_grad():
+        for step in (1e-5, -2e-5):
+            weight[0, 0] += step
+            losses.append(made(None, batch).item())
+    assert (losses[0] - losses[1]) / 2e-5 == pytest.approx(weight.grad[0, 0].item(), rel=1e-5)
+
+
+def test_a_window_as_wide_as_the_sequence_is_none() -> None:
+    batch, loss = micro_batch(documents=False), network(GPT2)(None, micro_batch(documents=False)).item()
+    assert network(replace(GPT2, window_size=f"{SEQUENCE - 1},0"))(None, batch).item() == loss
+    assert network(replace(GPT2, window_size=f"{SEQUENCE - 2},0"))(None, batch).item() != loss
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_a_weight_around_one_keeps_its_digits_in_bf16(normalization: str) -> None:
+    """1.002 itself is 1 in bf16."""
+    config = replace(GPT2, normalization=normalization, apply_layernorm_1p=True)
+    norm = Norm(config, ParallelMesh(), "norm", 512, summed=False, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    states = torch.randn(64, 512, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.zero_()
+        plain = norm(states)
+        norm.weight.fill_(0.002)
+        stretched = norm(states)
+    assert stretched.dtype == torch.bfloat16
+    assert (stretched.float().abs().sum() / plain.float().abs().sum()).item() == pytest.approx(1.002, rel=2e-4)
+
+
+def test_embeddings_are_scaled_in_the_precision_of_the_weights() -> None:
+    made = GPT(replace(GPT2, hidden_size=12, scale_embeddings=True), ParallelMesh(), dtype=torch.bfloat16)
+    initialize(made, 1)
+    made.embedding.position.data.zero_()
+    batch = micro_batch(documents=False)
+    words = made.embedding.word.weight[batch.tokens.t()]
+    scale = torch.tensor(math.sqrt(12), dtype=torch.bfloat16)
+    assert scale.item() != math.sqrt(12)
+    assert torch.equal(made.embedding(batch.tokens, batch.positions, batch.key), words * scale)
 
 
 def test_recompute_spans() -> None:

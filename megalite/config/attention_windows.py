@@ -1,0 +1,64 @@
+"""Which layers see a sliding window alone, as Megatron-LM's --window-size and --window-attn-skip-freq say."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+
+from megalite.errors import ConfigurationError
+
+
+def keys_before(window_size: str | None, skip_freq: str | None, layers: int) -> Sequence[int | None]:
+    """How many keys before its own a token of each layer sees; None: all.
+
+    Raises ConfigurationError where a flag cannot be read, or tells of another number of layers.
+    """
+    if window_size is None:
+        return [None] * layers
+    found = re.fullmatch(r"\(?\s*(\d+)\s*,\s*0\s*\)?", window_size)
+    if found is None:
+        raise ConfigurationError(
+            f"--window-size {window_size!r}: expected LEFT,0, the keys before and after its own that a token sees"
+        )
+    return [int(found[1]) if windowed else None for windowed in _windowed(skip_freq, layers)]
+
+
+def _windowed(skip_freq: str | None, layers: int) -> Sequence[bool]:
+    if skip_freq is None:
+        return [True] * layers
+    if skip_freq.isdecimal() and int(skip_freq) > 1:
+        return [(layer + 1) % int(skip_freq) != 0 for layer in range(layers)]
+    try:
+        pattern = _list(ast.parse(skip_freq, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        pattern = []
+    if not pattern:
+        raise ConfigurationError(
+            f"--window-attn-skip-freq {skip_freq!r}: expected N, for one layer of N without the window, or a 1 (with) "
+            "or a 0 for each layer, like [1,1,0] or ([1]*2+[0])*4"
+        )
+    if len(pattern) != layers:
+        raise ConfigurationError(
+            f"--window-attn-skip-freq {skip_freq!r} tells of {len(pattern)} layers, --num-layers is {layers}"
+        )
+    return pattern
+
+
+def _list(node: ast.expr) -> list[bool]:
+    """The value of lists of 0 and 1 that are added, or repeated. Raises ValueError for anything else."""
+    match node:
+        case ast.List(elements):
+            return [_number(element, most=1) == 1 for element in elements]
+        case ast.BinOp(left, ast.Add(), right):
+            return _list(left) + _list(right)
+        case ast.BinOp(left, ast.Mult(), right):
+            return _list(left) * _number(right, most=10_000)
+    raise ValueError
+
+
+def _number(node: ast.expr, most: int) -> int:
+    match node:
+        case ast.Constant(int(value)) if 0 <= value <= most:
+            return value
+    raise ValueError
