@@ -179,7 +179,7 @@ def test_equal_shapes_do_not_hide_another_function(tmp_path: Path) -> None:
     assert "norm_epsilon: 1e-05 in the checkpoint, 1e-06 in this run" in str(caught.value)
     assert "squared_relu: False in the checkpoint, True in this run" in str(caught.value)
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.check_compatible(path, replace(MODEL, num_layers=MODEL.num_layers + 1))
+        checkpoint.check_compatible(path, saved, replace(MODEL, num_layers=MODEL.num_layers + 1))
     assert len(str(caught.value).splitlines()) == 2
     rotary = replace(MODEL, position_embedding_type="rope")
     path = save(tmp_path, *build(rotary))
@@ -221,12 +221,13 @@ def test_options_of_the_network_belong_to_the_function(
     model: ModelConfig, changes: dict[str, object], same: bool, tmp_path: Path
 ) -> None:
     path = save(tmp_path, *build(model))
-    checkpoint.check_compatible(path, model)
+    saved = checkpoint.read_config(path)
+    checkpoint.check_compatible(path, saved, model)
     if same:
-        checkpoint.check_compatible(path, replace(model, **changes))
+        checkpoint.check_compatible(path, saved, replace(model, **changes))
     else:
         with pytest.raises(CheckpointError, match=f"{next(iter(changes))}: "):
-            checkpoint.check_compatible(path, replace(model, **changes))
+            checkpoint.check_compatible(path, saved, replace(model, **changes))
 
 
 def test_a_box_missing_from_the_manifest_is_noticed(tmp_path: Path) -> None:
