@@ -92,8 +92,8 @@ def compare(directory: Path, pairs: int) -> dict[str, object]:
     def load_theirs() -> None:
         torch_checkpoint.load(tensors, checkpoint_id=theirs, no_dist=True)
 
-    behind, copy = directory / "asynchronous", torch.empty(size, dtype=torch.uint8)
-    flat = torch.zeros(size, dtype=torch.uint8)
+    behind, copy = directory / "asynchronous", torch.zeros(size, dtype=torch.uint8).fill_(0)
+    flat = torch.ones(size, dtype=torch.uint8)  # zeros that were never written are one page, over and over
     saver = checkpoint.Saver(behind, optimizer, checkpoint.Plan.alone(optimizer), asynchronous=True)
 
     def stall() -> float:
