@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,6 +16,9 @@ from tests.harness.rank_pool import RankPools
 
 hypothesis.settings.register_profile("megalite", deadline=None)  # no test asserts a time
 hypothesis.settings.load_profile("megalite")
+
+# A shell starts what it runs in the background deaf to Ctrl-C, and so would be every program that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

@@ -288,7 +288,7 @@ MUTANTS = (
         "megalite/parallel/randomness.py",
         "self.seed, self.sample, site.layer",
         "self.seed, 0, site.layer",
-        f"{_UNIT}model.py::test_dropout_differs_from_sample_to_sample[hidden_dropout]",
+        f"{_UNIT}model.py::test_dropout_differs_from_sample_to_sample[config0-hidden_dropout]",
     ),
     Mutant(
         "attention's dropout draws from a stream, which recomputation does not find again",
