@@ -14,6 +14,11 @@ import torch
 from megalite.parallel.sharding import Box
 
 
+def entry(tensor: str, box: Box) -> str:
+    """The name of a tensor's box, as in `model/norm@64`."""
+    return f"{tensor}@{','.join(map(str, box.offset))}"
+
+
 @dataclass(frozen=True)
 class Part:
     """A box of a global tensor."""
@@ -33,7 +38,7 @@ class Part:
     @property
     def entry(self) -> str:
         """What the box is called where a file names its boxes."""
-        return f"{self.name}@{','.join(map(str, self.box.offset))}"
+        return entry(self.name, self.box)
 
 
 @dataclass(frozen=True)

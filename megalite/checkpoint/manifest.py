@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from megalite.checkpoint.container import entry
 from megalite.checkpoint.damage import unreadable
 from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError, DamagedCheckpointError
@@ -76,7 +77,7 @@ class SavedBox:
     @property
     def entry(self) -> str:
         """What it is called."""
-        return f"{self.tensor}@{','.join(map(str, self.box.offset))}"
+        return entry(self.tensor, self.box)
 
     def blocks(self) -> Iterator[Block]:
         """In order."""

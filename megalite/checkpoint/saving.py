@@ -28,8 +28,7 @@ _ADVICE = "Checkpoints saved before are as they were. Free space, or give anothe
 
 
 class Saver:
-    """Saves the checkpoints of a run, one after the other. All its methods but `failed` and `busy` are for all ranks
-    together.
+    """Saves the checkpoints of a run, one after the other. `save`, `begin` and `advance` are for all ranks together.
 
     `save` is back once the checkpoint is on disk. Where it is `asynchronous` there are also `begin`, which is back once
     the state has been copied, and `advance`, to be called between steps until it gives the new checkpoint. All that
@@ -97,8 +96,10 @@ class Saver:
         self._save = _Save(attempt, training, config, doing, regions, work)
 
     def _regions(self) -> list[Region]:
-        regions = saved_regions(self._optimizer)
-        return [region for region in regions if self._state or region.part.name.startswith(MODEL)]
+        return [region for region in saved_regions(self._optimizer) if self._includes(region.part)]
+
+    def _includes(self, part: Part) -> bool:
+        return self._state or part.name.startswith(MODEL)
 
     def _do(self, work: Callable[[], Any]) -> Future[Any]:
         """Now, or in the background."""
@@ -168,7 +169,7 @@ class Saver:
         kinds: dict[str, tuple[tuple[int, ...], str]] = {}
         boxes: dict[str, list[SavedBox]] = {}
         for rank, numbers in enumerate(written):
-            parts = [part for part in self._plan.saved(rank) if self._state or part.name.startswith(MODEL)]
+            parts = [part for part in self._plan.saved(rank) if self._includes(part)]
             if numbers[0] != _digest(parts):
                 raise CheckpointError(f"rank {rank} has other tensors than its plan says: a defect, please report it")
             if not parts:
