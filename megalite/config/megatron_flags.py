@@ -82,7 +82,7 @@ ALREADY_SO: Mapping[str, str] = {
     ckpt-drop-redundant-extra-state no-save-tokenizer-assets disable-save-tokenizer-assets""",
     "a checkpoint of either --ckpt-format is loaded, and says itself which it is": "auto-detect-ckpt-format",
     "every step records its throughput and its peak memory": "log-throughput log-memory-to-tensorboard",
-    "nothing is reported to other services and no remote storage is used": "no-one-logger disable-msc",
+    "nothing is reported to other services, and object stores are reached by URLs": "no-one-logger disable-msc",
 }
 """What is so -> flags that ask for it, with =1 where the flag takes a value."""
 
