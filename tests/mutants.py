@@ -186,6 +186,20 @@ MUTANTS = (
         _network("gemma"),
     ),
     Mutant(
+        "layers with a window turn as the others do",
+        "megalite/model/attention.py",
+        "context.windowed_rotary if self.windowed else context.rotary",
+        "context.rotary",
+        _network("gemma 3"),
+    ),
+    Mutant(
+        "layers with a window and a base of their own are scaled as the others are",
+        "megalite/model/rotary.py",
+        "use_rope_scaling=False,",
+        "",
+        _network("llama 3.1, plain in windows"),
+    ),
+    Mutant(
         "linear scaling speeds the rotation up",
         "megalite/model/rotary.py",
         "else frequencies / factor",
