@@ -158,6 +158,13 @@ MUTANTS = (
         _network("gpt2, exact gelu"),
     ),
     Mutant(
+        "without fusion GELU stays in its tanh form",
+        "megalite/config/parse.py",
+        "model = replace(model, exact_gelu=True)",
+        "pass",
+        "tests/unit/test_config_megatron_flags.py::test_without_fusion_gelu_alone_is_exact",
+    ),
+    Mutant(
         "what the feed-forward layer puts out is not normalised",
         "megalite/model/block.py",
         "transformed = self.mlp_output_norm(transformed)",

@@ -97,7 +97,7 @@ class ModelConfig:
     squared_relu: bool = False
     """Feed-forward with the square of ReLU instead of GELU."""
     exact_gelu: bool = False
-    """GELU by the error function instead of its tanh form (which Megatron-LM's fused GELU has)."""
+    """GELU by the error function instead of its tanh form (Megatron-LM's has that where it is fused with a bias)."""
     add_bias_linear: bool = True
     """Biases in the linear layers (Megatron's --disable-bias-linear turns them off)."""
     add_qkv_bias: bool = False
