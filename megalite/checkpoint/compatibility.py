@@ -48,10 +48,12 @@ def _function(model: ModelConfig) -> dict[str, Any]:
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
     values["window_size"] = None if model.window_size is None else list(model.keys_before)
+    if model.window_size is None:
+        values["window_rotary_base"] = None
     del values["group_query_attention"], values["window_attn_skip_freq"]
     if not model.rotary:
-        rotary = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
-        values |= dict.fromkeys(rotary)
+        rotary = ("rotary_base", "rotary_percent", "window_rotary_base", "rotary_seq_len_interpolation_factor")
+        values |= dict.fromkeys([*rotary, "use_rope_scaling"])
     if not values["use_rope_scaling"]:
         values |= dict.fromkeys(name for name in values if name.startswith("rope_scaling_"))
     if model.position_embedding_type != "yarn":
