@@ -43,7 +43,7 @@ class FileWriter:
         for boxes in cut:
             parts = [Part(name, tensors[name].shape, tensors[name].dtype, box) for name, box in boxes]
             if parts:
-                self._begin(file_format.file.format(writer=len(self.outputs)), parts)
+                self._begin(file_format.file.format(writer=len(self.outputs), number=len(self.outputs) + 1), parts)
         self.by_tensor: dict[str, list[_Output]] = {}
         for output in (output for outputs in self.outputs.values() for output in outputs):
             self.by_tensor.setdefault(output.part.name, []).append(output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from megalite.checkpoint.formats import NATIVE, Format
 from megalite.checkpoint.manifest import Manifest, TrainingState, covers, logical_name
 from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.source import Kind, Source
+from megalite.checkpoint.source import Kind, Source, numbers_as_numbers
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 
@@ -37,8 +36,7 @@ def cut_evenly(tensors: Mapping[str, Kind], files: int) -> Cut:
 
 
 def _by_weight(name: str) -> tuple[list[str | int], str]:
-    parts = re.split(r"(\d+)", logical_name(name))
-    return [int(part) if part.isdecimal() else part for part in parts], name
+    return numbers_as_numbers(logical_name(name)), name
 
 
 def cut_by_weights(tensors: Mapping[str, Kind], weights: Iterable[Iterable[tuple[str, Box]]]) -> Cut:

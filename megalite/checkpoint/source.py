@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,3 +38,8 @@ class Source(Protocol):
 
         Raises CheckpointError where it cannot be read.
         """
+
+
+def numbers_as_numbers(name: str) -> list[str | int]:
+    """What to sort names by, so that `layers.10` comes behind `layers.9`."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
