@@ -6,29 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import torch
-from torch import Tensor
 
 from megalite.data.tokenizers import Tokenizer
 from megalite.errors import ConfigurationError
+from megalite.inference.network import Network, logits
 from megalite.inference.sampling import Sampling, sample
-from megalite.model.batch import MicroBatch
-from megalite.model.gpt import GPT
-from megalite.parallel.randomness import RandomKey
-from megalite.parallel.regions import gather_from_region
-
-
-@torch.no_grad()
-def next_token_logits(network: GPT, tokens: Sequence[int]) -> Tensor:
-    """The logits [vocabulary] of the token after `tokens`, whole on every tensor-parallel rank."""
-    ids = torch.tensor([tokens], device=network.mesh.device)
-    positions = torch.arange(len(tokens), device=network.mesh.device).unsqueeze(0)
-    prompt = MicroBatch(ids, positions, document_ids=None, labels=None, loss_mask=None, key=RandomKey(0, 0))
-    logits = network(None, prompt)[-1, 0]
-    return gather_from_region(logits, network.mesh.group("tp"))[: network.vocab_size]
 
 
 def generate(
-    network: GPT, prompt: Sequence[int], *, max_new_tokens: int, eod: int, sampling: Sampling
+    network: Network, prompt: Sequence[int], *, max_new_tokens: int, eod: int, sampling: Sampling
 ) -> Iterator[int]:
     """Yield new tokens until the end of a document, `max_new_tokens`, or the last position that the model has learnt;
     the same on every rank.
@@ -45,11 +31,10 @@ def generate(
                 f"the prompt has {len(prompt)} tokens, and the model has learnt {limit} positions: shorten it"
             )
         max_new_tokens = min(max_new_tokens, limit - len(prompt) + 1)  # the last one is not read again
-    network.eval()
     generator = torch.Generator().manual_seed(sampling.seed)
     tokens = list(prompt)
     for _ in range(max_new_tokens):
-        token = sample(next_token_logits(network, tokens), sampling, generator)
+        token = sample(logits(network, torch.tensor([tokens]))[0, -1], sampling, generator)
         if token == eod:
             return
         tokens.append(token)

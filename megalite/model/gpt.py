@@ -84,13 +84,16 @@ class GPT(nn.Module):
         The first stage takes None. The last one returns the sum of the micro-batch's token losses times their mask, or
         where it has no labels its logits [sequence, batch, padded vocabulary / tensor-parallel size].
         """
+        hidden = self.hidden_states(hidden, micro_batch)
+        return hidden if self.head is None else self._loss(self.head(hidden), micro_batch)
+
+    def hidden_states(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+        """As forward, up to what leaves the last layer of the stage."""
         if self.embedding is not None:
             hidden = self.embedding(micro_batch.tokens, micro_batch.positions, micro_batch.key)
         if hidden is None:
             raise ValueError("a stage without the embedding needs hidden states")
-        if len(self.layers):
-            hidden = self._run_layers(hidden, self._context(micro_batch))
-        return hidden if self.head is None else self._loss(self.head(hidden), micro_batch)
+        return self._run_layers(hidden, self._context(micro_batch)) if len(self.layers) else hidden
 
     def _loss(self, logits: Tensor, micro_batch: MicroBatch) -> Tensor:
         if micro_batch.labels is None or micro_batch.loss_mask is None:
