@@ -158,6 +158,13 @@ MUTANTS = (
         _network("gpt2, exact gelu"),
     ),
     Mutant(
+        "without fusion GELU stays in its tanh form",
+        "megalite/config/parse.py",
+        "model = replace(model, exact_gelu=True)",
+        "pass",
+        "tests/unit/test_config_megatron_flags.py::test_without_fusion_gelu_alone_is_exact",
+    ),
+    Mutant(
         "what the feed-forward layer puts out is not normalised",
         "megalite/model/block.py",
         "transformed = self.mlp_output_norm(transformed)",
@@ -184,6 +191,20 @@ MUTANTS = (
         "(layer + 1) % int",
         "layer % int",
         _network("gemma"),
+    ),
+    Mutant(
+        "layers with a window turn as the others do",
+        "megalite/model/attention.py",
+        "context.windowed_rotary if self.windowed else context.rotary",
+        "context.rotary",
+        _network("gemma 3"),
+    ),
+    Mutant(
+        "layers with a window and a base of their own are scaled as the others are",
+        "megalite/model/rotary.py",
+        "use_rope_scaling=False,",
+        "",
+        _network("llama 3.1, plain in windows"),
     ),
     Mutant(
         "linear scaling speeds the rotation up",

@@ -33,7 +33,7 @@ def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfi
 
     `config`: what the checkpoint in folder `path` has of the run that saved it, by section.
     """
-    saved, ours = _function(_model_config(path, config)), _function(model)
+    saved, ours = function_of(_model_config(path, config)), function_of(model)
     different = [name for name in ours if saved[name] != ours[name]]
     if different:
         lines = [f"  {name}: {saved[name]} in the checkpoint, {ours[name]} in this run" for name in different]
@@ -42,16 +42,18 @@ def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfi
         )
 
 
-def _function(model: ModelConfig) -> dict[str, Any]:
+def function_of(model: ModelConfig) -> dict[str, Any]:
     """The fields that decide what the network computes, by flag, as they come out after defaults."""
     values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in _NOT_THE_FUNCTION}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
     values["window_size"] = None if model.window_size is None else list(model.keys_before)
+    if model.window_size is None:
+        values["window_rotary_base"] = None
     del values["group_query_attention"], values["window_attn_skip_freq"]
     if not model.rotary:
-        rotary = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
-        values |= dict.fromkeys(rotary)
+        rotary = ("rotary_base", "rotary_percent", "window_rotary_base", "rotary_seq_len_interpolation_factor")
+        values |= dict.fromkeys([*rotary, "use_rope_scaling"])
     if not values["use_rope_scaling"]:
         values |= dict.fromkeys(name for name in values if name.startswith("rope_scaling_"))
     if model.position_embedding_type != "yarn":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from megalite.config import megatron_flags
 from megalite.config.cautions import cautions
 from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import without_idle_flags
 from megalite.config.yaml_file import Sections, missing_fields, nearest, read_sections
@@ -71,10 +72,18 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     if problems:
         raise ConfigurationError("\n".join(problems))
     config = _build(tokens, sections)
-    if megatron_flags.NO_POSITION_EMBEDDING in given and config.model.position_embedding_type == "learned_absolute":
-        config = replace(config, model=replace(config.model, position_embedding_type="none"))
-    config, idle = without_idle_flags(config)
+    config, idle = without_idle_flags(replace(config, model=_applied_last(config.model, given)))
     return ParsedArguments(config, (*notes, *idle, *cautions(config)))
+
+
+def _applied_last(model: ModelConfig, given: Collection[str]) -> ModelConfig:
+    """`model` after the flags that change it as far as no other flag does."""
+    if megatron_flags.NO_POSITION_EMBEDDING in given and model.position_embedding_type == "learned_absolute":
+        model = replace(model, position_embedding_type="none")
+    other = model.swiglu or model.squared_relu or "openai-gelu" in given or "no-exact-gelu" in given
+    if megatron_flags.NO_BIAS_GELU_FUSION in given and not other:
+        model = replace(model, exact_gelu=True)
+    return model
 
 
 def _takes_saved_fields(sections: Sections, given: Mapping[str, Sequence[str]]) -> bool:
@@ -108,7 +117,8 @@ def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:
     """What a flag means: arguments for tyro, or a note that it changes nothing."""
     if not flag:
         raise ConfigurationError(f"{' '.join(values)!r} stands before any flag")
-    if flag in megatron_flags.SHORTHANDS or flag == megatron_flags.NO_POSITION_EMBEDDING:
+    last = megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.NO_BIAS_GELU_FUSION
+    if flag in megatron_flags.SHORTHANDS or flag in last:
         return [*megatron_flags.SHORTHANDS.get(flag, ()), *_none(flag, values)], None
     flag = megatron_flags.ALIASES.get(flag, flag)
     places = fields_by_name()

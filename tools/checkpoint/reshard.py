@@ -61,7 +61,7 @@ def main() -> None:
     from megalite.checkpoint import FORMATS, directory, open_directory
     from megalite.checkpoint.plan import MODEL
     from megalite.checkpoint.progress import show_progress
-    from megalite.checkpoint.reader import CheckpointReader, size_in_bytes
+    from megalite.checkpoint.reader import CheckpointReader
     from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, reshard
     from megalite.errors import ConfigurationError
 
@@ -71,17 +71,13 @@ def main() -> None:
     if arguments.workers < 1 or (arguments.files is not None and arguments.files < 1):
         raise ConfigurationError("--files and --workers are 1 or more")
     reader = CheckpointReader(directory.resolve(open_directory(arguments.load)))
-    tensors = {
-        name: tensor
-        for name, tensor in reader.manifest.tensors.items()
-        if arguments.optimizer or name.startswith(MODEL)
-    }
+    tensors = {name: kind for name, kind in reader.tensors.items() if arguments.optimizer or name.startswith(MODEL)}
     cut = (
         cut_evenly(tensors, arguments.files or 1)
         if layout is None
         else cut_by_weights(tensors, weights_of_ranks(reader.path, layout))
     )
-    size = sum(map(size_in_bytes, tensors.values()))
+    size = sum(kind.size for kind in tensors.values())
     with show_progress("resharding", size) as advance:
         file_format = FORMATS[arguments.ckpt_format]
         written = reshard(reader, Path(arguments.save), cut, arguments.workers, advance, file_format)
