@@ -1,6 +1,6 @@
 """A model that is split over tensor- and pipeline-parallel ranks, to be run forward.
 
-    check_layout(config, tensor_parallel_size, pipeline_parallel_size)    # before anything is started
+    choose_layout(config, world_size, tensor_parallel_size, pipeline_parallel_size)   # before ranks are joined
     network = make_network(config, mesh, dtype)                           # its values not yet set; or loading.py
     logits(network, tokens)                                               # [batch, sequence, vocabulary]
     score_tokens(network, tokens).log_probabilities                       # [batch, sequence - 1]
@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, ParallelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.errors import ConfigurationError
 from megalite.model.batch import MicroBatch
+from megalite.model.cache import KeyValueCache
 from megalite.model.gpt import GPT, make_chunks
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending, done
@@ -43,7 +44,7 @@ class Network:
         self.mesh, self.config, self.vocab_size = stage.mesh, stage.config, stage.vocab_size
         self._sent: Pending = done(torch.empty(0))
 
-    def run(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def run(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """[batch, sequence] tokens to the hidden states [sequence, batch, hidden] that leave this rank's stage.
 
         Returns once they are under way to the next one, so that it works on them while this one goes on.
@@ -55,7 +56,7 @@ class Network:
             arriving = torch.empty(shape, dtype=self.stage.dtype, device=self.mesh.device)
             hidden = self.links.receive(arriving, rank - 1).wait(f"stage {rank} waited for hidden states")
         batch = MicroBatch(tokens, positions, document_ids=None, labels=None, loss_mask=None, key=RandomKey(0, 0))
-        hidden = self.stage.hidden_states(hidden, batch)
+        hidden = self.stage.hidden_states(hidden, batch, cache)
         if self.stage.head is None:
             self._sent.wait(f"stage {rank} waited until its hidden states had arrived")
             self._sent = self.links.send(hidden.contiguous(), rank + 1)
@@ -63,7 +64,25 @@ class Network:
 
     def share(self, values: Tensor) -> Tensor:
         """What the last stage has, on every rank of the pipeline; the others give zeros."""
-        return collectives.all_reduce_(values, self.mesh.group("pp"))
+        return collectives.all_reduce_(values.contiguous(), self.mesh.group("pp"))
+
+
+def choose_layout(
+    config: ModelConfig, world_size: int, tensor_parallel_size: int | None, pipeline_parallel_size: int
+) -> ParallelConfig:
+    """The layout of one copy of the model on all ranks; without a tensor-parallel size it takes all ranks of a stage.
+
+    Raises ConfigurationError where the ranks or the model do not divide so.
+    """
+    pp = pipeline_parallel_size
+    tp = tensor_parallel_size if tensor_parallel_size is not None else max(world_size // max(pp, 1), 1)
+    if tp < 1 or pp < 1 or tp * pp != world_size:
+        raise ConfigurationError(
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} is not the number of ranks, "
+            f"{world_size}: start {max(tp * pp, 1)} (torchrun --nproc-per-node), or choose other sizes"
+        )
+    check_layout(config, tp, pp)
+    return ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
 
 
 def check_layout(config: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.inference_run import scored, whole_weights
+from megalite.inference.sampling import Sampling
+from tests.distributed.inference_run import cached, generated, scored, whole_weights
 from tests.distributed.layout_cell import SEQUENCE, VOCABULARIES, Cell, oracle
 from tests.distributed.layout_expected import on_ranks, one_thread
 from tests.harness.rank_pool import RankPools
@@ -26,9 +30,56 @@ def laid_out(layout: str) -> list[Cell]:
 
 
 @pytest.fixture(autouse=True)
-def small_tensors() -> None:
+def small_tensors() -> Iterator[None]:
     with one_thread():
         yield
+
+
+ROWS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [8, 9, 7, 9], [3, 2, 3, 8, 4, 6, 2], [6, 4]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_see_those_before_them_in_the_cache(layout: str, rank_pools: RankPools) -> None:
+    cells = laid_out(layout)
+    for chunk in (512, 2):
+        ranks = on_ranks(rank_pools, cells[0].world_size, cached, cells, ROWS, chunk)
+        for number, cell in enumerate(cells):
+            weights = whole_weights(cell)
+            for row, tokens in enumerate(ROWS):
+                expected = next_logits(cell, weights, tokens)[len(tokens) // 2 - 1 :]
+                for found in ranks:
+                    close(torch.stack(found[number][row]), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
+def test_greedy_text_is_the_oracles(layout: str, batch_size: int, rank_pools: RankPools) -> None:
+    cells = laid_out(layout)
+    eod, most = 7, 6
+    arguments = {"max_new_tokens": most, "eod": eod, "sampling": Sampling(temperature=0.0)}
+    ranks = on_ranks(
+        rank_pools, cells[0].world_size, functools.partial(generated, **arguments), cells, ROWS, batch_size
+    )
+    for number, cell in enumerate(cells):
+        weights = whole_weights(cell)
+        for found in ranks:
+            for row, prompt in enumerate(ROWS):
+                tokens, finish = list(prompt), "length"
+                for _ in range(most if cell.family != "gpt2" else min(most, SEQUENCE + 2 - len(prompt))):
+                    token = int(next_logits(cell, weights, tokens)[-1].argmax())
+                    if token == eod:
+                        finish = "stop"
+                        break
+                    tokens.append(token)
+                events = [event for index, event in found[number] if index == row]
+                assert events == [*tokens[len(prompt) :], finish], (cell, row)
+
+
+def next_logits(cell: Cell, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
+    """[sequence, vocabulary] of the token after each."""
+    ids = torch.tensor([tokens])
+    logits = oracle(cell).logits(weights, ids, torch.arange(len(tokens))[None])
+    return logits[0, :, : VOCABULARIES[cell.vocabulary][0]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
