@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.training.failure import run_main
+from megalite.training.place import place_from_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from megalite.config import ModelConfig, ParallelConfig
     from megalite.data.tokenizers import Tokenizer
     from megalite.inference.documents import Documents
+    from megalite.inference.lm_eval_tasks import Tasks
     from megalite.inference.network import Network
     from megalite.inference.perplexity import Figures
 
@@ -73,20 +75,22 @@ def main() -> int:
     """Read what is to be predicted, load the newest checkpoint, evaluate, and show tables."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     check(arguments)
+    place = place_from_environment()
+    if place.rank or not sys.stderr.isatty():
+        quiet_libraries()
 
     from megalite import checkpoint
     from megalite.checkpoint.directory import resolve
     from megalite.config import ParallelConfig
     from megalite.inference.loading import load_network, load_tokenizer
     from megalite.training.launch import join, leave
-    from megalite.training.place import place_from_environment
 
-    place, path = place_from_environment(), resolve(checkpoint.open_directory(arguments.load))
+    path = resolve(checkpoint.open_directory(arguments.load))
     parallel = ParallelConfig(arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size)
     check_layout(parallel, checkpoint.read_model_config(path), place.world_size)
     length, stride = lengths(arguments, path)
     tokenizer = load_tokenizer(path, arguments.tokenizer_model)
-    documents, tasks = read_documents(arguments, tokenizer), load_tasks(arguments, place.rank)
+    documents, tasks = read_documents(arguments, tokenizer), load_tasks(arguments)
     mesh = join(parallel, place, repr(arguments))
     network = load_network(path, mesh)
     results: dict[str, Any] = {"checkpoint": str(path), "seq_length": length, "stride": stride}
@@ -95,7 +99,7 @@ def main() -> int:
         results["data"] = [each.to_json() for each in figures]
         if mesh.rank == 0:
             print(table(figures))
-    if tasks:
+    if tasks is not None:
         results["tasks"] = run_tasks(arguments, network, tokenizer, tasks, length)
     if arguments.output is not None and mesh.rank == 0:
         text = json.dumps(results, indent=2, default=str) + "\n"
@@ -203,19 +207,22 @@ def table(figures: Sequence[Figures]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def load_tasks(arguments: Arguments, rank: int) -> list[Any]:
+def load_tasks(arguments: Arguments) -> Tasks | None:
     """What --tasks names, with its data. Raises ConfigurationError or DataError."""
     if not arguments.tasks:
-        return []
-    if rank or not sys.stderr.isatty():  # the libraries' own bars; they look while they are imported
-        os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+        return None
     from megalite.inference import lm_eval_tasks
 
     return lm_eval_tasks.load_tasks(arguments.tasks, arguments.include_path)
 
 
+def quiet_libraries() -> None:
+    """Without bars of their own. They look when they are imported, which torch begins."""
+    os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+
+
 def run_tasks(
-    arguments: Arguments, network: Network, tokenizer: Tokenizer, tasks: list[Any], length: int
+    arguments: Arguments, network: Network, tokenizer: Tokenizer, tasks: Tasks, length: int
 ) -> dict[str, Any]:
     """lm_eval's results, shown on one rank."""
     from megalite.inference import lm_eval_tasks

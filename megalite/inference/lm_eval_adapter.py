@@ -10,6 +10,7 @@ here. It gives the results on the first rank of each machine, and None on the ot
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +22,7 @@ import numpy as np
 from megalite.data.tokenizers import Tokenizer
 from megalite.errors import ConfigurationError, DataError
 from megalite.inference.documents import beginning_of_documents, context_of_documents
-from megalite.inference.generation import generate, stream_text
+from megalite.inference.generation import generate
 from megalite.inference.network import Network
 from megalite.inference.sampling import Sampling
 from megalite.inference.scoring import Score, score_windows
@@ -116,32 +117,56 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
         """What the model writes after each context, up to the first of the texts that end it, or the end of a
         document."""
         self._check_agreement(requests)
-        written = []
+        alike: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        written: dict[int, str] = {}
         with self._show(len(requests), "requests") as advance:
-            for number, request in enumerate(requests):
-                written.append(self._write(*request.args, number))
-                advance(1)
-        return written
+            for numbers in alike.values():
+                contexts = [requests[number].args[0] for number in numbers]
+                texts = self._write(contexts, requests[numbers[0]].args[1], advance)
+                written |= zip(numbers, texts, strict=True)
+        return [written[number] for number in range(len(requests))]
 
-    def _write(self, context: str, options: dict[str, Any], number: int) -> str:
+    def _write(self, contexts: Sequence[str], options: dict[str, Any], advance: Callable[[int], None]) -> list[str]:
         wanted = dict(normalize_gen_kwargs(options))
         stops = [stop for stop in wanted.pop("until") if stop]
-        tokens, sampling = wanted.pop("max_gen_toks"), _sampling(wanted, number)
+        tokens, sampling = wanted.pop("max_gen_toks"), _sampling(wanted)
         if tokens >= self.max_length:
             raise ConfigurationError(
                 f"a task lets the model write {tokens} tokens (max_gen_toks), which leaves no room for its prompt "
                 f"among {self.max_length}: give a larger --seq-length"
             )
-        prompt = self.tok_encode(context)[tokens - self.max_length :] or self._context
-        new = generate(self.network, prompt, max_new_tokens=tokens, eod=self.eot_token_id, sampling=sampling)
-        parts = stream_text(self._tokenizer, prompt, new)
-        next(parts)  # the prompt's own
-        text = ""
-        for part in parts:
-            text += part
-            if ends := [place for stop in stops if (place := text.find(stop)) >= 0]:
-                return text[: min(ends)]
-        return text
+        # What is drawn for a prompt depends on its number: then each copy of the model writes all of them.
+        mesh = self.network.mesh
+        copies, own = (1, 0) if sampling.temperature else (mesh.size("dp"), mesh.coordinate("dp"))
+        prompts = [self.tok_encode(context)[tokens - self.max_length :] or self._context for context in contexts]
+        prompts = prompts[own::copies]
+        texts, begins = [""] * len(prompts), [len(self._tokenizer.decode(prompt)) for prompt in prompts]
+
+        def ended(index: int, tokens: Sequence[int]) -> bool:
+            text = self._tokenizer.decode(tokens)[begins[index] :]
+            ends = [place for stop in stops if (place := text.find(stop)) >= 0]
+            texts[index] = text[: min(ends)] if ends else text
+            return bool(ends)
+
+        for _, event in generate(
+            self.network,
+            prompts,
+            max_new_tokens=tokens,
+            eod=self.eot_token_id,
+            sampling=sampling,
+            batch_size=self.micro_batch_size,
+            stop=ended,
+        ):
+            if isinstance(event, str):
+                advance(1)
+        if copies == 1:
+            return texts
+        shares = collectives.all_gather_text(json.dumps(texts), mesh.group("dp"), mesh.device)
+        every = [json.loads(share) for share in shares]
+        advance(len(contexts) - len(texts))
+        return [every[number % copies][number // copies] for number in range(len(contexts))]
 
     def _scores(self, windows: Sequence[Window]) -> list[Score]:
         with self._show(sum(window.counted for window in windows), "tokens") as advance:
@@ -159,10 +184,10 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
             )
 
 
-def _sampling(options: dict[str, Any], number: int) -> Sampling:
-    """How tokens are chosen. `number`: of the request, so that copies of one differ where tokens are drawn."""
+def _sampling(options: dict[str, Any]) -> Sampling:
+    """How a task's options, but for what they say of length and end, choose tokens."""
     sampled = options.pop("do_sample")
     known = {name: options.pop(name) for name in ("temperature", "top_k", "top_p") if name in options}
     if options:
         raise ConfigurationError(f"a task generates with {', '.join(options)}, which megalite has not")
-    return Sampling(**known, seed=1234 + number) if sampled else Sampling(temperature=0.0)
+    return Sampling(**known) if sampled else Sampling(temperature=0.0)

@@ -5,17 +5,29 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megalite.errors import ConfigurationError, DataError
 from megalite.inference.lm_eval_adapter import MegaliteLM
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
 
 KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
 """What of lm_eval's results a file keeps."""
 
 
-def load_tasks(names: Sequence[str], include_path: str | None) -> list[Any]:
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks and groups, loaded, and what knows where they come from."""
+
+    manager: TaskManager
+    loaded: list[Any]
+
+
+def load_tasks(names: Sequence[str], include_path: str | None) -> Tasks:
     """The tasks and groups of these names, or patterns, with their data.
 
     `include_path`: a folder of one's own tasks. Where all are there, lm_eval's own 14,000, whose descriptions take
@@ -41,12 +53,10 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> list[Any]:
         raise DataError(f"--tasks {', '.join(chosen)} cannot be loaded: {type(error).__name__}: {error}") from error
     groups = {name: group for name, group in loaded.get("groups", {}).items() if name in chosen}
     grouped = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
-    return [*groups.values(), *(task for name, task in loaded["tasks"].items() if name not in grouped)]
+    return Tasks(manager, [*groups.values(), *(task for name, task in loaded["tasks"].items() if name not in grouped)])
 
 
-def evaluate_tasks(
-    model: MegaliteLM, tasks: list[Any], *, num_fewshot: int | None, limit: float | None
-) -> dict[str, Any]:
+def evaluate_tasks(model: MegaliteLM, tasks: Tasks, *, num_fewshot: int | None, limit: float | None) -> dict[str, Any]:
     """lm_eval's results for tasks that were loaded, without the samples; on ranks other than the first of a machine
     there are none.
 
@@ -58,7 +68,8 @@ def evaluate_tasks(
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     results = simple_evaluate(
         model=model,
-        tasks=tasks,
+        tasks=tasks.loaded,
+        task_manager=tasks.manager,
         num_fewshot=num_fewshot,
         limit=limit,
         batch_size=model.micro_batch_size,
