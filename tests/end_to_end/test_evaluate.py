@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.distributed.layout_expected import one_thread
+from tests.end_to_end.bytes_by_oracle import LLAMA, log_probabilities
 from tests.end_to_end.runs import BYTES, EVALUATE, GPT2, Run, ended, saved_weights, words
 from tests.harness.close import assert_number_close
 from tests.harness.job import Job
 from tests.harness.tool import run_tool
-from tests.oracle import Oracle, Weights
+from tests.oracle import Oracle
 
-LLAMA = Oracle(normalization="RMSNorm", activation="swiglu", position_embedding_type="rope")
 DOCUMENTS = ("naïve café ☕, of several windows", "short", "", "some twenty characters", "x")
-EOD = 256
 TRAINED = 16  # the run's --seq-length
 
 
@@ -39,20 +37,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_tensors() -> Iterator[None]:
     with one_thread():
         yield
-
-
-def log_probabilities(oracle: Oracle, weights: Weights, text: str, length: int, stride: int) -> list[float]:
-    """Of each byte of a document, after the end of the one before and as much as its window has."""
-    tokens, found, read_to = [EOD, *text.encode()], [], 0
-    for place in range(1, len(tokens)):
-        windows = max(math.ceil((place - length) / stride), 0)  # before the one that predicts it
-        end = min(length + windows * stride, len(tokens) - 1)  # of what that one reads
-        begin = max(end - length, 0)
-        if end > read_to:
-            read, read_to = torch.tensor([tokens[begin:end]]), end
-            scores = oracle.logits(weights, read, torch.arange(read.shape[1])[None])[0, :, :257].log_softmax(-1)
-        found.append(scores[place - 1 - begin, tokens[place]].item())
-    return found
 
 
 def assert_oracles(figures: dict[str, Any], oracle: Oracle, run: Path, length: int, stride: int) -> None:

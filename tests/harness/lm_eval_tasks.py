@@ -22,6 +22,7 @@ PROMPTS: Sequence[Mapping[str, Any]] = (
     {"prompt": "def main(", "answer": ""},
     {"prompt": "", "answer": ""},
     {"prompt": "from a to z, from one to a hundred", "answer": ""},
+    {"prompt": "# Title", "answer": ""},
 )
 STOP = "e"
 MAX_NEW_TOKENS = 12

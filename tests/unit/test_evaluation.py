@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +28,12 @@ from megalite.inference.documents import (
     read_token_files,
 )
 from megalite.inference.perplexity import Figures, together
+from megalite.inference.scoring import score_windows
 from megalite.inference.windows import Window, batches, sliding_windows
+from megalite.parallel.mesh import ParallelMesh
+from tests.distributed.inference_run import initialized_network, whole_weights
+from tests.distributed.layout_cell import Cell, oracle
+from tests.harness.close import assert_number_close
 from tests.harness.tool import run_tool
 
 BYTES = ByteTokenizer()
@@ -68,6 +74,29 @@ def test_batches_hold_every_window_once_alike_ones_together(lengths: list[int], 
     order = [number for batch in found for number in batch]
     assert sorted(order) == list(range(len(lengths)))
     assert [lengths[number] for number in order] == sorted(lengths, reverse=True)
+
+
+def test_scores_are_the_oracles_of_what_counts() -> None:
+    cell = Cell("llama")
+    weights, network = whole_weights(cell), initialized_network(ParallelMesh(), cell)
+
+    def likeliest(tokens: list[int]) -> int:
+        positions = torch.arange(len(tokens))[None]
+        return int(oracle(cell).logits(weights, torch.tensor([tokens]), positions)[0, -1].argmax())
+
+    text = [3, 1, 4]
+    for _ in range(5):
+        text.append(likeliest(text))
+    wrong = [*text[:-1], (text[-1] + 1) % 10]
+    windows = [
+        Window(np.array(tokens), counted) for tokens, counted in ((text, 5), (text, 7), (wrong, 5), (wrong[1:], 1))
+    ]
+    scores = score_windows(network, windows, 2)
+    assert [score.greedy for score in scores] == [True, False, False, False]
+    logits = oracle(cell).logits(weights, torch.tensor([wrong]), torch.arange(8)[None])[0].log_softmax(-1)
+    expected = sum(logits[place - 1, wrong[place]].item() for place in range(3, 8))
+    assert_number_close(scores[2].log_probability, expected)
+    assert score_windows(network, [], 2) == []
 
 
 # ---------------------------------------------------------------------------------------------------- documents
