@@ -33,8 +33,8 @@ try:
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
-except ModuleNotFoundError as error:
-    raise ConfigurationError(f"tasks are those of lm_eval ({error}): pip install lm_eval") from error
+except ImportError as error:
+    raise ConfigurationError(f"tasks need lm_eval, 0.4.12 or later ({error}): pip install lm_eval") from error
 
 TokenRequest = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation, as texts and then as tokens."""
