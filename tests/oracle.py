@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,7 @@ class Oracle:
     parallel_residual: bool = False  # attention and feed-forward both read the layer's input
     position_embedding_type: str = "learned_absolute"  # rope, yarn or none
     rotary_base: float = 10000.0
+    window_rotary_base: float | None = None  # of layers with a window, which then know of no scaling
     rotary_percent: float = 1.0
     interpolation: float = 1.0  # rotary angles are divided by it
     use_rope_scaling: bool = False  # Llama 3's
@@ -75,9 +76,17 @@ class Oracle:
         for layer, window in zip(range(layers), self.windows or [None] * layers, strict=True):
             apart = torch.arange(sequence)[:, None] - torch.arange(sequence)
             near = visible if window is None else visible & (apart < window)
-            hidden = self.block(weights, f"layers.{layer}.", hidden, positions, near)
+            model = (
+                self if window is None or self.window_rotary_base is None else self.in_windows(self.window_rotary_base)
+            )
+            hidden = model.block(weights, f"layers.{layer}.", hidden, positions, near)
         hidden = self.norm(weights, "final_norm", hidden)
         return capped(F.linear(hidden, weights.get("output", weights["embedding.word"])), self.logit_cap)
+
+    def in_windows(self, rotary_base: float) -> Oracle:
+        """What layers with a window see, where these have a rotary base of their own."""
+        plain = {"position_embedding_type": "rope", "interpolation": 1.0, "use_rope_scaling": False}
+        return replace(self, rotary_base=rotary_base, **plain)
 
     def block(self, weights: Weights, layer: str, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """One layer; hidden `[batch, sequence, hidden]`, visible `[batch, 1, sequence, sequence]`."""

@@ -73,7 +73,7 @@ def main() -> int:
     from megalite.inference.generation import check_prompts, generate
     from megalite.inference.loading import load_network, load_tokenizer
     from megalite.inference.network import choose_layout
-    from megalite.inference.prompts import encode_prompt, read_prompts, share_prompts
+    from megalite.inference.prompts import encode_prompt, of_rank_0, read_prompts
     from megalite.inference.text import in_order
     from megalite.training.launch import join, leave
     from megalite.training.place import place_from_environment
@@ -84,12 +84,14 @@ def main() -> int:
         model, place.world_size, arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     )
     tokenizer = load_tokenizer(path, arguments.tokenizer_model)
-    prompts: list[list[int]] = []
-    if place.rank == 0:  # which alone may have the file, and standard input whole
+    mesh = join(layout, place, repr(arguments))
+
+    def read() -> list[list[int]]:
         prompts = [encode_prompt(tokenizer, text) for text in read_prompts(arguments.prompt, arguments.prompts)]
         check_prompts(model, prompts)
-    mesh = join(layout, place, repr(arguments))
-    prompts = share_prompts(prompts, mesh)
+        return prompts
+
+    prompts = of_rank_0(mesh, read)
     events = generate(
         load_network(path, mesh),
         prompts,
@@ -112,11 +114,15 @@ def main() -> int:
 def show(pieces: Iterable[Piece], count: int) -> None:
     """Stream texts to the terminal, each under a line with its number if there are several."""
     begun = -1
-    for piece in pieces:
-        if count > 1 and piece.index > begun:
-            print(f"==> {piece.index + 1} of {count} <==")
-            begun = piece.index
-        print(piece.text, end="" if piece.finish is None else "\n", flush=True)
+    try:
+        for piece in pieces:
+            if count > 1 and piece.index > begun:
+                print(f"==> {piece.index + 1} of {count} <==")
+                begun = piece.index
+            print(piece.text, end="" if piece.finish is None else "\n", flush=True)
+    except KeyboardInterrupt:
+        print()  # what is said of it stands on a line of its own
+        raise
 
 
 def write(pieces: Iterable[Piece], output: str) -> None:

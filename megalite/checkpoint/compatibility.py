@@ -17,10 +17,11 @@ _NOT_THE_FUNCTION = {"init_method_std", "hidden_dropout", "attention_dropout", "
 
 def read_model_config(path: AnyPath) -> ModelConfig:
     """The network that the checkpoint in folder `path` is of. Raises CheckpointError where this program lacks it."""
-    return _model_config(path, read_config(path))
+    return model_config(path, read_config(path))
 
 
-def _model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
+def model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
+    """The same, from what the checkpoint has of the run that saved it, by section."""
     saved = config["model"]
     unknown = sorted(set(saved) - {field.name for field in fields(ModelConfig)})
     if unknown:
@@ -33,25 +34,32 @@ def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfi
 
     `config`: what the checkpoint in folder `path` has of the run that saved it, by section.
     """
-    saved, ours = _function(_model_config(path, config)), _function(model)
-    different = [name for name in ours if saved[name] != ours[name]]
+    check_same_function(str(path), model_config(path, config), model)
+
+
+def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> None:
+    """Raise CheckpointError, listing each difference, where the network of `what` is not this run's `model`."""
+    theirs, ours = function_of(saved), function_of(model)
+    different = [name for name in ours if theirs[name] != ours[name]]
     if different:
-        lines = [f"  {name}: {saved[name]} in the checkpoint, {ours[name]} in this run" for name in different]
+        lines = [f"  {name}: {theirs[name]} in the checkpoint, {ours[name]} in this run" for name in different]
         raise CheckpointError(
-            "\n".join([f"{path} is of another model; give the flags it was trained with, or load another:", *lines])
+            "\n".join([f"{what} is of another model; give the flags it was trained with, or load another:", *lines])
         )
 
 
-def _function(model: ModelConfig) -> dict[str, Any]:
+def function_of(model: ModelConfig) -> dict[str, Any]:
     """The fields that decide what the network computes, by flag, as they come out after defaults."""
     values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in _NOT_THE_FUNCTION}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
     values["window_size"] = None if model.window_size is None else list(model.keys_before)
+    if model.window_size is None:
+        values["window_rotary_base"] = None
     del values["group_query_attention"], values["window_attn_skip_freq"]
     if not model.rotary:
-        rotary = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
-        values |= dict.fromkeys(rotary)
+        rotary = ("rotary_base", "rotary_percent", "window_rotary_base", "rotary_seq_len_interpolation_factor")
+        values |= dict.fromkeys([*rotary, "use_rope_scaling"])
     if not values["use_rope_scaling"]:
         values |= dict.fromkeys(name for name in values if name.startswith("rope_scaling_"))
     if model.position_embedding_type != "yarn":

@@ -20,22 +20,22 @@ class Format:
     """A file format for boxes."""
 
     file: str
-    """The name of a writer's file, with {writer} for its number."""
+    """The name of a writer's file, with {writer} for its number, or {number} for that counted from 1."""
     places: Callable[[Sequence[Part]], list[Place]]
     """Where the parts of a file stand, in their order."""
     index: Callable[[Placed], Mapping[str, bytes]]
     """Files that others need to read these, by name; megalite reads none of them."""
 
 
-def safetensors_places(parts: Sequence[Part]) -> list[Place]:
+def safetensors_places(parts: Sequence[Part], named: Callable[[Part], str] = lambda part: part.entry) -> list[Place]:
     """Where parts stand in a safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of header length, a
-    JSON header, then the tensors' bytes."""
+    JSON header, then the tensors' bytes. `named`: what a part is called there."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for part in parts:
         start, end = end, end + part.size
         dtype = _SAFETENSORS_DTYPES[part.dtype]
-        fields[part.entry] = {"dtype": dtype, "shape": list(part.box.size), "data_offsets": [start, end]}
+        fields[named(part)] = {"dtype": dtype, "shape": list(part.box.size), "data_offsets": [start, end]}
     header = json.dumps(fields).encode()
     header += b" " * (-len(header) % 8)  # so that the tensors' bytes are aligned
     before = len(header).to_bytes(8, "little") + header

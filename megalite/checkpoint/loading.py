@@ -11,8 +11,18 @@ from torch import nn
 from megalite.checkpoint.agreement import all_gather_text, check_all_see, together
 from megalite.checkpoint.container import Part
 from megalite.checkpoint.fetching import Dealt, Target, deal, fetch, needed_blocks
-from megalite.checkpoint.manifest import Block, Manifest, SavedBox, TrainingState, covers, dtype_name, read_manifest
+from megalite.checkpoint.manifest import (
+    Block,
+    Manifest,
+    SavedBox,
+    TrainingState,
+    covers,
+    dtype_name,
+    logical_name,
+    read_manifest,
+)
 from megalite.checkpoint.plan import MASTER, MODEL, OPTIMIZER, Plan, Region, boxes, held_regions, held_slices
+from megalite.checkpoint.source import Source
 from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
@@ -87,6 +97,34 @@ def load(
         optimizer.begin_parameter_gather()
         optimizer.finish_parameter_gather()
     return manifest.training
+
+
+def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimizer | None, mesh: ParallelMesh) -> None:
+    """Set the weights from the logical tensors of a source, cast to what they are here; the optimizer begins anew.
+
+    Every rank calls it. Padding becomes zero. Raises CheckpointError, the same on every rank, where `what` cannot be
+    read, or is not of this model.
+    """
+    if optimizer is not None:
+        optimizer.finish_parameter_gather()
+    for parameter, _ in named_pieces(module):
+        parameter.allocate()
+    held = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER))]
+    with together(mesh, f"loading {what}"):
+        problems = dict.fromkeys(
+            f"{name} {list(region.part.shape)} is not in it"
+            for region in held
+            if (kind := source.tensors.get(name := logical_name(region.part.name))) is None
+            or kind.shape != region.part.shape
+        )
+        if problems:
+            raise CheckpointError(f"it is of another model:\n{_listed(list(problems))}")
+        _zero_the_rest(module, optimizer, state=False)
+        for region in held:
+            source.fill(logical_name(region.part.name), region.part.box, region.values)
+    if optimizer is not None:
+        optimizer.begin_parameter_gather()
+        optimizer.finish_parameter_gather()
 
 
 def _source(manifest: Manifest, part: Part, state: bool, casts: bool) -> str | None:

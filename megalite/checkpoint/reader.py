@@ -13,6 +13,7 @@ from megalite.checkpoint.box_file import bytes_of, checksum_of, open_to_read
 from megalite.checkpoint.damage import Damage
 from megalite.checkpoint.fetching import Target, needed_blocks, put, read_block
 from megalite.checkpoint.manifest import Block, SavedBox, SavedTensor, covers, read_manifest
+from megalite.checkpoint.source import Kind
 from megalite.checkpoint.storage import AnyPath
 from megalite.parallel.sharding import Box
 
@@ -21,25 +22,29 @@ _KEPT = 32
 
 
 class CheckpointReader:
-    """The tensors of the checkpoint in folder `path`. Threads may share one."""
+    """The tensors of the checkpoint in folder `path`, a `Source`. Threads may share one."""
 
     def __init__(self, path: AnyPath) -> None:
         """Raises CheckpointError where there is no checkpoint, or one whose manifest is damaged."""
         self.path, self.manifest = path, read_manifest(path)
         self._covered: set[str] = set()
         self._kept = lru_cache(_KEPT)(self._read_block)
+        self.tensors = {name: Kind(each.shape, dtype_of(each)) for name, each in self.manifest.tensors.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a tensor. Every byte that is used was verified. Raises Damage."""
-        tensor = self.manifest.tensors[name]
+        values = torch.empty(box.size, dtype=self.tensors[name].dtype)
+        self.fill(name, box, values)
+        return values
+
+    def fill(self, name: str, box: Box, values: Tensor) -> None:
+        """As in `Source`. Every byte that is used was verified. Raises Damage."""
         if name not in self._covered:
             self.check_covered(name)
             self._covered.add(name)
-        values = torch.empty(box.size, dtype=dtype_of(tensor))
-        for saved in tensor.boxes:
+        for saved in self.manifest.tensors[name].boxes:
             for block in needed_blocks(saved, [box]):
                 put(block, self._kept(block), [Target(box, values)])
-        return values
 
     def check_covered(self, name: str) -> None:
         """Raise Damage unless the boxes of a tensor hold each of its elements once."""

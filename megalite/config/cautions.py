@@ -24,7 +24,11 @@ def cautions(config: RunConfig) -> tuple[str, ...]:
         lines.append(
             "--main-params-dtype fp16: a step that changes a weight by less than 1 / 4096 of itself is rounded away"
         )
-    training = config.training
+    model, training = config.model, config.training
+    if not (model.add_bias_linear or model.gated or model.squared_relu or model.exact_gelu):
+        lines.append(
+            "--disable-bias-linear: GELU is in its tanh form; Megatron-LM's without biases is exact (--exact-gelu)"
+        )
     layers = (training.recompute_num_layers or 1) if training.recompute_method == "uniform" else 1
     if config.parallel.zero_stage == 3 and layers > 1:
         lines.append(

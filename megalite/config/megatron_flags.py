@@ -37,6 +37,9 @@ SHORTHANDS: Mapping[str, Sequence[str]] = {
 NO_POSITION_EMBEDDING = "no-position-embedding"
 """Turns the learned table off and leaves rotary embeddings alone: so it is applied after all other flags."""
 
+NO_BIAS_GELU_FUSION = "no-bias-gelu-fusion"
+"""Makes GELU exact, as Megatron-LM's is unless fused, and leaves other activations alone: applied last, too."""
+
 ALREADY_SO: Mapping[str, str] = {
     "attention runs through torch's scaled_dot_product_attention, with its softmax in fp32": """
     use-flash-attn attention-softmax-in-fp32 apply-query-key-layer-scaling""",
@@ -46,8 +49,6 @@ ALREADY_SO: Mapping[str, str] = {
     no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
     no-gradient-accumulation-fusion no-persist-layer-norm disable-jit-fuser""",
     "GELU is in its tanh form, unless --exact-gelu": "openai-gelu",
-    "GELU is one function, the tanh form (unfused, Megatron-LM's has the exact form: --exact-gelu)": """
-    no-bias-gelu-fusion""",
     "a rank posts every receive from its neighbours ahead, also while a pipeline fills and drains": """
     overlap-p2p-communication-warmup-flush""",
     "each module waits for the gather of its own parameters, whatever other pipeline ranks do": "no-align-param-gather",
@@ -417,7 +418,8 @@ def refused_value(flag: str, value: str) -> str | None:
 
 def names() -> list[str]:
     """Every flag of the tables."""
-    return [*ALIASES, *SHORTHANDS, NO_POSITION_EMBEDDING, *_already_so(), *ACCEPTED_VALUES, *REMOVED, *_refused()]
+    applied_last = NO_POSITION_EMBEDDING, NO_BIAS_GELU_FUSION
+    return [*ALIASES, *SHORTHANDS, *applied_last, *_already_so(), *ACCEPTED_VALUES, *REMOVED, *_refused()]
 
 
 @cache

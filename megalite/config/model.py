@@ -68,6 +68,8 @@ class ModelConfig:
     """LEFT,0: a token sees this many keys before its own and none after it; unset: all before it."""
     window_attn_skip_freq: str | None = None
     """Layers without the window: N, every N-th; or for each layer 1 (with) or 0, like ([1]*5+[0])*4; unset: none."""
+    window_rotary_base: float | None = None
+    """Base of the rotary frequencies in layers with the window, not scaled there (Gemma 3); unset: as in all layers."""
     scale_embeddings: bool = False
     """Multiply word embeddings by the root of hidden-size, rounded to the weights' precision (Gemma)."""
     query_pre_attn_scalar: float | None = None
@@ -95,7 +97,7 @@ class ModelConfig:
     squared_relu: bool = False
     """Feed-forward with the square of ReLU instead of GELU."""
     exact_gelu: bool = False
-    """GELU by the error function instead of its tanh form (which Megatron-LM's fused GELU has)."""
+    """GELU by the error function instead of its tanh form (Megatron-LM's has that where it is fused with a bias)."""
     add_bias_linear: bool = True
     """Biases in the linear layers (Megatron's --disable-bias-linear turns them off)."""
     add_qkv_bias: bool = False

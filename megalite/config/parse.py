@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from megalite.config import megatron_flags
 from megalite.config.cautions import cautions
 from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import without_idle_flags
 from megalite.config.yaml_file import Sections, missing_fields, nearest, read_sections
@@ -32,16 +33,17 @@ class ParsedArguments:
     notes: tuple[str, ...]
 
 
-SavedFields = Callable[[CheckpointConfig], Sections]
-"""Gives the fields of the model and of the tokenizer in the checkpoint that a run starts from."""
+SavedFields = Callable[[CheckpointConfig, str | None], Sections]
+"""Gives the fields of the model and of the tokenizer in the checkpoint that a run starts from, which may have another
+tokenizer, of the type that is given."""
 
 
 def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None) -> ParsedArguments:
     """The configuration of a command line (without the program's name); relations are left to `validate`.
 
-    Under --use-checkpoint-args `saved_fields` is asked for what is not given. Raises ConfigurationError with a line for
-    each flag that is unknown, refused, missing or of the wrong type. Prints the help and raises SystemExit(0) for
-    --help.
+    Under --use-checkpoint-args, or where --load is a Hugging Face folder, `saved_fields` is asked for what is not
+    given. Raises ConfigurationError with a line for each flag that is unknown, refused, missing or of the wrong type.
+    Prints the help and raises SystemExit(0) for --help.
     """
     sections: Sections = {name: {} for name in section_types()}
     if "-h" in argv or "--help" in argv:
@@ -62,7 +64,8 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         except ConfigurationError as error:
             problems.append(str(error))
     if saved_fields is not None and not problems and _takes_saved_fields(sections, given):
-        for section, saved in saved_fields(_loading(sections, given)).items():
+        kind = given.get("tokenizer-type", [sections["data"].get("tokenizer_type")])[0]
+        for section, saved in saved_fields(_loading(sections, given), kind).items():
             sections[section] = saved | sections[section]
     fields_given = {flag.replace("-", "_") for flag in given}
     missing = ["--" + name.replace("_", "-") for name in missing_fields(sections) if name not in fields_given]
@@ -71,13 +74,23 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     if problems:
         raise ConfigurationError("\n".join(problems))
     config = _build(tokens, sections)
-    if megatron_flags.NO_POSITION_EMBEDDING in given and config.model.position_embedding_type == "learned_absolute":
-        config = replace(config, model=replace(config.model, position_embedding_type="none"))
-    config, idle = without_idle_flags(config)
+    config, idle = without_idle_flags(replace(config, model=_applied_last(config.model, given)))
     return ParsedArguments(config, (*notes, *idle, *cautions(config)))
 
 
+def _applied_last(model: ModelConfig, given: Collection[str]) -> ModelConfig:
+    """`model` after the flags that change it as far as no other flag does."""
+    if megatron_flags.NO_POSITION_EMBEDDING in given and model.position_embedding_type == "learned_absolute":
+        model = replace(model, position_embedding_type="none")
+    other = model.swiglu or model.squared_relu or "openai-gelu" in given or "no-exact-gelu" in given
+    if megatron_flags.NO_BIAS_GELU_FUSION in given and not other:
+        model = replace(model, exact_gelu=True)
+    return model
+
+
 def _takes_saved_fields(sections: Sections, given: Mapping[str, Sequence[str]]) -> bool:
+    if _loading(sections, given).loads_huggingface:  # whose network no flag of another run has told
+        return True
     flags = [flag for flag in given if flag.endswith("use-checkpoint-args")]
     return flags[-1] == "use-checkpoint-args" if flags else sections["checkpoint"].get("use_checkpoint_args", False)
 
@@ -108,7 +121,8 @@ def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:
     """What a flag means: arguments for tyro, or a note that it changes nothing."""
     if not flag:
         raise ConfigurationError(f"{' '.join(values)!r} stands before any flag")
-    if flag in megatron_flags.SHORTHANDS or flag == megatron_flags.NO_POSITION_EMBEDDING:
+    last = megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.NO_BIAS_GELU_FUSION
+    if flag in megatron_flags.SHORTHANDS or flag in last:
         return [*megatron_flags.SHORTHANDS.get(flag, ()), *_none(flag, values)], None
     flag = megatron_flags.ALIASES.get(flag, flag)
     places = fields_by_name()

@@ -36,7 +36,7 @@ _AT_LEAST_ZERO = """tiktoken_num_special_tokens
     clip_grad eval_iters seed ckpt_step tolerated_save_failures manual_gc_interval mid_level_dataset_surplus
     mscale mscale_all_dim"""
 _ABOVE_ZERO = """loss_scale initial_loss_scale min_loss_scale rotary_base exit_duration_in_mins
-    query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
+    window_rotary_base query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
     rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor rotary_seq_len_interpolation_factor
     yarn_beta_fast yarn_beta_slow yarn_attention_factor rotary_scaling_factor
     muon_extra_scale_factor adam_eps"""
@@ -224,6 +224,8 @@ def _model(config: RunConfig) -> Iterator[str]:
         yield f"--exact-gelu needs GELU: leave --{'swiglu' if model.swiglu else 'squared-relu'} out"
     if model.window_attn_skip_freq is not None and model.window_size is None:
         yield "--window-attn-skip-freq needs --window-size"
+    if model.window_rotary_base is not None and model.window_size is None:
+        yield "--window-rotary-base needs --window-size"
     try:
         _ = model.keys_before
     except ConfigurationError as error:
@@ -243,7 +245,7 @@ def _rotary(model: ModelConfig) -> Iterator[str]:
     else:
         idle = [(name, "--position-embedding-type yarn") for name in _of_yarn(model)]
     if not model.rotary:
-        rope = ("rotary_base", "rotary_percent", *scaling)
+        rope = ("rotary_base", "rotary_percent", "window_rotary_base", *scaling)
         idle += [(name, "--position-embedding-type rope") for name in rope]
     elif int(model.head_dim * model.rotary_percent) < 2:
         yield f"--rotary-percent {model.rotary_percent} of {model.head_dim} channels a head leaves no pair to rotate"

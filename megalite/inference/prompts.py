@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megalite.data.tokenizers import Tokenizer
 from megalite.errors import ConfigurationError
@@ -58,7 +59,19 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
         raise ConfigurationError(f"the prompt {shown!r} cannot be encoded: {error}") from error
 
 
-def share_prompts(prompts: Sequence[Sequence[int]], mesh: ParallelMesh) -> list[list[int]]:
-    """The tokens that rank 0 has read, on every rank."""
-    shared: list[list[int]] = json.loads(collectives.all_gather_text(json.dumps(prompts), mesh.world(), mesh.device)[0])
-    return shared
+def of_rank_0(mesh: ParallelMesh, read: Callable[[], list[list[int]]]) -> list[list[int]]:
+    """The prompts' tokens that rank 0 reads, on every rank; it alone may have the file, and has standard input whole.
+
+    Raises on every rank the ConfigurationError that `read` raises there.
+    """
+    found: dict[str, Any] = {}
+    if mesh.rank == 0:
+        try:
+            found["prompts"] = read()
+        except ConfigurationError as error:
+            found["error"] = str(error)
+    found = json.loads(collectives.all_gather_text(json.dumps(found), mesh.world(), mesh.device)[0])
+    if "error" in found:
+        raise ConfigurationError(found["error"])
+    prompts: list[list[int]] = found["prompts"]
+    return prompts

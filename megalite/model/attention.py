@@ -163,8 +163,9 @@ class Attention(nn.Module):
         key, value = key_value.unflatten(-1, (-1, 2, self.head_dim)).unbind(dim=-2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        if context.rotary is not None:
-            query, key = rotary_embedding(query, *context.rotary), rotary_embedding(key, *context.rotary)
+        rotary = context.windowed_rotary if self.windowed else context.rotary
+        if rotary is not None:
+            query, key = rotary_embedding(query, *rotary), rotary_embedding(key, *rotary)
         return query, key, value
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor, *, context: LayerContext, dropout: float) -> Tensor:

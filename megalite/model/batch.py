@@ -34,6 +34,8 @@ class LayerContext:
 
     rotary: tuple[Tensor, Tensor] | None
     """cosine and sine [sequence, batch, 1, rotated / 2]"""
+    windowed_rotary: tuple[Tensor, Tensor] | None
+    """The same for layers with a sliding window"""
     mask: Tensor | None
     """[batch, 1, sequence, sequence] bool, true where a query may look; None: causal over the whole sample. Where there
     is a cache, the last dimension is its slots so far"""

@@ -18,7 +18,7 @@ from megalite.model.cache import KeyValueCache
 from megalite.model.embedding import Embedding, word_sharding
 from megalite.model.head import Head
 from megalite.model.recompute import Recompute
-from megalite.model.rotary import rotary_tables
+from megalite.model.rotary import in_windows, rotary_tables
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -105,15 +105,18 @@ class GPT(nn.Module):
         return (losses * micro_batch.loss_mask.t()).sum()
 
     def _context(self, micro_batch: MicroBatch, cache: KeyValueCache | None) -> LayerContext:
-        rotary = None
+        rotary = windowed_rotary = None
         if self.config.rotary:
-            rotary = rotary_tables(self.config, micro_batch.positions, self.dtype)
+            rotary = windowed_rotary = rotary_tables(self.config, micro_batch.positions, self.dtype)
+            if self.window is not None and self.config.window_rotary_base is not None:
+                windowed_rotary = rotary_tables(in_windows(self.config), micro_batch.positions, self.dtype)
         if cache is not None:
             cache.move_to(micro_batch.positions)
-            return LayerContext(rotary, cache.mask(), cache.mask(self.window), micro_batch.key, cache)
-        mask = None if micro_batch.document_ids is None else document_mask(micro_batch.document_ids)
-        windowed = None if self.window is None else windowed_mask(mask, micro_batch.positions, self.window)
-        return LayerContext(rotary, mask, windowed, micro_batch.key)
+            mask, windowed = cache.mask(), cache.mask(self.window)
+        else:
+            mask = None if micro_batch.document_ids is None else document_mask(micro_batch.document_ids)
+            windowed = None if self.window is None else windowed_mask(mask, micro_batch.positions, self.window)
+        return LayerContext(rotary, windowed_rotary, mask, windowed, micro_batch.key, cache)
 
     def _run_layers(self, hidden: Tensor, context: LayerContext) -> Tensor:
         for start, stop, recomputed in self.recompute.spans(len(self.layers)):

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
+
+
+def in_windows(config: ModelConfig) -> ModelConfig:
+    """The network whose rotary positions are those of this one's layers with a sliding window."""
+    if config.window_rotary_base is None:
+        return config
+    return replace(
+        config,
+        position_embedding_type="rope",
+        rotary_base=config.window_rotary_base,
+        rotary_seq_len_interpolation_factor=None,
+        use_rope_scaling=False,
+    )
 
 
 def inverse_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Tensor:

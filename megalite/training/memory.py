@@ -171,5 +171,8 @@ def activation_bytes(
     labels = 8 + 1 + wide + wide  # ids here and whether they are of this rank's columns; log-sum and loss mask
     loss = (norm + logits + labels) if part.loss else 0
     words = (8 + 1 if rotary else 8 + 1 + 8) if part.embedding else 0
-    tables = model.head_dim * model.rotary_percent * wide if rotary and not all(again for *_, again in spans) else 0
+    windows = model.keys_before[part.first_layer : part.first_layer + part.layers]
+    own_base = [before is not None and model.window_rotary_base is not None for before in windows]
+    kinds_of_tables = {kind for start, stop, again in spans if not again for kind in own_base[start:stop]}
+    tables = len(kinds_of_tables) * model.head_dim * model.rotary_percent * wide if rotary else 0
     return round(tokens * (kept + loss + words + tables))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,11 @@ def initialized_network(mesh: ParallelMesh, cell: Cell) -> Network:
 
 def whole_weights(cell: Cell) -> dict[str, Tensor]:
     """Of the same model, by logical name, as the oracle takes them."""
+    return _whole_weights(cell.alone())
+
+
+@functools.cache
+def _whole_weights(cell: Cell) -> dict[str, Tensor]:
     stage = initialized_network(ParallelMesh(), cell).stage
     return {piece.tensor.name: piece.view(parameter).detach().clone() for parameter, piece in named_pieces(stage)}
 

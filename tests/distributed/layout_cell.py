@@ -63,7 +63,7 @@ class Cell:
     """One run; the fields are the factors of the matrix."""
 
     # the model
-    family: str = "gpt2"  # or llama, neox, gemma
+    family: str = "gpt2"  # or llama, neox, gemma, gemma3
     key_values: str = "mha"
     qk_layernorm: bool = False
     tied: bool = True
@@ -177,7 +177,8 @@ def make_cell(row: Row, **rest: Any) -> Cell:
 def model_config(cell: Cell) -> ModelConfig:
     heads, groups = KEY_VALUES[cell.key_values]
     vocabulary, divisor = VOCABULARIES[cell.vocabulary]
-    gemma, neox, rotary = cell.family == "gemma", cell.family == "neox", cell.family != "gpt2"
+    gemma2, gemma3 = cell.family == "gemma", cell.family == "gemma3"
+    gemma, neox, rotary = gemma2 or gemma3, cell.family == "neox", cell.family != "gpt2"
     llama = cell.family == "llama" or gemma
     return ModelConfig(
         num_layers=LAYERS,
@@ -188,10 +189,13 @@ def model_config(cell: Cell) -> ModelConfig:
         group_query_attention=groups < heads,
         num_query_groups=groups if groups < heads else 1,
         max_position_embeddings=SEQUENCE + 1,
-        position_embedding_type="yarn" if gemma else "rope" if rotary else "learned_absolute",
+        position_embedding_type="yarn" if gemma2 else "rope" if rotary else "learned_absolute",
         rotary_percent=0.5 if neox else 1.0,
-        rotary_scaling_factor=4.0 if gemma else 1.0,
-        yarn_original_max_position_embeddings=64 if gemma else None,
+        rotary_scaling_factor=4.0 if gemma2 else 1.0,
+        yarn_original_max_position_embeddings=64 if gemma2 else None,
+        rotary_base=1e5 if gemma3 else 1e4,
+        window_rotary_base=1e3 if gemma3 else None,
+        rotary_seq_len_interpolation_factor=8.0 if gemma3 else None,
         use_parallel_residual=neox,
         exact_gelu=neox,
         window_size="3,0" if gemma else None,
@@ -199,11 +203,11 @@ def model_config(cell: Cell) -> ModelConfig:
         sandwich_norm=gemma,
         scale_embeddings=gemma,
         apply_layernorm_1p=gemma,
-        query_pre_attn_scalar=7.0 if gemma else None,
-        attn_logit_softcapping=2.0 if gemma else None,
-        final_logit_softcapping=3.0 if gemma else None,
+        query_pre_attn_scalar=7.0 if gemma2 else None,
+        attn_logit_softcapping=2.0 if gemma2 else None,
+        final_logit_softcapping=3.0 if gemma2 else None,
         normalization="RMSNorm" if llama else "LayerNorm",
-        qk_layernorm=cell.qk_layernorm,
+        qk_layernorm=cell.qk_layernorm or gemma3,
         swiglu=cell.family == "llama",
         geglu=gemma,
         add_bias_linear=not llama,
@@ -249,15 +253,20 @@ def oracle(cell: Cell) -> Oracle:
     llama = Oracle(normalization="RMSNorm", activation="swiglu", position_embedding_type="rope")
     if cell.family == "llama":
         return llama
-    return replace(
+    gemma = replace(
         llama,
         activation="geglu",
-        position_embedding_type="yarn",
-        yarn_factor=4.0,
-        yarn_original=64,
         windows=(4, None) * (LAYERS // 2),
         embedding_scale=math.sqrt(HIDDEN),
         norm_around_one=True,
+    )
+    if cell.family == "gemma3":
+        return replace(gemma, rotary_base=1e5, window_rotary_base=1e3, interpolation=8.0)
+    return replace(
+        gemma,
+        position_embedding_type="yarn",
+        yarn_factor=4.0,
+        yarn_original=64,
         score_divisor=math.sqrt(7.0),
         score_cap=2.0,
         logit_cap=3.0,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -52,14 +53,11 @@ def test_tokens_see_those_before_them_in_the_cache(layout: str, rank_pools: Rank
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("batch_size", [1, 3, 4])
-def test_greedy_text_is_the_oracles(layout: str, batch_size: int, rank_pools: RankPools) -> None:
+def test_greedy_text_is_the_oracles(layout: str, rank_pools: RankPools) -> None:
     cells = laid_out(layout)
     eod, most = 7, 6
     arguments = {"max_new_tokens": most, "eod": eod, "sampling": Sampling(temperature=0.0)}
-    ranks = on_ranks(
-        rank_pools, cells[0].world_size, functools.partial(generated, **arguments), cells, ROWS, batch_size
-    )
+    ranks = on_ranks(rank_pools, cells[0].world_size, functools.partial(generated, **arguments), cells, ROWS, 3)
     for number, cell in enumerate(cells):
         weights = whole_weights(cell)
         for found in ranks:
@@ -73,6 +71,40 @@ def test_greedy_text_is_the_oracles(layout: str, batch_size: int, rank_pools: Ra
                     tokens.append(token)
                 events = [event for index, event in found[number] if index == row]
                 assert events == [*tokens[len(prompt) :], finish], (cell, row)
+
+
+@pytest.mark.parametrize("layout", ["alone", "tp2-pp2"])
+def test_sampled_text_depends_on_the_seed_and_the_number_of_the_prompt_alone(
+    layout: str, rank_pools: RankPools
+) -> None:
+    def texts(cells: list[Cell], prompts: list[list[int]], batch_size: int, seed: int = 1) -> list[list[list[Any]]]:
+        """Of each cell and prompt, the events."""
+        sampling = Sampling(temperature=2.0, top_k=12, top_p=0.95, seed=seed)
+        function = functools.partial(generated, max_new_tokens=5, eod=7, sampling=sampling)
+        first, *others = on_ranks(rank_pools, cells[0].world_size, function, cells, prompts, batch_size)
+        assert all(other == first for other in others)
+        return [[[e for index, e in events if index == row] for row in range(len(prompts))] for events in first]
+
+    expected = texts(laid_out("alone"), ROWS, 1)
+    cells = laid_out(layout)
+    for batch_size in (2, 4):
+        assert texts(cells, ROWS, batch_size) == expected
+    assert texts(cells, ROWS[:2], 2) == [cell[:2] for cell in expected]
+    assert texts(cells, ROWS, 4, seed=2) != expected
+    twice = texts(cells, [ROWS[0], ROWS[0]], 2)[0]
+    assert twice[0] == expected[0][0] != twice[1]
+
+
+def test_a_sequence_ends_where_it_is_told_to(rank_pools: RankPools) -> None:
+    def stop(index: int, tokens: Sequence[int]) -> bool:
+        return index == 1 and len(tokens) == len(ROWS[1]) + 2
+
+    arguments = {"max_new_tokens": 4, "eod": -1, "sampling": Sampling(temperature=0.0), "stop": stop}
+    with one_thread():
+        (events,) = generated([CELLS[1]], ROWS, 4, **arguments)
+    assert [len([e for index, e in events if index == row]) for row in range(4)] == [5, 3, 5, 5]
+    assert (1, "stop") in events
+    assert (0, "length") in events
 
 
 def next_logits(cell: Cell, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:

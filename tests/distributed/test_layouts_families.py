@@ -27,7 +27,7 @@ LAYOUTS: dict[str, Row] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["neox", "gemma"])
+@pytest.mark.parametrize("family", ["neox", "gemma", "gemma3"])
 def test_one_step_is_the_oracles(family: str, layout: str, rank_pools: RankPools) -> None:
     cell = make_cell(LAYOUTS[layout] | {"family": family})
     (result,) = run(rank_pools, [cell])

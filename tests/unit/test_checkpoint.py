@@ -203,6 +203,8 @@ YARN = replace(
         (replace(MODEL, ffn_hidden_size=8, swiglu=True), {"swiglu": False, "geglu": True}, False),
         (MODEL, {"window_size": "3,0"}, False),
         (replace(MODEL, window_size="3,0"), {"window_attn_skip_freq": "[1]*" + str(MODEL.num_layers)}, True),
+        (replace(ROPE, window_size="3,0"), {"window_rotary_base": 500.0}, False),
+        (ROPE, {"window_rotary_base": 500.0}, True),
         (MODEL, {"sandwich_norm": True}, False),
         (MODEL, {"final_logit_softcapping": 30.0}, False),
         (MODEL, {"attn_logit_softcapping": 50.0}, False),

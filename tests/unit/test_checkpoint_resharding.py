@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite import checkpoint
-from megalite.checkpoint import manifest, resharding
+from megalite.checkpoint import file_writer, manifest
 from megalite.checkpoint.comparison import compare
 from megalite.checkpoint.inspection import verify
 from megalite.checkpoint.manifest import read_manifest
 from megalite.checkpoint.plan import held_regions
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, reshard
+from megalite.checkpoint.source import Kind
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
@@ -103,7 +104,7 @@ def _cut_again(folder: Path, data: st.DataObject) -> None:
     path = checkpoints.write(folder / "a", TENSORS, data.draw(checkpoints.cuts(TENSORS)))
     source = CheckpointReader(path)
     files = data.draw(st.integers(1, 9))
-    cut = data.draw(st.just(cut_evenly(source.manifest.tensors, files)) | checkpoints.cuts(TENSORS))
+    cut = data.draw(st.just(cut_evenly(source.tensors, files)) | checkpoints.cuts(TENSORS))
     seen: list[int] = []
     written = reshard(source, folder / "b", cut, 2, seen.append)
     assert sum(seen) == sum(tensor.nbytes for tensor in TENSORS.values())
@@ -150,8 +151,8 @@ def test_files_are_of_equal_size(sizes: list[int], files: int) -> None:
     tensors = {}
     for number, size in enumerate(sizes):
         box = Box((0,) * 2, (size, 3))
-        for kind, dtype in (("model", "bfloat16"), ("optimizer/exp_avg", "float32")):
-            tensors[f"{kind}/{number}"] = checkpoint.manifest.SavedTensor(box.size, dtype, ())
+        for kind, dtype in (("model", torch.bfloat16), ("optimizer/exp_avg", torch.float32)):
+            tensors[f"{kind}/{number}"] = Kind(box.size, dtype)
     cut = cut_evenly(tensors, files)
     written = [sum(box.numel * (2 if name.startswith("model") else 4) for name, box in boxes) for boxes in cut]
     total = sum(sizes) * 3 * 6
@@ -161,7 +162,7 @@ def test_files_are_of_equal_size(sizes: list[int], files: int) -> None:
 
 def test_a_weight_its_state_and_its_neighbours_share_a_file(tmp_path: Path) -> None:
     path = checkpoints.write(tmp_path, TENSORS)
-    cut = cut_evenly(read_manifest(path).tensors, 1)
+    cut = cut_evenly(CheckpointReader(path).tensors, 1)
     assert [name for name, _ in cut[0]] == [
         "model/layers.2.word",
         "optimizer/exp_avg/layers.2.word",
@@ -218,7 +219,7 @@ def _held(rank: int, split: int, stages: list[tuple[int, int]]) -> set[tuple[str
 
 
 def test_weights_of_another_model_are_refused(saved: Path) -> None:
-    tensors = read_manifest(saved).tensors
+    tensors = CheckpointReader(saved).tensors
     weights = [[(name, Box((0,) * len(t.shape), t.shape)) for name, t in tensors.items() if name.startswith("model/")]]
     assert len(cut_by_weights(tensors, weights)[0]) == len(tensors)
     with pytest.raises(CheckpointError, match=r"is not of the model that the config in it describes"):
@@ -315,7 +316,7 @@ def test_a_disk_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(*((os, "fsync") if failing == "fsync" else (resharding._Writer, "_begin")), full)
+    monkeypatch.setattr(*((os, "fsync") if failing == "fsync" else (file_writer.FileWriter, "_begin")), full)
     result = run("--load", path, "--save", tmp_path / "b", "--files", 2)
     assert result.code == 93
     assert "No space left on device. Free space, or choose another folder" in result.stderr

@@ -128,6 +128,7 @@ def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
         ("--disable-align-grad-reduce", "align_grad_reduce", False),
         ("--no-overlap-p2p-communication", "overlap_p2p_communication", False),
         ("--no-position-embedding", "position_embedding_type", "none"),
+        ("--no-bias-gelu-fusion", "exact_gelu", True),
         ("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
         ("--no-yarn-correction-range-round-to-int", "yarn_correction_range_round_to_int", False),
         ("--recompute-activations", "recompute_granularity", "selective"),
@@ -145,8 +146,8 @@ def test_flags_of_another_sense_or_spelling_change_their_field(flag: str, field:
 def test_every_flag_of_another_sense_or_spelling_is_in_the_test_above() -> None:
     tested = {case[0] for case in test_flags_of_another_sense_or_spelling_change_their_field.pytestmark[0].args[1]}
     negatives = {name for name in ARITY if name.startswith(("no-", "disable-")) and name in field_flags()}
-    expected = {*megatron_flags.SHORTHANDS, megatron_flags.NO_POSITION_EMBEDDING, *negatives}
-    assert tested == {"--" + name for name in expected}
+    last = megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.NO_BIAS_GELU_FUSION
+    assert tested == {"--" + name for name in (*megatron_flags.SHORTHANDS, *last, *negatives)}
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -154,6 +155,19 @@ def test_no_position_embedding_leaves_rotary_embeddings_alone(order: int) -> Non
     flags = [["--no-position-embedding"], ["--position-embedding-type", "rope"]][::order]
     config = parse_arguments([*MINIMAL, *flags[0], *flags[1]]).config
     assert config.model.position_embedding_type == "rope"
+
+
+@pytest.mark.parametrize("other", ["--swiglu", "--squared-relu", "--openai-gelu", "--no-exact-gelu"])
+def test_without_fusion_gelu_alone_is_exact(other: str) -> None:
+    assert parse_arguments([*MINIMAL, "--no-bias-gelu-fusion", "--geglu"]).config.model.exact_gelu
+    assert not parse_arguments([*MINIMAL, "--no-bias-gelu-fusion", other]).config.model.exact_gelu
+
+
+def test_gelu_without_biases_is_not_megatrons() -> None:
+    (note,) = parse_arguments([*MINIMAL, "--disable-bias-linear"]).notes
+    assert note.startswith("--disable-bias-linear: GELU is in its tanh form")
+    for activation in ("--exact-gelu", "--swiglu", "--geglu", "--squared-relu"):
+        assert not parse_arguments([*MINIMAL, "--disable-bias-linear", activation]).notes
 
 
 @pytest.mark.parametrize(

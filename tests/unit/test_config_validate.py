@@ -62,6 +62,7 @@ def problems(flags: str, world_size: int = 1, base: str = VALID) -> list[str]:
         ),
         ("--geglu --exact-gelu", 1),
         ("--window-size (5,0) --window-attn-skip-freq ([1]*1+[0])*2", 1),
+        (f"{YARN} --window-size 5,0 --window-rotary-base 1e4 --max-position-embeddings None", 1),
         ("--exact-gelu --openai-gelu --apply-layernorm-1p --scale-embeddings --attn-logit-softcapping 50", 1),
         ("--position-embedding-type rope --rotary-seq-len-interpolation-factor 2.5", 1),
         (f"{YARN} --rotary-percent 0.5 --yarn-attention-factor 1.5 --max-position-embeddings None", 1),
@@ -132,6 +133,9 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ),
         ("--num-query-groups 4", "--num-query-groups 4 needs --group-query-attention"),
         ("--swiglu --squared-relu", "--swiglu and --squared-relu are 2 activations: choose one"),
+        ("--position-embedding-type rope --window-rotary-base 1e4", "--window-rotary-base needs --window-size"),
+        ("--window-size 5,0 --window-rotary-base 1e4", "--window-rotary-base needs --position-embedding-type rope"),
+        ("--window-rotary-base 0", "--window-rotary-base 0.0: must be above 0"),
         ("--window-attn-skip-freq 2", "--window-attn-skip-freq needs --window-size"),
         (
             "--window-size 5",

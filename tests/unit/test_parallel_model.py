@@ -47,6 +47,10 @@ GEMMA = replace(
     final_logit_softcapping=3.0, untie_embeddings_and_output_weights=False, group_query_attention=True,
     num_query_groups=2,
 )  # fmt: skip
+GEMMA3 = replace(
+    GEMMA, qk_layernorm=True, rotary_base=1e6, window_rotary_base=1e4, rotary_seq_len_interpolation_factor=8.0,
+    attn_logit_softcapping=None, final_logit_softcapping=None,
+)  # fmt: skip
 YARN = replace(
     LLAMA, kv_channels=32, position_embedding_type="yarn", rotary_scaling_factor=8.0,
     yarn_original_max_position_embeddings=1024,
@@ -97,6 +101,16 @@ CONFIGS = {
     "llama, capped scores": replace(LLAMA, attn_logit_softcapping=1.5, group_query_attention=True, num_query_groups=2),
     "gpt-neox": NEOX,
     "gemma": GEMMA,
+    "gemma 3": GEMMA3,
+    "llama 3.1, plain in windows": replace(
+        LLAMA,
+        kv_channels=16,
+        use_rope_scaling=True,
+        rope_scaling_original_max_position_embeddings=64,
+        window_size="3,0",
+        window_rotary_base=500.0,
+    ),
+    "llama, yarn, plain in windows": replace(YARN, window_size="3,0", window_rotary_base=500.0),
     "one of everything": replace(GPT2, num_layers=1, num_attention_heads=1, hidden_size=2, ffn_hidden_size=1),
 }
 
@@ -138,6 +152,7 @@ def oracle(config: ModelConfig) -> Oracle:
         parallel_residual=config.use_parallel_residual,
         position_embedding_type=config.position_embedding_type,
         rotary_base=config.rotary_base,
+        window_rotary_base=config.window_rotary_base,
         rotary_percent=config.rotary_percent,
         interpolation=config.rotary_seq_len_interpolation_factor or 1.0,
         use_rope_scaling=config.use_rope_scaling,

@@ -1,0 +1,109 @@
+"""Writing files of boxes from any source, in one process and in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megalite.checkpoint.box_file import bytes_of
+from megalite.checkpoint.container import Part, Place
+from megalite.checkpoint.formats import Format, Placed
+from megalite.checkpoint.manifest import SavedBox, SavedFile, SavedTensor, dtype_name
+from megalite.checkpoint.progress import Advance, in_threads
+from megalite.checkpoint.reader import chunks
+from megalite.checkpoint.source import Source
+from megalite.parallel.sharding import Box
+
+Cut = Sequence[Sequence[tuple[str, Box]]]
+"""By file: the boxes that it is to hold, by tensor, in their order."""
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A box to write."""
+
+    part: Part
+    file: str
+    place: Place
+
+
+class FileWriter:
+    """Files of known size, into which tensors are copied in any order."""
+
+    def __init__(self, source: Source, folder: Path, cut: Cut, file_format: Format, advance: Advance) -> None:
+        self.source, self.folder, self.format, self.advance = source, folder, file_format, advance
+        tensors = source.tensors
+        self.outputs: dict[str, list[_Output]] = {}
+        """By file."""
+        for boxes in cut:
+            parts = [Part(name, tensors[name].shape, tensors[name].dtype, box) for name, box in boxes]
+            if parts:
+                self._begin(file_format.file.format(writer=len(self.outputs), number=len(self.outputs) + 1), parts)
+        self.by_tensor: dict[str, list[_Output]] = {}
+        for output in (output for outputs in self.outputs.values() for output in outputs):
+            self.by_tensor.setdefault(output.part.name, []).append(output)
+
+    def _begin(self, file: str, parts: Sequence[Part]) -> None:
+        self.outputs[file] = [
+            _Output(part, file, place) for part, place in zip(parts, self.format.places(parts), strict=True)
+        ]
+        with (self.folder / file).open("xb") as stream:
+            for output in self.outputs[file]:
+                stream.seek(output.place.start - len(output.place.before))
+                stream.write(output.place.before)
+
+    def write(self, workers: int) -> dict[str, SavedTensor]:
+        """Write all, by so many threads, and put it on disk. Raises OSError, and CheckpointError of the source."""
+        names = sorted(self.by_tensor)
+        tensors = dict(zip(names, in_threads(workers, self._copy, names), strict=True))
+        in_threads(workers, self._sync, self.outputs)
+        return tensors
+
+    def _copy(self, name: str) -> SavedTensor:
+        """Write all boxes of a tensor."""
+        kind = self.source.tensors[name]
+        boxes = tuple(self._copy_box(each) for each in self.by_tensor[name])
+        return SavedTensor(kind.shape, dtype_name(kind.dtype), boxes)
+
+    def _copy_box(self, output: _Output) -> SavedBox:
+        part, place = output.part, output.place
+        checksums: list[int] = []
+        checksum = 0
+        with (self.folder / output.file).open("r+b") as stream:
+            stream.seek(place.start)
+            for block in chunks(part.box, part.dtype):
+                for box, _ in block:
+                    values = torch.empty(box.size, dtype=part.dtype)
+                    self.source.fill(part.name, box, values)
+                    data = bytes_of(values)
+                    checksum = zlib.crc32(data, checksum)
+                    stream.write(data)
+                    self.advance(len(data))
+                checksums.append(checksum)
+            stream.write(place.after(checksum))
+        return SavedBox(part.name, part.dtype, part.box, output.file, place.start, tuple(checksums))
+
+    def _sync(self, file: str) -> None:
+        with (self.folder / file).open("r+b") as stream:
+            os.fsync(stream.fileno())
+
+    def placed(self) -> Placed:
+        """What is in the files."""
+        return {file: [(each.part, each.place) for each in outputs] for file, outputs in self.outputs.items()}
+
+    def saved_files(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedFile]:
+        """The files, once the tensors are in them."""
+        checksums = {(box.file, box.start): box.checksums[-1] for tensor in tensors.values() for box in tensor.boxes}
+        files: dict[str, SavedFile] = {}
+        for file, outputs in self.outputs.items():
+            around = 0
+            for place in (output.place for output in outputs):
+                after = place.after(checksums[file, place.start])
+                around = zlib.crc32(after, zlib.crc32(place.before, around))
+            files[file] = SavedFile(place.stop + len(after), around)
+        return files

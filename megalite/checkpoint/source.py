@@ -1,0 +1,45 @@
+"""Where tensors come from, whatever holds them: what a checkpoint is written from, and a network is filled from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.sharding import Box
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a tensor is like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return Box.whole(self.shape).numel * self.dtype.itemsize
+
+
+class Source(Protocol):
+    """Tensors, of which any box can be read. Threads may share one."""
+
+    @property
+    def tensors(self) -> Mapping[str, Kind]:
+        """By name."""
+
+    def fill(self, name: str, box: Box, values: Tensor) -> None:
+        """Copy a box of a tensor into `values`, of the box's shape and any strides, cast to its dtype.
+
+        Raises CheckpointError where it cannot be read.
+        """
+
+
+def numbers_as_numbers(name: str) -> list[str | int]:
+    """What to sort names by, so that `layers.10` comes behind `layers.9`."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,1 @@
+"""Models of others, into megalite and out of it."""

@@ -1,0 +1,211 @@
+"""Hugging Face folders: config.json, weights, and what goes with them, opened and written."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.file_writer import FileWriter
+from megalite.checkpoint.formats import Format, Placed, safetensors_places
+from megalite.checkpoint.progress import Advance
+from megalite.checkpoint.source import numbers_as_numbers
+from megalite.config import ModelConfig
+from megalite.conversion.families import FAMILIES
+from megalite.conversion.family import CARRIED, Family, choose
+from megalite.conversion.huggingface_files import HuggingFaceFiles, read_json
+from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
+from megalite.conversion.opened import OpenedModel, logical_tensors
+from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
+from megalite.errors import CheckpointError, ConfigurationError, DataError
+from megalite.files import remove_leftovers, sync_directory, temporary_path, write_atomically
+from megalite.parallel.sharding import Box
+
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+)
+"""The files of a folder that are its tokenizer's."""
+SHARD = 5 * 10**9
+"""Bytes of a file of weights at most, as Hugging Face's own have."""
+
+
+def open_huggingface(folder: Path) -> OpenedModel:
+    """A folder's model. Raises CheckpointError where it is not, in all it says, one that megalite computes."""
+    config = read_json(folder / "config.json")
+    family = _family(folder, config)
+    try:
+        model = family.model(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / 'config.json'} is of no model that megalite computes:\n{error}") from error
+    logical = logical_tensors(model)
+    mapping = file_tensors(family.rules, model, logical)
+    files = HuggingFaceFiles(folder, family, frozenset(tensor.name for tensor in mapping))
+    try:
+        source = FromFiles(files, mapping, logical)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    if "output" not in logical:
+        _check_head(folder, family, files, next(t.name for t in mapping if t.boxes[0][0] == "embedding.word"))
+    data, length = tokenizer_fields(folder), model.max_position_embeddings
+    return OpenedModel(f"{family.name}, {folder}", model, source, data, length, folder, is_huggingface=True)
+
+
+def _family(folder: Path, config: Mapping[str, Any]) -> Family:
+    """By model_type; a config.json that has none is told by its architecture."""
+    architectures = config.get("architectures") or []
+    for family in FAMILIES:
+        if config.get("model_type") == family.name and architectures in ([], [family.architecture]):
+            return family
+    known = ", ".join(family.architecture for family in FAMILIES)
+    what = f"{config.get('model_type')!r}, {', '.join(map(str, architectures)) or 'of no architecture'}"
+    raise CheckpointError(f"{folder / 'config.json'} is of {what}. Known are {known}")
+
+
+def _check_head(folder: Path, family: Family, files: HuggingFaceFiles, word: str) -> None:
+    """Raise CheckpointError where a tied model's files have an output layer that is not the embedding `word`."""
+    if family.head in files.tensors and not torch.equal(files.tensor(word), files.tensor(family.head)):
+        raise CheckpointError(
+            f"{folder} has {family.head} beside {word}, and other values in it, where config.json says that they are "
+            "one: set tie_word_embeddings to false there if they are two"
+        )
+
+
+def tokenizer_fields(folder: Path) -> dict[str, Any]:
+    """The fields of a configuration that name the tokenizer in a folder; none where there is none."""
+    for file, kind, model in (
+        ("tokenizer.json", "HuggingFaceTokenizer", folder),
+        ("tokenizer.model", "Llama2Tokenizer", folder / "tokenizer.model"),
+    ):
+        if (folder / file).is_file():
+            return {"tokenizer_type": kind, "tokenizer_model": str(model)}
+    return {}
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def write_huggingface(
+    opened: OpenedModel,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    shard: int,
+    workers: int,
+    advance: Advance,
+) -> Family:
+    """Write a model as a Hugging Face folder, complete or not at all, and return its family.
+
+    dtype: what to cast to; None: nothing is. shard: bytes of a file at most. The tokenizer is copied; where a
+    config.json is beside it, its family is preferred, and the numbers of special tokens are taken from it.
+    Raises CheckpointError where no family has this network, or the disk fails.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} is there already: choose another folder")
+    companions, model = opened.folder, _with_positions(opened)
+    before = _companion_config(companions)
+    family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
+    files = ToFiles(opened.source, file_tensors(family.rules, model, logical_tensors(model)), dtype)
+    dtypes = {kind.dtype for kind in files.tensors.values()}
+    config["torch_dtype"] = str(functools.reduce(torch.promote_types, dtypes)).removeprefix("torch.")
+    carried = {name: before[name] for name in CARRIED if name in before} or _end_of_text(opened)
+    shards = _shards(files, shard)
+    remove_leftovers(folder)
+    temporary = temporary_path(folder)
+    try:
+        temporary.mkdir(parents=True)
+        writer = FileWriter(files, temporary, shards, _format(len(shards)), advance)
+        writer.write(workers)
+        if len(shards) > 1:
+            write_atomically(temporary / "model.safetensors.index.json", _index(writer.placed()))
+        copy_companions(companions, temporary)
+        if not (temporary / "generation_config.json").exists():
+            write_atomically(temporary / "generation_config.json", _json(carried))
+        write_atomically(temporary / "config.json", _json(config | carried))
+        if folder.exists():
+            folder.rmdir()
+        os.rename(temporary, folder)
+        sync_directory(folder.parent)
+    except OSError as error:
+        raise CheckpointError(f"writing {folder} failed: {error}. Free space, or choose another folder") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return family
+
+
+def _with_positions(opened: OpenedModel) -> ModelConfig:
+    """A network of which config.json can say how long a text may be: it must, whatever the positions are."""
+    rows = opened.config.max_position_embeddings or opened.sequence_length
+    return replace(opened.config, max_position_embeddings=rows)
+
+
+def _end_of_text(opened: OpenedModel) -> dict[str, int]:
+    """What ends a text, by the tokenizer's own word, where there is one that can be asked."""
+    data = opened.data
+    if "tokenizer_type" not in data:
+        return {}
+    try:
+        size = None if data["tokenizer_type"] != "NullTokenizer" else (opened.config.vocab_size or 0) - 1
+        options = TokenizerOptions.of(data)
+        return {"eos_token_id": build_tokenizer(data["tokenizer_type"], data.get("tokenizer_model"), size, options).eod}
+    except (ConfigurationError, DataError):
+        return {}
+
+
+def _companion_config(companions: Path | None) -> dict[str, Any]:
+    if companions is None or not (companions / "config.json").is_file():
+        return {}
+    return read_json(companions / "config.json")
+
+
+def _shards(files: ToFiles, most: int) -> list[list[tuple[str, Box]]]:
+    """The tensors by file, layer after layer."""
+    shards: list[list[tuple[str, Box]]] = [[]]
+    room = most
+    for name in sorted(files.tensors, key=numbers_as_numbers):
+        kind = files.tensors[name]
+        if kind.size > room and shards[-1]:
+            shards.append([])
+            room = most
+        shards[-1].append((name, Box.whole(kind.shape)))
+        room -= kind.size
+    return shards
+
+
+def _format(files: int) -> Format:
+    name = "model.safetensors" if files == 1 else f"model-{{number:05d}}-of-{files:05d}.safetensors"
+    return Format(name, functools.partial(safetensors_places, named=lambda part: part.name), lambda _: {})
+
+
+def _index(placed: Placed) -> bytes:
+    """Which file each tensor is in."""
+    by_name = {part.name: file for file, parts in placed.items() for part, _ in parts}
+    size = sum(part.size for parts in placed.values() for part, _ in parts)
+    return _json({"metadata": {"total_size": size}, "weight_map": dict(sorted(by_name.items()))})
+
+
+def _json(fields: Mapping[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=2) + "\n").encode()
+
+
+def copy_companions(companions: Path | None, folder: Path) -> list[str]:
+    """Copy a tokenizer's files, and the generation config, into a folder; their names."""
+    found = (
+        []
+        if companions is None
+        else [path for pattern in (*COMPANIONS, "generation_config.json") for path in sorted(companions.glob(pattern))]
+    )
+    for path in found:
+        write_atomically(folder / path.name, path.read_bytes())
+    return [path.name for path in found]

@@ -1,0 +1,191 @@
+"""How the tensors of a file are made of logical tensors: one description, by which both are read from the other.
+
+A tensor of a file is looked at in such a way that a part of it has the shape of a box of a logical tensor. Looking
+copies nothing: the same view of a file's tensor is read from, or written to.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Protocol
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from megalite.checkpoint.manifest import covers
+from megalite.checkpoint.source import Kind, Source
+from megalite.config import ModelConfig
+from megalite.errors import CheckpointError
+from megalite.parallel.sharding import Box
+
+Index = tuple[int | slice, ...]
+View = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a logical tensor in a file's tensor."""
+
+    tensor: str
+    """The logical tensor's name; that of a layer's without `layers.N.` in front, in a rule for each layer."""
+    index: Index = ()
+    """Where it stands in the file's tensor, as that is looked at."""
+    offset: tuple[int, ...] = ()
+    """The box's first corner; zeros at its end may be left out."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a tensor of the files is. It applies where the model has the logical tensors named."""
+
+    file: str
+    """Its name, with {layer} in it where each layer has one."""
+    pattern: str
+    """How to look at it: an einops pattern that only splits and moves axes. Axes: those of `axis_lengths`."""
+    pieces: tuple[Piece, ...] | Callable[[ModelConfig], tuple[Piece, ...]]
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of the files, and the boxes of logical tensors in it."""
+
+    name: str
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[str, Box, View], ...]
+    """The logical tensor's name, the box, and the view that has its shape of a tensor of `shape`."""
+
+
+def axis_lengths(model: ModelConfig) -> dict[str, int]:
+    """What the axes in the patterns of rules are called, and how long they are."""
+    heads, groups = model.num_attention_heads, model.kv_groups
+    return {
+        "hidden": model.hidden_size,
+        "heads": heads,
+        "groups": groups,
+        "heads_and_two": heads // groups + 2,
+        "width": model.head_dim,
+        "ffn": model.ffn_size,
+        "vocabulary": model.vocab_size or 0,
+        "positions": model.max_position_embeddings or 0,
+        "two": 2,
+        "three": 3,
+    }
+
+
+def file_tensors(rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str, tuple[int, ...]]) -> list[FileTensor]:
+    """The tensors of the files of a model, by the rules of its family.
+
+    logical: the shapes of the model's logical tensors, by name. Raises CheckpointError where the rules, for one of
+    them, have no place, or two.
+    """
+    found = []
+    for rule in rules:
+        for layer in range(model.num_layers) if "{layer}" in rule.file else (None,):
+            tensor = _file_tensor(rule, model, logical, layer)
+            found += [] if tensor is None else [tensor]
+    for name, shape in logical.items():
+        if not covers((box for tensor in found for other, box, _ in tensor.boxes if other == name), Box.whole(shape)):
+            raise CheckpointError(f"{name} {list(shape)} has no place in files of this family")
+    return found
+
+
+def _file_tensor(
+    rule: Rule, model: ModelConfig, logical: Mapping[str, tuple[int, ...]], layer: int | None
+) -> FileTensor | None:
+    """The tensor of a rule, in a layer; None where the model has none."""
+    prefix = "" if layer is None else f"layers.{layer}."
+    pieces = rule.pieces(model) if callable(rule.pieces) else rule.pieces
+    if not all(prefix + piece.tensor in logical for piece in pieces):
+        return None
+    lengths = axis_lengths(model)
+    axes = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", rule.pattern.split("->")[0])]
+    shape = tuple(math.prod(lengths[name] for name in names) for names in axes)
+    boxes = []
+    for piece in pieces:
+        view = partial(_view, rule.pattern, {name: lengths[name] for names in axes for name in names}, piece.index)
+        size = tuple(view(torch.empty(shape, device="meta")).shape)
+        offset = (*piece.offset, *(0,) * (len(size) - len(piece.offset)))
+        boxes.append((prefix + piece.tensor, Box(offset, size), view))
+    return FileTensor(rule.file.format(layer=layer), shape, tuple(boxes))
+
+
+def _view(pattern: str, lengths: Mapping[str, int], index: Index, values: Tensor) -> Tensor:
+    return rearrange(values, pattern, **lengths)[index]
+
+
+class Files(Protocol):
+    """The tensors of a folder's files."""
+
+    @property
+    def tensors(self) -> Mapping[str, Kind]:
+        """By name."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A whole tensor: its memory, or what stands for it in a file that is mapped. Raises CheckpointError."""
+
+
+class FromFiles:
+    """The logical tensors of a model, read from files (a `Source`)."""
+
+    def __init__(self, files: Files, mapping: Sequence[FileTensor], logical: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises CheckpointError where the files lack a tensor, or have one of another shape."""
+        self._files = files
+        self._boxes: dict[str, list[tuple[FileTensor, Box, View]]] = {name: [] for name in logical}
+        dtypes: dict[str, torch.dtype] = {}
+        problems = []
+        for tensor in mapping:
+            kind = files.tensors.get(tensor.name)
+            if kind is None or kind.shape != tensor.shape:
+                there = "is missing" if kind is None else f"has shape {list(kind.shape)}"
+                problems.append(f"{tensor.name} {there} where the model has {list(tensor.shape)}")
+                continue
+            for name, box, view in tensor.boxes:
+                self._boxes[name].append((tensor, box, view))
+                dtypes[name] = torch.promote_types(dtypes.get(name, kind.dtype), kind.dtype)
+        if problems:
+            raise CheckpointError("\n".join(["the files are not of the model that is described:", *problems]))
+        self.tensors = {name: Kind(shape, dtypes[name]) for name, shape in logical.items()}
+
+    def fill(self, name: str, box: Box, values: Tensor) -> None:
+        """As in `Source`."""
+        for tensor, held, view in self._boxes[name]:
+            both = held.intersection(box)
+            if both is not None:
+                part = view(self._files.tensor(tensor.name))[both.relative_to(held).slices()]
+                values[both.relative_to(box).slices()].copy_(part)
+
+
+class ToFiles:
+    """The tensors of files, read from logical tensors (a `Source`). Each is put together whole."""
+
+    def __init__(self, logical: Source, mapping: Sequence[FileTensor], dtype: torch.dtype | None = None) -> None:
+        """`dtype`: what to cast to; None: as they are, the widest where one is made of several."""
+        self._logical, self._mapping = logical, {tensor.name: tensor for tensor in mapping}
+        self._last = threading.local()
+        self.tensors = {
+            tensor.name: Kind(tensor.shape, dtype or self._widest(name for name, _, _ in tensor.boxes))
+            for tensor in mapping
+        }
+
+    def _widest(self, names: Iterable[str]) -> torch.dtype:
+        return reduce(torch.promote_types, (self._logical.tensors[name].dtype for name in names))
+
+    def fill(self, name: str, box: Box, values: Tensor) -> None:
+        """As in `Source`."""
+        if getattr(self._last, "name", None) != name:
+            self._last.values = None  # so that two are never there at once
+            self._last.values, self._last.name = self._whole(name), name
+        values.copy_(self._last.values[box.slices()])
+
+    def _whole(self, name: str) -> Tensor:
+        kind = self.tensors[name]
+        whole = torch.zeros(kind.shape, dtype=kind.dtype)
+        for logical, box, view in self._mapping[name].boxes:
+            self._logical.fill(logical, box, view(whole))
+        return whole

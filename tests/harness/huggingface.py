@@ -1,0 +1,160 @@
+"""Small models of transformers, of every family that is converted, with no parameter left at its initial value."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
+
+_SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": 3,
+    "eos_token_id": 5,
+    "pad_token_id": None,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, {"rope_theta": 500.0}),
+    "llama-scaled": (
+        transformers.LlamaConfig,
+        {"rope_scaling": _LLAMA3, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+    ),
+    "llama-linear": (
+        transformers.LlamaConfig,
+        {"rope_scaling": {"rope_type": "linear", "factor": 3.0}, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama-yarn": (
+        transformers.LlamaConfig,
+        {"rope_scaling": _YARN, "num_key_value_heads": 4, "max_position_embeddings": 256},
+    ),
+    "mistral": (transformers.MistralConfig, {"sliding_window": 5}),
+    "mistral-full": (transformers.MistralConfig, {"sliding_window": None, "num_key_value_heads": 1}),
+    "qwen2": (transformers.Qwen2Config, {"head_dim": 6, "tie_word_embeddings": True}),
+    "qwen2-window": (
+        transformers.Qwen2Config,
+        {"head_dim": 6, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3},
+    ),
+    "qwen3": (
+        transformers.Qwen3Config,
+        {
+            "rope_scaling": _YARN | {"original_max_position_embeddings": 4096, "beta_fast": 16.0, "truncate": False},
+            "max_position_embeddings": 16384,
+        },
+    ),
+    "gpt2": (
+        transformers.GPT2Config,
+        {"n_embd": 24, "n_layer": 4, "n_head": 4, "n_positions": 64, "n_inner": 40},
+    ),
+    "gpt2-exact": (
+        transformers.GPT2Config,
+        {"n_embd": 24, "n_layer": 4, "n_head": 4, "n_positions": 64, "activation_function": "gelu"},
+    ),
+    "gpt-neox": (transformers.GPTNeoXConfig, {"hidden_size": 32}),
+    "gpt-neox-sequential": (
+        transformers.GPTNeoXConfig,
+        {"use_parallel_residual": False, "rotary_pct": 1.0, "tie_word_embeddings": True},
+    ),
+    "gemma": (transformers.GemmaConfig, {}),
+    "gemma2": (transformers.Gemma2Config, {"sliding_window": 6, "query_pre_attn_scalar": 11}),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 11,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+}
+
+
+def make_config(name: str, changes: Mapping[str, Any] | None = None) -> PretrainedConfig:
+    """The configuration of a model of `CONFIGS`."""
+    kind, own = CONFIGS[name]
+    sizes = dict(_SIZES)
+    if kind is transformers.GPT2Config:
+        sizes = {name: sizes[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
+    elif kind is transformers.GPTNeoXConfig:
+        del sizes["num_key_value_heads"], sizes["head_dim"]
+    elif kind is transformers.Qwen2Config:
+        del sizes["head_dim"]
+        own = {key: value for key, value in own.items() if key != "head_dim"}
+    return kind(**(sizes | own | dict(changes or {})))
+
+
+def as_written(config: PretrainedConfig) -> dict[str, Any]:
+    """What its config.json holds."""
+    written: dict[str, Any] = json.loads(config.to_json_string())
+    return written
+
+
+def make_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """In fp32, for evaluation: matrices are wide and norms are not at 1, so that no mistake hides in small numbers.
+
+    The last norm is small, so that logits are about 1.
+    """
+    around_one = "gemma" in config.model_type
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            norm = parameter.dim() == 1 and "bias" not in name
+            last = name in ("model.norm.weight", "transformer.ln_f.weight", "gpt_neox.final_layer_norm.weight")
+            weight = (values * 0.3 + norm) * (0.2 if last else 1.0)
+            parameter.copy_(weight - float(norm and around_one))
+    return model
+
+
+def save(folder: Path, name: str, changes: Mapping[str, Any] | None = None, **options: Any) -> PreTrainedModel:
+    """Write such a model as `save_pretrained` does, and return it."""
+    model = make_model(make_config(name, changes))
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def load(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Read a folder in fp32: the model, and what of its tensors was missing, left over or of another shape."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, attn_implementation="eager"
+    )
+    return model.eval(), info
+
+
+def tokens(seed: int = 1) -> Tensor:
+    """[batch, sequence], more than 32 of them in a row."""
+    return torch.randint(0, _SIZES["vocab_size"], (2, 40), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """[batch, sequence, vocabulary]"""
+    found: Tensor = model(input_ids=ids).logits
+    return found
