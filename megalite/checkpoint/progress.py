@@ -40,10 +40,10 @@ def show_progress(doing: str, total: int, unit: str = "bytes") -> Iterator[Advan
     from rich import progress
     from rich.console import Console
 
-    counts = (progress.MofNCompleteColumn(), progress.TextColumn(unit))
+    counts: list[progress.ProgressColumn] = [progress.MofNCompleteColumn(), progress.TextColumn(unit)]
     if unit == "bytes":
-        counts = (progress.DownloadColumn(), progress.TransferSpeedColumn())
-    columns = (progress.TextColumn(doing), progress.BarColumn(), *counts, progress.TimeRemainingColumn())
+        counts = [progress.DownloadColumn(), progress.TransferSpeedColumn()]
+    columns = [progress.TextColumn(doing), progress.BarColumn(), *counts, progress.TimeRemainingColumn()]
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(doing, total=total)
         yield lambda size: bar.advance(task, size)

@@ -39,8 +39,8 @@ def score_windows(
         if number % mesh.size("dp") == mesh.coordinate("dp"):
             found[rows] = _score_batch(network, [windows[row] for row in rows])
         advance(sum(windows[row].counted for row in rows))
-    rows = collectives.all_reduce_(found, mesh.group("dp")).tolist()
-    return [Score(log_probability, greedy=not others) for log_probability, others in rows]
+    sums, others = collectives.all_reduce_(found, mesh.group("dp")).t().tolist()
+    return [Score(total, greedy=not count) for total, count in zip(sums, others, strict=True)]
 
 
 def _score_batch(network: Network, windows: Sequence[Window]) -> Tensor:

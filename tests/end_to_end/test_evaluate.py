@@ -94,13 +94,17 @@ def test_batches_change_nothing(byte_llama: Path, texts: Path, tmp_path: Path) -
         assert_number_close(loss(size), loss(1), f"{size} windows at a time")
 
 
-@pytest.mark.parametrize("layout", ["--tp 2", "--pp 2", "", "--tp 2 --pp 2"])
+LAYOUTS = {"dp2": (2, ""), "tp2": (2, "--tp 2"), "pp2": (2, "--pp 2"), "tp2-pp2": (4, "--tp 2 --pp 2")}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_finds_the_same(
     layout: str, byte_llama: Path, texts: Path, tmp_path: Path, spawn: Callable[..., Job]
 ) -> None:
     command = [EVALUATE, "--load", byte_llama, "--text", texts / "text.jsonl", "--stride", 5]
-    command += ["--micro-batch-size", 2, "--output", tmp_path / "out.json", *words(layout)]
-    shown = ended(spawn(command, 2 if layout != "--tp 2 --pp 2" else 4)).stdout
+    world_size, flags = LAYOUTS[layout]
+    command += ["--micro-batch-size", 2, "--output", tmp_path / "out.json", *words(flags)]
+    shown = ended(spawn(command, world_size)).stdout
     results = json.loads((tmp_path / "out.json").read_text())
     assert_oracles(results["data"][0], LLAMA, byte_llama, TRAINED, 5)
     heading, line = shown.splitlines()

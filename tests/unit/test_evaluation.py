@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.checkpoint import progress
 from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.data.tokenizers.huggingface import load_tokenizer_json
@@ -34,6 +37,7 @@ from megalite.parallel.mesh import ParallelMesh
 from tests.distributed.inference_run import initialized_network, whole_weights
 from tests.distributed.layout_cell import Cell, oracle
 from tests.harness.close import assert_number_close
+from tests.harness.terminal import read_to_end
 from tests.harness.tool import run_tool
 
 BYTES = ByteTokenizer()
@@ -200,6 +204,24 @@ def test_figures_of_several_data_sets() -> None:
     assert (blend.name, blend.loss, blend.text_bytes, blend.bits_per_byte) == ("blend", 3.5, None, None)
     assert together([a, Figures("c", 1, 1, 1.0)]).text_bytes is None
     assert Figures("d", 1, 1, 1e4).perplexity == math.inf
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    with progress.show_progress("predicting", 3000, "tokens") as advance:
+        advance(1000)
+    assert capsys.readouterr().err == "predicting: 1,000 of 3,000 tokens\n"
+    terminal, stderr = os.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with monkeypatch.context() as patch, os.fdopen(stderr, "w") as stream:
+        patch.setattr(sys, "stderr", stream)
+        with progress.show_progress("predicting", 3000, "tokens") as advance:
+            advance(1000)
+    shown = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", read_to_end(terminal))  # without colours
+    assert "predicting ━" in shown
+    assert "1000/3000 tokens" in shown
 
 
 # ---------------------------------------------------------------------------------------------------- flags
