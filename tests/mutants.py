@@ -894,6 +894,13 @@ MUTANTS = (
         f"{_INFERENCE}sampled_text_depends_on_the_seed_and_the_number_of_the_prompt_alone[alone]",
     ),
     Mutant(
+        "the stages of a pipeline wait for each batch's tokens in turn",
+        "megalite/inference/generation.py",
+        """ahead = stages - network.mesh.coordinate("pp")""",
+        "ahead = 1",
+        f"{_INFERENCE}each_stage_works_on_a_batch_of_its_own",
+    ),
+    Mutant(
         "scores stay on the last stage",
         "megalite/inference/network.py",
         'return collectives.all_reduce_(values.contiguous(), self.mesh.group("pp"))',
