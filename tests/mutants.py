@@ -896,6 +896,13 @@ MUTANTS = (
         f"{_INFERENCE}sampled_text_depends_on_the_seed_and_the_number_of_the_prompt_alone[alone]",
     ),
     Mutant(
+        "the stages of a pipeline wait for each batch's tokens in turn",
+        "megalite/inference/generation.py",
+        """ahead = stages - network.mesh.coordinate("pp")""",
+        "ahead = 1",
+        f"{_INFERENCE}each_stage_works_on_a_batch_of_its_own",
+    ),
+    Mutant(
         "scores stay on the last stage",
         "megalite/inference/network.py",
         'return collectives.all_reduce_(values.contiguous(), self.mesh.group("pp"))',
@@ -954,8 +961,8 @@ MUTANTS = (
     Mutant(
         "of a request that is too long the end is cut off",
         "megalite/inference/lm_eval_adapter.py",
-        "[-self.max_length - 1 :]), len(continuation)",
-        "[: self.max_length + 1]), len(continuation)",
+        "tokens[-self.max_length - 1 :]",
+        "tokens[: self.max_length + 1]",
         f"{_LM_EVAL}choices[alone]",
     ),
     Mutant(

@@ -102,7 +102,8 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
                 f"a continuation of {len(continuation)} tokens, where there can be 1 to {self.max_length} "
                 f"(--seq-length): {texts[1][:200]!r} after {texts[0][-200:]!r}"
             )
-        return Window(np.array([*context, *continuation][-self.max_length - 1 :]), len(continuation))
+        tokens = [*(context or self._context), *continuation]
+        return Window(np.array(tokens[-self.max_length - 1 :]), len(continuation))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """The log-probability of each text, read in windows that do not overlap but for the last."""
