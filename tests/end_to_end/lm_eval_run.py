@@ -37,7 +37,10 @@ def evaluated(model: MegaliteLM, include_path: str) -> dict[str, Any]:
     """What lm_eval says of each task and each request, and what the model draws."""
     manager = TaskManager(include_path=include_path, include_defaults=False)
     results = lm_eval.simple_evaluate(model=model, tasks=list(local.NAMES), task_manager=manager, bootstrap_iters=0)
-    answers: dict[str, Any] = {"drawn": model.generate_until([request(f"{n}", DRAWN) for n in (1, 1, 22, 333, 1)])}
+    answers: dict[str, Any] = {
+        "drawn": model.generate_until([request(f"{n}", DRAWN) for n in (1, 1, 22, 333, 1)]),
+        "bare": model.loglikelihood([request(context, "a choice") for context in ("", "  ")]),
+    }
     if results:  # not but on the first rank of a machine
         answers |= {"results": results["results"]}
         answers |= {name: [sample["resps"] for sample in results["samples"][name]] for name in local.NAMES}

@@ -57,6 +57,8 @@ class Expected:
     """Of each question, by choice: the log-probability, and whether it is the likeliest by each of its bytes."""
     texts: list[float]
     prompts: list[str]
+    bare: list[float]
+    """Of choices behind nothing, and behind spaces, which are then predicted with them."""
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +70,9 @@ def expected(byte_llama: Path) -> Expected:
                 [continued(weights, f"Q: {record['question']}\nA:", f" {choice}") for choice in record["choices"]]
                 for record in CHOICES
             ],
-            [sum(log_probabilities(LLAMA, weights, record["text"], LENGTH, LENGTH)) for record in TEXTS],
+            [whole(weights, record["text"]) for record in TEXTS],
             [written(weights, record["prompt"]) for record in PROMPTS],
+            [whole(weights, text) for text in ("a choice", "  a choice")],
         )
 
 
@@ -79,6 +82,10 @@ def continued(weights: Weights, context: str, continuation: str) -> tuple[float,
     places = range(len(tokens) - len(continuation.encode()), len(tokens))
     total = sum(scores[place - 1, tokens[place]].item() for place in places)
     return total, all(scores[place - 1].argmax() == tokens[place] for place in places)
+
+
+def whole(weights: Weights, text: str) -> float:
+    return sum(log_probabilities(LLAMA, weights, text, LENGTH, LENGTH))
 
 
 def written(weights: Weights, context: str) -> str:
@@ -104,6 +111,8 @@ def test_choices(layout: str, found: Results, expected: Expected) -> None:
     figures = found[layout]["results"]["local_choices"]
     assert figures["acc,none"] == right / len(CHOICES)
     assert figures["acc_norm,none"] == right_by_length / len(CHOICES)
+    for [score, _], total in zip(found[layout]["bare"], expected.bare, strict=True):
+        assert_number_close(score, total)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

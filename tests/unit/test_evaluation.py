@@ -36,6 +36,7 @@ from megalite.inference.windows import Window, batches, sliding_windows
 from megalite.parallel.mesh import ParallelMesh
 from tests.distributed.inference_run import initialized_network, whole_weights
 from tests.distributed.layout_cell import Cell, oracle
+from tests.distributed.layout_expected import one_thread
 from tests.harness.close import assert_number_close
 from tests.harness.terminal import read_to_end
 from tests.harness.tool import run_tool
@@ -80,6 +81,7 @@ def test_batches_hold_every_window_once_alike_ones_together(lengths: list[int], 
     assert [lengths[number] for number in order] == sorted(lengths, reverse=True)
 
 
+@one_thread()
 def test_scores_are_the_oracles_of_what_counts() -> None:
     cell = Cell("llama")
     weights, network = whole_weights(cell), initialized_network(ParallelMesh(), cell)
