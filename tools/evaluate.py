@@ -3,7 +3,7 @@
     python tools/evaluate.py --load run/small-llama --data-path run/corpus_text_document --stride 64
     python tools/evaluate.py --load run/small-llama --text held_out.jsonl notes.txt
     torchrun --nproc-per-node 4 tools/evaluate.py --load run/large --tensor-model-parallel-size 2 \\
-        --tasks arc_easy hellaswag --num-fewshot 5 --output results.json
+        --tasks arc_easy,hellaswag --num-fewshot 5 --output results.json
 
 The layout is any, whatever the model was trained on: ranks beyond tensor times pipeline parallel share the work.
 docs/evaluation.md says what is counted.
@@ -48,7 +48,7 @@ class Arguments:
     json_keys: tuple[str, ...] = ("text",)
     """The fields of a record that are text, each a document."""
     tasks: tuple[str, ...] = ()
-    """Tasks, groups or tags of lm_eval, or patterns of their names."""
+    """Tasks, groups or tags of lm_eval, or patterns of their names, between spaces or commas."""
     num_fewshot: int | None = None
     """Examples before each question of a task; unset: as the task says."""
     include_path: str | None = None
@@ -213,7 +213,8 @@ def load_tasks(arguments: Arguments) -> Tasks | None:
         return None
     from megalite.inference import lm_eval_tasks
 
-    return lm_eval_tasks.load_tasks(arguments.tasks, arguments.include_path)
+    names = [name for names in arguments.tasks for name in names.split(",") if name]
+    return lm_eval_tasks.load_tasks(names, arguments.include_path)
 
 
 def quiet_libraries() -> None:

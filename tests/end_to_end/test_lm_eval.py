@@ -161,7 +161,17 @@ def test_what_cannot_be_asked_is_refused(what: str, found: Results) -> None:
 def test_the_command_shows_and_writes_the_results(
     byte_llama: Path, folder: Path, found: Results, tmp_path: Path, spawn: Callable[..., Job]
 ) -> None:
-    command = [EVALUATE, "--load", byte_llama, "--tasks", *NAMES, "--include-path", folder, "--seq-length", LENGTH]
+    command = [
+        EVALUATE,
+        "--load",
+        byte_llama,
+        "--tasks",
+        ",".join(NAMES),
+        "--include-path",
+        folder,
+        "--seq-length",
+        LENGTH,
+    ]
     job = spawn([*command, "--output", tmp_path / "out.json"], 1, **offline(folder))
     assert job.wait() == [0], job.stderr(0)
     results = json.loads((tmp_path / "out.json").read_text())["tasks"]["results"]
