@@ -56,6 +56,8 @@ _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
 _GOES_ON = "tests/distributed/test_checkpoint_layouts.py::test_a_training_goes_on_under_any_layout[8]"
 _KILL = "tests/unit/test_checkpoint_kill.py::test_"
+_FIGURES = "tests/end_to_end/test_evaluate.py::test_"
+_LM_EVAL = "tests/end_to_end/test_lm_eval.py::test_"
 _INFERENCE = "tests/distributed/test_inference.py::test_"
 _CACHED = f"{_INFERENCE}tokens_see_those_before_them_in_the_cache[alone]"
 _RATES = "tests/distributed/test_rates_megatron.py::test_whole_runs"
@@ -894,6 +896,13 @@ MUTANTS = (
         f"{_INFERENCE}sampled_text_depends_on_the_seed_and_the_number_of_the_prompt_alone[alone]",
     ),
     Mutant(
+        "the stages of a pipeline wait for each batch's tokens in turn",
+        "megalite/inference/generation.py",
+        """ahead = stages - network.mesh.coordinate("pp")""",
+        "ahead = 1",
+        f"{_INFERENCE}each_stage_works_on_a_batch_of_its_own",
+    ),
+    Mutant(
         "scores stay on the last stage",
         "megalite/inference/network.py",
         'return collectives.all_reduce_(values.contiguous(), self.mesh.group("pp"))',
@@ -906,6 +915,76 @@ MUTANTS = (
         """(mesh.size("tp") if config.parallel.sequence_parallel else 1)""",
         "1",
         f"{_TIME_LINE}[sequence parallel]",
+    ),
+    Mutant(
+        "each window counts what it shares with the one before",
+        "megalite/inference/windows.py",
+        "yield Window(tokens, end - predicted)",
+        "yield Window(tokens, len(tokens) - 1)",
+        f"{_FIGURES}the_figures_are_the_oracles_whatever_the_windows[16-5]",
+    ),
+    Mutant(
+        "later windows read one token less than they can",
+        "megalite/inference/windows.py",
+        "start = end - length - 1",
+        "start = end - length - (0 if predicted else 1)",
+        f"{_FIGURES}the_figures_are_the_oracles_whatever_the_windows[16-5]",
+    ),
+    Mutant(
+        "the end of a document is predicted",
+        "megalite/inference/documents.py",
+        "while last > first and tokens[last - 1] == eod:",
+        "while False:",
+        f"{_FIGURES}token_files_give_what_their_text_gives",
+    ),
+    Mutant(
+        "bits per byte are nats",
+        "megalite/inference/perplexity.py",
+        "self.loss * self.tokens / math.log(2) / self.text_bytes",
+        "self.loss * self.tokens / self.text_bytes",
+        f"{_FIGURES}the_figures_are_the_oracles_whatever_the_windows[16-5]",
+    ),
+    Mutant(
+        "what fills up a batch is scored",
+        "megalite/inference/scoring.py",
+        "(columns >= lengths.unsqueeze(1)) | (columns <",
+        "(columns <",
+        f"{_FIGURES}batches_change_nothing",
+    ),
+    Mutant(
+        "copies of the model each score all windows, and their scores are added",
+        "megalite/inference/scoring.py",
+        'if number % mesh.size("dp") == mesh.coordinate("dp"):',
+        "if True:",
+        f"{_FIGURES}every_layout_finds_the_same[dp2]",
+    ),
+    Mutant(
+        "of a request that is too long the end is cut off",
+        "megalite/inference/lm_eval_adapter.py",
+        "tokens[-self.max_length - 1 :]",
+        "tokens[: self.max_length + 1]",
+        f"{_LM_EVAL}choices[alone]",
+    ),
+    Mutant(
+        "what ends a text is kept in it",
+        "megalite/inference/lm_eval_adapter.py",
+        "text[: min(ends)] if ends else text",
+        "text",
+        f"{_LM_EVAL}what_is_written[alone]",
+    ),
+    Mutant(
+        "texts that copies of the model have written come back in the copies' order",
+        "megalite/inference/lm_eval_adapter.py",
+        "return [every[number % copies][number // copies] for number in range(len(contexts))]",
+        "return [text for share in every for text in share]",
+        f"{_LM_EVAL}what_is_written[dp2]",
+    ),
+    Mutant(
+        "ranks that were asked different things go on",
+        "megalite/inference/lm_eval_adapter.py",
+        "if digest != digests[0]",
+        "if False",
+        f"{_LM_EVAL}what_cannot_be_asked_is_refused[disagreement]",
     ),
 )
 

@@ -37,7 +37,7 @@ class Arguments:
     max_new_tokens: int = 100
     """Tokens to write at most; the end of a document, or of learned positions, ends the text before."""
     batch_size: int = 8
-    """Prompts that are worked on together; more are faster and take more memory."""
+    """Prompts that a stage works on together; more are faster and take more memory."""
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token each time."""
     top_k: int = 0
