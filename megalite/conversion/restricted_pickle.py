@@ -47,6 +47,13 @@ class Record:
         return self.state if isinstance(self.state, dict) else {}
 
 
+class _Dictionary(dict[object, object]):
+    """An OrderedDict, which may have attributes."""
+
+    def __setstate__(self, state: object) -> None:
+        """They are dropped."""
+
+
 class _Function:
     """A function that a pickle may call, and not change."""
 
@@ -74,7 +81,7 @@ def _parameter(tensor: object, *_: object) -> object:
 
 _TENSOR = _Function(_tensor)
 _ALLOWED: Mapping[tuple[str, str], object] = {
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): _Dictionary,
     ("torch", "Size"): tuple,
     ("torch._utils", "_rebuild_tensor"): _TENSOR,
     ("torch._utils", "_rebuild_tensor_v2"): _TENSOR,

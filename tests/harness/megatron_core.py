@@ -11,18 +11,21 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig
 
+Form = Literal["stacked", "per layer", "legacy"]
+"""One key for all layers, one for each, or a file for each rank."""
+
 
 def save(
-    model: ModelConfig, args: dict[str, Any], folder: Path, tokens: Tensor, tensor_parallel_size: int, per_layer: bool
+    model: ModelConfig, args: dict[str, Any], folder: Path, tokens: Tensor, tensor_parallel_size: int, form: Form
 ) -> Tensor:
-    """Save a network of random weights as Megatron-LM does, and give its logits; `per_layer`: a key for each layer."""
+    """Save a network of random weights as Megatron-LM does, and give its logits."""
     with _ready(tensor_parallel_size):
         from megatron.core import dist_checkpointing
 
@@ -33,11 +36,15 @@ def save(
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + (1.0 if "norm" in name else 0.0))
                 if not getattr(parameter, "tensor_model_parallel", False):  # the same on every rank
                     torch.distributed.broadcast(parameter, 0)
-        metadata = {"singleton_local_shards": True} if per_layer else None
-        state = network.sharded_state_dict(metadata=metadata)
         common = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 7}
-        folder.mkdir(parents=True, exist_ok=True)
-        dist_checkpointing.save(state | common, str(folder))
+        if form == "legacy":
+            path = folder / f"mp_rank_{torch.distributed.get_rank():02d}" / "model_optim_rng.pt"
+            path.parent.mkdir(parents=True)
+            torch.save(common | {"model": network.state_dict()}, path)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            metadata = {"singleton_local_shards": form == "per layer"}
+            dist_checkpointing.save(network.sharded_state_dict(metadata=metadata) | common, str(folder))
         return _logits(network, tokens)
 
 

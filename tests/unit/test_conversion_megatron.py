@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +12,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from megalite.checkpoint.compatibility import function_of
 from megalite.checkpoint.source import Kind
 from megalite.config import ModelConfig
 from megalite.conversion.megatron import open_megatron, write_megatron
+from megalite.conversion.megatron_arguments import arguments_of, model_of
 from megalite.conversion.opened import OpenedModel, logical_tensors
 from megalite.conversion.verification import logits
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 from tests.harness import megatron_core
 from tests.harness.rank_pool import RankPools
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it says so even where that is asked
 
 TOLERANCE = 1e-5  # of logits of about 1, in fp32, from two implementations
 GPT2 = ModelConfig(
@@ -47,6 +56,7 @@ MODELS = {
         GPT2, squared_relu=True, position_embedding_type="none", max_position_embeddings=None, qk_layernorm=True,
     ),
 }  # fmt: skip
+SMALL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 TOKENS = torch.arange(2 * 32).view(2, 32) * 7 % 53
 
 
@@ -119,31 +129,201 @@ def test_megatron_core_loads_what_is_written(name: str, rank_pools: RankPools, t
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_megatron_core_saves_is_read(name: str, rank_pools: RankPools, tmp_path: Path) -> None:
-    model = MODELS[name]
-    (theirs,) = rank_pools(1).run(
-        megatron_core.save, model, arguments(model), tmp_path / "iter_0000007", TOKENS, 1, name == "llama"
-    )
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+@pytest.mark.parametrize("form", ["stacked", "per layer", "legacy"])
+def test_what_megatron_core_saves_is_read(
+    name: str, form: megatron_core.Form, rank_pools: RankPools, tmp_path: Path
+) -> None:
+    model, folder = MODELS[name], tmp_path / "iter_0000007"
+    (theirs,) = rank_pools(1).run(megatron_core.save, model, arguments(model), folder, TOKENS, 1, form)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7\n")
 
     opened = open_megatron(tmp_path)
 
     close(logits(opened, TOKENS), theirs[..., :53])
     assert opened.config.vocab_size == 53
     assert opened.sequence_length == 32
+    if form != "legacy":
+        described = (folder / ".metadata").read_bytes()
+        assert (b"decoder.layers.1.self_attention.linear_proj.weight" in described) == (form == "per layer")
+        assert (b"linear_fc1.weight_w" in described) == (form == "per layer" and model.swiglu)
 
 
-def test_two_tensor_parallel_ranks_save_and_load(rank_pools: RankPools, tmp_path: Path) -> None:
-    model = LLAMA
-    (theirs, _) = rank_pools(2).run(
-        megatron_core.save, model, arguments(model), tmp_path / "theirs", TOKENS, 2, per_layer=False
-    )
-    opened = open_megatron(tmp_path / "theirs")
-    close(logits(opened, TOKENS), theirs[..., :53])
+@pytest.mark.parametrize("form", ["stacked", "legacy"])
+def test_two_tensor_parallel_ranks_save_and_load(
+    form: megatron_core.Form, rank_pools: RankPools, tmp_path: Path
+) -> None:
+    model, theirs = LLAMA, tmp_path / "theirs"
+    (expected, _) = rank_pools(2).run(megatron_core.save, model, arguments(model), theirs, TOKENS, 2, form)
+    opened = open_megatron(theirs)
+    close(logits(opened, TOKENS), expected[..., :53])
 
     folder = write(opened, tmp_path / "ours", tensor_parallel_size=2)
     ((again, _), _) = rank_pools(2).run(megatron_core.load, model, folder, TOKENS, 2)
 
-    assert torch.equal(again[..., :53], theirs[..., :53]), "the weights are the same"
+    assert torch.equal(again[..., :53], expected[..., :53]), "the weights are the same"
+    weights = read(opened)
     for name, values in read(open_megatron(tmp_path / "ours")).items():
+        assert torch.equal(values, weights[name]), name
+
+
+# ------------------------------------------------------------------------------------------------ the vocabulary
+
+
+def test_rows_that_pad_the_vocabulary_are_zeros_there_and_nowhere_here(tmp_path: Path) -> None:
+    opened = random_model(replace(LLAMA, make_vocab_size_divisible_by=16))
+    folder = write(opened, tmp_path, tensor_parallel_size=2)
+    tables = {name: torch.empty(64, 24) for name in ("embedding.word_embeddings.weight", "output_layer.weight")}
+    dcp.load(tables, checkpoint_id=folder, no_dist=True)
+    for values, name in zip(tables.values(), ("embedding.word", "output"), strict=True):
+        assert torch.equal(values[:53], read(opened)[name])
+        assert not values[53:].any()
+
+    assert open_megatron(tmp_path).config.vocab_size == 53
+    assert open_megatron(tmp_path, true_vocab_size=60).source.tensors["output"].shape == (60, 24)
+    with pytest.raises(CheckpointError, match="64 rows for tokens, not the 65 of --true-vocab-size"):
+        open_megatron(tmp_path, true_vocab_size=65)
+
+
+# ------------------------------------------------------------------------------------------------ a folder, or none
+
+
+def test_a_folder_is_a_release_that_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = random_model(GPT2, torch.bfloat16)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            write(opened, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+    folder = write(opened, tmp_path)
+
+    assert folder == tmp_path / "release"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest_checkpointed_iteration.txt", "release"]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert sorted(path.name for path in folder.iterdir()) == [".metadata", "__0_0.distcp", "common.pt", "metadata.json"]
+    assert json.loads((folder / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    for name, values in read(open_megatron(folder)).items():
+        assert values.dtype == torch.bfloat16
         assert torch.equal(values, read(opened)[name]), name
+    with pytest.raises(CheckpointError, match="has a checkpoint already"):
+        write(opened, tmp_path)
+
+
+def test_a_stacked_tensor_saved_in_one_chunk_is_read_by_layers(tmp_path: Path) -> None:
+    """As tools write it that know nothing of Megatron-LM."""
+    opened = random_model(LLAMA)
+    folder = write(opened, tmp_path)
+    dcp_to_torch_save(folder, tmp_path / "all.pt")
+    shutil.copy(folder / "metadata.json", tmp_path)
+    shutil.copy(folder / "common.pt", tmp_path)
+    dcp.save(torch.load(tmp_path / "all.pt"), checkpoint_id=tmp_path, no_dist=True)
+
+    for name, values in read(open_megatron(tmp_path)).items():
+        assert torch.equal(values, read(opened)[name]), name
+
+
+def test_what_is_common_may_stand_among_the_tensors(tmp_path: Path) -> None:
+    """As Megatron-LM saves it since 2026."""
+    folder = write(random_model(GPT2), tmp_path)
+    dcp_to_torch_save(folder, tmp_path / "all.pt")
+    common = torch.load(folder / "common.pt", weights_only=False)
+    shutil.copy(folder / "metadata.json", tmp_path)
+    state = torch.load(tmp_path / "all.pt") | {"common_state/shard_0_1": common}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True, planner=DefaultSavePlanner(flatten_state_dict=False))
+
+    assert function_of(open_megatron(tmp_path).config) == function_of(GPT2)
+
+
+# ------------------------------------------------------------------------------------------------ what there is not
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"use_parallel_residual": True}, "--use-parallel-residual True"),
+        ({"scale_embeddings": True}, "--scale-embeddings"),
+        ({"sandwich_norm": True}, "--sandwich-norm"),
+        ({"attn_logit_softcapping": 50.0}, "--attn-logit-softcapping 50.0"),
+        ({"final_logit_softcapping": 30.0}, "--final-logit-softcapping"),
+        ({"query_pre_attn_scalar": 7.0}, "--query-pre-attn-scalar"),
+        ({"geglu": True}, "--geglu"),
+        ({"add_bias_linear": False}, "--exact-gelu False"),
+        ({"position_embedding_type": "rope", "use_rope_scaling": True, "rope_scaling_low_freq_factor": 2.0},
+         "--rope-scaling-low-freq-factor 2.0 .there: 1.0."),
+        ({"window_size": "8,0", "position_embedding_type": "rope", "window_rotary_base": 5.0}, "--window-rotary-base"),
+    ],
+)  # fmt: skip
+def test_a_network_that_megatron_has_not_is_refused(changes: dict[str, Any], flag: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"Megatron-LM has no such network:\n  {flag}"):
+        write(random_model(replace(GPT2, **changes)), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_experts", 8),
+        ("multi_latent_attention", True),
+        ("attention_output_gate", True),
+        ("rotary_interleaved", True),
+        ("softmax_type", "learnable"),
+        ("no_rope_freq", 4),
+        ("mtp_num_layers", 1),
+        ("spec", ["some.module", "spec"]),
+        ("apply_residual_connection_post_layernorm", True),
+        ("position_embedding_type", "mrope"),
+        ("normalization", "L2Norm"),
+        ("hidden_size", None),
+    ],
+)
+def test_arguments_of_another_network_are_refused_by_name(name: str, value: object, tmp_path: Path) -> None:
+    folder = write(random_model(GPT2), tmp_path)
+    common = torch.load(folder / "common.pt", weights_only=False)
+    setattr(common["args"], name, value)
+    torch.save(common, folder / "common.pt")
+
+    with pytest.raises(CheckpointError, match=f"--{name.replace('_', '-')} "):
+        open_megatron(tmp_path)
+
+
+def test_tensors_that_the_network_has_not_are_refused_and_the_optimizers_left_aside(tmp_path: Path) -> None:
+    folder = write(random_model(GPT2), tmp_path)
+    dcp_to_torch_save(folder, tmp_path / "all.pt")
+    shutil.copy(folder / "metadata.json", tmp_path)
+    shutil.copy(folder / "common.pt", tmp_path)
+    state = torch.load(tmp_path / "all.pt") | {"optimizer.state.exp_avg.output_layer.weight": torch.zeros(3)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    open_megatron(tmp_path)
+
+    dcp.save(state | {"decoder.layers.mlp.router.weight": torch.zeros(2, 3)}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointError, match=r"has decoder.layers.0.mlp.router.weight, decoder.layers.1.mlp.router"):
+        open_megatron(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "window"),
+    [
+        ({"window_size": (8, 0)}, ("8,0", None)),
+        ({"window_size": (-1, 0)}, (None, None)),
+        ({"window_size": [8, 0], "window_attn_skip_freq": [1, 0]}, ("8,0", "[1, 0]")),
+        ({"window_size": "(8, 0)", "window_attn_skip_freq": 2}, ("(8, 0)", "2")),
+    ],
+)
+def test_windows_are_read(arguments: dict[str, Any], window: tuple[str | None, str | None]) -> None:
+    model = model_of(SMALL | {"position_embedding_type": "rope"} | arguments)
+    assert (model.window_size, model.window_attn_skip_freq) == window
+    assert model_of(vars(arguments_of(model, {}, 8, 8))).keys_before == model.keys_before
+
+
+def test_the_tokenizer_is_told_and_a_null_tokenizer_has_one_token_more(tmp_path: Path) -> None:
+    data = {"tokenizer_type": "NullTokenizer"}
+    folder = write(replace(random_model(GPT2), data=data), tmp_path)
+
+    assert vars(torch.load(folder / "common.pt", weights_only=False)["args"])["vocab_size"] == 52
+    opened = open_megatron(tmp_path)
+    assert opened.config.vocab_size == 53
+    assert opened.data == data
