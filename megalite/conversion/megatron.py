@@ -60,7 +60,7 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
     rows = max((chunk.box.offset[0] + chunk.box.size[0] for chunk in chunks.get(WORD, ())), default=0)
     tokens = true_vocab_size or vocabulary_of(arguments) or rows
     if tokens > rows:
-        raise CheckpointError(f"{folder} has {rows} rows for tokens, not the {tokens} of --true-vocab-size")
+        raise CheckpointError(f"{folder} has {rows} rows for {tokens} tokens: --true-vocab-size tells their number")
     model = replace(model, vocab_size=tokens)
     logical = logical_tensors(model)
     mapping = file_tensors(RULES, model, logical)

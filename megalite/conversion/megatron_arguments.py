@@ -56,7 +56,8 @@ _NOT_OURS: Mapping[str, tuple[object, ...]] = {
 
 All others that are no field are of the run and not of the network; what they would add to it is found by its tensors.
 """
-_TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens"
+_TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file"
+_TIKTOKEN = "tiktoken_pattern tiktoken_num_special_tokens tokenizer_special_tokens"
 
 
 def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
@@ -98,6 +99,12 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     if problems:
         raise CheckpointError("\n".join(problems))
     model = ModelConfig(**values)
+    if model.rotary and int(model.head_dim * model.rotary_percent) % 2:
+        problems.append(f"  --rotary-percent {model.rotary_percent}: an odd number of {model.head_dim} channels")
+    if model.rotary and model.use_rope_scaling and model.rotary_seq_len_interpolation_factor not in (None, 1):
+        problems.append("  --use-rope-scaling with --rotary-seq-len-interpolation-factor: megalite scales once")
+    if problems:
+        raise CheckpointError("\n".join(problems))
     # Megatron-LM's GELU is exact, but for the one that is fused with a bias.
     fused = arguments.get("bias_gelu_fusion", True) and model.add_bias_linear
     exact = not (model.gated or model.squared_relu or fused or arguments.get("openai_gelu"))
@@ -128,9 +135,12 @@ def _more_tokens(tokenizer: object) -> int:
 
 def tokenizer_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that name the tokenizer; none where megalite has no such."""
-    if arguments.get("tokenizer_type") not in get_args(TokenizerType):
+    kind = arguments.get("tokenizer_type")
+    if kind not in get_args(TokenizerType):
         return {}
-    return {name: arguments[name] for name in _TOKENIZER.split() if isinstance(arguments.get(name), str | int)}
+    names = _TOKENIZER if kind != "TikTokenizer" else f"{_TOKENIZER} {_TIKTOKEN}"
+    found = {name: arguments[name] for name in names.split() if arguments.get(name) is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def arguments_of(
@@ -167,7 +177,7 @@ def arguments_of(
         "no_save_rng": True,
         "ckpt_format": "torch_dist",
     }
-    arguments |= {name: data.get(name) for name in _TOKENIZER.split()}
+    arguments |= {name: data.get(name) for name in f"{_TOKENIZER} {_TIKTOKEN}".split()}
     ours, theirs = function_of(model), function_of(model_of(arguments))
     different = [name for name in theirs if name != "vocab_size" and ours[name] != theirs[name]]
     if different:
