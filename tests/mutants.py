@@ -56,6 +56,8 @@ _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
 _GOES_ON = "tests/distributed/test_checkpoint_layouts.py::test_a_training_goes_on_under_any_layout[8]"
 _KILL = "tests/unit/test_checkpoint_kill.py::test_"
+_INFERENCE = "tests/distributed/test_inference.py::test_"
+_CACHED = f"{_INFERENCE}tokens_see_those_before_them_in_the_cache[alone]"
 _RATES = "tests/distributed/test_rates_megatron.py::test_whole_runs"
 _MEGATRON = "tests/unit/test_conversion_megatron.py::test_"
 _LEGACY = "tests/unit/test_conversion_megatron_legacy.py::test_any_layout_is_read"
@@ -829,6 +831,77 @@ MUTANTS = (
         """return collectives.all_reduce_(over_data, self.mesh.group("pp"))""",
         "return over_data",
         f"{_TIME_LINE}[interleaved]",
+    ),
+    Mutant(
+        "a cached key lies a slot too early",
+        "megalite/model/cache.py",
+        "part[rows, :, self._positions] =",
+        "part[rows, :, (self._positions - 1).clamp(min=0)] =",
+        _CACHED,
+    ),
+    Mutant(
+        "tokens see the cached slot behind their own, where padding lies",
+        "megalite/model/cache.py",
+        "visible = back >= 0 if before is None",
+        "visible = back >= -1 if before is None",
+        _CACHED,
+    ),
+    Mutant(
+        "windows are ignored in the cache",
+        "megalite/model/gpt.py",
+        "cache.mask(self.window)",
+        "cache.mask()",
+        _CACHED,
+    ),
+    Mutant(
+        "where there is a window in the cache, padding is seen through it",
+        "megalite/model/cache.py",
+        "(back >= 0) & (back <= before)",
+        "back <= before",
+        _CACHED,
+    ),
+    Mutant(
+        "tokens after the prompt are rotated as if they were the first",
+        "megalite/model/gpt.py",
+        "rotary = windowed_rotary = rotary_tables(self.config, micro_batch.positions, self.dtype)",
+        "rotary = windowed_rotary = rotary_tables("
+        "self.config, micro_batch.positions - micro_batch.positions[:, :1], self.dtype)",
+        _CACHED,
+    ),
+    Mutant(
+        "when a sequence ends, the next ones go on with its cache",
+        "megalite/model/cache.py",
+        "= kept[:, rows]",
+        "= kept[:, : len(rows)]",
+        _CACHED,
+    ),
+    Mutant(
+        "the token after a padded prompt is chosen behind its padding",
+        "megalite/inference/generation.py",
+        "[len(row) - 1 for row in tokens]",
+        "[longest - 1 for row in tokens]",
+        _CACHED,
+    ),
+    Mutant(
+        "the vocabulary's padding can be sampled",
+        "megalite/inference/generation.py",
+        """network.mesh.group("tp"))[:, : network.vocab_size]""",
+        """network.mesh.group("tp"))""",
+        _CACHED,
+    ),
+    Mutant(
+        "all prompts draw the same random numbers",
+        "megalite/inference/generation.py",
+        """f"{seed}/{index}".encode()""",
+        """f"{seed}".encode()""",
+        f"{_INFERENCE}sampled_text_depends_on_the_seed_and_the_number_of_the_prompt_alone[alone]",
+    ),
+    Mutant(
+        "scores stay on the last stage",
+        "megalite/inference/network.py",
+        'return collectives.all_reduce_(values.contiguous(), self.mesh.group("pp"))',
+        """return (collectives.all_reduce_(values.clone(), self.mesh.group("pp")), values)[1]""",
+        f"{_INFERENCE}logits_and_scores_are_the_oracles[pp2]",
     ),
     Mutant(
         "whole hidden states are expected between sequence-parallel stages",

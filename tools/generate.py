@@ -1,16 +1,25 @@
 """Write text with a trained model.
 
     python tools/generate.py --load run/small-llama --prompt "def main(" --temperature 0.8 --top-p 0.9
+    torchrun --nproc-per-node 4 tools/generate.py --tp 2 --pp 2 --load run/7b --prompts questions.txt --output out.jsonl
 
-Under torchrun the model is split over all ranks (tensor parallelism), whatever layout it was trained on.
+Under torchrun the model is split over all ranks, whatever layout it was trained on.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.errors import ConfigurationError
 from megalite.training.failure import run_main
+
+if TYPE_CHECKING:
+    from megalite.inference.text import Piece
 
 
 @dataclass(frozen=True)
@@ -19,10 +28,16 @@ class Arguments:
 
     load: str
     """The run directory, or one checkpoint in it (iter_0000100)."""
-    prompt: str
-    """What the text begins with."""
+    prompt: tuple[str, ...] = ()
+    """What a text begins with; may be given several times. -: standard input."""
+    prompts: str | None = None
+    """A file with one prompt a line; in a .jsonl file, {"prompt": "..."}."""
+    output: str | None = None
+    """Write the texts to this new file instead of the terminal, a JSON object a line: prompt, text, finish_reason."""
     max_new_tokens: int = 100
     """Tokens to write at most; the end of a document, or of learned positions, ends the text before."""
+    batch_size: int = 8
+    """Prompts that are worked on together; more are faster and take more memory."""
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token each time."""
     top_k: int = 0
@@ -30,42 +45,99 @@ class Arguments:
     top_p: float = 1.0
     """Keep the fewest likeliest tokens whose probabilities reach p."""
     seed: int = 1234
-    """The same seed gives the same text."""
+    """The same seed gives the same texts."""
     tokenizer_model: str | None = None
     """Where the tokenizer's file is now; unset: where it was when the model was trained."""
+    tensor_model_parallel_size: int | None = None
+    """Ranks that share each layer's matrices (short: --tp); unset: all of a stage."""
+    pipeline_model_parallel_size: int = 1
+    """Stages of layers, one after the other (short: --pp)."""
 
 
 def main() -> int:
     """Load the newest checkpoint, split over the ranks there are, and stream text to the terminal."""
-    arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
+    arguments = parse_tool_arguments(Arguments, description=__doc__ or "", repeated=True)
 
-    from megalite.errors import ConfigurationError
     from megalite.inference.sampling import Sampling
 
     if arguments.max_new_tokens < 0:
         raise ConfigurationError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 0")
+    if arguments.batch_size < 1:
+        raise ConfigurationError(f"--batch-size {arguments.batch_size}: must be at least 1")
+    if arguments.output is not None and Path(arguments.output).exists():
+        raise ConfigurationError(f"--output {arguments.output} is there already: remove it, or name another file")
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
 
-    from megalite.checkpoint import open_directory
+    from megalite.checkpoint import open_directory, read_model_config
     from megalite.checkpoint.directory import resolve
-    from megalite.config import ParallelConfig
-    from megalite.inference.generation import encode_prompt, generate, stream_text
-    from megalite.inference.loading import load_for_generation
+    from megalite.inference.generation import check_prompts, generate
+    from megalite.inference.loading import load_network, load_tokenizer
+    from megalite.inference.network import choose_layout
+    from megalite.inference.prompts import encode_prompt, of_rank_0, read_prompts
+    from megalite.inference.text import in_order
     from megalite.training.launch import join, leave
     from megalite.training.place import place_from_environment
 
-    place = place_from_environment()
-    mesh = join(ParallelConfig(tensor_model_parallel_size=place.world_size), place, repr(arguments))
-    network, tokenizer = load_for_generation(resolve(open_directory(arguments.load)), mesh, arguments.tokenizer_model)
-    prompt = encode_prompt(tokenizer, arguments.prompt)
-    tokens = generate(network, prompt, max_new_tokens=arguments.max_new_tokens, eod=tokenizer.eod, sampling=sampling)
-    for text in stream_text(tokenizer, prompt, tokens):
-        if mesh.rank == 0:
-            print(text, end="", flush=True)
-    if mesh.rank == 0:
-        print(flush=True)
+    place, path = place_from_environment(), resolve(open_directory(arguments.load))
+    model = read_model_config(path)
+    layout = choose_layout(
+        model, place.world_size, arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+    )
+    tokenizer = load_tokenizer(path, arguments.tokenizer_model)
+    mesh = join(layout, place, repr(arguments))
+
+    def read() -> list[list[int]]:
+        prompts = [encode_prompt(tokenizer, text) for text in read_prompts(arguments.prompt, arguments.prompts)]
+        check_prompts(model, prompts)
+        return prompts
+
+    prompts = of_rank_0(mesh, read)
+    events = generate(
+        load_network(path, mesh),
+        prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        eod=tokenizer.eod,
+        sampling=sampling,
+        batch_size=arguments.batch_size,
+    )
+    if mesh.rank > 0:
+        for _ in events:
+            pass
+    elif arguments.output is None:
+        show(in_order(tokenizer, prompts, events), len(prompts))
+    else:
+        write(in_order(tokenizer, prompts, events), arguments.output)
     leave(mesh)
     return 0
+
+
+def show(pieces: Iterable[Piece], count: int) -> None:
+    """Stream texts to the terminal, each under a line with its number if there are several."""
+    begun = -1
+    try:
+        for piece in pieces:
+            if count > 1 and piece.index > begun:
+                print(f"==> {piece.index + 1} of {count} <==")
+                begun = piece.index
+            print(piece.text, end="" if piece.finish is None else "\n", flush=True)
+    except KeyboardInterrupt:
+        print()  # what is said of it stands on a line of its own
+        raise
+
+
+def write(pieces: Iterable[Piece], output: str) -> None:
+    """Write each text as it is complete: what is there when this is interrupted is whole."""
+    parts: list[str] = []
+    texts = 0
+    with open(output, "x", encoding="utf-8") as file:
+        for piece in pieces:
+            parts.append(piece.text)
+            if piece.finish is not None:
+                record = {"prompt": parts[0], "text": "".join(parts[1:]), "finish_reason": piece.finish}
+                print(json.dumps(record, ensure_ascii=False), file=file, flush=True)
+                parts = []
+                texts += 1
+    print(f"{output}: {texts} {'text' if texts == 1 else 'texts'}")
 
 
 if __name__ == "__main__":

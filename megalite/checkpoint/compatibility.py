@@ -34,12 +34,17 @@ def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfi
 
     `config`: what the checkpoint in folder `path` has of the run that saved it, by section.
     """
-    saved, ours = function_of(model_config(path, config)), function_of(model)
-    different = [name for name in ours if saved[name] != ours[name]]
+    check_same_function(str(path), model_config(path, config), model)
+
+
+def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> None:
+    """Raise CheckpointError, listing each difference, where the network of `what` is not this run's `model`."""
+    theirs, ours = function_of(saved), function_of(model)
+    different = [name for name in ours if theirs[name] != ours[name]]
     if different:
-        lines = [f"  {name}: {saved[name]} in the checkpoint, {ours[name]} in this run" for name in different]
+        lines = [f"  {name}: {theirs[name]} in the checkpoint, {ours[name]} in this run" for name in different]
         raise CheckpointError(
-            "\n".join([f"{path} is of another model; give the flags it was trained with, or load another:", *lines])
+            "\n".join([f"{what} is of another model; give the flags it was trained with, or load another:", *lines])
         )
 
 

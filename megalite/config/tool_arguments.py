@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from megalite.config.megatron_flags import ALIASES
 from megalite.errors import EXIT_CONFIGURATION, ConfigurationError, MegaliteError
 
 Arguments = TypeVar("Arguments")
@@ -28,8 +29,13 @@ def run_tool(main: Callable[[], None]) -> None:
         sys.exit(128 + signal.SIGINT)
 
 
-def parse_tool_arguments(arguments: type[Arguments], description: str, argv: Sequence[str] | None = None) -> Arguments:
+def parse_tool_arguments(
+    arguments: type[Arguments], description: str, argv: Sequence[str] | None = None, *, repeated: bool = False
+) -> Arguments:
     """The dataclass filled from the command line, `--output-prefix` for the field `output_prefix`.
+
+    `--tp` and `--pp` are short for the sizes that have these names everywhere. `repeated`: a flag with several values
+    is given once for each of them, rather than once with all.
 
     Raises:
         ConfigurationError: a flag is unknown.
@@ -37,12 +43,22 @@ def parse_tool_arguments(arguments: type[Arguments], description: str, argv: Seq
     """
     import tyro
 
-    argv = sys.argv[1:] if argv is None else list(argv)
+    argv = [_in_full(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     _refuse_unknown_flags(arguments, argv)
     try:
-        return tyro.cli(arguments, args=argv, description=description)
+        return tyro.cli(
+            arguments,
+            args=argv,
+            description=description,
+            config=(tyro.conf.UseAppendAction,) if repeated else (),
+        )
     except SystemExit as ending:
         sys.exit(EXIT_CONFIGURATION if ending.code == 2 else ending.code)  # another is that of a signal
+
+
+def _in_full(argument: str) -> str:
+    flag, equals, value = argument.partition("=")
+    return f"--{ALIASES[flag[2:]]}{equals}{value}" if flag in ("--tp", "--pp") else argument
 
 
 def _refuse_unknown_flags(arguments: type[Arguments], argv: Sequence[str]) -> None:

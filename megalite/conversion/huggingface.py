@@ -56,15 +56,10 @@ def open_huggingface(folder: Path) -> OpenedModel:
         source = FromFiles(files, mapping, logical)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    _check_head(folder, family, files, mapping[0].name if "output" not in logical else family.head)
-    return OpenedModel(
-        f"{family.name}, {folder}",
-        model,
-        source,
-        tokenizer_fields(folder),
-        config.get("max_position_embeddings"),
-        folder,
-    )
+    if "output" not in logical:
+        _check_head(folder, family, files, next(t.name for t in mapping if t.boxes[0][0] == "embedding.word"))
+    data, length = tokenizer_fields(folder), model.max_position_embeddings
+    return OpenedModel(f"{family.name}, {folder}", model, source, data, length, folder, is_huggingface=True)
 
 
 def _family(folder: Path, config: Mapping[str, Any]) -> Family:
@@ -190,7 +185,7 @@ def _shards(files: ToFiles, most: int) -> list[list[tuple[str, Box]]]:
 
 def _format(files: int) -> Format:
     name = "model.safetensors" if files == 1 else f"model-{{number:05d}}-of-{files:05d}.safetensors"
-    return Format(name, functools.partial(safetensors_places, named=lambda part: part.name), lambda _: {})
+    return Format(name, functools.partial(safetensors_places, named=lambda part: part.name), lambda _: {}, False)
 
 
 def _index(placed: Placed) -> bytes:

@@ -11,25 +11,39 @@ from megalite.checkpoint import AnyPath
 from megalite.config import ModelConfig, TrainingConfig
 from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
 from megalite.errors import ConfigurationError
-from megalite.model.gpt import GPT
+from megalite.inference.network import Network, make_network
 from megalite.parallel.mesh import ParallelMesh
 
 
-def load_for_generation(path: AnyPath, mesh: ParallelMesh, tokenizer_model: str | None = None) -> tuple[GPT, Tokenizer]:
-    """The network of the checkpoint in folder `path`, split over the mesh, in the precision it was trained in.
+def load_for_generation(
+    path: AnyPath, mesh: ParallelMesh, tokenizer_model: str | None = None
+) -> tuple[Network, Tokenizer]:
+    """The network of the checkpoint in folder `path`, split over the mesh, and its tokenizer.
 
-    `tokenizer_model` says where the tokenizer's file is now.
+    Every rank calls it. `tokenizer_model` says where the tokenizer's file is now.
     Raises CheckpointError, ConfigurationError or DataError.
     """
-    saved = checkpoint.read_config(path)
-    config = checkpoint.read_model_config(path)
-    tokenizer = _tokenizer(saved["data"], config, tokenizer_model)
-    for what, count in (("attention heads", config.num_attention_heads), ("feed-forward width", config.ffn_size)):
-        if count % mesh.size("tp"):
-            raise ConfigurationError(f"{count} {what} do not divide over {mesh.size('tp')} ranks: start fewer")
-    network = GPT(config, mesh, dtype=getattr(torch, TrainingConfig(**saved["training"]).dtype))
-    checkpoint.load(path, network, None, mesh)
-    return network, tokenizer
+    tokenizer = load_tokenizer(path, tokenizer_model)
+    return load_network(path, mesh), tokenizer
+
+
+def load_network(path: AnyPath, mesh: ParallelMesh) -> Network:
+    """The network of the checkpoint in folder `path`, split over the mesh, in the precision it was trained in.
+
+    Every rank calls it. Raises CheckpointError or ConfigurationError.
+    """
+    training = TrainingConfig(**checkpoint.read_config(path)["training"])
+    network = make_network(checkpoint.read_model_config(path), mesh, getattr(torch, training.dtype))
+    checkpoint.load(path, network.stage, None, mesh)
+    return network
+
+
+def load_tokenizer(path: AnyPath, tokenizer_model: str | None = None) -> Tokenizer:
+    """The tokenizer that the checkpoint in folder `path` was trained with; `tokenizer_model`: where its file is now.
+
+    Raises CheckpointError, ConfigurationError or DataError.
+    """
+    return _tokenizer(checkpoint.read_config(path)["data"], checkpoint.read_model_config(path), tokenizer_model)
 
 
 def _tokenizer(data: dict[str, Any], config: ModelConfig, tokenizer_model: str | None) -> Tokenizer:

@@ -22,7 +22,7 @@ class Sampling:
     top_p: float = 1.0
     """Keep the fewest likeliest tokens whose probabilities reach p (nucleus sampling, arXiv:1904.09751)."""
     seed: int = 1234
-    """The same seed gives the same text, also under another tensor-parallel size but for rounding."""
+    """The same seed gives the same texts, also on another split over ranks, but for rounding."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < math.inf:
@@ -34,11 +34,8 @@ class Sampling:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[vocabulary] logits to the probabilities that are sampled from, in fp64 on the CPU."""
-    scores = logits.double().cpu()
-    if sampling.temperature == 0.0:
-        return torch.zeros_like(scores).index_fill_(0, scores.argmax(), 1.0)
-    scores = scores / sampling.temperature
+    """[vocabulary] logits to the probabilities that are sampled from at a temperature above 0, in fp64 on the CPU."""
+    scores = logits.double().cpu() / sampling.temperature
     if 0 < sampling.top_k < len(scores):
         kept = scores.topk(sampling.top_k).indices
         scores = torch.full_like(scores, -torch.inf).index_copy_(0, kept, scores[kept])
@@ -52,4 +49,6 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Draw a token from [vocabulary] logits; ranks with the same logits and generator draw the same."""
+    if sampling.temperature == 0.0:
+        return int(logits.argmax().item())
     return int(torch.multinomial(probabilities(logits, sampling), 1, generator=generator).item())

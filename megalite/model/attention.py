@@ -143,6 +143,8 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[sequence (/ size under sequence parallelism), batch, hidden] to the same."""
         query, key, value = self._project(hidden, context)
+        if context.cache is not None:
+            key, value = context.cache.extend(self.site.layer, key, value)
         dropout = self.dropout if self.training else 0.0
         core = functools.partial(self._core, context=context, dropout=dropout)
         if self.recompute and torch.is_grad_enabled():
@@ -167,7 +169,9 @@ class Attention(nn.Module):
         return query, key, value
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor, *, context: LayerContext, dropout: float) -> Tensor:
-        """[sequence, batch, heads, head_dim] to [sequence, batch, heads * head_dim]."""
+        """[sequence, batch, heads, head_dim] to [sequence, batch, heads * head_dim]; a cache gives more keys and
+        values than there are queries.
+        """
         groups = key.shape[2]
         even = self.key_value_of_head == [head * groups // self.heads for head in range(self.heads)]
         if not even or self.heads % groups:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalite.model.cache import KeyValueCache
 from megalite.parallel.randomness import RandomKey
 
 
@@ -36,10 +37,13 @@ class LayerContext:
     windowed_rotary: tuple[Tensor, Tensor] | None
     """The same for layers with a sliding window"""
     mask: Tensor | None
-    """[batch, 1, sequence, sequence] bool, true where a query may look; None: causal over the whole sample"""
+    """[batch, 1, sequence, sequence] bool, true where a query may look; None: causal over the whole sample. Where there
+    is a cache, the last dimension is its slots so far"""
     windowed_mask: Tensor | None
     """The same for layers with a sliding window, [batch or 1, 1, sequence, sequence]; None: causal"""
     key: RandomKey
+    cache: KeyValueCache | None = None
+    """Where the tokens before these are; None: nowhere"""
 
 
 def document_mask(document_ids: Tensor) -> Tensor:

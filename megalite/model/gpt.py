@@ -14,6 +14,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import LayerContext, MicroBatch, document_mask, windowed_mask
 from megalite.model.block import Block
+from megalite.model.cache import KeyValueCache
 from megalite.model.embedding import Embedding, word_sharding
 from megalite.model.head import Head
 from megalite.model.recompute import Recompute
@@ -84,13 +85,18 @@ class GPT(nn.Module):
         The first stage takes None. The last one returns the sum of the micro-batch's token losses times their mask, or
         where it has no labels its logits [sequence, batch, padded vocabulary / tensor-parallel size].
         """
+        hidden = self.hidden_states(hidden, micro_batch)
+        return hidden if self.head is None else self._loss(self.head(hidden), micro_batch)
+
+    def hidden_states(
+        self, hidden: Tensor | None, micro_batch: MicroBatch, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """As forward, up to what leaves the last layer of the stage. With a cache, the tokens see those in it, too."""
         if self.embedding is not None:
             hidden = self.embedding(micro_batch.tokens, micro_batch.positions, micro_batch.key)
         if hidden is None:
             raise ValueError("a stage without the embedding needs hidden states")
-        if len(self.layers):
-            hidden = self._run_layers(hidden, self._context(micro_batch))
-        return hidden if self.head is None else self._loss(self.head(hidden), micro_batch)
+        return self._run_layers(hidden, self._context(micro_batch, cache)) if len(self.layers) else hidden
 
     def _loss(self, logits: Tensor, micro_batch: MicroBatch) -> Tensor:
         if micro_batch.labels is None or micro_batch.loss_mask is None:
@@ -98,15 +104,19 @@ class GPT(nn.Module):
         losses = vocab_parallel_cross_entropy(logits, micro_batch.labels.t(), self.mesh.group("tp"), self.vocab_size)
         return (losses * micro_batch.loss_mask.t()).sum()
 
-    def _context(self, micro_batch: MicroBatch) -> LayerContext:
+    def _context(self, micro_batch: MicroBatch, cache: KeyValueCache | None) -> LayerContext:
         rotary = windowed_rotary = None
         if self.config.rotary:
             rotary = windowed_rotary = rotary_tables(self.config, micro_batch.positions, self.dtype)
             if self.window is not None and self.config.window_rotary_base is not None:
                 windowed_rotary = rotary_tables(in_windows(self.config), micro_batch.positions, self.dtype)
-        mask = None if micro_batch.document_ids is None else document_mask(micro_batch.document_ids)
-        windowed = None if self.window is None else windowed_mask(mask, micro_batch.positions, self.window)
-        return LayerContext(rotary, windowed_rotary, mask, windowed, micro_batch.key)
+        if cache is not None:
+            cache.move_to(micro_batch.positions)
+            mask, windowed = cache.mask(), cache.mask(self.window)
+        else:
+            mask = None if micro_batch.document_ids is None else document_mask(micro_batch.document_ids)
+            windowed = None if self.window is None else windowed_mask(mask, micro_batch.positions, self.window)
+        return LayerContext(rotary, windowed_rotary, mask, windowed, micro_batch.key, cache)
 
     def _run_layers(self, hidden: Tensor, context: LayerContext) -> Tensor:
         for start, stop, recomputed in self.recompute.spans(len(self.layers)):

@@ -8,16 +8,27 @@ from hypothesis import strategies as st
 
 from megalite.data.tokenizers import build_tokenizer
 from megalite.errors import ConfigurationError
-from megalite.inference.generation import encode_prompt, stream_text
+from megalite.inference.prompts import encode_prompt
+from megalite.inference.text import TextStream, in_order
 
 BYTES = build_tokenizer("ByteTokenizer")
+
+
+def stream_text(prompt: list[int], new: list[int]) -> list[str]:
+    """The parts, one before anything new has come, one at each token and one at the end."""
+    stream = TextStream(BYTES, prompt)
+    parts = [stream.part()]
+    for token in new:
+        stream.tokens.append(token)
+        parts.append(stream.part())
+    return [*parts, stream.part(ended=True)]
 
 
 @given(st.text(min_size=1), st.data())
 def test_the_pieces_make_up_the_text_and_show_whole_characters(text: str, data: st.DataObject) -> None:
     tokens = BYTES.encode(text)
     cut = data.draw(st.integers(0, len(tokens)))
-    pieces = list(stream_text(BYTES, tokens[:cut], tokens[cut:]))
+    pieces = stream_text(tokens[:cut], tokens[cut:])
     assert "".join(pieces) == text
     if "�" not in text:
         assert "�" not in "".join(pieces)
@@ -25,14 +36,31 @@ def test_the_pieces_make_up_the_text_and_show_whole_characters(text: str, data: 
 
 @given(st.lists(st.integers(0, 256)))
 def test_bytes_that_never_make_a_character_are_shown_at_the_end(tokens: list[int]) -> None:
-    assert "".join(stream_text(BYTES, [], tokens)) == BYTES.decode(tokens)
+    assert "".join(stream_text([], tokens)) == BYTES.decode(tokens)
 
 
 def test_a_character_is_shown_as_soon_as_it_is_whole() -> None:
     tokens = BYTES.encode("aé€")
-    assert list(stream_text(BYTES, tokens[:1], tokens[1:])) == ["a", "", "é", "", "", "€", ""]
+    assert stream_text(tokens[:1], tokens[1:]) == ["a", "", "é", "", "", "€", ""]
 
 
 def test_a_prompt_that_cannot_be_encoded_is_the_users_error() -> None:
-    with pytest.raises(ConfigurationError, match="--prompt 'one'"):
+    with pytest.raises(ConfigurationError, match="prompt 'one'"):
         encode_prompt(build_tokenizer("NullTokenizer", vocab_size=10), "one")
+
+
+def test_texts_come_in_order_each_after_its_prompt() -> None:
+    prompts = [BYTES.encode(text) for text in ("a", "b", "c")]
+    events = [(1, 0xC3), (0, ord("x")), (1, 0xA9), (2, ord("z")), (1, "stop"), (0, ord("y"))]
+    pieces = [(p.index, p.text, p.finish) for p in in_order(BYTES, prompts, [*events, (0, "length"), (2, "length")])]
+    assert [piece for piece in pieces if piece[1] or piece[2]] == [
+        (0, "a", None),
+        (0, "x", None),
+        (0, "y", None),
+        (0, "", "length"),
+        (1, "b", None),
+        (1, "é", "stop"),
+        (2, "c", None),
+        (2, "z", None),
+        (2, "", "length"),
+    ]

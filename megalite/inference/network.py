@@ -1,0 +1,179 @@
+"""A model that is split over tensor- and pipeline-parallel ranks, to be run forward.
+
+    choose_layout(config, world_size, tensor_parallel_size, pipeline_parallel_size)   # before ranks are joined
+    network = make_network(config, mesh, dtype)                           # its values not yet set; or loading.py
+    logits(network, tokens)                                               # [batch, sequence, vocabulary]
+    score_tokens(network, tokens).log_probabilities                       # [batch, sequence - 1]
+
+All ranks of a copy of the model call these together with the same tokens, and all get the same result. Sequences of
+different lengths are padded at their end, with any token: what stands behind a token changes nothing before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.config import ModelConfig, ParallelConfig
+from megalite.config.pipeline_layout import StageLayers
+from megalite.errors import ConfigurationError
+from megalite.model.batch import MicroBatch
+from megalite.model.cache import KeyValueCache
+from megalite.model.gpt import GPT, make_chunks
+from megalite.parallel import collectives
+from megalite.parallel.collectives import Pending, done
+from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megalite.parallel.mesh import Group, ParallelMesh
+from megalite.parallel.randomness import RandomKey
+from megalite.parallel.regions import gather_from_region
+from megalite.pipeline.point_to_point import Links, make_links
+from megalite.pipeline.stages import Stages
+
+_TOKENS = 1024
+"""Tokens whose logits are there at once while they are scored."""
+
+
+class Network:
+    """One stage of the model on this rank, linked to its neighbours."""
+
+    def __init__(self, stage: GPT, links: Links) -> None:
+        self.stage, self.links = stage, links
+        self.mesh, self.config, self.vocab_size = stage.mesh, stage.config, stage.vocab_size
+        self._sent: Pending = done(torch.empty(0))
+
+    def run(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """[batch, sequence] tokens to the hidden states [sequence, batch, hidden] that leave this rank's stage.
+
+        Returns once they are under way to the next one, so that it works on them while this one goes on.
+        """
+        rank = self.mesh.coordinate("pp")
+        hidden = None
+        if self.stage.embedding is None:
+            shape = (tokens.shape[1], tokens.shape[0], self.config.hidden_size)
+            arriving = torch.empty(shape, dtype=self.stage.dtype, device=self.mesh.device)
+            hidden = self.links.receive(arriving, rank - 1).wait(f"stage {rank} waited for hidden states")
+        batch = MicroBatch(tokens, positions, document_ids=None, labels=None, loss_mask=None, key=RandomKey(0, 0))
+        hidden = self.stage.hidden_states(hidden, batch, cache)
+        if self.stage.head is None:
+            self._sent.wait(f"stage {rank} waited until its hidden states had arrived")
+            self._sent = self.links.send(hidden.contiguous(), rank + 1)
+        return hidden
+
+    def share(self, values: Tensor) -> Tensor:
+        """What the last stage has, on every rank of the pipeline; the others give zeros."""
+        return collectives.all_reduce_(values.contiguous(), self.mesh.group("pp"))
+
+
+def choose_layout(
+    config: ModelConfig, world_size: int, tensor_parallel_size: int | None, pipeline_parallel_size: int
+) -> ParallelConfig:
+    """The layout of one copy of the model on all ranks; without a tensor-parallel size it takes all ranks of a stage.
+
+    Raises ConfigurationError where the ranks or the model do not divide so.
+    """
+    pp = pipeline_parallel_size
+    tp = tensor_parallel_size if tensor_parallel_size is not None else max(world_size // max(pp, 1), 1)
+    if tp < 1 or pp < 1 or tp * pp != world_size:
+        raise ConfigurationError(
+            f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} is not the number of ranks, "
+            f"{world_size}: start {max(tp * pp, 1)} (torchrun --nproc-per-node), or choose other sizes"
+        )
+    check_layout(config, tp, pp)
+    return ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+
+
+def check_layout(config: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
+    """Raises ConfigurationError where the model cannot be split over so many ranks."""
+    tp, pp = tensor_parallel_size, pipeline_parallel_size
+    for what, count in (("attention heads", config.num_attention_heads), ("feed-forward width", config.ffn_size)):
+        if count % tp:
+            raise ConfigurationError(
+                f"{count} {what} do not divide over {tp} ranks: choose another --tensor-model-parallel-size"
+            )
+    if pp > config.num_layers:
+        raise ConfigurationError(
+            f"{pp} stages are more than the model's {config.num_layers} layers: choose a smaller "
+            "--pipeline-model-parallel-size"
+        )
+
+
+def stage_parts(num_layers: int, stages: int) -> list[StageLayers]:
+    """The layers as evenly as they go; the first stages have one more, for the last has the output layer."""
+    borders = [-(-stage * num_layers // stages) for stage in range(stages + 1)]
+    return [
+        StageLayers(borders[stage], borders[stage + 1] - borders[stage], stage == 0, stage == stages - 1)
+        for stage in range(stages)
+    ]
+
+
+def make_network(config: ModelConfig, mesh: ParallelMesh, dtype: torch.dtype) -> Network:
+    """This rank's part of the model, its values not yet set. All ranks of a pipeline make theirs together.
+
+    Raises ConfigurationError as `check_layout` does.
+    """
+    check_layout(config, mesh.size("tp"), mesh.size("pp"))
+    stages, ranks = Stages(mesh.size("pp")), mesh.ranks("pp")
+    part = stage_parts(config.num_layers, stages.count)[mesh.coordinate("pp")]
+    (stage,) = make_chunks(config, mesh, [part], tuple(ranks[rank] for rank in stages.ends), dtype=dtype)
+    stage.eval()
+    return Network(stage, make_links(mesh, stages))
+
+
+@torch.no_grad()
+def logits(network: Network, tokens: Tensor) -> Tensor:
+    """[batch, sequence] tokens to logits [batch, sequence, vocabulary], all of them on every rank."""
+    stage, group = network.stage, network.mesh.group("tp")
+    found = torch.zeros(*tokens.shape, network.vocab_size, dtype=stage.dtype, device=network.mesh.device)
+    for rows, hidden in _micro_batches(network, tokens):
+        if stage.head is not None:
+            found[rows] = gather_from_region(stage.head(hidden), group)[..., : network.vocab_size].transpose(0, 1)
+    return network.share(found)
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What the model says of each token but the first, after those before it; both [batch, sequence - 1]."""
+
+    log_probabilities: Tensor
+    """Natural, in fp32 or wider."""
+    likeliest: Tensor
+    """The token that greedy generation would take there."""
+
+
+@torch.no_grad()
+def score_tokens(network: Network, tokens: Tensor) -> TokenScores:
+    """Score [batch, sequence] tokens."""
+    stage, group = network.stage, network.mesh.group("tp")
+    shape, device = (tokens.shape[0], tokens.shape[1] - 1), network.mesh.device
+    scores = torch.zeros(shape, dtype=torch.promote_types(stage.dtype, torch.float32), device=device)
+    likeliest = torch.zeros(shape, dtype=torch.int64, device=device)
+    for rows, hidden in _micro_batches(network, tokens[:, :-1]):
+        if stage.head is None:
+            continue
+        for start in range(0, len(hidden), step := max(_TOKENS // hidden.shape[1], 1)):
+            columns = slice(start, start + step)
+            part = stage.head(hidden[columns])
+            likeliest[rows, columns] = _likeliest(part, group, network.vocab_size).t()
+            labels = tokens[rows, 1:][:, columns].to(device).t()
+            scores[rows, columns] = -vocab_parallel_cross_entropy(part, labels, group, network.vocab_size).t()
+    return TokenScores(network.share(scores), network.share(likeliest))
+
+
+def _micro_batches(network: Network, tokens: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of the batch and this rank's hidden states of them: as many parts as stages, which are so all at work."""
+    positions = torch.arange(tokens.shape[1], device=network.mesh.device).expand(tokens.shape)
+    step = -(-len(tokens) // network.mesh.size("pp"))
+    for start in range(0, len(tokens), step):
+        rows = slice(start, start + step)
+        yield rows, network.run(tokens[rows].to(network.mesh.device), positions[rows])
+
+
+def _likeliest(logits: Tensor, group: Group, vocab_size: int) -> Tensor:
+    """The token with the largest of [..., padded vocabulary / size] logits, over all ranks; the first, if several."""
+    tokens = group.rank * logits.shape[-1] + torch.arange(logits.shape[-1], device=logits.device)
+    largest, column = logits.double().masked_fill(tokens >= vocab_size, -torch.inf).max(dim=-1)
+    found = collectives.all_gather(torch.stack([largest, tokens[column].double()]).unsqueeze(0), group)
+    return found[:, 1].gather(0, found[:, 0].argmax(dim=0, keepdim=True)).squeeze(0).long()

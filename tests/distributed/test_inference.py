@@ -1,0 +1,134 @@
+"""A split model, run forward, says what the oracle says of the same weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.inference.sampling import Sampling
+from tests.distributed.inference_run import cached, generated, scored, whole_weights
+from tests.distributed.layout_cell import SEQUENCE, VOCABULARIES, Cell, oracle
+from tests.distributed.layout_expected import on_ranks, one_thread
+from tests.harness.rank_pool import RankPools
+
+CELLS = (
+    Cell("gpt2", vocabulary="odd"),
+    Cell("llama", key_values="uneven6", tied=False),
+    Cell("neox", key_values="mqa", vocabulary="empty"),
+    Cell("gemma", key_values="few"),
+)
+LAYOUTS = {"alone": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2-pp2": (2, 2), "pp3": (1, 3)}
+
+
+def laid_out(layout: str) -> list[Cell]:
+    tp, pp = LAYOUTS[layout]
+    return [Cell(c.family, c.key_values, tied=c.tied, vocabulary=c.vocabulary, tp=tp, pp=pp) for c in CELLS]
+
+
+@pytest.fixture(autouse=True)
+def small_tensors() -> Iterator[None]:
+    with one_thread():
+        yield
+
+
+ROWS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [8, 9, 7, 9], [3, 2, 3, 8, 4, 6, 2], [6, 4]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_see_those_before_them_in_the_cache(layout: str, rank_pools: RankPools) -> None:
+    cells = laid_out(layout)
+    for chunk in (512, 2):
+        ranks = on_ranks(rank_pools, cells[0].world_size, cached, cells, ROWS, chunk)
+        for number, cell in enumerate(cells):
+            weights = whole_weights(cell)
+            for row, tokens in enumerate(ROWS):
+                expected = next_logits(cell, weights, tokens)[len(tokens) // 2 - 1 :]
+                for found in ranks:
+                    close(torch.stack(found[number][row]), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_greedy_text_is_the_oracles(layout: str, rank_pools: RankPools) -> None:
+    cells = laid_out(layout)
+    eod, most = 7, 6
+    arguments = {"max_new_tokens": most, "eod": eod, "sampling": Sampling(temperature=0.0)}
+    ranks = on_ranks(rank_pools, cells[0].world_size, functools.partial(generated, **arguments), cells, ROWS, 3)
+    for number, cell in enumerate(cells):
+        weights = whole_weights(cell)
+        for found in ranks:
+            for row, prompt in enumerate(ROWS):
+                tokens, finish = list(prompt), "length"
+                for _ in range(most if cell.family != "gpt2" else min(most, SEQUENCE + 2 - len(prompt))):
+                    token = int(next_logits(cell, weights, tokens)[-1].argmax())
+                    if token == eod:
+                        finish = "stop"
+                        break
+                    tokens.append(token)
+                events = [event for index, event in found[number] if index == row]
+                assert events == [*tokens[len(prompt) :], finish], (cell, row)
+
+
+@pytest.mark.parametrize("layout", ["alone", "tp2-pp2"])
+def test_sampled_text_depends_on_the_seed_and_the_number_of_the_prompt_alone(
+    layout: str, rank_pools: RankPools
+) -> None:
+    def texts(cells: list[Cell], prompts: list[list[int]], batch_size: int, seed: int = 1) -> list[list[list[Any]]]:
+        """Of each cell and prompt, the events."""
+        sampling = Sampling(temperature=2.0, top_k=12, top_p=0.95, seed=seed)
+        function = functools.partial(generated, max_new_tokens=5, eod=7, sampling=sampling)
+        first, *others = on_ranks(rank_pools, cells[0].world_size, function, cells, prompts, batch_size)
+        assert all(other == first for other in others)
+        return [[[e for index, e in events if index == row] for row in range(len(prompts))] for events in first]
+
+    expected = texts(laid_out("alone"), ROWS, 1)
+    cells = laid_out(layout)
+    for batch_size in (2, 4):
+        assert texts(cells, ROWS, batch_size) == expected
+    assert texts(cells, ROWS[:2], 2) == [cell[:2] for cell in expected]
+    assert texts(cells, ROWS, 4, seed=2) != expected
+    twice = texts(cells, [ROWS[0], ROWS[0]], 2)[0]
+    assert twice[0] == expected[0][0] != twice[1]
+
+
+def test_a_sequence_ends_where_it_is_told_to(rank_pools: RankPools) -> None:
+    def stop(index: int, tokens: Sequence[int]) -> bool:
+        return index == 1 and len(tokens) == len(ROWS[1]) + 2
+
+    arguments = {"max_new_tokens": 4, "eod": -1, "sampling": Sampling(temperature=0.0), "stop": stop}
+    with one_thread():
+        (events,) = generated([CELLS[1]], ROWS, 4, **arguments)
+    assert [len([e for index, e in events if index == row]) for row in range(4)] == [5, 3, 5, 5]
+    assert (1, "stop") in events
+    assert (0, "length") in events
+
+
+def next_logits(cell: Cell, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
+    """[sequence, vocabulary] of the token after each."""
+    ids = torch.tensor([tokens])
+    logits = oracle(cell).logits(weights, ids, torch.arange(len(tokens))[None])
+    return logits[0, :, : VOCABULARIES[cell.vocabulary][0]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_and_scores_are_the_oracles(layout: str, rank_pools: RankPools) -> None:
+    cells = laid_out(layout)
+    tokens = torch.randint(15, (3, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    ranks = on_ranks(rank_pools, cells[0].world_size, scored, cells, tokens)
+    for number, cell in enumerate(cells):
+        expected = oracle(cell).logits(whole_weights(cell), tokens, torch.arange(SEQUENCE).expand(3, -1))
+        expected = expected[..., : VOCABULARIES[cell.vocabulary][0]]
+        labels = tokens[:, 1:, None]
+        for found in ranks:
+            logits, scores, likeliest = found[number]
+            close(logits, expected)
+            close(scores, expected[:, :-1].log_softmax(-1).gather(-1, labels).squeeze(-1))
+            assert torch.equal(likeliest, expected[:, :-1].argmax(-1)), cell
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)

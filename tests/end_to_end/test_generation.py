@@ -1,0 +1,121 @@
+"""Texts from a checkpoint: many prompts, on any split over ranks, to the terminal or a file."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.runs import GENERATE, LLAMA, NO_DROPOUT, PRETRAIN, ended, words
+from tests.harness.job import Job
+from tests.harness.tool import Ended, run_tool
+
+Spawn = Callable[..., Job]
+PROMPTS = ["one", "number two is longer", "3"]
+MODEL = [
+    *LLAMA, *NO_DROPOUT, "--fp64", "--num-layers", 3, "--window-size", "5,0", "--window-attn-skip-freq", 2,
+    "--lr", 1e-3, "--init-method-std", 0.5,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory of a Llama with windows, hardly trained: each prompt goes on differently."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = words("--mock-data --tokenizer-type ByteTokenizer")
+    with Job([PRETRAIN, *data, *MODEL, "--train-iters", 1, "--save", folder / "run"], 1, folder / "job") as job:
+        assert job.wait() == [0], job.stderr(0)
+    return folder / "run"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Of prompts, with lines that are none."""
+    path = tmp_path / "prompts.txt"
+    path.write_text("\n".join([*PROMPTS, "", " \n"]))
+    return path
+
+
+def generate(*flags: Any) -> Ended:
+    return run_tool("tools.generate", *flags, "--max-new-tokens", 12)
+
+
+def records(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_texts_are_the_same_on_every_split_and_in_every_batch(trained: Path, file: Path, spawn: Spawn) -> None:
+    flags = ["--load", trained, "--prompts", file, "--max-new-tokens", 12, "--top-p", 0.9]
+    expected = generate(*flags, "--batch-size", 1)
+    assert expected.code == 0
+    for index, prompt in enumerate(PROMPTS, start=1):
+        assert f"==> {index} of 3 <==\n{prompt}" in expected.stdout
+    for world_size, split in ((2, ""), (2, "--pp 2"), (4, "--tp 2 --pp 2 --batch-size 2")):
+        assert ended(spawn([GENERATE, *flags, *words(split)], world_size)).stdout == expected.stdout, split
+
+
+def test_a_file_gets_a_line_for_each_text(trained: Path, file: Path, tmp_path: Path) -> None:
+    flags = ["--load", trained, "--temperature", 0]
+    assert generate(*flags, "--prompts", file, "--output", tmp_path / "out.jsonl").stdout.endswith("3 texts\n")
+    lines = records(tmp_path / "out.jsonl")
+    assert [line["prompt"] for line in lines] == PROMPTS
+    assert [line["finish_reason"] for line in lines] == ["stop", "length", "length"]
+    assert len(lines[0]["text"]) < 12
+    for line in lines:
+        assert generate(*flags, "--prompt", line["prompt"]).stdout == f"{line['prompt']}{line['text']}\n"
+    # Such a file is one of prompts, too.
+    again = ["--prompts", tmp_path / "out.jsonl", "--output", tmp_path / "again.jsonl"]
+    assert generate(*flags, *again).code == 0
+    assert records(tmp_path / "again.jsonl") == lines
+    refused = generate(*flags, *again)
+    assert refused.code == 64
+    assert "again.jsonl is there already" in refused.stderr
+
+
+def test_prompts_come_from_flags_standard_input_and_a_file(
+    trained: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from\nstandard input\n"))
+    flags = ["--load", trained, "--prompt", "first", "--prompt", "-", "--prompts", file]
+    assert generate(*flags, "--output", tmp_path / "out.jsonl").code == 0
+    assert [line["prompt"] for line in records(tmp_path / "out.jsonl")] == ["first", "from\nstandard input", *PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "there is no prompt"),
+        ("--prompt - --prompt -", "--prompt - can be given once"),
+        ("--prompts {}/none.txt", "none.txt cannot be read"),
+        ("--prompts {}/bad.jsonl", "bad.jsonl, line 2: not of the form"),
+        ("--prompts {}/number.jsonl", 'number.jsonl, line 1: its "prompt" is no text'),
+        ("--prompt one --prompt ''", "prompt 2 of 2 has no tokens"),
+        ("--prompt one --batch-size 0", "--batch-size 0"),
+        ("--prompt one --tp 2", "start 2 (torchrun"),
+        ("--prompt one --pp 0", "--pipeline-model-parallel-size 0"),
+    ],
+)
+def test_what_is_wrong_is_said(flags: str, message: str, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "good"}\n{"text": "bad"}\n')
+    (tmp_path / "number.jsonl").write_text('{"prompt": 1}\n')
+    refused = generate("--load", trained, *words(flags.format(tmp_path)))
+    assert refused.code == 64
+    assert message in refused.stderr
+
+
+@pytest.mark.parametrize(("world_size", "split"), [(1, ""), (2, "--pp 2")])
+def test_ctrl_c_ends_in_good_order(world_size: int, split: str, trained: Path, spawn: Spawn) -> None:
+    endless = ["--prompt", "e", "--temperature", 0, "--max-new-tokens", 100_000]
+    job = spawn([GENERATE, "--load", trained, *endless, *words(split)], world_size)
+    job.wait_for_output(0, "eeeeeeee", timeout=60)
+    job.kill_all(signal.SIGINT)
+    assert job.wait(60) == [85] * world_size
+    stderr = "".join(job.stderr(rank) for rank in range(world_size))
+    assert stderr == "error: interrupted\n"
+    assert job.stdout(0).endswith("e\n")
