@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "a score is capped before it is scaled",
-        "megalite/model/attention.py",
+        "kernels/megalite_kernels/attention.py",
         "scores = soft_cap(scores, cap)",
         "scores = soft_cap(scores / scale, cap) * scale",
         _network("llama, capped scores"),
@@ -188,9 +188,30 @@ MUTANTS = (
     Mutant(
         "a window is short of its last key",
         "megalite/model/batch.py",
-        ".triu(-before)",
-        ".triu(1 - before)",
+        "(tokens - before).clamp",
+        "(tokens - before + 1).clamp",
         _network("gpt2, windows"),
+    ),
+    Mutant(
+        "a block of scores counts as seen whole where its first query sees all of it",
+        "kernels/megalite_kernels/attention.py",
+        "first[:, BLOCK - 1 :: BLOCK, None]",
+        "first[:, ::BLOCK, None]",
+        "tests/unit/test_attention.py::test_the_blocks_are_those_in_which_something_is_seen",
+    ),
+    Mutant(
+        "in blocks scores are not scaled as they are to be",
+        "kernels/megalite_kernels/attention.py",
+        "block_mask=mask, scale=scale,",
+        "block_mask=mask,",
+        "tests/unit/test_attention.py::test_attention_in_blocks_is_the_dense_one",
+    ),
+    Mutant(
+        "scores in blocks are computed twice",
+        "kernels/megalite_kernels/attention.py",
+        "cap is not None and not isinstance(mask, BlockMask)",
+        "cap is not None",
+        "tests/unit/test_attention.py::test_scores_in_blocks_are_not_computed_twice",
     ),
     Mutant(
         "the layers without a window are one too early",
@@ -653,8 +674,8 @@ MUTANTS = (
     Mutant(
         "tokens see other documents",
         "megalite/model/batch.py",
-        "torch.tril(same)",
-        "torch.tril(torch.ones_like(same))",
+        "(tokens * begins)",
+        "(tokens * begins * 0)",
         f"{_UNIT}model.py::test_no_token_sees_another_document_or_the_future[llama]",
     ),
     Mutant(
