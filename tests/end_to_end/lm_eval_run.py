@@ -39,6 +39,7 @@ def evaluated(model: MegaliteLM, include_path: str) -> dict[str, Any]:
     results = lm_eval.simple_evaluate(model=model, tasks=list(local.NAMES), task_manager=manager, bootstrap_iters=0)
     answers: dict[str, Any] = {
         "drawn": model.generate_until([request(f"{n}", DRAWN) for n in (1, 1, 22, 333, 1)]),
+        "unprompted": model.generate_until([request("", {"max_gen_toks": local.MAX_NEW_TOKENS, "until": local.STOP})]),
         "bare": model.loglikelihood([request(context, "a choice") for context in ("", "  ")]),
     }
     if results:  # not but on the first rank of a machine
