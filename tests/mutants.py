@@ -966,6 +966,13 @@ MUTANTS = (
         f"{_LM_EVAL}choices[alone]",
     ),
     Mutant(
+        "a task's text begins without what the tokenizer's template puts there",
+        "megalite/inference/lm_eval_adapter.py",
+        "return tokens if begins else [*self._beginning, *tokens]",
+        "return tokens",
+        f"{_LM_EVAL}texts_begin_as_the_tokenizers_template_says",
+    ),
+    Mutant(
         "what ends a text is kept in it",
         "megalite/inference/lm_eval_adapter.py",
         "text[: min(ends)] if ends else text",

@@ -144,6 +144,10 @@ def test_windows_are_those_of_lm_evals_own_models(found: Results) -> None:
     assert found["windows"]
 
 
+def test_texts_begin_as_the_tokenizers_template_says(found: Results) -> None:
+    assert found["template"] == {"prefix": 0, "whole": [[0, 3, 4], [0, 3, 4], [0]], "part": [3, 4]}
+
+
 REFUSALS = {
     "unknown": "--tasks local_choises: there is no such task: did you mean local_choices",
     "folder": "none is no folder",
