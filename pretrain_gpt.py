@@ -12,11 +12,11 @@ from megalite.training.failure import run_main
 from megalite.training.place import place_from_environment
 
 
-def saved_fields(settings: CheckpointConfig) -> Sections:
+def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sections:
     """What --use-checkpoint-args takes: then torch comes first."""
     from megalite.training.start import saved_fields
 
-    return saved_fields(settings)
+    return saved_fields(settings, tokenizer_type)
 
 
 def main() -> int:

@@ -10,10 +10,10 @@ from megalite.checkpoint.choosing import (
     find_iteration,
     newest_whole,
 )
-from megalite.checkpoint.compatibility import check_compatible, read_model_config
+from megalite.checkpoint.compatibility import check_compatible, check_same_function, read_model_config
 from megalite.checkpoint.directory import Candidates, iteration_of, latest
 from megalite.checkpoint.formats import FORMATS
-from megalite.checkpoint.loading import load
+from megalite.checkpoint.loading import load, load_weights
 from megalite.checkpoint.manifest import Manifest, TrainingState, read_config, read_manifest
 from megalite.checkpoint.plan import Plan
 from megalite.checkpoint.retention import remove_old
@@ -31,6 +31,7 @@ __all__ = [
     "Saver",
     "TrainingState",
     "check_compatible",
+    "check_same_function",
     "check_whole",
     "fall_back_notes",
     "find_candidates",
@@ -38,6 +39,7 @@ __all__ = [
     "iteration_of",
     "latest",
     "load",
+    "load_weights",
     "newest_whole",
     "only_run",
     "open_directory",

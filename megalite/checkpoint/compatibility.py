@@ -17,10 +17,11 @@ _NOT_THE_FUNCTION = {"init_method_std", "hidden_dropout", "attention_dropout", "
 
 def read_model_config(path: AnyPath) -> ModelConfig:
     """The network that the checkpoint in folder `path` is of. Raises CheckpointError where this program lacks it."""
-    return _model_config(path, read_config(path))
+    return model_config(path, read_config(path))
 
 
-def _model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
+def model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
+    """The same, from what the checkpoint has of the run that saved it, by section."""
     saved = config["model"]
     unknown = sorted(set(saved) - {field.name for field in fields(ModelConfig)})
     if unknown:
@@ -33,12 +34,17 @@ def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfi
 
     `config`: what the checkpoint in folder `path` has of the run that saved it, by section.
     """
-    saved, ours = function_of(_model_config(path, config)), function_of(model)
-    different = [name for name in ours if saved[name] != ours[name]]
+    check_same_function(str(path), model_config(path, config), model)
+
+
+def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> None:
+    """Raise CheckpointError, listing each difference, where the network of `what` is not this run's `model`."""
+    theirs, ours = function_of(saved), function_of(model)
+    different = [name for name in ours if theirs[name] != ours[name]]
     if different:
-        lines = [f"  {name}: {saved[name]} in the checkpoint, {ours[name]} in this run" for name in different]
+        lines = [f"  {name}: {theirs[name]} in the checkpoint, {ours[name]} in this run" for name in different]
         raise CheckpointError(
-            "\n".join([f"{path} is of another model; give the flags it was trained with, or load another:", *lines])
+            "\n".join([f"{what} is of another model; give the flags it was trained with, or load another:", *lines])
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 
@@ -26,7 +27,8 @@ class CheckpointConfig:
     tolerated_save_failures: int = 2
     """Failed saves in a row after which training still goes on to the next; 0: the first ends the run."""
     load: str | None = None
-    """Run directory, or its URL, whose latest checkpoint the run starts from, if it holds one."""
+    """Run directory, or its URL, whose latest checkpoint the run starts from, if it holds one. Or a Hugging Face
+    folder: the run begins with its weights, its network and its tokenizer, unless flags name others."""
     resume: Literal["auto"] | None = None
     """auto: continue from the latest checkpoint under save where there is one, else from load, else anew."""
     ckpt_step: int | None = None
@@ -41,6 +43,11 @@ class CheckpointConfig:
     """Load weights and state that were saved in another precision, rounded to this run's."""
     use_checkpoint_args: bool = False
     """Take the fields of the model and the tokenizer that are not given from the checkpoint to load."""
+
+    @property
+    def loads_huggingface(self) -> bool:
+        """Whether load is a Hugging Face folder."""
+        return self.load is not None and not is_url(self.load) and (Path(self.load) / "config.json").is_file()
 
     @property
     def loads_where_it_saves(self) -> bool:

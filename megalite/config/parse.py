@@ -33,16 +33,17 @@ class ParsedArguments:
     notes: tuple[str, ...]
 
 
-SavedFields = Callable[[CheckpointConfig], Sections]
-"""Gives the fields of the model and of the tokenizer in the checkpoint that a run starts from."""
+SavedFields = Callable[[CheckpointConfig, str | None], Sections]
+"""Gives the fields of the model and of the tokenizer in the checkpoint that a run starts from, which may have another
+tokenizer, of the type that is given."""
 
 
 def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None) -> ParsedArguments:
     """The configuration of a command line (without the program's name); relations are left to `validate`.
 
-    Under --use-checkpoint-args `saved_fields` is asked for what is not given. Raises ConfigurationError with a line for
-    each flag that is unknown, refused, missing or of the wrong type. Prints the help and raises SystemExit(0) for
-    --help.
+    Under --use-checkpoint-args, or where --load is a Hugging Face folder, `saved_fields` is asked for what is not
+    given. Raises ConfigurationError with a line for each flag that is unknown, refused, missing or of the wrong type.
+    Prints the help and raises SystemExit(0) for --help.
     """
     sections: Sections = {name: {} for name in section_types()}
     if "-h" in argv or "--help" in argv:
@@ -63,7 +64,8 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         except ConfigurationError as error:
             problems.append(str(error))
     if saved_fields is not None and not problems and _takes_saved_fields(sections, given):
-        for section, saved in saved_fields(_loading(sections, given)).items():
+        kind = given.get("tokenizer-type", [sections["data"].get("tokenizer_type")])[0]
+        for section, saved in saved_fields(_loading(sections, given), kind).items():
             sections[section] = saved | sections[section]
     fields_given = {flag.replace("-", "_") for flag in given}
     missing = ["--" + name.replace("_", "-") for name in missing_fields(sections) if name not in fields_given]
@@ -87,6 +89,8 @@ def _applied_last(model: ModelConfig, given: Collection[str]) -> ModelConfig:
 
 
 def _takes_saved_fields(sections: Sections, given: Mapping[str, Sequence[str]]) -> bool:
+    if _loading(sections, given).loads_huggingface:  # whose network no flag of another run has told
+        return True
     flags = [flag for flag in given if flag.endswith("use-checkpoint-args")]
     return flags[-1] == "use-checkpoint-args" if flags else sections["checkpoint"].get("use_checkpoint_args", False)
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ import torch
 from megalite.checkpoint.file_writer import FileWriter
 from megalite.checkpoint.formats import Format, Placed, safetensors_places
 from megalite.checkpoint.progress import Advance
-from megalite.checkpoint.source import Source, numbers_as_numbers
+from megalite.checkpoint.source import numbers_as_numbers
 from megalite.config import ModelConfig
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import CARRIED, Family, choose
 from megalite.conversion.huggingface_files import HuggingFaceFiles, read_json
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.opened import OpenedModel, logical_tensors
-from megalite.errors import CheckpointError
+from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
+from megalite.errors import CheckpointError, ConfigurationError, DataError
 from megalite.files import remove_leftovers, sync_directory, temporary_path, write_atomically
 from megalite.parallel.sharding import Box
 
@@ -54,15 +56,10 @@ def open_huggingface(folder: Path) -> OpenedModel:
         source = FromFiles(files, mapping, logical)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    _check_head(folder, family, files, mapping[0].name if "output" not in logical else family.head)
-    return OpenedModel(
-        f"{family.name}, {folder}",
-        model,
-        source,
-        tokenizer_fields(folder),
-        config.get("max_position_embeddings"),
-        folder,
-    )
+    if "output" not in logical:
+        _check_head(folder, family, files, next(t.name for t in mapping if t.boxes[0][0] == "embedding.word"))
+    data, length = tokenizer_fields(folder), model.max_position_embeddings
+    return OpenedModel(f"{family.name}, {folder}", model, source, data, length, folder, is_huggingface=True)
 
 
 def _family(folder: Path, config: Mapping[str, Any]) -> Family:
@@ -100,11 +97,9 @@ def tokenizer_fields(folder: Path) -> dict[str, Any]:
 
 
 def write_huggingface(
-    source: Source,
-    model: ModelConfig,
+    opened: OpenedModel,
     folder: Path,
     *,
-    companions: Path | None,
     dtype: torch.dtype | None,
     shard: int,
     workers: int,
@@ -112,18 +107,19 @@ def write_huggingface(
 ) -> Family:
     """Write a model as a Hugging Face folder, complete or not at all, and return its family.
 
-    source: its logical tensors. companions: a folder with its tokenizer; where a config.json is in it, its family is
-    preferred, and the numbers of special tokens are taken from it. dtype: what to cast to; None: nothing is.
-    shard: bytes of a file at most. Raises CheckpointError where no family has this network, or the disk fails.
+    dtype: what to cast to; None: nothing is. shard: bytes of a file at most. The tokenizer is copied; where a
+    config.json is beside it, its family is preferred, and the numbers of special tokens are taken from it.
+    Raises CheckpointError where no family has this network, or the disk fails.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already: choose another folder")
+    companions, model = opened.folder, _with_positions(opened)
     before = _companion_config(companions)
     family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
-    files = ToFiles(source, file_tensors(family.rules, model, logical_tensors(model)), dtype)
+    files = ToFiles(opened.source, file_tensors(family.rules, model, logical_tensors(model)), dtype)
     dtypes = {kind.dtype for kind in files.tensors.values()}
     config["torch_dtype"] = str(functools.reduce(torch.promote_types, dtypes)).removeprefix("torch.")
-    carried = {name: before[name] for name in CARRIED if name in before}
+    carried = {name: before[name] for name in CARRIED if name in before} or _end_of_text(opened)
     shards = _shards(files, shard)
     remove_leftovers(folder)
     temporary = temporary_path(folder)
@@ -146,6 +142,25 @@ def write_huggingface(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return family
+
+
+def _with_positions(opened: OpenedModel) -> ModelConfig:
+    """A network of which config.json can say how long a text may be: it must, whatever the positions are."""
+    rows = opened.config.max_position_embeddings or opened.sequence_length
+    return replace(opened.config, max_position_embeddings=rows)
+
+
+def _end_of_text(opened: OpenedModel) -> dict[str, int]:
+    """What ends a text, by the tokenizer's own word, where there is one that can be asked."""
+    data = opened.data
+    if "tokenizer_type" not in data:
+        return {}
+    try:
+        size = None if data["tokenizer_type"] != "NullTokenizer" else (opened.config.vocab_size or 0) - 1
+        options = TokenizerOptions.of(data)
+        return {"eos_token_id": build_tokenizer(data["tokenizer_type"], data.get("tokenizer_model"), size, options).eod}
+    except (ConfigurationError, DataError):
+        return {}
 
 
 def _companion_config(companions: Path | None) -> dict[str, Any]:

@@ -113,16 +113,14 @@ class _Safetensors:
         return _Entry(kind, start)
 
     def tensor(self, name: str) -> Tensor:
-        entry = self._entries[name]
+        kind, start = self._entries[name].kind, self._entries[name].start
         with self._lock:
-            self._handed_out += entry.kind.size
+            self._handed_out += kind.size
             if self._handed_out > _RESIDENT:  # what is still in use is read again from the file
                 self._map.madvise(mmap.MADV_DONTNEED)
-                self._handed_out = entry.kind.size
-        count = entry.kind.size // entry.kind.dtype.itemsize
-        return torch.frombuffer(self._map, dtype=entry.kind.dtype, count=count, offset=entry.start).view(
-            entry.kind.shape
-        )
+                self._handed_out = kind.size
+        count = kind.size // kind.dtype.itemsize
+        return torch.frombuffer(self._map, dtype=kind.dtype, count=count, offset=start).view(kind.shape)
 
 
 class _Pickled:

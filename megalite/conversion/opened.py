@@ -33,6 +33,8 @@ class OpenedModel:
     """The length that it was trained on, if that is known."""
     folder: Path | None = None
     """A Hugging Face folder with its tokenizer and with what else goes with it, if there is one."""
+    is_huggingface: bool = False
+    """Whether the weights are in that folder, too."""
 
 
 def logical_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:

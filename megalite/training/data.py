@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megalite.config import DataConfig, RunConfig
+from megalite.config import DataConfig, ModelConfig, RunConfig
 from megalite.data.blend import Dataset
 from megalite.data.chat import ChatTemplate, find_template, given_template
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
@@ -33,6 +33,10 @@ class RunData:
     valid: Dataset[SampleFields] | None
     test: Dataset[SampleFields] | None
     notes: tuple[str, ...] = ()
+
+    def vocab_size(self, model: ModelConfig) -> int:
+        """Tokens of the network: the tokenizer's, or more where the flags, or weights that others made, say so."""
+        return max(self.tokenizer.vocab_size, model.vocab_size or 0)
 
 
 def global_batch_size(config: RunConfig) -> GlobalBatchSize:

@@ -7,8 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from megalite.checkpoint import TrainingState
+from megalite.checkpoint.manifest import dtype_name
 from megalite.config import RunConfig
+from megalite.conversion.opened import OpenedModel
 
 # What changes neither the samples, nor their order, nor a step; the precision is compared with the tensors.
 _OTHERWISE = {
@@ -45,6 +49,15 @@ def load_notes(
     ignored = [f"{name}: {reason}" for name, reason in parts.items() if reason is not None]
     line = f"restored: {', '.join(restored)}" + (f"; ignored: {', '.join(ignored)}" if ignored else "")
     return (line, *(differences(saved, config) if position else ()))
+
+
+def rounding_notes(opened: OpenedModel, dtype: torch.dtype) -> tuple[str, ...]:
+    """A line where weights lose digits in a run of this precision."""
+    wider = {kind.dtype for kind in opened.source.tensors.values() if torch.promote_types(kind.dtype, dtype) != dtype}
+    if not wider:
+        return ()
+    saved = ", ".join(sorted(map(dtype_name, wider)))
+    return (f"note: {opened.what} has weights in {saved}, rounded to {dtype_name(dtype)}; master weights keep more",)
 
 
 def differences(saved: Mapping[str, Any], config: RunConfig) -> tuple[str, ...]:

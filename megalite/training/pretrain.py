@@ -10,6 +10,7 @@ from megalite import checkpoint
 from megalite.checkpoint import AnyPath, write_atomically
 from megalite.config import RunConfig
 from megalite.config.yaml_file import dump
+from megalite.conversion.huggingface import open_huggingface
 from megalite.errors import EXIT_FINISHED, CheckpointError
 from megalite.optim.elementwise import require_backend
 from megalite.parallel.mesh import ParallelMesh
@@ -59,6 +60,11 @@ def _run(
     else:
         trainer = build()
         last, origin = trainer.iterations, _anew(config)
+        if start.model is not None:
+            with checkpoint.together(mesh, f"opening {start.model}"):
+                opened = open_huggingface(start.model)
+            trainer.load_model(opened)
+            origin = f"new, with the weights of {opened.what}"
     iteration = 0 if trainer is None else trainer.iteration
     with Display(last, config.logging.log_interval, start_iteration=iteration, enabled=mesh.rank == 0) as display:
         for note in notes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from megalite import checkpoint
@@ -10,6 +11,8 @@ from megalite.checkpoint import AnyPath, Candidates, open_directory
 from megalite.config import CheckpointConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
+from megalite.conversion.huggingface import open_huggingface
+from megalite.conversion.opened import OpenedModel
 from megalite.errors import ConfigurationError
 from megalite.parallel.mesh import ParallelMesh
 
@@ -24,6 +27,8 @@ class Start:
     """Go on at its step and sample; else the run begins at step 0."""
     optimizer: bool = True
     """With the state of its optimizer."""
+    model: Path | None = None
+    """Where there are no candidates, a Hugging Face folder whose weights the run begins with."""
 
 
 def find_start(settings: CheckpointConfig, mesh: ParallelMesh) -> Start:
@@ -44,7 +49,8 @@ def find_start(settings: CheckpointConfig, mesh: ParallelMesh) -> Start:
         loaded = checkpoint.find_iteration(open_directory(settings.load), settings.ckpt_step, mesh)
     else:
         loaded = found(settings.load)
-    if settings.load is not None and not loaded.paths:
+    model = Path(settings.load) if settings.load is not None and settings.loads_huggingface else None
+    if settings.load is not None and model is None and not loaded.paths:
         _refuse_other_folders(settings.load)
         if settings.finetune:
             raise ConfigurationError(f"--finetune: --load {settings.load} holds no checkpoint to take weights from")
@@ -53,10 +59,10 @@ def find_start(settings: CheckpointConfig, mesh: ParallelMesh) -> Start:
             f"--save {settings.save} holds {present.paths[0].name} of an earlier run, which this one would not "
             "continue: give --resume auto to continue it, or another --save"
         )
-    if settings.exit_on_missing_checkpoint and not loaded.paths:
+    if settings.exit_on_missing_checkpoint and not loaded.paths and model is None:
         places = " and ".join(f"--{name} {place}" for name in ("save", "load") if (place := getattr(settings, name)))
         raise ConfigurationError(f"--exit-on-missing-checkpoint: {places} holds no checkpoint")
-    return Start(loaded, not settings.finetune, settings.load_optim and not settings.finetune)
+    return Start(loaded, not settings.finetune, settings.load_optim and not settings.finetune, model)
 
 
 def _refuse_other_folders(load: str) -> None:
@@ -83,12 +89,16 @@ def _has(folder: AnyPath, name: str) -> bool:
     return True
 
 
-def saved_fields(settings: CheckpointConfig) -> Sections:
-    """The fields of the model and of the tokenizer in the checkpoint that a run with these settings starts from.
+def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) -> Sections:
+    """The fields of the model and of the tokenizer in the checkpoint that a run with these settings starts from; with
+    `tokenizer_type` the run has another tokenizer, whatever goes with a model that another program has written.
 
     Raises ConfigurationError where there is none, CheckpointError where none can be read.
     """
-    paths = find_start(settings, ParallelMesh()).candidates.paths
+    start = find_start(settings, ParallelMesh())
+    paths = start.candidates.paths
+    if start.model is not None and not paths:
+        return _fields_of_model(open_huggingface(start.model), tokenizer_type)
     if not paths:
         raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} holds no checkpoint")
     path, data, _ = checkpoint.newest_whole(paths, lambda path: checkpoint.read_config(path)["data"])
@@ -97,6 +107,14 @@ def saved_fields(settings: CheckpointConfig) -> Sections:
         model["vocab_size"] -= 1  # the model's counts the end of document, which a NullTokenizer adds
     names = {field.name for field in fields(TokenizerFlags)}
     return {"model": model, "data": {name: _as_field(value) for name, value in data.items() if name in names}}
+
+
+def _fields_of_model(opened: OpenedModel, tokenizer_type: str | None) -> Sections:
+    """The same of a model that another program has written."""
+    model = asdict(opened.config)
+    if tokenizer_type == "NullTokenizer":
+        model["vocab_size"] -= 1  # it adds the end of document
+    return {"model": model, "data": {} if tokenizer_type else dict(opened.data)}
 
 
 def _as_field(value: Any) -> Any:

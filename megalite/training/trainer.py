@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megalite import checkpoint
 from megalite.checkpoint import AnyPath, Manifest
 from megalite.config import RunConfig
+from megalite.conversion.opened import OpenedModel
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
@@ -39,7 +40,7 @@ from megalite.training.construction import (
 from megalite.training.data import RunData, global_batch_size, last_iteration, order_note, seen_samples
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
-from megalite.training.load_report import load_notes
+from megalite.training.load_report import load_notes, rounding_notes
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.profiling import begin_recording, gone_by, write_recording
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
@@ -69,7 +70,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, data: RunData, mesh: ParallelMesh, directory: AnyPath | None = None) -> None:
         self.config, self.data, self.mesh, self.directory = config, data, mesh, directory
-        self.model_config = replace(config.model, vocab_size=data.tokenizer.vocab_size)
+        self.model_config = replace(config.model, vocab_size=data.vocab_size(config.model))
         self.dtype = model_dtype(config)
         device.make_deterministic(config.training.deterministic_mode)
         stages = make_stages(config)
@@ -273,6 +274,16 @@ class Trainer:
             self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
             order = order_note(self.data.train, state.seen_samples or ()) if self.mesh.rank == 0 else None
             self._load_notes += () if order is None else (order,)
+
+    def load_model(self, opened: OpenedModel) -> None:
+        """Begin with the weights of a model that another program has written.
+
+        Raises CheckpointError, the same on every rank, where it is another network, or cannot be read.
+        """
+        with checkpoint.together(self.mesh, f"loading {opened.what}"):
+            checkpoint.check_same_function(opened.what, opened.config, self.model_config)
+        checkpoint.load_weights(opened.source, opened.what, self.network, self.optimizer, self.mesh)
+        self._load_notes = rounding_notes(opened, self.dtype)
 
     # ------------------------------------------------------------------------------------------------ what is told
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +38,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, {"rope_theta": 500.0}),
@@ -49,7 +50,10 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         transformers.LlamaConfig,
         {"rope_scaling": {"rope_type": "linear", "factor": 3.0}, "attention_bias": True, "mlp_bias": True},
     ),
-    "llama-yarn": (transformers.LlamaConfig, {"rope_scaling": _YARN, "num_key_value_heads": 4}),
+    "llama-yarn": (
+        transformers.LlamaConfig,
+        {"rope_scaling": _YARN, "num_key_value_heads": 4, "max_position_embeddings": 256},
+    ),
     "mistral": (transformers.MistralConfig, {"sliding_window": 5}),
     "mistral-full": (transformers.MistralConfig, {"sliding_window": None, "num_key_value_heads": 1}),
     "qwen2": (transformers.Qwen2Config, {"head_dim": 6, "tie_word_embeddings": True}),
@@ -57,7 +61,13 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         transformers.Qwen2Config,
         {"head_dim": 6, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3},
     ),
-    "qwen3": (transformers.Qwen3Config, {"rope_scaling": _YARN | {"beta_fast": 16.0, "truncate": False}}),
+    "qwen3": (
+        transformers.Qwen3Config,
+        {
+            "rope_scaling": _YARN | {"original_max_position_embeddings": 4096, "beta_fast": 16.0, "truncate": False},
+            "max_position_embeddings": 16384,
+        },
+    ),
     "gpt2": (
         transformers.GPT2Config,
         {"n_embd": 24, "n_layer": 4, "n_head": 4, "n_positions": 64, "n_inner": 40},
@@ -99,6 +109,12 @@ def make_config(name: str, changes: Mapping[str, Any] | None = None) -> Pretrain
     return kind(**(sizes | own | dict(changes or {})))
 
 
+def as_written(config: PretrainedConfig) -> dict[str, Any]:
+    """What its config.json holds."""
+    written: dict[str, Any] = json.loads(config.to_json_string())
+    return written
+
+
 def make_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """In fp32, for evaluation: matrices are wide and norms are not at 1, so that no mistake hides in small numbers.
 
@@ -122,6 +138,14 @@ def save(folder: Path, name: str, changes: Mapping[str, Any] | None = None, **op
     model = make_model(make_config(name, changes))
     model.save_pretrained(folder, **options)
     return model
+
+
+def load(folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Read a folder in fp32: the model, and what of its tensors was missing, left over or of another shape."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, attn_implementation="eager"
+    )
+    return model.eval(), info
 
 
 def tokens(seed: int = 1) -> Tensor:

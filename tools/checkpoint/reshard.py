@@ -18,17 +18,11 @@ sys.path.append(sys.path.pop(0))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from megalite.config import ModelConfig, ParallelConfig
-from megalite.config.pipeline_layout import stage_layers, virtual_stages
+from megalite.config import ParallelConfig
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
-
-if TYPE_CHECKING:
-    from megalite.checkpoint import AnyPath
-    from megalite.parallel.sharding import Box
 
 
 @dataclass(frozen=True)
@@ -58,11 +52,12 @@ class Arguments:
 def main() -> None:
     """Parse, copy, and say what was written."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    from megalite.checkpoint import FORMATS, directory, open_directory
+    from megalite.checkpoint import FORMATS, directory, open_directory, read_model_config
     from megalite.checkpoint.plan import MODEL
     from megalite.checkpoint.progress import show_progress
     from megalite.checkpoint.reader import CheckpointReader
     from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, reshard
+    from megalite.conversion.layout import weights_of_ranks
     from megalite.errors import ConfigurationError
 
     layout = parallel_config(arguments)
@@ -75,7 +70,7 @@ def main() -> None:
     cut = (
         cut_evenly(tensors, arguments.files or 1)
         if layout is None
-        else cut_by_weights(tensors, weights_of_ranks(reader.path, layout))
+        else cut_by_weights(tensors, weights_of_ranks(read_model_config(reader.path), layout))
     )
     size = sum(kind.size for kind in tensors.values())
     with show_progress("resharding", size) as advance:
@@ -91,53 +86,6 @@ def parallel_config(arguments: Arguments) -> ParallelConfig | None:
     given = {each.name: getattr(arguments, each.name) for each in fields(Arguments) if "parallel" in each.name}
     given = {name: value for name, value in given.items() if value is not None}
     return ParallelConfig(**given) if given else None
-
-
-def weights_of_ranks(path: AnyPath, parallel: ParallelConfig) -> Iterator[list[tuple[str, Box]]]:
-    """For each rank of one copy of the model the boxes of weights that it would save: the model is built, without
-    memory, as that rank would build it. Raises ConfigurationError where the model cannot be split so."""
-    import torch
-
-    from megalite.checkpoint import Plan, read_model_config
-    from megalite.checkpoint.plan import MODEL
-    from megalite.config import OptimizerConfig
-    from megalite.model.gpt import make_chunks
-    from megalite.optim.buckets import DataParallel, plan_buckets
-    from megalite.optim.layout import BucketLayout
-    from megalite.parallel.mesh import ParallelMesh
-    from megalite.pipeline.stages import Stages
-
-    model = read_model_config(path)
-    check_divides(model, parallel)
-    parts = stage_layers(model, parallel)
-    stages = Stages(parallel.pipeline_model_parallel_size, virtual_stages(model, parallel))
-    size = parallel.model_parallel_size
-    world = ParallelMesh(
-        world_size=size,
-        tensor_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_parallel_size=parallel.pipeline_model_parallel_size,
-    )
-
-    def layouts_at(mesh: ParallelMesh) -> list[BucketLayout]:
-        held = [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))]
-        ranks = mesh.ranks("pp")
-        chunks = make_chunks(model, mesh, held, tuple(ranks[end] for end in stages.ends))
-        return plan_buckets(chunks, mesh, DataParallel(torch.float32))
-
-    plan = Plan(world, layouts_at, OptimizerConfig(lr=0.0), stage=0, instances=1)
-    for rank in range(size):
-        yield [(part.name, part.box) for part in plan.saved(rank) if part.name.startswith(MODEL)]
-
-
-def check_divides(model: ModelConfig, parallel: ParallelConfig) -> None:
-    from megalite.errors import ConfigurationError
-
-    if parallel.pipeline_model_parallel_size < 1:
-        raise ConfigurationError("--pipeline-model-parallel-size is 1 or more")
-    size = parallel.tensor_model_parallel_size
-    for what, count in (("attention heads", model.num_attention_heads), ("feed-forward width", model.ffn_size)):
-        if size < 1 or count % size:
-            raise ConfigurationError(f"--tensor-model-parallel-size {size} does not divide the {what}, {count}")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def build_tokenizer(
         tokenizer_type: one of `TOKENIZER_TYPES`.
         tokenizer_model: the file of the vocabulary.
         vocab_size: the number of ordinary tokens of a `NullTokenizer`, the tokens to take of a `TikTokenizer`; the
-            other types know their own, and refuse another.
+            other types know their own, and refuse fewer: a network may have rows that no token uses.
         options: what only some types read.
 
     Raises:
@@ -73,7 +73,7 @@ def build_tokenizer(
             raise ConfigurationError("--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens")
         return NullTokenizer(vocab_size)
     tokenizer = _from_files(tokenizer_type, tokenizer_model, vocab_size, options)
-    if vocab_size is not None and vocab_size != tokenizer.vocab_size:
+    if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigurationError(
             f"--vocab-size {vocab_size}, but the {tokenizer_type} has {tokenizer.vocab_size} tokens: leave "
             "--vocab-size out"

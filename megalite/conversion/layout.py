@@ -1,0 +1,53 @@
+"""How a layout that nothing runs on would cut a network's weights into files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megalite.checkpoint import Plan
+from megalite.checkpoint.plan import MODEL
+from megalite.config import ModelConfig, OptimizerConfig, ParallelConfig
+from megalite.config.pipeline_layout import stage_layers, virtual_stages
+from megalite.errors import ConfigurationError
+from megalite.model.gpt import make_chunks
+from megalite.optim.buckets import DataParallel, plan_buckets
+from megalite.optim.layout import BucketLayout
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.sharding import Box
+from megalite.pipeline.stages import Stages
+
+
+def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[list[tuple[str, Box]]]:
+    """For each rank of one copy of the model the boxes of weights that it would save: the model is built, without
+    memory, as that rank would build it. Raises ConfigurationError where the model cannot be split so."""
+    check_divides(model, parallel)
+    parts = stage_layers(model, parallel)
+    stages = Stages(parallel.pipeline_model_parallel_size, virtual_stages(model, parallel))
+    size = parallel.model_parallel_size
+    world = ParallelMesh(
+        world_size=size,
+        tensor_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_model_parallel_size,
+    )
+
+    def layouts_at(mesh: ParallelMesh) -> list[BucketLayout]:
+        held = [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))]
+        ranks = mesh.ranks("pp")
+        chunks = make_chunks(model, mesh, held, tuple(ranks[end] for end in stages.ends))
+        return plan_buckets(chunks, mesh, DataParallel(torch.float32))
+
+    plan = Plan(world, layouts_at, OptimizerConfig(lr=0.0), stage=0, instances=1)
+    for rank in range(size):
+        yield [(part.name, part.box) for part in plan.saved(rank) if part.name.startswith(MODEL)]
+
+
+def check_divides(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raise ConfigurationError where ranks cannot have equal shares of the model."""
+    if parallel.pipeline_model_parallel_size < 1:
+        raise ConfigurationError("--pipeline-model-parallel-size is 1 or more")
+    size = parallel.tensor_model_parallel_size
+    for what, count in (("attention heads", model.num_attention_heads), ("feed-forward width", model.ffn_size)):
+        if size < 1 or count % size:
+            raise ConfigurationError(f"--tensor-model-parallel-size {size} does not divide the {what}, {count}")

@@ -1,0 +1,118 @@
+"""megalite's own checkpoints, as models to convert from and to: weights alone."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint import TrainingState, open_directory, write_atomically
+from megalite.checkpoint.compatibility import model_config
+from megalite.checkpoint.directory import resolve
+from megalite.checkpoint.plan import MASTER, MODEL
+from megalite.checkpoint.progress import Advance
+from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
+from megalite.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
+from megalite.config.tokenizer import TokenizerFlags
+from megalite.conversion.huggingface import copy_companions
+from megalite.conversion.layout import weights_of_ranks
+from megalite.conversion.opened import OpenedModel, Renamed
+from megalite.errors import CheckpointError
+
+FILE = 5 * 10**9
+"""Bytes of a file of weights, where no layout says how they are cut."""
+_FLAGS: dict[torch.dtype, dict[str, Any]] = {
+    torch.float32: {},
+    torch.bfloat16: {"bf16": True},
+    torch.float16: {"fp16": True},
+    torch.float64: {"fp64": True},
+}
+
+
+def open_megalite(path: Path, dtype: torch.dtype | None = None) -> OpenedModel:
+    """The checkpoint in a folder, or the latest of a run directory.
+
+    dtype: what its weights are wanted in: where that is wider than what they are saved in, they come from the
+    optimizer's master copies, if it has such. Raises CheckpointError where there is none that can be read.
+    """
+    reader = CheckpointReader(resolve(open_directory(str(path))))
+    config = reader.manifest.config
+    names = {}
+    for name in (each.removeprefix(MODEL) for each in reader.tensors if each.startswith(MODEL)):
+        finer = dtype is not None and dtype.itemsize > reader.tensors[MODEL + name].dtype.itemsize
+        names[name] = MASTER + name if finer and MASTER + name in reader.tensors else MODEL + name
+    data = config["data"]
+    tokenizer = {each.name: data[each.name] for each in fields(TokenizerFlags) if data.get(each.name)}
+    return OpenedModel(
+        f"megalite, {reader.path}",
+        model_config(reader.path, config),
+        Renamed(reader, names),
+        tokenizer,
+        data["seq_length"],
+        _tokenizer_folder(tokenizer.get("tokenizer_model")),
+    )
+
+
+def _tokenizer_folder(tokenizer_model: str | None) -> Path | None:
+    """The folder of a tokenizer's files, where others can use them."""
+    if tokenizer_model is None:
+        return None
+    path = Path(tokenizer_model)
+    folder = path if path.is_dir() else path.parent
+    return folder if (folder / "tokenizer.json").is_file() or path.name == "tokenizer.model" else None
+
+
+def write_megalite(
+    opened: OpenedModel,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None,
+    layout: ParallelConfig | None,
+    workers: int,
+    advance: Advance,
+) -> Path:
+    """Write a model into a run directory as a checkpoint of step 0, with its tokenizer, and return its folder.
+
+    dtype: what to cast to; None: the widest that there is. layout: whose ranks to write a file each for; None: by size.
+    Raises CheckpointError where the disk fails, or the directory has such a checkpoint.
+    """
+    kinds = opened.source.tensors
+    dtype = dtype or functools.reduce(torch.promote_types, (kind.dtype for kind in kinds.values()))
+    source = Renamed(opened.source, {MODEL + name: name for name in kinds}, dtype)
+    if layout is None:
+        cut = cut_evenly(source.tensors, -(-sum(kind.size for kind in source.tensors.values()) // FILE))
+    else:
+        cut = cut_by_weights(source.tensors, weights_of_ranks(opened.config, layout))
+    tokenizer = directory / "tokenizer"
+    data = dict(opened.data)
+    if opened.folder is not None and data.get("tokenizer_model"):
+        _copy(opened.folder, tokenizer)
+        model = Path(data["tokenizer_model"])
+        data["tokenizer_model"] = str((tokenizer if model.is_dir() else tokenizer / model.name).resolve())
+    config = asdict(_run(opened.config, data, opened.sequence_length, dtype))
+    return write_checkpoint(source, TrainingState(0, 0, 0), config, directory, cut, workers, advance)
+
+
+def _copy(companions: Path, folder: Path) -> None:
+    """A tokenizer and what names its special tokens; config.json says what family the model was of."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        copy_companions(companions, folder)
+        if (companions / "config.json").is_file():
+            write_atomically(folder / "config.json", (companions / "config.json").read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"writing {folder} failed: {error}. Free space, or choose another folder") from error
+
+
+def _run(model: ModelConfig, data: dict[str, Any], sequence_length: int | None, dtype: torch.dtype) -> RunConfig:
+    """What a run would be that had saved this, as far as a checkpoint must tell."""
+    return RunConfig(
+        model=model,
+        data=DataConfig(seq_length=sequence_length or 1024, **data),
+        optimizer=OptimizerConfig(lr=0.0),
+        training=TrainingConfig(micro_batch_size=1, **_FLAGS[dtype]),
+    )

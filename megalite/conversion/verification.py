@@ -1,0 +1,111 @@
+"""Whether two models are one: their weights bit for bit, and what they say of the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.loading import load_weights
+from megalite.checkpoint.reader import chunks
+from megalite.checkpoint.source import Source
+from megalite.conversion.opened import OpenedModel
+from megalite.errors import CheckpointError
+from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.randomness import RandomKey
+from megalite.parallel.sharding import Box
+
+BATCH, SEQUENCE, SEED = 2, 64, 1234
+TOLERANCE = 1e-4
+"""Of the largest logit: fp32 sums in another order differ by a hundredth of it."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far two agree."""
+
+    tensors: int
+    different: tuple[str, ...]
+    """Tensors in which they differ, once both have the second's dtype."""
+    logits: float
+    """The greatest difference of logits in fp32, of the two ..."""
+    transformers: float | None
+    """... and of megalite and transformers for one of them that is a Hugging Face folder; None: it is not there."""
+    largest: float
+    """The greatest logit."""
+
+
+def verify(first: OpenedModel, second: OpenedModel) -> Agreement:
+    """Compare. Both are loaded whole, in fp32, one after the other. Raises CheckpointError where one cannot be read."""
+    names, others = set(first.source.tensors), set(second.source.tensors)
+    if names != others:
+        raise CheckpointError(f"of the two only one has {', '.join(sorted(names ^ others)[:8])}")
+    different = tuple(name for name in first.source.tensors if not _same(first.source, second.source, name))
+    tokens = _tokens(first)
+    ours, theirs = logits(first, tokens), logits(second, tokens)
+    judged = next((model for model in (second, first) if model.is_huggingface), None)
+    apart = None
+    if judged is not None:
+        judgement = _logits_of_transformers(judged, tokens)
+        if judgement is not None:
+            apart = _distance(theirs if judged is second else ours, judgement)
+    return Agreement(len(names), different, _distance(ours, theirs), apart, ours.abs().max().item())
+
+
+def _tokens(model: OpenedModel) -> Tensor:
+    """[batch, sequence]"""
+    length = min(SEQUENCE, model.config.max_position_embeddings or SEQUENCE)
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randint(model.config.vocab_size or 0, (BATCH, length), generator=generator)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+def _same(a: Source, b: Source, name: str) -> bool:
+    """Whether a tensor has the same bits in both, read block by block."""
+    kind = b.tensors[name]
+    if a.tensors[name].shape != kind.shape:
+        return False
+    for block in chunks(Box.whole(kind.shape), kind.dtype):
+        for box, _ in block:
+            values = [torch.empty(box.size, dtype=kind.dtype) for _ in range(2)]
+            a.fill(name, box, values[0])
+            b.fill(name, box, values[1])
+            if not torch.equal(*(each.flatten().view(torch.uint8) for each in values)):
+                return False
+    return True
+
+
+@torch.no_grad()
+def logits(model: OpenedModel, tokens: Tensor) -> Tensor:
+    """Of [batch, sequence] tokens, in fp32: [batch, sequence, vocabulary]."""
+    mesh = ParallelMesh()
+    network = GPT(model.config, mesh).eval()
+    load_weights(model.source, model.what, network, None, mesh)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    batch = MicroBatch(tokens, positions, document_ids=None, labels=None, loss_mask=None, key=RandomKey(0, 0))
+    return network(None, batch).transpose(0, 1)[..., : network.vocab_size]
+
+
+@torch.no_grad()
+def _logits_of_transformers(model: OpenedModel, tokens: Tensor) -> Tensor | None:
+    """What transformers gives for the folder; None where it is not installed."""
+    try:
+        import transformers
+    except ImportError:
+        return None
+    reader: Any = transformers.AutoModelForCausalLM  # its annotations leave the second result out
+    loaded, info = reader.from_pretrained(
+        model.folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+    )
+    wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
+    if wrong:
+        raise CheckpointError(f"transformers does not take all of {model.folder}: {wrong}")
+    found: Tensor = loaded.eval()(input_ids=tokens).logits
+    return found

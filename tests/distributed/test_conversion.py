@@ -1,0 +1,89 @@
+"""Converted models on layouts that cut them: what they compute, how they train, and what is written from there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megalite.conversion.huggingface import write_huggingface
+from megalite.conversion.native import open_megalite
+from tests.distributed import conversion_run
+from tests.harness import huggingface as theirs
+from tests.harness.huggingface import CONFIGS
+from tests.harness.rank_pool import RankPools
+
+LOGITS = 1e-5
+"""Both compute logits of about 1 in fp32, in another order."""
+STEPS, BATCH, RATE = 20, 4, 1e-3
+
+
+def flags(folder: Path, save: Path, steps: int) -> list[str]:
+    """A run that begins with a folder's weights."""
+    given = (
+        f"--load {folder} --save {save} --mock-data --tokenizer-type NullTokenizer --seq-length 32 --eval-iters 0 "
+        f"--micro-batch-size 2 --global-batch-size {BATCH} --train-iters {steps} --lr {RATE} --lr-decay-style constant "
+        "--hidden-dropout 0 --attention-dropout 0 --weight-decay 0.1"
+    )
+    return given.split()
+
+
+def export(run: Path, folder: Path) -> PreTrainedModel:
+    """What a run has saved, as transformers reads it from the folder that is written."""
+    write_huggingface(open_megalite(run), folder, dtype=None, shard=10**9, workers=1, advance=lambda _: None)
+    model, info = theirs.load(folder)
+    assert not any(info.values()), info
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_from_hugging_face_onto_ranks_and_back(name: str, tmp_path: Path, rank_pools: RankPools) -> None:
+    tokens = theirs.tokens()
+    expected = theirs.logits(theirs.save(tmp_path / "theirs", name), tokens)
+    for found in rank_pools(4).run(conversion_run.logits_of, tmp_path / "theirs", tokens, tp=2, pp=2):
+        assert (found - expected).abs().max() <= LOGITS
+    arguments = flags(tmp_path / "theirs", tmp_path / "run", steps=1)
+    rank_pools(4).run(conversion_run.train, arguments, tp=2, pp=2, steps=0)
+    model = export(tmp_path / "run", tmp_path / "ours")
+    assert (theirs.logits(model, tokens) - expected).abs().max() <= LOGITS
+    before, after = (load_file(tmp_path / side / "model.safetensors") for side in ("theirs", "ours"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def plain_losses(model: PreTrainedModel, batches: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+    """Train as anyone would with torch alone."""
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.999), eps=1e-8)
+    losses = []
+    for tokens, labels in batches:
+        loss = F.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_training_goes_as_with_transformers(name: str, tp: int, pp: int, tmp_path: Path, rank_pools: RankPools) -> None:
+    model = theirs.save(tmp_path / "theirs", name)
+    arguments = flags(tmp_path / "theirs", tmp_path / "run", STEPS)
+    expected = plain_losses(model, conversion_run.batches(arguments, BATCH))
+    assert len(expected) == STEPS
+    assert expected[-1] < expected[0] - 0.02  # or the weights would not matter
+    for losses in rank_pools(tp * pp).run(conversion_run.train, arguments, tp=tp, pp=pp, steps=STEPS):
+        assert max(abs(ours - other) for ours, other in zip(losses, expected, strict=True)) <= 1e-5
+    trained = export(tmp_path / "run", tmp_path / "ours")
+    # AdamW's first steps are of one size whatever the gradient's: where it is nearly 0, rounding decides the sign.
+    assert (theirs.logits(trained, theirs.tokens()) - theirs.logits(model, theirs.tokens())).abs().max() <= 1e-3

@@ -1,0 +1,494 @@
+"""Hugging Face folders in and out: what transformers computes from one side, megalite computes from the other."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megalite.checkpoint.reader import CheckpointReader
+from megalite.config import ModelConfig
+from megalite.conversion import families
+from megalite.conversion.families import FAMILIES
+from megalite.conversion.family import Family, choose
+from megalite.conversion.huggingface import open_huggingface, write_huggingface
+from megalite.conversion.huggingface_files import HuggingFaceFiles
+from megalite.conversion.mapping import FromFiles, Rule, file_tensors
+from megalite.conversion.native import open_megalite, write_megalite
+from megalite.conversion.opened import OpenedModel, logical_tensors
+from megalite.conversion.verification import logits
+from megalite.errors import CheckpointError
+from megalite.parallel.sharding import Box
+from tests.harness import huggingface as theirs
+from tests.harness.huggingface import CONFIGS
+from tests.harness.tool import Ended, run_tool
+from tools.checkpoint.convert import report
+
+LOGITS = 1e-5
+"""Both compute logits of about 1 in fp32, in another order."""
+MATTERS = 1e-3
+"""What a mistake changes in them at least: a hundred times that."""
+TOKENS = theirs.tokens()
+
+
+def no_progress(_: int) -> None:
+    pass
+
+
+def convert(*flags: object) -> Ended:
+    return run_tool("tools.checkpoint.convert", *flags)
+
+
+def distance(ours: Tensor, others: Tensor) -> float:
+    return (ours - others).abs().max().item()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of each of `CONFIGS`, as transformers writes it, and the logits that it has."""
+    root = tmp_path_factory.mktemp("families")
+    for name in CONFIGS:
+        torch.save(theirs.logits(theirs.save(root / name, name), TOKENS), root / f"{name}.pt")
+    return root
+
+
+def write_out(opened: OpenedModel, folder: Path, **options: Any) -> Family:
+    settings: dict[str, Any] = {"dtype": None, "shard": 10**9, "workers": 1, "advance": no_progress} | options
+    return write_huggingface(opened, folder, **settings)
+
+
+def all_tensors(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ the same model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_megalite_computes_what_transformers_does(folders: Path, name: str) -> None:
+    expected = torch.load(folders / f"{name}.pt")
+    assert distance(logits(open_huggingface(folders / name), TOKENS), expected) <= LOGITS
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_there_and_back_is_the_same_bit_for_bit(folders: Path, name: str, tmp_path: Path) -> None:
+    opened = open_huggingface(folders / name)
+    write_megalite(opened, tmp_path / "run", dtype=None, layout=None, workers=2, advance=no_progress)
+    family = write_out(open_megalite(tmp_path / "run"), tmp_path / "out", shard=20_000)
+    before, after = all_tensors(folders / name), all_tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for key, values in before.items():
+        assert torch.equal(values, after[key]), key
+    if name != "mistral-full":  # which is a llama but for its name
+        assert family.name == json.loads((folders / name / "config.json").read_text())["model_type"]
+    loaded, info = theirs.load(tmp_path / "out")
+    assert not any(info.values()), info
+    assert distance(theirs.logits(loaded, TOKENS), torch.load(folders / f"{name}.pt")) <= LOGITS
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_is_read_in_both_of_its_generations(folders: Path, name: str) -> None:
+    config = json.loads((folders / name / "config.json").read_text())
+    family = next(each for each in FAMILIES if each.name == config["model_type"])
+    model = family.model(config)
+    legacy = family.config(model)
+    assert "rope_parameters" not in legacy
+    assert {"rope_theta", "rotary_emb_base"} & legacy.keys() or name.startswith("gpt2")
+    assert "rope_parameters" in config or name.startswith("gpt2")
+    assert family.model(legacy) == replace(model, **{key: getattr(family.model(legacy), key) for key in _DEFAULTED})
+
+
+_DEFAULTED = ("kv_channels", "ffn_hidden_size")
+"""Fields that may be left to their defaults, and are written out."""
+
+
+def test_the_family_that_a_model_came_from_is_kept(folders: Path, tmp_path: Path) -> None:
+    opened = open_huggingface(folders / "mistral-full")
+    assert write_out(opened, tmp_path / "out").name == "mistral"
+    assert write_out(replace(opened, folder=None), tmp_path / "other").name == "llama"
+
+
+# ------------------------------------------------------------------------------------------------ power of these tests
+
+
+def _changed(values: Tensor) -> Tensor:
+    """Other values of the same kind, in another order in each dimension."""
+    for dimension in range(values.dim()):
+        values = values.roll(1, dimension)
+    return values
+
+
+class Planted(HuggingFaceFiles):
+    """Files in which the tensor of one rule is not what it should be, in one layer."""
+
+    planted = ""
+
+    def tensor(self, name: str) -> Tensor:
+        values = super().tensor(name)
+        return _changed(values) if name == self.planted else values
+
+
+def _rules() -> list[tuple[str, str]]:
+    """A model of each family, and each tensor of its second layer and of its ends."""
+    found = []
+    for name in ("llama-linear", "qwen3", "gpt2", "gpt-neox", "gemma2"):
+        config = theirs.make_config(name)
+        family = next(each for each in FAMILIES if each.name == config.model_type)
+        model = family.model(theirs.as_written(config))
+        mapped = file_tensors(family.rules, model, logical_tensors(model))
+        found += [(name, each.name) for each in mapped if not re.search(r"\.(0|2|3)\.", each.name)]
+    return found
+
+
+@pytest.mark.parametrize(("name", "tensor"), _rules())
+def test_each_tensor_of_each_family_shows(
+    folders: Path, name: str, tensor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalite.conversion.huggingface.HuggingFaceFiles", Planted)
+    monkeypatch.setattr(Planted, "planted", tensor)
+    expected = torch.load(folders / f"{name}.pt")
+    assert distance(logits(open_huggingface(folders / name), TOKENS), expected) > MATTERS
+
+
+CONFUSED = {
+    "gate and up": ("llama", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "keys and values": ("qwen3", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "the norms of queries and keys": ("qwen3", "self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+    "the norms of a layer": ("llama", "input_layernorm.weight", "post_attention_layernorm.weight"),
+    "a norm before and behind": (
+        "gemma2",
+        "pre_feedforward_layernorm.weight",
+        "post_feedforward_layernorm.weight",
+    ),
+    "norms of GPT-2": ("gpt2", "ln_1.weight", "ln_2.weight"),
+    "biases of GPT-2": ("gpt2", "attn.c_proj.bias", "mlp.c_proj.bias"),
+}
+
+
+@pytest.mark.parametrize("confused", CONFUSED)
+def test_rules_that_are_confused_show(folders: Path, confused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, *pair = CONFUSED[confused]
+
+    def swapped(rule: Rule) -> Rule:
+        for one, other in (pair, reversed(pair)):
+            if rule.file.endswith("." + one):
+                return replace(rule, file=rule.file.removesuffix(one) + other)
+        return rule
+
+    config = theirs.make_config(name)
+    family = next(each for each in FAMILIES if each.name == config.model_type)
+    broken = replace(family, rules=tuple(map(swapped, family.rules)))
+    assert broken != family
+    monkeypatch.setattr("megalite.conversion.huggingface.FAMILIES", (broken,))
+    expected = torch.load(folders / f"{name}.pt")
+    assert distance(logits(open_huggingface(folders / name), TOKENS), expected) > MATTERS
+
+
+PATTERNS = {
+    "heads and their width": ("llama", "(heads width) hidden -> heads", "(width heads) hidden -> heads"),
+    "groups and their width": ("llama", "(groups width) hidden -> groups", "(width groups) hidden -> groups"),
+    "the output's heads": ("qwen3", "hidden (heads width) -> hidden", "hidden (width heads) -> hidden"),
+    "what stands together in GPT-2": ("gpt2", "(three heads width)", "(heads three width)"),
+    "what stands together in GPT-NeoX": ("gpt-neox", "(heads three width)", "(three heads width)"),
+}
+
+
+@pytest.mark.parametrize("broken", PATTERNS)
+def test_axes_that_are_confused_show(folders: Path, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, old, new = PATTERNS[broken]
+    config = theirs.make_config(name)
+    family = next(each for each in FAMILIES if each.name == config.model_type)
+    rules = tuple(replace(rule, pattern=rule.pattern.replace(old, new)) for rule in family.rules)
+    assert rules != family.rules
+    monkeypatch.setattr("megalite.conversion.huggingface.FAMILIES", (replace(family, rules=rules),))
+    expected = torch.load(folders / f"{name}.pt")
+    assert distance(logits(open_huggingface(folders / name), TOKENS), expected) > MATTERS
+
+
+SAID = {
+    "llama": {"rotary_base": 600.0, "norm_epsilon": 1e-2},
+    "llama-scaled": {
+        "rope_scaling_factor": 5.0,
+        "rope_scaling_low_freq_factor": 2.0,
+        "rope_scaling_high_freq_factor": 5.0,
+        "rope_scaling_original_max_position_embeddings": 32,
+        "use_rope_scaling": False,
+    },
+    "llama-linear": {"rotary_seq_len_interpolation_factor": 2.0},
+    "llama-yarn": {"rotary_scaling_factor": 5.0, "yarn_beta_slow": 3.0, "yarn_attention_factor": 1.0},
+    "mistral": {"window_size": "5,0"},
+    "qwen2-window": {"window_attn_skip_freq": "[0,0,1,1]"},
+    "qwen3": {"yarn_beta_fast": 32.0, "yarn_correction_range_round_to_int": True},
+    "gpt2-exact": {"exact_gelu": False},
+    "gpt-neox": {"rotary_percent": 0.5, "use_parallel_residual": False},
+    "gemma2": {"query_pre_attn_scalar": 8.0, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3": {"window_rotary_base": None, "rotary_seq_len_interpolation_factor": None, "scale_embeddings": False},
+}
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name, said in SAID.items() for field in said])
+def test_each_thing_that_a_config_says_shows(folders: Path, name: str, field: str) -> None:
+    opened = open_huggingface(folders / name)
+    assert getattr(opened.config, field) != SAID[name][field]
+    other = replace(opened, config=replace(opened.config, **{field: SAID[name][field]}))
+    # The exact GELU is close to its tanh form, and some frequencies are hardly scaled.
+    assert distance(logits(other, TOKENS), torch.load(folders / f"{name}.pt")) > 5 * LOGITS
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def edit(folder: Path, into: Path, **changes: Any) -> Path:
+    """A copy of a folder with other keys in its config.json."""
+    into.mkdir()
+    for file in folder.iterdir():
+        (into / file.name).symlink_to(file)
+    (into / "config.json").unlink()
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (into / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "gone"}))
+    return into
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "an architecture": ("llama", {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "'mamba', MambaFor"),
+    "a head of another kind": ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequence"),
+    "a way to scale positions": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "scaled by 'dynamic', where default, linear, llama3, yarn are known",
+    ),
+    "a key of the scaling": (
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2]}},
+        "mrope_section of rotary embeddings scaled by 'default' is unknown",
+    ),
+    "a key": ("llama", {"attention_sinks": 4}, "attention_sinks is unknown: 4"),
+    "an activation": ("llama", {"hidden_act": "relu"}, "hidden_act is 'relu', where"),
+    "half of the biases": ("llama", {"mlp_bias": True}, "attention_bias is False and mlp_bias True"),
+    "a missing size": ("llama", {"hidden_size": "gone"}, "it has no hidden_size"),
+    "a kind of layer": ("qwen3", {"layer_types": ["linear_attention"] * 4}, "layer_types has linear_attention"),
+    "scores by the layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "where only False is known"),
+    "two ways": ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_megalite_does_not_compute_is_refused(folders: Path, tmp_path: Path, what: str) -> None:
+    name, changes, message = REFUSED[what]
+    with pytest.raises(CheckpointError, match=re.escape(message)) as raised:
+        open_huggingface(edit(folders / name, tmp_path / "edited", **changes))
+    assert "config.json" in str(raised.value)
+
+
+def rewrite(folder: Path, into: Path, tensors: dict[str, Tensor]) -> Path:
+    edit(folder, into)
+    (into / "model.safetensors").unlink()
+    save_file(tensors, into / "model.safetensors")
+    return into
+
+
+def test_files_must_have_each_tensor_and_no_other(folders: Path, tmp_path: Path) -> None:
+    tensors = all_tensors(folders / "llama")
+    without = {name: values for name, values in tensors.items() if name != "model.layers.2.mlp.up_proj.weight"}
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.mlp\.up_proj\.weight is missing"):
+        open_huggingface(rewrite(folders / "llama", tmp_path / "missing", without))
+    more = tensors | {"model.layers.0.self_attn.sinks": torch.zeros(4)}
+    with pytest.raises(CheckpointError, match=r"weights that llama lacks: model\.layers\.0\.self_attn\.sinks"):
+        open_huggingface(rewrite(folders / "llama", tmp_path / "more", more))
+    padded = tensors | {"lm_head.weight": torch.zeros(128, 24)}
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight has shape \[128, 24\] where the model has \[67, 24\]"):
+        open_huggingface(rewrite(folders / "llama", tmp_path / "padded", padded))
+
+
+def test_two_heads_of_a_tied_model_are_refused(folders: Path, tmp_path: Path) -> None:
+    tensors = all_tensors(folders / "llama-scaled")
+    same = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    assert open_huggingface(rewrite(folders / "llama-scaled", tmp_path / "same", same))
+    same["lm_head.weight"][3, 3] += 1.0
+    with pytest.raises(CheckpointError, match=r"set tie_word_embeddings to false"):
+        open_huggingface(rewrite(folders / "llama-scaled", tmp_path / "other", same))
+
+
+def test_damaged_files_are_refused(folders: Path, tmp_path: Path) -> None:
+    whole = (folders / "llama" / "model.safetensors").read_bytes()
+    for number, damaged in enumerate((b"", whole[:4], whole[:-8], b"\xff" * 16 + whole, whole[:8] + b"{}" * 9)):
+        folder = edit(folders / "llama", tmp_path / f"damaged{number}")
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors|is missing"):
+            open_huggingface(folder)
+
+
+def test_an_index_stays_in_its_folder(folders: Path, tmp_path: Path) -> None:
+    folder = edit(folders / "llama", tmp_path / "hostile")
+    index = {"weight_map": {"lm_head.weight": "../llama/model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="no index of files in its folder"):
+        open_huggingface(folder)
+
+
+class Hostile:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("unpickled",))
+
+
+def test_pickled_weights_are_read_as_tensors_alone(folders: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = edit(folders / "gpt2", tmp_path / "pickled")
+    (folder / "model.safetensors").unlink()
+    torch.save(all_tensors(folders / "gpt2"), folder / "pytorch_model.bin")
+    expected = torch.load(folders / "gpt2.pt")
+    assert distance(logits(open_huggingface(folder), TOKENS), expected) <= LOGITS
+    torch.save({"transformer.wte.weight": Hostile()}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="cannot be read as tensors alone"):
+        open_huggingface(folder)
+    assert "unpickled" not in capsys.readouterr().out
+
+
+OTHER_NAMES = {
+    "gpt2 without a prefix": ("gpt2", {"transformer.": ""}, {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}),
+    "gpt-neox with another head": ("gpt-neox", {"embed_out.": "lm_head."}, {}),
+    "llama with old buffers": ("llama", {}, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_NAMES)
+def test_names_of_other_versions_are_read(folders: Path, tmp_path: Path, what: str) -> None:
+    name, renamed, more = OTHER_NAMES[what]
+    tensors = all_tensors(folders / name)
+    for old, new in renamed.items():
+        tensors = {re.sub(f"^{re.escape(old)}", new, key): values for key, values in tensors.items()}
+    opened = open_huggingface(rewrite(folders / name, tmp_path / "renamed", tensors | more))
+    assert distance(logits(opened, TOKENS), torch.load(folders / f"{name}.pt")) <= LOGITS
+
+
+# ------------------------------------------------------------------------------------------------ what is written
+
+
+def test_networks_that_no_family_has_are_refused_by_their_flags() -> None:
+    model = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=4, vocab_size=11, max_position_embeddings=8)
+    assert choose(FAMILIES, model)[0] is families.GPT2
+    with pytest.raises(CheckpointError, match=r"the nearest is gpt2, but for --squared-relu|--use-parallel-residual"):
+        choose(FAMILIES, replace(model, use_parallel_residual=True))
+    llama = families.LLAMA.model(theirs.as_written(theirs.make_config("llama")))
+    with pytest.raises(CheckpointError, match=r"the nearest is llama, but for --norm|--mlp|--sandwich-norm True"):
+        choose(FAMILIES, replace(llama, sandwich_norm=True))
+    yarn = replace(llama, position_embedding_type="yarn", rotary_scaling_factor=2.0, mscale=0.7)
+    with pytest.raises(CheckpointError, match="--mscale"):
+        choose(FAMILIES, replace(yarn, yarn_original_max_position_embeddings=16))
+
+
+def test_what_is_cast_is_cast_once_and_asked_for(folders: Path, tmp_path: Path) -> None:
+    opened = open_huggingface(folders / "qwen3")
+    write_out(opened, tmp_path / "out", dtype=torch.bfloat16)
+    for name, values in all_tensors(folders / "qwen3").items():
+        assert torch.equal(all_tensors(tmp_path / "out")[name], values.bfloat16()), name
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_the_folder_has_what_others_look_for(folders: Path, tmp_path: Path) -> None:
+    source = edit(folders / "llama", tmp_path / "source")
+    (source / "tokenizer.json").write_text("{}")
+    (source / "tokenizer_config.json").write_text('{"eos_token": "e"}')
+    (source / "chat_template.jinja").write_text("hello")
+    flags = ("--load-dir", source, "--loader", "hf", "--saver", "megalite", "--save-dir", tmp_path / "run")
+    assert convert(*flags).code == 0
+    flags = ("--load-dir", tmp_path / "run", "--loader", "megalite", "--saver", "hf", "--save-dir", tmp_path / "out")
+    assert convert(*flags, "--max-shard-size", 2e-5).code == 0
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    shards = sorted(name for name in names if name.endswith(".safetensors"))
+    assert names - {*shards} == {
+        "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
+        "tokenizer_config.json", "chat_template.jinja",
+    }  # fmt: skip
+    assert shards == [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+    assert len(shards) > 1
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    tensors = all_tensors(tmp_path / "out")
+    assert set(index["weight_map"]) == set(tensors)
+    assert index["metadata"]["total_size"] == sum(values.nbytes for values in tensors.values())
+    for file in shards:
+        assert {name for name, place in index["weight_map"].items() if place == file} == set(
+            load_file(tmp_path / "out" / file)
+        )
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (3, 5)
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert not {"rope_parameters", "dtype"} & set(config)
+
+
+def test_a_folder_is_never_half_there(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megalite.checkpoint.file_writer.FileWriter._sync", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        write_out(open_huggingface(folders / "gpt2"), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("kept")
+    with pytest.raises(CheckpointError, match="is there already"):
+        write_out(open_huggingface(folders / "gpt2"), tmp_path / "out")
+    assert (tmp_path / "out" / "mine").read_text() == "kept"
+
+
+def test_verify_tells_what_agrees_and_what_does_not(folders: Path, tmp_path: Path) -> None:
+    flags = ("--loader", "hf", "--saver", "megalite", "--load-dir", folders / "gemma3", "--save-dir", tmp_path / "run")
+    ended = convert(*flags, "--verify", "--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 2)
+    assert ended.code == 0, ended.stderr
+    assert "46 of 46 tensors are the same bit for bit" in ended.stdout
+    found = re.search(r"those of transformers differ from megalite's by (\S+) at most", ended.stdout)
+    assert found is not None
+    assert float(found[1]) <= LOGITS
+    assert len(CheckpointReader(tmp_path / "run" / "iter_0000000").manifest.files) == 4
+
+
+def test_verify_finds_a_wrong_conversion(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = FromFiles.fill
+
+    def wrong(self: FromFiles, name: str, box: Box, values: Tensor) -> None:
+        fill(self, name, box, values)
+        if name == "layers.1.mlp.down" and writing:
+            values.neg_()
+
+    monkeypatch.setattr(FromFiles, "fill", wrong)
+    writing = [True]
+
+    def honest(*sides: OpenedModel) -> None:
+        writing.clear()
+        report(*sides)
+
+    monkeypatch.setattr("tools.checkpoint.convert.report", honest)
+    flags = ("--loader", "hf", "--saver", "megalite", "--load-dir", folders / "llama", "--save-dir", tmp_path / "run")
+    ended = convert(*flags, "--verify")
+    assert ended.code == 93
+    assert "they differ in layers.1.mlp.down" in ended.stderr
+
+
+def test_flags_that_do_not_go_together(folders: Path, tmp_path: Path) -> None:
+    place = ("--load-dir", folders / "llama", "--save-dir", tmp_path / "out")
+    for flags, message in (
+        (("--loader", "hf", "--saver", "hf"), "are one"),
+        (("--loader", "megalite", "--saver", "hf", "--target-tensor-parallel-size", 2), "needs --saver megalite"),
+        (("--loader", "hf", "--saver", "megalite", "--true-vocab-size", 9), "needs --loader megatron"),
+        (("--loader", "hf", "--saver", "megalite", "--target-tensor-parallel-size", 3), "does not divide"),
+        (("--loader", "hf", "--saver", "megalite", "--tokenizer-model", tmp_path), "neither tokenizer.json nor"),
+        (("--loader", "megalite", "--saver", "hf"), "holds no checkpoint"),
+        (("--loader", "hf", "--saver", "megalite", "--lode-dir", "x"), "did you mean --load-dir?"),
+    ):
+        ended = convert(*place, *flags)
+        assert ended.code in (64, 93), flags
+        assert message in ended.stderr, ended.stderr
+        assert not (tmp_path / "out").exists()
