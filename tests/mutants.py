@@ -913,6 +913,13 @@ MUTANTS = (
         _CACHED,
     ),
     Mutant(
+        "tokens that the tokenizer lacks can be sampled",
+        "megalite/inference/generation.py",
+        "zip(logits[:, : self.vocab_size], ",
+        "zip(logits, ",
+        "tests/end_to_end/test_generation.py::test_a_hugging_face_folder_is_as_good",
+    ),
+    Mutant(
         "all prompts draw the same random numbers",
         "megalite/inference/generation.py",
         """f"{seed}/{index}".encode()""",
