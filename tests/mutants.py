@@ -915,6 +915,13 @@ MUTANTS = (
         _CACHED,
     ),
     Mutant(
+        "tokens that the tokenizer lacks can be sampled",
+        "megalite/inference/generation.py",
+        "zip(logits[:, : self.vocab_size], ",
+        "zip(logits, ",
+        "tests/end_to_end/test_generation.py::test_a_hugging_face_folder_is_as_good",
+    ),
+    Mutant(
         "all prompts draw the same random numbers",
         "megalite/inference/generation.py",
         """f"{seed}/{index}".encode()""",
@@ -990,6 +997,13 @@ MUTANTS = (
         "tokens[-self.max_length - 1 :]",
         "tokens[: self.max_length + 1]",
         f"{_LM_EVAL}choices[alone]",
+    ),
+    Mutant(
+        "a task's text begins without what the tokenizer's template puts there",
+        "megalite/inference/lm_eval_adapter.py",
+        "return tokens if begins else [*self._beginning, *tokens]",
+        "return tokens",
+        f"{_LM_EVAL}texts_begin_as_the_tokenizers_template_says",
     ),
     Mutant(
         "what ends a text is kept in it",

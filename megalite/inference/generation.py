@@ -35,14 +35,15 @@ def generate(
     sampling: Sampling,
     batch_size: int | None = None,
     stop: Callable[[int, Sequence[int]], bool] | None = None,
+    vocab_size: int | None = None,
 ) -> Iterator[tuple[int, int | Finish]]:
     """Yield (index of the prompt, new token) as they come, and once of each prompt (index, why it has ended).
 
     Each sequence ends by itself: before the token `eod`, behind one where `stop(index, all its tokens)` is true, after
     `max_new_tokens`, or with the last position that the model has learnt. What comes out for a prompt depends on its
     index, on the seed and on nothing else that is in the batch, but for rounding. A pipeline works on as many batches
-    as it has stages, each of at most `batch_size` prompts (None: all of them share them out). Every rank iterates, to
-    the same tokens.
+    as it has stages, each of at most `batch_size` prompts (None: all of them share them out). Only tokens below
+    `vocab_size` are chosen (None: the model's). Every rank iterates, to the same tokens.
 
     Raises ConfigurationError as `check_prompts` does.
     """
@@ -55,7 +56,8 @@ def generate(
     sequences = (
         _begin(network.config, index, prompt, max_new_tokens, sampling.seed) for index, prompt in enumerate(prompts)
     )
-    waiting = (_Batch(network, batch, sampling) for batch in iter(lambda: list(islice(sequences, size)), []))
+    batches = iter(lambda: list(islice(sequences, size)), [])
+    waiting = (_Batch(network, batch, sampling, vocab_size) for batch in batches)
     # Stages work on different batches: each is as many passes ahead of what is known as stages come behind it.
     ahead = stages - network.mesh.coordinate("pp")
     ready, under_way = deque(islice(waiting, stages)), deque[_Batch]()
@@ -121,8 +123,10 @@ def _begin(config: ModelConfig, index: int, prompt: Sequence[int], max_new_token
 class _Batch:
     """Sequences that go through the stages together."""
 
-    def __init__(self, network: Network, sequences: list[_Sequence], sampling: Sampling) -> None:
-        self.network, self.sequences, self.sampling = network, sequences, sampling
+    def __init__(
+        self, network: Network, sequences: list[_Sequence], sampling: Sampling, vocab_size: int | None
+    ) -> None:
+        self.network, self.sequences, self.sampling, self.vocab_size = network, sequences, sampling, vocab_size
         self.cache = KeyValueCache(max(sequence.limit - 1 for sequence in sequences))
         self.chosen = torch.empty(0, dtype=torch.int64)
 
@@ -132,7 +136,7 @@ class _Batch:
         logits = next_token_logits(self.network, tokens, [sequence.read for sequence in self.sequences], self.cache)
         chosen = [0] * len(tokens)
         if logits is not None:
-            rows = zip(logits, self.sequences, strict=True)
+            rows = zip(logits[:, : self.vocab_size], self.sequences, strict=True)
             chosen = [sample(row, self.sampling, sequence.generator) for row, sequence in rows]
         self.chosen = torch.tensor(chosen, device=self.network.mesh.device)
         for sequence in self.sequences:

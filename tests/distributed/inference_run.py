@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megalite.inference import generation
 from megalite.inference.generation import generate, next_token_logits
+from megalite.inference.loading import load_network
 from megalite.inference.network import Network, logits, make_network, score_tokens
 from megalite.inference.sampling import Sampling
 from megalite.model.cache import KeyValueCache
@@ -107,3 +109,12 @@ def _noting(order: list[str], name: str, function: Callable[..., Any]) -> Callab
         return function(*arguments)
 
     return noted
+
+
+def generated_by_huggingface_folders(
+    folders: Sequence[Path], prompts: Sequence[Sequence[int]], tp: int, pp: int, **rest: Any
+) -> list[list[Any]]:
+    """The events of the generation of each folder's model."""
+    cell = Cell(tp=tp, pp=pp)
+    mesh = make_meshes([cell])[tp, pp]
+    return [list(generate(load_network(folder, mesh), prompts, **rest)) for folder in folders]
