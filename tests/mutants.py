@@ -1132,22 +1132,22 @@ MUTANTS = (
     Mutant(
         "gate and up are taken for each other",
         "megalite/conversion/families.py",
-        '*gate_up, Piece("mlp.gate_up", offset=(0,))',
-        '*gate_up, Piece("mlp.gate_up", offset=(1,))',
+        '*_linear(f"{mlp}.gate_proj", *gate_up, Piece("mlp.gate_up", offset=(0,))),\n        *_linear(f"{mlp}.up_proj",',
+        '*_linear(f"{mlp}.up_proj", *gate_up, Piece("mlp.gate_up", offset=(0,))),\n        *_linear(f"{mlp}.gate_proj",',
         f"{_AS_THEIRS}[llama]",
     ),
     Mutant(
         "keys and values are taken for each other",
         "megalite/conversion/families.py",
-        '*key_value, Piece("attention.key_value", offset=(0, 0))',
-        '*key_value, Piece("attention.key_value", offset=(0, 1))',
+        '*_linear(f"{attention}.k_proj", *key_value, Piece("attention.key_value", offset=(0, 0))),\n        *_linear(f"{attention}.v_proj",',
+        '*_linear(f"{attention}.v_proj", *key_value, Piece("attention.key_value", offset=(0, 0))),\n        *_linear(f"{attention}.k_proj",',
         f"{_AS_THEIRS}[qwen3]",
     ),
     Mutant(
         "Gemma 2's norm behind attention is its norm before the feed-forward layer",
         "megalite/conversion/families.py",
-        'post_attention_layernorm", "attention_output_norm")',
-        'post_attention_layernorm", "mlp_norm")',
+        'post_attention_layernorm", "attention_output_norm"),\n    *_norm("model.layers.{layer}.pre_feedforward_layernorm"',
+        'pre_feedforward_layernorm", "attention_output_norm"),\n    *_norm("model.layers.{layer}.post_attention_layernorm"',
         f"{_AS_THEIRS}[gemma2]",
     ),
     Mutant(
