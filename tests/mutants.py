@@ -56,9 +56,14 @@ _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
 _GOES_ON = "tests/distributed/test_checkpoint_layouts.py::test_a_training_goes_on_under_any_layout[8]"
 _KILL = "tests/unit/test_checkpoint_kill.py::test_"
+_FIGURES = "tests/end_to_end/test_evaluate.py::test_"
+_LM_EVAL = "tests/end_to_end/test_lm_eval.py::test_"
 _INFERENCE = "tests/distributed/test_inference.py::test_"
 _CACHED = f"{_INFERENCE}tokens_see_those_before_them_in_the_cache[alone]"
 _RATES = "tests/distributed/test_rates_megatron.py::test_whole_runs"
+_MEGATRON = "tests/unit/test_conversion_megatron.py::test_"
+_LEGACY = "tests/unit/test_conversion_megatron_legacy.py::test_any_layout_is_read"
+_PICKLE = "tests/unit/test_conversion_restricted_pickle.py::test_"
 
 MUTANTS = (
     Mutant(
@@ -126,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "a score is capped before it is scaled",
-        "megalite/model/attention.py",
+        "kernels/megalite_kernels/attention.py",
         "scores = soft_cap(scores, cap)",
         "scores = soft_cap(scores / scale, cap) * scale",
         _network("llama, capped scores"),
@@ -183,9 +188,30 @@ MUTANTS = (
     Mutant(
         "a window is short of its last key",
         "megalite/model/batch.py",
-        ".triu(-before)",
-        ".triu(1 - before)",
+        "(tokens - before).clamp",
+        "(tokens - before + 1).clamp",
         _network("gpt2, windows"),
+    ),
+    Mutant(
+        "a block of scores counts as seen whole where its first query sees all of it",
+        "kernels/megalite_kernels/attention.py",
+        "first[:, BLOCK - 1 :: BLOCK, None]",
+        "first[:, ::BLOCK, None]",
+        "tests/unit/test_attention.py::test_the_blocks_are_those_in_which_something_is_seen",
+    ),
+    Mutant(
+        "in blocks scores are not scaled as they are to be",
+        "kernels/megalite_kernels/attention.py",
+        "block_mask=mask, scale=scale,",
+        "block_mask=mask,",
+        "tests/unit/test_attention.py::test_attention_in_blocks_is_the_dense_one",
+    ),
+    Mutant(
+        "scores in blocks are computed twice",
+        "kernels/megalite_kernels/attention.py",
+        "cap is not None and not isinstance(mask, BlockMask)",
+        "cap is not None",
+        "tests/unit/test_attention.py::test_scores_in_blocks_are_not_computed_twice",
     ),
     Mutant(
         "the layers without a window are one too early",
@@ -648,8 +674,8 @@ MUTANTS = (
     Mutant(
         "tokens see other documents",
         "megalite/model/batch.py",
-        "torch.tril(same)",
-        "torch.tril(torch.ones_like(same))",
+        "(tokens * begins)",
+        "(tokens * begins * 0)",
         f"{_UNIT}model.py::test_no_token_sees_another_document_or_the_future[llama]",
     ),
     Mutant(
@@ -920,6 +946,177 @@ MUTANTS = (
         """(mesh.size("tp") if config.parallel.sequence_parallel else 1)""",
         "1",
         f"{_TIME_LINE}[sequence parallel]",
+    ),
+    Mutant(
+        "each window counts what it shares with the one before",
+        "megalite/inference/windows.py",
+        "yield Window(tokens, end - predicted)",
+        "yield Window(tokens, len(tokens) - 1)",
+        f"{_FIGURES}the_figures_are_the_oracles_whatever_the_windows[16-5]",
+    ),
+    Mutant(
+        "later windows read one token less than they can",
+        "megalite/inference/windows.py",
+        "start = end - length - 1",
+        "start = end - length - (0 if predicted else 1)",
+        f"{_FIGURES}the_figures_are_the_oracles_whatever_the_windows[16-5]",
+    ),
+    Mutant(
+        "the end of a document is predicted",
+        "megalite/inference/documents.py",
+        "while last > first and tokens[last - 1] == eod:",
+        "while False:",
+        f"{_FIGURES}token_files_give_what_their_text_gives",
+    ),
+    Mutant(
+        "bits per byte are nats",
+        "megalite/inference/perplexity.py",
+        "self.loss * self.tokens / math.log(2) / self.text_bytes",
+        "self.loss * self.tokens / self.text_bytes",
+        f"{_FIGURES}the_figures_are_the_oracles_whatever_the_windows[16-5]",
+    ),
+    Mutant(
+        "what fills up a batch is scored",
+        "megalite/inference/scoring.py",
+        "(columns >= lengths.unsqueeze(1)) | (columns <",
+        "(columns <",
+        f"{_FIGURES}batches_change_nothing",
+    ),
+    Mutant(
+        "copies of the model each score all windows, and their scores are added",
+        "megalite/inference/scoring.py",
+        'if number % mesh.size("dp") == mesh.coordinate("dp"):',
+        "if True:",
+        f"{_FIGURES}every_layout_finds_the_same[dp2]",
+    ),
+    Mutant(
+        "of a request that is too long the end is cut off",
+        "megalite/inference/lm_eval_adapter.py",
+        "tokens[-self.max_length - 1 :]",
+        "tokens[: self.max_length + 1]",
+        f"{_LM_EVAL}choices[alone]",
+    ),
+    Mutant(
+        "what ends a text is kept in it",
+        "megalite/inference/lm_eval_adapter.py",
+        "text[: min(ends)] if ends else text",
+        "text",
+        f"{_LM_EVAL}what_is_written[alone]",
+    ),
+    Mutant(
+        "texts that copies of the model have written come back in the copies' order",
+        "megalite/inference/lm_eval_adapter.py",
+        "return [every[number % copies][number // copies] for number in range(len(contexts))]",
+        "return [text for share in every for text in share]",
+        f"{_LM_EVAL}what_is_written[dp2]",
+    ),
+    Mutant(
+        "ranks that were asked different things go on",
+        "megalite/inference/lm_eval_adapter.py",
+        "if digest != digests[0]",
+        "if False",
+        f"{_LM_EVAL}what_cannot_be_asked_is_refused[disagreement]",
+        "in Megatron-LM's files, queries stand in the groups of others",
+        "megalite/conversion/megatron_names.py",
+        "(group * heads,))",
+        "((model.kv_groups - 1 - group) * heads,))",
+        f"{_MEGATRON}megatron_core_loads_what_is_written[llama]",
+    ),
+    Mutant(
+        "a gate and what it gates are swapped where each has a tensor of its own",
+        "megalite/conversion/megatron_torch_dist.py",
+        """gate, up = of_name.get("w", []), of_name.get("v", [])""",
+        """up, gate = of_name.get("w", []), of_name.get("v", [])""",
+        f"{_MEGATRON}what_megatron_core_saves_is_read[per layer-llama]",
+    ),
+    Mutant(
+        "a gate and what it gates are swapped in the files of ranks",
+        "megalite/conversion/megatron_legacy.py",
+        """            yield chunk(rank * rows, 0, half, lambda: values[:rows])
+            yield chunk((ranks + rank) * rows, 0, half, lambda: values[rows:])""",
+        """            yield chunk(rank * rows, 0, half, lambda: values[rows:])
+            yield chunk((ranks + rank) * rows, 0, half, lambda: values[:rows])""",
+        _LEGACY,
+    ),
+    Mutant(
+        "the norms of a layer are swapped in names without Transformer Engine",
+        "megalite/conversion/megatron_names.py",
+        """norm\\.", ".self_attention.linear_qkv.layer_norm_"),
+    (r"\\.(pre_mlp_layernorm|post_attention_(layer)?norm)\\.", ".mlp.linear_fc1.layer_norm_"),""",
+        """norm\\.", ".mlp.linear_fc1.layer_norm_"),
+    (r"\\.(pre_mlp_layernorm|post_attention_(layer)?norm)\\.", ".self_attention.linear_qkv.layer_norm_"),""",
+        _LEGACY,
+    ),
+    Mutant(
+        "every layer is written from the first",
+        "megalite/conversion/megatron.py",
+        "enumerate(values, start=box.offset[0])",
+        "enumerate(values)",
+        f"{_MEGATRON}megatron_core_loads_what_is_written[llama]",
+    ),
+    Mutant(
+        "layers that stand in one chunk are read in reverse",
+        "megalite/conversion/megatron_torch_dist.py",
+        "self._last.values[layer]",
+        "self._last.values[-1 - layer]",
+        f"{_MEGATRON}a_stacked_tensor_saved_in_one_chunk_is_read_by_layers",
+    ),
+    Mutant(
+        "columns of tensor-parallel ranks are put together in reverse",
+        "megalite/conversion/megatron_legacy.py",
+        "yield chunk(rank * size[1], 1, size",
+        "yield chunk((ranks - 1 - rank) * size[1], 1, size",
+        _LEGACY,
+    ),
+    Mutant(
+        "the models of a rank follow each other before those of the next rank do",
+        "megalite/conversion/megatron_legacy.py",
+        "key=lambda stage: stage[:2]",
+        "key=lambda stage: stage[1::-1]",
+        _LEGACY,
+    ),
+    Mutant(
+        "rows that pad Megatron-LM's vocabulary hold something",
+        "megalite/conversion/megatron.py",
+        "values.zero_()",
+        "values.fill_(1)",
+        f"{_MEGATRON}rows_that_pad_the_vocabulary_are_zeros_there_and_nowhere_here",
+    ),
+    Mutant(
+        "rows that pad Megatron-LM's vocabulary become tokens",
+        "megalite/conversion/megatron.py",
+        "true_vocab_size or vocabulary_of(arguments) or rows",
+        "true_vocab_size or rows",
+        f"{_MEGATRON}rows_that_pad_the_vocabulary_are_zeros_there_and_nowhere_here",
+    ),
+    Mutant(
+        "what a network has beyond its arguments is left out in silence",
+        "megalite/conversion/megatron.py",
+        "    if others:",
+        "    if False:",
+        "tests/unit/test_conversion_megatron_arguments.py::test_tensors_that_the_network_has_not_are_refused_and_the_"
+        "optimizers_left_aside",
+    ),
+    Mutant(
+        "a network that Megatron-LM has not is written",
+        "megalite/conversion/megatron_arguments.py",
+        "    if different:",
+        "    if False:",
+        "tests/unit/test_conversion_megatron_arguments.py::test_a_network_that_megatron_has_not_is_refused",
+    ),
+    Mutant(
+        "a pickle's functions are imported and called",
+        "megalite/conversion/restricted_pickle.py",
+        """return type(f"{module_name}.{global_name}", (Record,), {}) if allowed is None else allowed""",
+        "return super().find_class(module_name, global_name) if allowed is None else allowed",
+        f"{_PICKLE}a_hostile_file_of_torch_runs_nothing",
+    ),
+    Mutant(
+        "a pickle changes the functions it may call",
+        "megalite/conversion/restricted_pickle.py",
+        """        raise pickle.UnpicklingError("a function has no state")""",
+        """        object.__setattr__(self, "_call", state)""",
+        f"{_PICKLE}nothing_that_others_use_is_changed",
     ),
 )
 

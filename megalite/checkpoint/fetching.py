@@ -91,7 +91,7 @@ def _place_of(block: Block) -> tuple[str, int]:
 
 def _read_into_place(path: AnyPath, described: Manifest, wanted: Wanted, block: Block) -> None:
     targets = wanted[block.saved]
-    place = _in_one_piece(block, targets)
+    place = in_one_piece(block, targets)
     if place is not None:
         read_block(path, described, block, place)
         return
@@ -100,7 +100,7 @@ def _read_into_place(path: AnyPath, described: Manifest, wanted: Wanted, block: 
     put(block, buffer, targets)
 
 
-def _in_one_piece(block: Block, targets: Sequence[Target]) -> memoryview | None:
+def in_one_piece(block: Block, targets: Sequence[Target]) -> memoryview | None:
     """The memory of a block in the one target that has it all, where it stands there as in the file."""
     parts = block.parts()
     meeting = [target for target in targets if any(part.intersection(target.box) is not None for part, _ in parts)]

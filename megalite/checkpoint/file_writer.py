@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
+from megalite.checkpoint import manifest
 from megalite.checkpoint.box_file import bytes_of
 from megalite.checkpoint.container import Part, Place
 from megalite.checkpoint.formats import Format, Placed
 from megalite.checkpoint.manifest import SavedBox, SavedFile, SavedTensor, dtype_name
 from megalite.checkpoint.progress import Advance, in_threads
 from megalite.checkpoint.reader import chunks
-from megalite.checkpoint.source import Source
+from megalite.checkpoint.source import Source, numbers_as_numbers
 from megalite.parallel.sharding import Box
 
 Cut = Sequence[Sequence[tuple[str, Box]]]
@@ -59,7 +60,7 @@ class FileWriter:
 
     def write(self, workers: int) -> dict[str, SavedTensor]:
         """Write all, by so many threads, and put it on disk. Raises OSError, and CheckpointError of the source."""
-        names = sorted(self.by_tensor)
+        names = sorted(self.by_tensor, key=numbers_as_numbers)
         tensors = dict(zip(names, in_threads(workers, self._copy, names), strict=True))
         in_threads(workers, self._sync, self.outputs)
         return tensors
@@ -74,14 +75,15 @@ class FileWriter:
         part, place = output.part, output.place
         checksums: list[int] = []
         checksum = 0
+        buffer = torch.empty(manifest.BLOCK // part.dtype.itemsize, dtype=part.dtype)
         with (self.folder / output.file).open("r+b") as stream:
             stream.seek(place.start)
             for block in chunks(part.box, part.dtype):
                 for box, _ in block:
-                    values = torch.empty(box.size, dtype=part.dtype)
+                    values = buffer[: box.numel].view(box.size)
                     self.source.fill(part.name, box, values)
                     data = bytes_of(values)
-                    checksum = zlib.crc32(data, checksum)
+                    checksum = zlib.crc32(data, checksum) if self.format.checksums else 0
                     stream.write(data)
                     self.advance(len(data))
                 checksums.append(checksum)

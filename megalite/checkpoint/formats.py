@@ -25,6 +25,8 @@ class Format:
     """Where the parts of a file stand, in their order."""
     index: Callable[[Placed], Mapping[str, bytes]]
     """Files that others need to read these, by name; megalite reads none of them."""
+    checksums: bool = True
+    """Whether anyone asks for checksums of the boxes."""
 
 
 def safetensors_places(parts: Sequence[Part], named: Callable[[Part], str] = lambda part: part.entry) -> list[Place]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
@@ -11,13 +12,13 @@ from torch import Tensor
 from megalite.checkpoint import manifest
 from megalite.checkpoint.box_file import bytes_of, checksum_of, open_to_read
 from megalite.checkpoint.damage import Damage
-from megalite.checkpoint.fetching import Target, needed_blocks, put, read_block
+from megalite.checkpoint.fetching import Target, in_one_piece, needed_blocks, put, read_block
 from megalite.checkpoint.manifest import Block, SavedBox, SavedTensor, covers, read_manifest
 from megalite.checkpoint.source import Kind
 from megalite.checkpoint.storage import AnyPath
 from megalite.parallel.sharding import Box
 
-_KEPT = 32
+_KEPT = 8
 """Blocks that were read last, for who reads a tensor by other boxes than it was saved in."""
 
 
@@ -42,9 +43,14 @@ class CheckpointReader:
         if name not in self._covered:
             self.check_covered(name)
             self._covered.add(name)
+        target = Target(box, values)
         for saved in self.manifest.tensors[name].boxes:
             for block in needed_blocks(saved, [box]):
-                put(block, self._kept(block), [Target(box, values)])
+                place = in_one_piece(block, [target])
+                if place is None:
+                    put(block, self._kept(block), [target])
+                else:
+                    read_block(self.path, self.manifest, block, place)
 
     def check_covered(self, name: str) -> None:
         """Raise Damage unless the boxes of a tensor hold each of its elements once."""
@@ -59,7 +65,8 @@ class CheckpointReader:
 
     def _read_block(self, block: Block) -> Tensor:
         """Its bytes."""
-        data = torch.empty(block.size, dtype=torch.uint8)
+        # Pages of its own, which go back at once: the allocator would keep those of threads, and in pieces.
+        data = torch.frombuffer(mmap.mmap(-1, block.size), dtype=torch.uint8)
         read_block(self.path, self.manifest, block, bytes_of(data))
         return data
 

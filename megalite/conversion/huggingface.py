@@ -185,7 +185,7 @@ def _shards(files: ToFiles, most: int) -> list[list[tuple[str, Box]]]:
 
 def _format(files: int) -> Format:
     name = "model.safetensors" if files == 1 else f"model-{{number:05d}}-of-{files:05d}.safetensors"
-    return Format(name, functools.partial(safetensors_places, named=lambda part: part.name), lambda _: {})
+    return Format(name, functools.partial(safetensors_places, named=lambda part: part.name), lambda _: {}, False)
 
 
 def _index(placed: Placed) -> bytes:

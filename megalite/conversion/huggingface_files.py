@@ -19,7 +19,7 @@ from megalite.errors import CheckpointError
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _RESIDENT = 1 << 26
-"""Bytes of a mapped file that are handed out before the memory of all is given back."""
+"""Bytes of a mapped file that are handed out before the memory of all is given back, unless one tensor has more."""
 
 
 class HuggingFaceFiles:
@@ -91,7 +91,7 @@ class _Safetensors:
     """A file of https://huggingface.co/docs/safetensors. Its memory is bounded, however much of it is read."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lock, self._handed_out = path, Lock(), 0
+        self._lock, self._handed_out = Lock(), dict[str, int]()
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -115,10 +115,10 @@ class _Safetensors:
     def tensor(self, name: str) -> Tensor:
         kind, start = self._entries[name].kind, self._entries[name].start
         with self._lock:
-            self._handed_out += kind.size
-            if self._handed_out > _RESIDENT:  # what is still in use is read again from the file
-                self._map.madvise(mmap.MADV_DONTNEED)
-                self._handed_out = kind.size
+            if name not in self._handed_out and sum(self._handed_out.values()) + kind.size > _RESIDENT:
+                self._map.madvise(mmap.MADV_DONTNEED)  # what is still in use is read again from the file
+                self._handed_out.clear()
+            self._handed_out[name] = kind.size
         count = kind.size // kind.dtype.itemsize
         return torch.frombuffer(self._map, dtype=kind.dtype, count=count, offset=start).view(kind.shape)
 

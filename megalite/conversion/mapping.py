@@ -162,11 +162,16 @@ class FromFiles:
 
 
 class ToFiles:
-    """The tensors of files, read from logical tensors (a `Source`). Each is put together whole."""
+    """The tensors of files, read from logical tensors (a `Source`).
+
+    Where the boxes of a tensor stand one behind the other in it, any run of its elements is read by itself; else it is
+    put together whole, and the last one of each thread is kept.
+    """
 
     def __init__(self, logical: Source, mapping: Sequence[FileTensor], dtype: torch.dtype | None = None) -> None:
         """`dtype`: what to cast to; None: as they are, the widest where one is made of several."""
         self._logical, self._mapping = logical, {tensor.name: tensor for tensor in mapping}
+        self._runs = {tensor.name: _runs(tensor) for tensor in mapping}
         self._last = threading.local()
         self.tensors = {
             tensor.name: Kind(tensor.shape, dtype or self._widest(name for name, _, _ in tensor.boxes))
@@ -178,6 +183,17 @@ class ToFiles:
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
         """As in `Source`."""
+        start, shape = _flat_index(box.offset, self.tensors[name].shape), self.tensors[name].shape
+        runs = self._runs[name]
+        if runs is not None and _is_run(box, shape) and values.is_contiguous():
+            flat = values.view(-1)
+            for first, logical, held in runs:
+                for part, position in held.flat_range(
+                    max(start - first, 0), min(start + box.numel - first, held.numel)
+                ):
+                    at = first + position - start
+                    self._logical.fill(logical, part, flat[at : at + part.numel].view(part.size))
+            return
         if getattr(self._last, "name", None) != name:
             self._last.values = None  # so that two are never there at once
             self._last.values, self._last.name = self._whole(name), name
@@ -189,3 +205,23 @@ class ToFiles:
         for logical, box, view in self._mapping[name].boxes:
             self._logical.fill(logical, box, view(whole))
         return whole
+
+
+def _runs(tensor: FileTensor) -> list[tuple[int, str, Box]] | None:
+    """The boxes of a tensor, each with its first element's number in it; None where some do not stand in one piece."""
+    whole = torch.empty(tensor.shape, device="meta")
+    views = [(view(whole), logical, box) for logical, box, view in tensor.boxes]
+    if not all(view.is_contiguous() for view, _, _ in views):
+        return None
+    return [(int(view.storage_offset()), logical, box) for view, logical, box in views]
+
+
+def _flat_index(corner: Sequence[int], shape: Sequence[int]) -> int:
+    """The number of an element in row-major order."""
+    return reduce(lambda number, axis: number * axis[1] + axis[0], zip(corner, shape, strict=True), 0)
+
+
+def _is_run(box: Box, shape: Sequence[int]) -> bool:
+    """Whether a box of a tensor is a run of its elements in row-major order."""
+    first = next((axis for axis, size in enumerate(box.size) if size > 1), len(shape))
+    return box.size[first + 1 :] == tuple(shape[first + 1 :])

@@ -1,0 +1,73 @@
+"""Tensors that stand in files in pieces: by the ranks that saved them, by layers, by halves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.manifest import covers
+from megalite.checkpoint.source import Kind
+from megalite.errors import CheckpointError
+from megalite.parallel.sharding import Box
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor."""
+
+    box: Box
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    """Gives it, in the box's shape."""
+
+    def rows_from(self, first: int) -> Chunk:
+        """The same, `first` rows further down."""
+        offset, *rest = self.box.offset
+        return Chunk(Box((offset + first, *rest), self.box.size), self.dtype, self.read)
+
+
+class ChunkedFiles:
+    """Tensors put together of their chunks, each when it is asked for, and kept until the thread asks for another."""
+
+    def __init__(self, chunks: Mapping[str, Iterable[Chunk]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """`shapes`: of tensors that are wanted smaller than they are, at their beginning.
+
+        Raises CheckpointError where the chunks of one do not hold each of its elements once.
+        """
+        self._chunks = {name: list(each) for name, each in chunks.items()}
+        self._last = threading.local()
+        self.tensors: dict[str, Kind] = {}
+        for name, found in self._chunks.items():
+            whole = tuple(
+                max(start + size for start, size in ends)
+                for ends in zip(*(zip(chunk.box.offset, chunk.box.size, strict=True) for chunk in found), strict=True)
+            )
+            if not covers((chunk.box for chunk in found), Box.whole(whole)):
+                raise CheckpointError(f"the pieces of {name} {list(whole)} do not hold each of its elements once")
+            wanted = shapes.get(name, whole)
+            fits = len(wanted) == len(whole) and all(a <= b for a, b in zip(wanted, whole, strict=True))
+            self.tensors[name] = Kind(wanted if fits else whole, found[0].dtype)
+
+    def tensor(self, name: str) -> Tensor:
+        """As in `Files`."""
+        if getattr(self._last, "name", None) != name:
+            self._last.values = None  # so that two are never there at once
+            self._last.values, self._last.name = self._whole(name), name
+        values: Tensor = self._last.values
+        return values
+
+    def _whole(self, name: str) -> Tensor:
+        kind, chunks = self.tensors[name], self._chunks[name]
+        whole = Box.whole(kind.shape)
+        if len(chunks) == 1:
+            return chunks[0].read()[whole.slices()]
+        values = torch.empty(kind.shape, dtype=kind.dtype)
+        for chunk in chunks:
+            both = chunk.box.intersection(whole)
+            if both is not None:
+                values[both.slices()] = chunk.read()[both.relative_to(chunk.box).slices()]
+        return values

@@ -1,0 +1,220 @@
+"""Megatron-LM's checkpoints, as models to convert from and to: weights alone."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.directory import TRACKER
+from megalite.checkpoint.file_writer import FileWriter
+from megalite.checkpoint.formats import FORMATS
+from megalite.checkpoint.progress import Advance
+from megalite.checkpoint.source import Kind, numbers_as_numbers
+from megalite.conversion.chunked_files import Chunk, ChunkedFiles
+from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
+from megalite.conversion.megatron_arguments import arguments_of, model_of, tokenizer_of, vocabulary_of
+from megalite.conversion.megatron_legacy import Legacy
+from megalite.conversion.megatron_names import OUTPUT, RULES, TOKEN_TABLES, WORD
+from megalite.conversion.megatron_torch_dist import TorchDist
+from megalite.conversion.opened import OpenedModel, logical_tensors
+from megalite.errors import CheckpointError
+from megalite.files import remove_leftovers, sync_directory, temporary_path, write_atomically
+from megalite.parallel.sharding import Box
+
+RELEASE = "release"
+"""What Megatron-LM calls weights that no run of its own has saved: it starts from them at step 0."""
+FILE = 5 * 10**9
+"""Bytes of a file, about: tensors of layers are not cut."""
+
+
+def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel:
+    """A checkpoint's folder, or the latest of a run directory; the optimizer's state in it is left aside.
+
+    true_vocab_size: the tokens of the vocabulary; None: as the arguments in it tell, or else all rows of the embedding.
+    Raises CheckpointError where it is not, in all it says and holds, a network that megalite computes.
+    """
+    folder = _resolve(path)
+    opened = TorchDist(folder) if (folder / ".metadata").is_file() else Legacy(folder)
+    common = opened.common()
+    arguments = _arguments(folder, common)
+    try:
+        model = model_of(arguments)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the arguments in {folder} are of no network that megalite computes:\n{error}"
+        ) from error
+    chunks = opened.chunks(model.gated) if isinstance(opened, Legacy) else opened.chunks()
+    if not model.untie_embeddings_and_output_weights:
+        _drop_copy(folder, chunks)
+    rows = max((chunk.box.offset[0] + chunk.box.size[0] for chunk in chunks.get(WORD, ())), default=0)
+    tokens = true_vocab_size or vocabulary_of(arguments) or rows
+    if tokens > rows:
+        raise CheckpointError(f"{folder} has {rows} rows for {tokens} tokens: --true-vocab-size tells their number")
+    model = replace(model, vocab_size=tokens)
+    logical = logical_tensors(model)
+    mapping = file_tensors(RULES, model, logical)
+    others = sorted(chunks.keys() - {tensor.name for tensor in mapping}, key=numbers_as_numbers)
+    if others:
+        raise CheckpointError(f"{folder} has {_some(others)}, which the network that its arguments describe has not")
+    try:
+        files = ChunkedFiles(chunks, dict.fromkeys(TOKEN_TABLES, (tokens, model.hidden_size)))
+        source = FromFiles(files, mapping, logical)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    length = arguments.get("seq_length")
+    return OpenedModel(
+        f"Megatron-LM, {folder}", model, source, tokenizer_of(arguments), length if isinstance(length, int) else None
+    )
+
+
+def _resolve(path: Path) -> Path:
+    """A checkpoint's folder, from itself or from its run directory."""
+    if (path / ".metadata").is_file() or any(path.glob("mp_rank_*")):
+        return path
+    try:
+        tracked = (path / TRACKER).read_text().strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is no checkpoint of Megatron-LM, and has no {TRACKER} that names one") from error
+    folder = path / (f"iter_{int(tracked):07d}" if tracked.isdecimal() else RELEASE)
+    if not (tracked.isdecimal() or tracked == RELEASE) or not folder.is_dir():
+        raise CheckpointError(f"{path / TRACKER} names {tracked!r}, which is no checkpoint there")
+    return folder
+
+
+def _arguments(folder: Path, common: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments = getattr(common.get("args"), "fields", None)
+    if not arguments:
+        raise CheckpointError(f"{folder} does not hold the arguments of its run, which describe the network")
+    return arguments
+
+
+def _drop_copy(folder: Path, chunks: dict[str, list[Chunk]]) -> None:
+    """Drop the copy that a tied model's last stage has of the embedding. Raises CheckpointError where it is none."""
+    of_both = {name: chunks[name] for name in TOKEN_TABLES if name in chunks}
+    if len(of_both) == len(TOKEN_TABLES):
+        files = ChunkedFiles(of_both, {})
+        word = files.tensor(WORD)
+        if not torch.equal(word, files.tensor(OUTPUT)):
+            raise CheckpointError(f"{folder} has {OUTPUT} with other values than {WORD}, which its arguments tie it to")
+        del chunks[OUTPUT]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+class _Stacked:
+    """The tensors of files as Megatron-LM's distributed checkpoints have them (a `Source`).
+
+    What all layers have is one tensor, layers along its first axis, and tables of tokens are padded with rows of zeros.
+    """
+
+    def __init__(self, files: ToFiles, layers: int, vocabulary: int) -> None:
+        self._files = files
+        self.tensors: dict[str, Kind] = {}
+        for name, kind in files.tensors.items():
+            if name in TOKEN_TABLES:
+                kind = Kind((vocabulary, *kind.shape[1:]), kind.dtype)
+            elif ".layers." in name:
+                name, kind = _without_number(name), Kind((layers, *kind.shape), kind.dtype)
+            self.tensors[name] = kind
+
+    def fill(self, name: str, box: Box, values: Tensor) -> None:
+        """As in `Source`."""
+        if ".layers." in name:
+            within = Box(box.offset[1:], box.size[1:])
+            for layer, of_layer in enumerate(values, start=box.offset[0]):
+                self._files.fill(name.replace(".layers.", f".layers.{layer}."), within, of_layer)
+            return
+        there = box.intersection(Box.whole(self._files.tensors[name].shape))
+        if there != box:
+            values.zero_()
+        if there is not None:
+            self._files.fill(name, there, values[there.relative_to(box).slices()])
+
+    def cut(self) -> list[list[tuple[str, Box]]]:
+        """By file: a box for each layer, so that a rank of any layout reads no more than its own."""
+        files: list[list[tuple[str, Box]]] = [[]]
+        room = FILE
+        for name, kind in self.tensors.items():
+            parts = range(kind.shape[0]) if ".layers." in name else (None,)
+            for layer in parts:
+                box = Box.whole(kind.shape)
+                if layer is not None:
+                    box = Box((layer, *box.offset[1:]), (1, *box.size[1:]))
+                if room < 0:
+                    files.append([])
+                    room = FILE
+                files[-1].append((name, box))
+                room -= box.numel * kind.dtype.itemsize
+        return files
+
+
+def _without_number(name: str) -> str:
+    return re.sub(r"\.layers\.\d+\.", ".layers.", name)
+
+
+def write_megatron(
+    opened: OpenedModel,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None,
+    tensor_parallel_size: int,
+    workers: int,
+    advance: Advance,
+) -> Path:
+    """Write a model into a run directory as Megatron-LM's `torch_dist`, complete or not at all, and return its folder.
+
+    dtype: what to cast to; None: the widest that there is. tensor_parallel_size: what the vocabulary is padded for.
+    Raises CheckpointError where Megatron-LM has no such network, where the directory has a released checkpoint
+    already, or where the disk fails.
+    """
+    model, folder = opened.config, directory / RELEASE
+    vocabulary = model.padded_vocab_size(tensor_parallel_size)
+    arguments = arguments_of(model, opened.data, opened.sequence_length, vocabulary)
+    if folder.exists() or (directory / TRACKER).exists():
+        raise CheckpointError(f"{directory} has a checkpoint already: choose another folder")
+    dtypes = (kind.dtype for kind in opened.source.tensors.values())
+    files = ToFiles(
+        opened.source,
+        file_tensors(RULES, model, logical_tensors(model)),
+        dtype or functools.reduce(torch.promote_types, dtypes),
+    )
+    stacked = _Stacked(files, model.num_layers, vocabulary)
+    common = io.BytesIO()
+    torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 0}, common)
+    remove_leftovers(folder)
+    temporary = temporary_path(folder)
+    try:
+        temporary.mkdir(parents=True)
+        writer = FileWriter(stacked, temporary, stacked.cut(), FORMATS["torch_dist"], advance)
+        writer.write(workers)
+        for name, data in FORMATS["torch_dist"].index(writer.placed()).items():
+            write_atomically(temporary / name, data)
+        write_atomically(temporary / "common.pt", common.getvalue())
+        # Without this it is no checkpoint to Megatron-LM: the last.
+        backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        backend |= {"common_backend": "torch", "common_backend_version": 1}
+        write_atomically(temporary / "metadata.json", json.dumps(backend).encode())
+        os.rename(temporary, folder)
+        sync_directory(directory)
+        write_atomically(directory / TRACKER, RELEASE.encode())
+    except OSError as error:
+        raise CheckpointError(f"writing {folder} failed: {error}. Free space, or choose another folder") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder

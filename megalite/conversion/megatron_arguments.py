@@ -1,0 +1,186 @@
+"""Megatron-LM's arguments, as its checkpoints hold them, and the network that they describe."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any, get_args, get_type_hints
+
+from megalite.checkpoint.compatibility import function_of
+from megalite.config import ModelConfig
+from megalite.config.tokenizer import TokenizerType
+from megalite.errors import CheckpointError
+
+_SAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention
+    max_position_embeddings rotary_base rotary_percent rotary_seq_len_interpolation_factor use_rope_scaling
+    rope_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
+    yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p qk_layernorm swiglu squared_relu
+    add_bias_linear add_qkv_bias untie_embeddings_and_output_weights make_vocab_size_divisible_by init_method_std
+    hidden_dropout attention_dropout normalization position_embedding_type"""
+"""Fields of ModelConfig that are arguments by the same name."""
+_OTHER_NAMES = {
+    "num_layers": "encoder_num_layers",
+    "norm_epsilon": "layernorm_epsilon",
+    "rotary_scaling_factor": "yarn_rotary_scaling_factor",
+    "mscale": "yarn_mscale",
+    "mscale_all_dim": "yarn_mscale_all_dim",
+}
+"""Other names of arguments, by field: those of older versions, and those by which its GPT looks for YaRN's."""
+_NOT_OURS: Mapping[str, tuple[object, ...]] = {
+    "num_experts": (None, 0),
+    "multi_latent_attention": (None, False),
+    "attention_output_gate": (None, False),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "qk_l2_norm": (None, False),
+    "softmax_type": (None, "vanilla"),
+    "softmax_scale": (None,),
+    "rotary_interleaved": (None, False),
+    "no_rope_freq": (None,),
+    "mrope_section": (None,),
+    "quick_geglu": (None, False),
+    "glu_linear_offset": (None, 0.0),
+    "activation_func_clamp_value": (None,),
+    "apply_residual_connection_post_layernorm": (None, False),
+    "mtp_num_layers": (None, 0),
+    "hybrid_layer_pattern": (None,),
+    "hybrid_override_pattern": (None,),
+    "is_hybrid_model": (None, False),
+    "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,),
+    "spec": (None,),
+    "use_mup": (None, False),
+    "retro_add_retriever": (None, False),
+}
+"""Arguments that change what the network computes and that megalite has not: the values at which they change nothing.
+
+All others that are no field are of the run and not of the network; what they would add to it is found by its tensors.
+"""
+_TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file"
+_TIKTOKEN = "tiktoken_pattern tiktoken_num_special_tokens tokenizer_special_tokens"
+
+
+def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
+    """The network of a checkpoint's arguments, its vocabulary still unknown.
+
+    Raises CheckpointError, with each argument that says something of a network which megalite has not.
+    """
+    problems = [
+        f"  --{name.replace('_', '-')} {arguments[name]!r}: megalite has no such network"
+        for name, neutral in _NOT_OURS.items()
+        if arguments.get(name) not in neutral
+    ]
+    values: dict[str, Any] = {}
+    for name in {**dict.fromkeys(_SAME.split()), **_OTHER_NAMES}:
+        for argument in (_OTHER_NAMES.get(name, name), name):
+            if arguments.get(argument) is not None:
+                values[name] = arguments[argument]
+    if values.get("group_query_attention"):
+        values["num_query_groups"] = arguments.get("num_query_groups", 1)
+    if arguments.get("disable_bias_linear") is not None:
+        values["add_bias_linear"] = not arguments["disable_bias_linear"]
+    if arguments.get("use_rotary_position_embeddings"):
+        values["position_embedding_type"] = "rope"
+    kind = values.get("position_embedding_type", "learned_absolute")
+    if kind == "learned_absolute" and arguments.get("add_position_embedding") is False:
+        values["position_embedding_type"] = "none"
+    values |= _window(arguments)
+    hints = get_type_hints(ModelConfig)
+    for name, value in values.items():
+        allowed = get_args(hints[name])
+        literal = bool(allowed) and all(isinstance(each, str) for each in allowed)
+        if (literal and value not in allowed) or not isinstance(value, str | int | float | bool):
+            problems.append(f"  --{name.replace('_', '-')} {value!r}: megalite has no such network")
+    problems += [
+        f"  --{name.replace('_', '-')} is not told"
+        for name in ("num_layers", "hidden_size", "num_attention_heads")
+        if name not in values
+    ]
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    model = ModelConfig(**values)
+    if model.rotary and int(model.head_dim * model.rotary_percent) % 2:
+        problems.append(f"  --rotary-percent {model.rotary_percent}: an odd number of {model.head_dim} channels")
+    if model.rotary and model.use_rope_scaling and model.rotary_seq_len_interpolation_factor not in (None, 1):
+        problems.append("  --use-rope-scaling with --rotary-seq-len-interpolation-factor: megalite scales once")
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    # Megatron-LM's GELU is exact, but for the one that is fused with a bias.
+    fused = arguments.get("bias_gelu_fusion", True) and model.add_bias_linear
+    exact = not (model.gated or model.squared_relu or fused or arguments.get("openai_gelu"))
+    return ModelConfig(**values, exact_gelu=exact)
+
+
+def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Of (keys before, keys behind), -1 being all, and of N or a list of 0 and 1."""
+    size, skip = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
+    text = size if isinstance(size, str) else ",".join(map(str, size)) if isinstance(size, list | tuple) else size
+    if text is None or text.replace(" ", "").strip("()").startswith("-1,"):
+        return {}
+    return {"window_size": text} | ({} if skip is None else {"window_attn_skip_freq": str(skip)})
+
+
+def vocabulary_of(arguments: Mapping[str, Any]) -> int | None:
+    """The tokens before padding, where the arguments tell."""
+    size = arguments.get("vocab_size")
+    if not isinstance(size, int):
+        return None
+    return size + _more_tokens(arguments.get("tokenizer_type"))
+
+
+def _more_tokens(tokenizer: object) -> int:
+    """What a tokenizer has beside those that --vocab-size counts: a NullTokenizer's end of document."""
+    return 1 if tokenizer == "NullTokenizer" else 0
+
+
+def tokenizer_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that name the tokenizer; none where megalite has no such."""
+    kind = arguments.get("tokenizer_type")
+    if kind not in get_args(TokenizerType):
+        return {}
+    names = _TOKENIZER if kind != "TikTokenizer" else f"{_TOKENIZER} {_TIKTOKEN}"
+    found = {name: arguments[name] for name in names.split() if arguments.get(name) is not None}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def arguments_of(
+    model: ModelConfig, data: Mapping[str, Any], sequence_length: int | None, padded_vocabulary: int
+) -> Namespace:
+    """The arguments that describe a network to Megatron-LM's --use-checkpoint-args.
+
+    Raises CheckpointError where they cannot, with each flag that stands in the way.
+    """
+    arguments: dict[str, Any] = {name: getattr(model, name) for name in _SAME.split()}
+    arguments |= {other: getattr(model, name) for name, other in _OTHER_NAMES.items()}
+    windows = model.keys_before
+    arguments |= {
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.head_dim,
+        "num_query_groups": model.num_query_groups,
+        "bias_gelu_fusion": not (model.gated or model.squared_relu or model.exact_gelu),
+        "add_position_embedding": True,
+        "use_rotary_position_embeddings": model.position_embedding_type == "rope",
+        "rotary_interleaved": False,
+        "window_size": next(((before, 0) for before in windows if before is not None), None),
+        "window_attn_skip_freq": [int(before is not None) for before in windows] if None in windows else None,
+        "seq_length": sequence_length or model.max_position_embeddings,
+        "max_position_embeddings": model.max_position_embeddings or sequence_length,
+        "vocab_size": (model.vocab_size or 0) - _more_tokens(data.get("tokenizer_type")),
+        "padded_vocab_size": padded_vocabulary,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "world_size": 1,
+        "data_parallel_size": 1,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "no_save_optim": True,
+        "no_save_rng": True,
+        "ckpt_format": "torch_dist",
+    }
+    arguments |= {name: data.get(name) for name in f"{_TOKENIZER} {_TIKTOKEN}".split()}
+    ours, theirs = function_of(model), function_of(model_of(arguments))
+    different = [name for name in theirs if name != "vocab_size" and ours[name] != theirs[name]]
+    if different:
+        flags = (f"  --{name.replace('_', '-')} {ours[name]} (there: {theirs[name]})" for name in different)
+        raise CheckpointError("\n".join(("Megatron-LM has no such network:", *flags)))
+    return Namespace(**arguments)

@@ -1,0 +1,143 @@
+"""Reading Megatron-LM's older checkpoints (`torch`): a file of `torch.save` for each rank of tensors and stages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megalite.conversion.chunked_files import Chunk
+from megalite.conversion.megatron_names import TOKEN_TABLES, canonical, is_weight
+from megalite.conversion.restricted_pickle import read_torch_file
+from megalite.errors import CheckpointError
+from megalite.parallel.sharding import Box
+
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_MODEL = re.compile(r"model(\d*)")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_ROWS = re.compile(r".*\.(linear_qkv|linear_fc1)\.(weight|bias)")
+_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+
+
+class Legacy:
+    """The folder of a checkpoint, with a folder for each rank in it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError where it cannot be read."""
+        self._folder = folder
+        self._files = _files(folder)
+        self._tensor_ranks = 1 + max(tensor for tensor, _ in self._files)
+        self._pipeline_ranks = 1 + max(pipeline for _, pipeline in self._files)
+        missing = [
+            f"{tensor:02d}_{pipeline:03d}"
+            for tensor in range(self._tensor_ranks)
+            for pipeline in range(self._pipeline_ranks)
+            if (tensor, pipeline) not in self._files
+        ]
+        if missing:
+            raise CheckpointError(f"{folder} lacks the files of the ranks {', '.join(missing)}: copy them there, too")
+
+    @cached_property
+    def _states(self) -> dict[tuple[int, int], Mapping[str, Any]]:
+        return {rank: self._state(path) for rank, path in self._files.items()}
+
+    def _state(self, path: Path) -> Mapping[str, Any]:
+        state = read_torch_file(path)
+        if not isinstance(state, Mapping):
+            raise CheckpointError(f"{path} holds no dictionary: it is no checkpoint")
+        version = state.get("checkpoint_version", 0)
+        if not isinstance(version, int | float) or version < 2:
+            raise CheckpointError(
+                f"{path} has checkpoint_version {version}, whose queries, keys and values stand in another order: read "
+                "and save it with Megatron-LM, which writes 3.0"
+            )
+        return state
+
+    def common(self) -> Mapping[str, Any]:
+        """What the first rank has saved, the arguments among it. Raises CheckpointError."""
+        return self._states[0, 0]
+
+    def chunks(self, gated: bool) -> dict[str, list[Chunk]]:
+        """The chunks of the network's tensors, by their canonical name; `gated`: fc1 is a gate and what it gates.
+
+        Raises CheckpointError.
+        """
+        found: dict[str, list[Chunk]] = {}
+        for tensor_rank in range(self._tensor_ranks):
+            for name, values in self._of_tensor_rank(tensor_rank):
+                found.setdefault(name, [])
+                found[name] += self._chunks(name, values, tensor_rank, gated)
+        return found
+
+    def _of_tensor_rank(self, tensor_rank: int) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a tensor-parallel rank over all stages, each once, layers by their numbers in the network."""
+        first, seen = 0, set()
+        # Stages follow each other by the number of the model on a rank, then by the rank.
+        stages = [
+            (int(match[1] or 0), rank, model)
+            for rank in range(self._pipeline_ranks)
+            for key, model in self._states[tensor_rank, rank].items()
+            if isinstance(key, str) and (match := _MODEL.fullmatch(key)) and isinstance(model, Mapping)
+        ]
+        for _, _, model in sorted(stages, key=lambda stage: stage[:2]):
+            layers = 0
+            for old, values in _flat(model):
+                name = canonical(old)
+                if not is_weight(name):
+                    continue
+                if (match := _LAYER.fullmatch(name)) is not None:
+                    layers = max(layers, int(match[1]) + 1)
+                    name = f"decoder.layers.{first + int(match[1])}.{match[2]}"
+                if name not in seen:  # the last stage of a tied model has the word embedding again
+                    seen.add(name)
+                    yield name, values
+            first += layers
+
+    def _chunks(self, name: str, values: Tensor, rank: int, gated: bool) -> Iterator[Chunk]:
+        ranks, size = self._tensor_ranks, tuple(values.shape)
+
+        def chunk(offset: int, dimension: int, size: tuple[int, ...], read: Callable[[], Tensor]) -> Chunk:
+            corner = tuple(offset if each == dimension else 0 for each in range(len(size)))
+            return Chunk(Box(corner, size), values.dtype, read)
+
+        if gated and ".linear_fc1." in name and _ROWS.fullmatch(name):
+            rows = size[0] // 2
+            half = (rows, *size[1:])
+            yield chunk(rank * rows, 0, half, lambda: values[:rows])
+            yield chunk((ranks + rank) * rows, 0, half, lambda: values[rows:])
+        elif name in TOKEN_TABLES or _ROWS.fullmatch(name):
+            yield chunk(rank * size[0], 0, size, lambda: values)
+        elif _COLUMNS.fullmatch(name):
+            yield chunk(rank * size[1], 1, size, lambda: values)
+        elif rank == 0:
+            yield chunk(0, 0, size, lambda: values)
+
+
+def _files(folder: Path) -> dict[tuple[int, int], Path]:
+    """By tensor- and pipeline-parallel rank."""
+    found = {}
+    for path in sorted(folder.glob("mp_rank_*")):
+        match = _RANK.fullmatch(path.name)
+        file = next((path / name for name in _FILES if (path / name).is_file()), None)
+        if match is None or file is None:
+            continue
+        if match[3] is not None:
+            raise CheckpointError(f"{path} is of one expert-parallel rank of several: megalite has no experts")
+        found[int(match[1]), int(match[2] or 0)] = file
+    if (0, 0) not in found:
+        raise CheckpointError(f"{folder} has no file of the first rank: {' or '.join(_FILES)} in mp_rank_00")
+    return found
+
+
+def _flat(model: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested dictionaries, by the keys that lead to them, with dots in between."""
+    for key, value in model.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor):
+            yield f"{prefix}{key}", value

@@ -1,0 +1,164 @@
+"""Megatron-LM's own GPT and its own checkpoints, the wheel megatron-core 0.16.1, run on ranks without a GPU.
+
+It is installed beside the project without its dependencies (see the Makefile), and imported only in a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megalite.config import ModelConfig
+
+Form = Literal["stacked", "per layer", "legacy"]
+"""One key for all layers, one for each, or a file for each rank."""
+
+
+def save(
+    model: ModelConfig, args: dict[str, Any], folder: Path, tokens: Tensor, tensor_parallel_size: int, form: Form
+) -> Tensor:
+    """Save a network of random weights as Megatron-LM does, and give its logits."""
+    with _ready(tensor_parallel_size):
+        from megatron.core import dist_checkpointing
+
+        network = _build(model, tensor_parallel_size)
+        torch.manual_seed(torch.distributed.get_rank())
+        for name, parameter in network.named_parameters():
+            with torch.no_grad():
+                parameter.copy_(torch.randn_like(parameter) * 0.3 + (1.0 if "norm" in name else 0.0))
+                if not getattr(parameter, "tensor_model_parallel", False):  # the same on every rank
+                    torch.distributed.broadcast(parameter, 0)
+        common = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 7}
+        if form == "legacy":
+            path = folder / f"mp_rank_{torch.distributed.get_rank():02d}" / "model_optim_rng.pt"
+            path.parent.mkdir(parents=True)
+            torch.save(common | {"model": network.state_dict()}, path)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            metadata = {"singleton_local_shards": form == "per layer"}
+            dist_checkpointing.save(network.sharded_state_dict(metadata=metadata) | common, str(folder))
+        return _logits(network, tokens)
+
+
+def load(model: ModelConfig, folder: Path, tokens: Tensor, tensor_parallel_size: int) -> tuple[Tensor, Any]:
+    """The logits of a network loaded from a folder, each tensor of which it must use; and what else is in it."""
+    with _ready(tensor_parallel_size):
+        from megatron.core import dist_checkpointing
+
+        network = _build(model, tensor_parallel_size)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.fill_(torch.nan)
+        state = {name: part for name, part in network.sharded_state_dict().items() if "_extra_state" not in name}
+        loaded = dist_checkpointing.load(state, str(folder), strict="raise_all")
+        common = {name: loaded.pop(name) for name in ("args", "checkpoint_version", "iteration")}
+        network.load_state_dict(loaded, strict=False)
+        return _logits(network, tokens), common
+
+
+@torch.no_grad()
+def _logits(network: Any, tokens: Tensor) -> Tensor:
+    length = tokens.shape[1]
+    hidden = torch.ones(1, 1, length, length).tril() < 0.5
+    return network.eval()(tokens, torch.arange(length).expand_as(tokens), hidden).clone()
+
+
+def _build(model: ModelConfig, tensor_parallel_size: int) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    activation: Any = torch.nn.functional.gelu
+    if model.swiglu:
+        activation = torch.nn.functional.silu
+    if model.squared_relu:
+        from megatron.core.activations import squared_relu as activation
+    config = TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.kv_groups,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.ffn_size,
+        tensor_model_parallel_size=tensor_parallel_size,
+        use_cpu_initialization=True,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=model.swiglu,
+        activation_func=activation,
+        add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=not (model.swiglu or model.squared_relu or model.exact_gelu),
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+    )
+    if model.position_embedding_type == "yarn":
+        config.yarn_rotary_scaling_factor = model.rotary_scaling_factor
+        config.yarn_mscale, config.yarn_mscale_all_dim = model.mscale, model.mscale_all_dim
+        for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "correction_range_round_to_int"):
+            setattr(config, f"yarn_{name}", getattr(model, f"yarn_{name}"))
+    assert model.vocab_size is not None
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization),
+        vocab_size=model.padded_vocab_size(tensor_parallel_size),
+        max_sequence_length=model.max_position_embeddings or 0,
+        parallel_output=False,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,
+        seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
+        rope_scaling=model.use_rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor,
+    )
+
+
+@contextlib.contextmanager
+def _ready(tensor_parallel_size: int) -> Iterator[None]:
+    """What it asks of a GPU, of other packages and of other processes, answered here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import parallel_state
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+        from megatron.core.tensor_parallel import random
+    results: queue.Queue[Any] = queue.Queue()
+
+    def write(transforms: Any, _: bool, rank: int, buckets: Any, results: Any) -> None:
+        """In this process, where it would fork others."""
+        written = {}
+        for number, bucket in enumerate(buckets):
+            done, count = queue.Queue[Any](), queue.Queue[Any]()
+            count.put(number)
+            filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, number, bucket, done, count, False)
+            written[number] = done.get()[1]
+        results.put(written)
+
+    class Tracker:
+        fork = staticmethod(lambda *_: contextlib.nullcontext())
+        get_states = staticmethod(dict)
+
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = Tracker(), True
+    filesystem_async._process_memory = lambda: 0
+    filesystem_async._get_write_results_queue = lambda: results
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
+    parallel_state.initialize_model_parallel(tensor_parallel_size)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
