@@ -1016,6 +1016,8 @@ MUTANTS = (
         "if digest != digests[0]",
         "if False",
         f"{_LM_EVAL}what_cannot_be_asked_is_refused[disagreement]",
+    ),
+    Mutant(
         "in Megatron-LM's files, queries stand in the groups of others",
         "megalite/conversion/megatron_names.py",
         "(group * heads,))",
