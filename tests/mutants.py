@@ -63,6 +63,8 @@ _CACHED = f"{_INFERENCE}tokens_see_those_before_them_in_the_cache[alone]"
 _RATES = "tests/distributed/test_rates_megatron.py::test_whole_runs"
 _MEGATRON = "tests/unit/test_conversion_megatron.py::test_"
 _LEGACY = "tests/unit/test_conversion_megatron_legacy.py::test_any_layout_is_read"
+_FAMILIES = "tests/unit/test_conversion_huggingface.py::test_"
+_AS_THEIRS = f"{_FAMILIES}megalite_computes_what_transformers_does"
 _PICKLE = "tests/unit/test_conversion_restricted_pickle.py::test_"
 
 MUTANTS = (
@@ -997,6 +999,13 @@ MUTANTS = (
         f"{_LM_EVAL}choices[alone]",
     ),
     Mutant(
+        "a task's text begins without what the tokenizer's template puts there",
+        "megalite/inference/lm_eval_adapter.py",
+        "return tokens if begins else [*self._beginning, *tokens]",
+        "return tokens",
+        f"{_LM_EVAL}texts_begin_as_the_tokenizers_template_says",
+    ),
+    Mutant(
         "what ends a text is kept in it",
         "megalite/inference/lm_eval_adapter.py",
         "text[: min(ends)] if ends else text",
@@ -1119,6 +1128,97 @@ MUTANTS = (
         """        raise pickle.UnpicklingError("a function has no state")""",
         """        object.__setattr__(self, "_call", state)""",
         f"{_PICKLE}nothing_that_others_use_is_changed",
+    ),
+    Mutant(
+        "gate and up are taken for each other",
+        "megalite/conversion/families.py",
+        '*gate_up, Piece("mlp.gate_up", offset=(0,))',
+        '*gate_up, Piece("mlp.gate_up", offset=(1,))',
+        f"{_AS_THEIRS}[llama]",
+    ),
+    Mutant(
+        "keys and values are taken for each other",
+        "megalite/conversion/families.py",
+        '*key_value, Piece("attention.key_value", offset=(0, 0))',
+        '*key_value, Piece("attention.key_value", offset=(0, 1))',
+        f"{_AS_THEIRS}[qwen3]",
+    ),
+    Mutant(
+        "Gemma 2's norm behind attention is its norm before the feed-forward layer",
+        "megalite/conversion/families.py",
+        'post_attention_layernorm", "attention_output_norm")',
+        'post_attention_layernorm", "mlp_norm")',
+        f"{_AS_THEIRS}[gemma2]",
+    ),
+    Mutant(
+        "the base of rotary embeddings is the default",
+        "megalite/conversion/config_keys.py",
+        'parameters.get("rope_theta", config.get(theta, 10000.0))',
+        "config.get(theta, 10000.0)",
+        f"{_AS_THEIRS}[llama]",
+    ),
+    Mutant(
+        "a window counts one key too many",
+        "megalite/conversion/config_keys.py",
+        'f"{size - 1},0"',
+        'f"{size},0"',
+        f"{_AS_THEIRS}[mistral]",
+    ),
+    Mutant(
+        "the original length of a scaling is the model's own",
+        "megalite/conversion/config_keys.py",
+        'given.setdefault("original_max_position_embeddings", max_positions)',
+        'given["original_max_position_embeddings"] = max_positions',
+        f"{_AS_THEIRS}[llama-scaled]",
+    ),
+    Mutant(
+        "YaRN's rounding is not read",
+        "megalite/conversion/config_keys.py",
+        '"truncate": "yarn_correction_range_round_to_int",\n',
+        "",
+        f"{_AS_THEIRS}[qwen3]",
+    ),
+    Mutant(
+        "a small model's Gemma 3 has one base",
+        "megalite/conversion/config_keys.py",
+        '"window_rotary_base": float(local)',
+        '"window_rotary_base": None',
+        f"{_AS_THEIRS}[gemma3]",
+    ),
+    Mutant(
+        "unknown keys are passed over",
+        "megalite/conversion/family.py",
+        "for name in config if name not in known]",
+        "for name in () if name not in known]",
+        f"{_FAMILIES}what_megalite_does_not_compute_is_refused[a key]",
+    ),
+    Mutant(
+        "a config is not read again",
+        "megalite/conversion/family.py",
+        "if ours[name] != theirs[name]]",
+        "if False]",
+        f"{_FAMILIES}networks_that_no_family_has_are_refused_by_their_flags",
+    ),
+    Mutant(
+        "tensors that are left over are passed over",
+        "megalite/conversion/huggingface_files.py",
+        "elif not family.is_buffer(name):",
+        "elif False:",
+        f"{_FAMILIES}files_must_have_each_tensor_and_no_other",
+    ),
+    Mutant(
+        "a tied model's own head is passed over",
+        "megalite/conversion/huggingface.py",
+        "if family.head in files.tensors and not torch.equal(",
+        "if False and not torch.equal(",
+        f"{_FAMILIES}two_heads_of_a_tied_model_are_refused",
+    ),
+    Mutant(
+        "runs of a file's elements begin one too late",
+        "megalite/conversion/mapping.py",
+        "flat = values.view(-1)",
+        "flat = values.view(-1).roll(1)",
+        f"{_FAMILIES}there_and_back_is_the_same_bit_for_bit[llama]",
     ),
 )
 

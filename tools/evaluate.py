@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from megalite.checkpoint import AnyPath
-    from megalite.config import ModelConfig, ParallelConfig
+    from megalite.config import ParallelConfig
     from megalite.data.tokenizers import Tokenizer
     from megalite.inference.documents import Documents
     from megalite.inference.lm_eval_tasks import Tasks
@@ -40,7 +40,7 @@ class Arguments:
     """The flags."""
 
     load: str
-    """The run directory, or one checkpoint in it (iter_0000100)."""
+    """The run directory, one checkpoint in it (iter_0000100), or a Hugging Face folder."""
     data_path: tuple[str, ...] = ()
     """Prefixes of .bin and .idx files to predict; of several, each with its weight before it or none."""
     text: tuple[str, ...] = ()
@@ -79,15 +79,14 @@ def main() -> int:
     if place.rank or not sys.stderr.isatty():
         quiet_libraries()
 
-    from megalite import checkpoint
-    from megalite.checkpoint.directory import resolve
+    from megalite.checkpoint import write_atomically
     from megalite.config import ParallelConfig
-    from megalite.inference.loading import load_network, load_tokenizer
+    from megalite.inference.loading import find_model, load_network, load_tokenizer
     from megalite.training.launch import join, leave
 
-    path = resolve(checkpoint.open_directory(arguments.load))
+    path = find_model(arguments.load)
     parallel = ParallelConfig(arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size)
-    check_layout(parallel, checkpoint.read_model_config(path), place.world_size)
+    check_layout(parallel, path, place.world_size)
     length, stride = lengths(arguments, path)
     tokenizer = load_tokenizer(path, arguments.tokenizer_model)
     documents, tasks = read_documents(arguments, tokenizer), load_tasks(arguments)
@@ -103,7 +102,7 @@ def main() -> int:
         results["tasks"] = run_tasks(arguments, network, tokenizer, tasks, length)
     if arguments.output is not None and mesh.rank == 0:
         text = json.dumps(results, indent=2, default=str) + "\n"
-        checkpoint.write_atomically(Path(arguments.output), text.encode())
+        write_atomically(Path(arguments.output), text.encode())
     leave(mesh)
     return 0
 
@@ -125,13 +124,14 @@ def check(arguments: Arguments) -> None:
         raise ConfigurationError(f"--output {arguments.output} is a folder: name a file")
 
 
-def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) -> None:
+def check_layout(parallel: ParallelConfig, path: AnyPath, world_size: int) -> None:
     """Raises ConfigurationError where the model, or the ranks, cannot be split so."""
     from megalite.errors import ConfigurationError
     from megalite.inference import network
+    from megalite.inference.loading import read_model
 
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    network.check_layout(model, tp, pp)
+    network.check_layout(read_model(path), tp, pp)
     if world_size % (tp * pp):
         raise ConfigurationError(
             f"{world_size} ranks cannot be shared out: --tensor-model-parallel-size {tp} x "
@@ -141,11 +141,13 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) 
 
 def lengths(arguments: Arguments, path: AnyPath) -> tuple[int, int]:
     """--seq-length and --stride, also where they are not given. Raises ConfigurationError where they cannot be."""
-    from megalite import checkpoint
     from megalite.errors import ConfigurationError
+    from megalite.inference.loading import read_model, read_sequence_length
 
-    model, trained = checkpoint.read_model_config(path), checkpoint.read_config(path)["data"]["seq_length"]
-    length: int = trained if arguments.seq_length is None else arguments.seq_length
+    model = read_model(path)
+    length = read_sequence_length(path) if arguments.seq_length is None else arguments.seq_length
+    if length is None:
+        raise ConfigurationError(f"{path} does not tell how many tokens it was trained to read: give --seq-length")
     stride = length if arguments.stride is None else arguments.stride
     rows = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
     if length < 1 or (rows is not None and length > rows):

@@ -36,9 +36,24 @@ class _Stored:
     length: int
 
     def read(self) -> Any:
-        with self.path.open("rb") as file:
-            view = cast(BinaryIO, _create_file_view(file, self.start, self.length))
-            return read_torch_stream(view, self.path)
+        """Its content. Raises CheckpointError."""
+        try:
+            with self.path.open("rb") as file:
+                view = cast(BinaryIO, _create_file_view(file, self.start, self.length))
+                return read_torch_stream(view, self.path)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A chunk of a tensor by its key, and where it stands."""
+
+    key: str
+    dtype: torch.dtype
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    stored: _Stored
 
 
 class TorchDist:
@@ -51,25 +66,35 @@ class TorchDist:
             raise CheckpointError(f"{folder} has the format {backend}: read and save it as torch_dist with Megatron-LM")
         self._folder = folder
         self._last = threading.local()
-        described = read_pickle(folder / ".metadata")
+        path = folder / ".metadata"
+        described = read_pickle(path)
         try:
-            self._described: Mapping[str, Any] = described.fields["state_dict_metadata"]
-            self._stored: dict[tuple[str, tuple[int, ...] | None], _Stored] = {}
-            for index, info in described.fields["storage_data"].items():
-                place, where = info.fields, index.fields
-                if place.get("transform_descriptors"):
-                    raise CheckpointError(f"{folder} is compressed: save it without that with Megatron-LM")
-                path = folder / place["relative_path"]
-                if path.parent != folder:
-                    raise CheckpointError(f"{folder / '.metadata'} names {path}, which is in no checkpoint")
-                self._stored[where["fqn"], where.get("offset")] = _Stored(path, place["offset"], place["length"])
-        except (AttributeError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{folder / '.metadata'} does not describe a checkpoint: {error!r}") from error
+            stored = {
+                (index.fields["fqn"], index.fields.get("offset")): self._place(info.fields)
+                for index, info in described.fields["storage_data"].items()
+            }
+            self._common = stored.get((_COMMON, None))
+            self._saved = [
+                _Saved(key, _dtype(key, tensor.fields["properties"]), offset, size, stored[key, offset])
+                for key, tensor in described.fields["state_dict_metadata"].items()
+                if "chunks" in tensor.fields and not _OF_THE_RUN.fullmatch(key) and is_weight(key)
+                for chunk in tensor.fields["chunks"]
+                for offset, size in [(chunk.fields["offsets"], chunk.fields["sizes"])]
+            ]
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} does not describe a checkpoint ({error!r}): it is damaged") from error
+
+    def _place(self, info: Mapping[str, Any]) -> _Stored:
+        path = self._folder / info["relative_path"]
+        if path.parent != self._folder:
+            raise CheckpointError(f"{self._folder / '.metadata'} names {path}, which is not in its folder")
+        if info.get("transform_descriptors"):
+            raise CheckpointError(f"{path} is compressed: save it without that with Megatron-LM")
+        return _Stored(path, info["offset"], info["length"])
 
     def common(self) -> Mapping[str, Any]:
         """What is the same on every rank, the arguments among it. Raises CheckpointError."""
-        stored = self._stored.get((_COMMON, None))
-        common = read_torch_file(self._folder / "common.pt") if stored is None else stored.read()
+        common = read_torch_file(self._folder / "common.pt") if self._common is None else self._common.read()
         if not isinstance(common, Mapping):
             raise CheckpointError(f"{self._folder} does not hold what is common to its ranks as a dictionary")
         return common
@@ -78,21 +103,16 @@ class TorchDist:
         """The chunks of the network's tensors, by their canonical name. Raises CheckpointError."""
         found: dict[str, list[Chunk]] = {}
         halves: dict[str, dict[str, list[Chunk]]] = {}
-        for key, described in self._described.items():
-            if "chunks" not in described.fields or _OF_THE_RUN.fullmatch(key) or not is_weight(key):
+        for saved in self._saved:
+            stacked = _STACKED.fullmatch(saved.key)
+            if stacked is None:
+                box, read = Box(saved.offset, saved.size), partial(_read, saved)
+                self._add(found, halves, saved.key, Chunk(box, saved.dtype, read))
                 continue
-            stacked = _STACKED.fullmatch(key)
-            for each in described.fields["chunks"]:
-                offset, size = each.fields["offsets"], each.fields["sizes"]
-                dtype = _dtype(described, key)
-                stored = self._stored[key, offset]
-                if stacked is None:
-                    self._add(found, halves, key, Chunk(Box(offset, size), dtype, partial(self._read, stored, size)))
-                    continue
-                for layer in range(size[0]):
-                    read = partial(self._layer, stored, size, layer)
-                    name = f"{stacked[1]}{offset[0] + layer}.{stacked[2]}"
-                    self._add(found, halves, name, Chunk(Box(offset[1:], size[1:]), dtype, read))
+            box = Box(saved.offset[1:], saved.size[1:])
+            for layer in range(saved.size[0]):
+                name = f"{stacked[1]}{saved.offset[0] + layer}.{stacked[2]}"
+                self._add(found, halves, name, Chunk(box, saved.dtype, partial(self._layer, saved, layer)))
         for name, of_name in halves.items():
             gate, up = of_name.get("w", []), of_name.get("v", [])
             rows = max((chunk.box.offset[0] + chunk.box.size[0] for chunk in gate), default=0)
@@ -109,21 +129,23 @@ class TorchDist:
         else:
             halves.setdefault(half[1], {}).setdefault(half[2], []).append(chunk)
 
-    def _read(self, stored: _Stored, size: tuple[int, ...]) -> Tensor:
-        values = stored.read()
-        if not isinstance(values, Tensor) or tuple(values.shape) != size:
-            raise CheckpointError(f"{stored.path} holds at byte {stored.start} no tensor {list(size)}: it is damaged")
-        return values
-
-    def _layer(self, stored: _Stored, size: tuple[int, ...], layer: int) -> Tensor:
+    def _layer(self, saved: _Saved, layer: int) -> Tensor:
         """A layer of a chunk that may hold several: it is kept until another is asked for."""
-        if size[0] == 1:
-            return self._read(stored, size)[0]
-        if getattr(self._last, "stored", None) != stored:
+        if saved.size[0] == 1:
+            return _read(saved)[0]
+        if getattr(self._last, "saved", None) != saved:
             self._last.values = None
-            self._last.values, self._last.stored = self._read(stored, size), stored
+            self._last.values, self._last.saved = _read(saved), saved
         values: Tensor = self._last.values[layer]
         return values
+
+
+def _read(saved: _Saved) -> Tensor:
+    values = saved.stored.read()
+    if not isinstance(values, Tensor) or tuple(values.shape) != saved.size or values.dtype != saved.dtype:
+        at = f"{saved.stored.path}, byte {saved.stored.start}"
+        raise CheckpointError(f"{at}: there is no {saved.key} {list(saved.size)} of {saved.dtype}: it is damaged")
+    return values
 
 
 def _backend(folder: Path) -> str:
@@ -137,9 +159,8 @@ def _backend(folder: Path) -> str:
         raise CheckpointError(f"{folder / 'metadata.json'} cannot be read ({error}): it is damaged") from error
 
 
-def _dtype(described: Any, key: str) -> torch.dtype:
-    properties = described.fields["properties"]
-    state = properties.fields.get("dtype") if properties.fields else properties.state[0]
-    if not isinstance(state, torch.dtype) or not state.is_floating_point:
-        raise CheckpointError(f"{key} is of {state}: no weight of a network that megalite computes")
-    return state
+def _dtype(key: str, properties: Any) -> torch.dtype:
+    dtype = properties.fields["dtype"] if properties.fields else properties.state[0]
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise CheckpointError(f"{key} is of {dtype}: no weight of a network that megalite computes")
+    return dtype

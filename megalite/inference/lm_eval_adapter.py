@@ -159,6 +159,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
             sampling=sampling,
             batch_size=self.micro_batch_size,
             stop=ended,
+            vocab_size=self._tokenizer.vocab_size,
         ):
             if isinstance(event, str):
                 advance(1)

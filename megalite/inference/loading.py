@@ -37,6 +37,14 @@ def read_model(path: AnyPath) -> ModelConfig:
     return open_huggingface(Path(str(path))).config if _is_huggingface(path) else checkpoint.read_model_config(path)
 
 
+def read_sequence_length(path: AnyPath) -> int | None:
+    """The length that the model in folder `path` was trained on, where that is known. Raises CheckpointError."""
+    if _is_huggingface(path):
+        return open_huggingface(Path(str(path))).sequence_length
+    length: int = checkpoint.read_config(path)["data"]["seq_length"]
+    return length
+
+
 def load_for_generation(
     path: AnyPath, mesh: ParallelMesh, tokenizer_model: str | None = None
 ) -> tuple[Network, Tokenizer]:

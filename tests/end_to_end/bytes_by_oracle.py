@@ -1,10 +1,13 @@
-"""What the oracle says of texts whose bytes are the tokens, in windows."""
+"""Texts whose bytes are the tokens: what the oracle says of them in windows, and a tokenizer for Hugging Face."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -31,3 +34,19 @@ def log_probabilities(oracle: Oracle, weights: Weights, text: str, length: int, 
             scores, read_to = next_scores(oracle, weights, tokens[begin:end]), end
         found.append(scores[place - 1 - begin, tokens[place]].item())
     return found
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """A ByteTokenizer as Hugging Face has one: GPT-2's characters for bytes, without merges."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = (byte for byte in range(256) if byte not in printable)
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    vocabulary = {character: byte for byte, character in characters.items()} | {"<|endoftext|>": EOD}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))

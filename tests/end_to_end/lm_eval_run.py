@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,18 @@ from lm_eval.utils import get_rolling_token_windows
 
 from megalite.checkpoint.directory import resolve
 from megalite.config import ParallelConfig
+from megalite.data.tokenizers.huggingface import load_tokenizer_json
 from megalite.errors import MegaliteError
 from megalite.inference.lm_eval_adapter import MegaliteLM
 from megalite.inference.lm_eval_tasks import load_tasks
 from megalite.inference.loading import load_for_generation
+from megalite.inference.network import Network
 from megalite.inference.windows import sliding_windows
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.launch import join, leave
 from megalite.training.place import place_from_environment
 from tests.harness import lm_eval_tasks as local
+from tests.harness.template_tokenizer import write_template_tokenizer
 
 DRAWN = {"do_sample": True, "temperature": 1.0, "top_k": 40, "max_gen_toks": 6, "until": []}
 
@@ -39,6 +43,7 @@ def evaluated(model: MegaliteLM, include_path: str) -> dict[str, Any]:
     results = lm_eval.simple_evaluate(model=model, tasks=list(local.NAMES), task_manager=manager, bootstrap_iters=0)
     answers: dict[str, Any] = {
         "drawn": model.generate_until([request(f"{n}", DRAWN) for n in (1, 1, 22, 333, 1)]),
+        "unprompted": model.generate_until([request("", {"max_gen_toks": local.MAX_NEW_TOKENS, "until": local.STOP})]),
         "bare": model.loglikelihood([request(context, "a choice") for context in ("", "  ")]),
     }
     if results:  # not but on the first rank of a machine
@@ -49,6 +54,18 @@ def evaluated(model: MegaliteLM, include_path: str) -> dict[str, Any]:
 
 def request(*arguments: Any) -> Instance:
     return Instance("generate_until", {}, arguments, 0)
+
+
+def encoded_by_a_template(network: Network) -> dict[str, Any]:
+    """Texts as tokens of a vocabulary that puts some before a document."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = load_tokenizer_json(str(write_template_tokenizer(Path(folder))), True, "auto")
+    model = MegaliteLM(network, tokenizer, max_length=8)
+    return {
+        "prefix": model.prefix_token_id,
+        "whole": [model.tok_encode(text) for text in ("a b", "<s> a b", "")],
+        "part": model.tok_encode("a b", add_special_tokens=False),
+    }
 
 
 def refusal(function: Callable[..., Any], *arguments: Any) -> str:
@@ -113,6 +130,7 @@ def main() -> None:
         network, tokenizer = load_for_generation(resolve(Path(run)), mesh)
         model = MegaliteLM(network, tokenizer, max_length=int(length), micro_batch_size=2)
         found[name] = evaluated(model, include_path)
+    found["template"] = encoded_by_a_template(network)
     found["refusals"] = refusals(model, include_path, place.rank)
     Path(f"{output}.rank{place.rank}").write_text(json.dumps(found))
     leave(copies)

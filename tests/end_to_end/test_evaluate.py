@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.layout_expected import one_thread
-from tests.end_to_end.bytes_by_oracle import LLAMA, log_probabilities
+from tests.end_to_end.bytes_by_oracle import LLAMA, log_probabilities, write_byte_tokenizer
 from tests.end_to_end.runs import BYTES, EVALUATE, GPT2, Run, ended, saved_weights, words
 from tests.harness.close import assert_number_close
 from tests.harness.job import Job
@@ -83,6 +83,18 @@ def test_token_files_give_what_their_text_gives(byte_llama: Path, texts: Path, t
     assert first["documents"] == 2
     assert blend["name"] == "blend"
     assert_number_close(blend["loss"], (first["loss"] + 3 * second["loss"]) / 4)
+
+
+def test_a_hugging_face_folder_has_the_figures_of_what_it_was_made_from(
+    byte_llama: Path, texts: Path, tmp_path: Path
+) -> None:
+    write_byte_tokenizer(tmp_path / "tokenizer")
+    flags = ["--loader", "megalite", "--saver", "hf", "--load-dir", byte_llama, "--save-dir", tmp_path / "exported"]
+    result = run_tool("tools.checkpoint.convert", *flags, "--tokenizer-model", tmp_path / "tokenizer")
+    assert result.code == 0, result.stderr
+    text = ["--text", texts / "text.jsonl", "--seq-length", TRAINED]
+    (figures,) = alone(tmp_path / "exported", tmp_path / "out.json", *text)
+    assert_oracles(figures, LLAMA, byte_llama, TRAINED, TRAINED)
 
 
 def test_batches_change_nothing(byte_llama: Path, texts: Path, tmp_path: Path) -> None:

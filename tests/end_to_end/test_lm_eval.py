@@ -57,6 +57,7 @@ class Expected:
     """Of each question, by choice: the log-probability, and whether it is the likeliest by each of its bytes."""
     texts: list[float]
     prompts: list[str]
+    unprompted: str
     bare: list[float]
     """Of choices behind nothing, and behind spaces, which are then predicted with them."""
 
@@ -72,6 +73,7 @@ def expected(byte_llama: Path) -> Expected:
             ],
             [whole(weights, record["text"]) for record in TEXTS],
             [written(weights, record["prompt"]) for record in PROMPTS],
+            written(weights, ""),
             [whole(weights, text) for text in ("a choice", "  a choice")],
         )
 
@@ -127,6 +129,7 @@ def test_the_perplexity_of_texts(layout: str, found: Results, expected: Expected
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_written(layout: str, found: Results, expected: Expected) -> None:
     assert [answer for [[answer]] in found[layout]["local_prompts"]] == expected.prompts
+    assert found[layout]["unprompted"] == [expected.unprompted]
     exact = [text == record["answer"] for text, record in zip(expected.prompts, PROMPTS, strict=True)]
     assert found[layout]["results"]["local_prompts"]["exact_match,none"] == sum(exact) / len(exact)
 
@@ -139,6 +142,10 @@ def test_what_is_drawn_does_not_depend_on_the_layout(found: Results) -> None:
 
 def test_windows_are_those_of_lm_evals_own_models(found: Results) -> None:
     assert found["windows"]
+
+
+def test_texts_begin_as_the_tokenizers_template_says(found: Results) -> None:
+    assert found["template"] == {"prefix": 0, "whole": [[0, 3, 4], [0, 3, 4], [0]], "part": [3, 4]}
 
 
 REFUSALS = {

@@ -20,7 +20,7 @@ TEXTS: Sequence[Mapping[str, Any]] = (
 )
 PROMPTS: Sequence[Mapping[str, Any]] = (
     {"prompt": "def main(", "answer": ""},
-    {"prompt": "", "answer": ""},
+    {"prompt": "one, two, three", "answer": ""},
     {"prompt": "from a to z, from one to a hundred", "answer": ""},
     {"prompt": "# Title", "answer": ""},
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megalite.checkpoint.compatibility import function_of
+from megalite.checkpoint.directory import TRACKER
 from megalite.checkpoint.source import Kind
 from megalite.config import ModelConfig
 from megalite.conversion import megatron
@@ -249,3 +251,37 @@ def test_large_networks_are_in_many_files(tmp_path: Path, monkeypatch: pytest.Mo
     assert max(sizes) < 20000
     for name, values in read(open_megatron(tmp_path)).items():
         assert torch.equal(values, read(opened)[name]), name
+
+
+# ------------------------------------------------------------------------------------------------ what is damaged
+
+
+def cut_off(folder: Path) -> None:
+    os.truncate(folder / "__0_0.distcp", 3000)
+
+
+def other_values_described(folder: Path) -> None:
+    (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes().replace(b"decoder", b"decoded"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_off, r"__0_0.distcp cannot be read"),
+        (lambda folder: (folder / "__0_0.distcp").unlink(), r"__0_0.distcp cannot be read: No such file"),
+        (lambda folder: (folder / ".metadata").write_bytes(b""), r".metadata cannot be read"),
+        (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({"a": 1})), "does not describe a checkpoint"),
+        (other_values_described, "which the network that its arguments describe has not"),
+        (lambda folder: (folder / "metadata.json").unlink(), "torch_dcp or fsdp_dtensor"),
+        (lambda folder: (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "has the format zarr"),
+        (lambda folder: (folder / "common.pt").unlink(), r"common.pt cannot be read"),
+        (lambda folder: torch.save({}, folder / "common.pt"), "does not hold the arguments"),
+        (lambda folder: (folder / ".metadata").unlink(), "has no file of the first rank"),
+        (lambda folder: (folder.parent / TRACKER).write_text("12"), "names '12', which is no checkpoint there"),
+        (lambda folder: (folder.parent / TRACKER).unlink(), f"has no {TRACKER}"),
+    ],
+)
+def test_what_is_damaged_is_named(damage: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    damage(write(random_model(GPT2), tmp_path))
+    with pytest.raises(CheckpointError, match=message):
+        read(open_megatron(tmp_path))

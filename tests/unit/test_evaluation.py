@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +37,7 @@ from tests.distributed.inference_run import initialized_network, whole_weights
 from tests.distributed.layout_cell import Cell, oracle
 from tests.distributed.layout_expected import one_thread
 from tests.harness.close import assert_number_close
+from tests.harness.template_tokenizer import write_template_tokenizer
 from tests.harness.terminal import read_to_end
 from tests.harness.tool import run_tool
 
@@ -110,15 +110,7 @@ def test_scores_are_the_oracles_of_what_counts() -> None:
 
 @pytest.fixture
 def beginning(tmp_path: Path) -> Path:
-    """A vocabulary whose template puts a token before a document."""
-    vocabulary = {"<s>": 0, "</s>": 1, "0": 2, "a": 3, "b": 4}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="</s>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    template = tokenizers.processors.TemplateProcessing
-    tokenizer.post_processor = template(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path / "tokenizer.json"
+    return write_template_tokenizer(tmp_path)
 
 
 def test_what_stands_before_a_document_is_the_templates_beginning_or_the_end_of_another(beginning: Path) -> None:
