@@ -56,11 +56,15 @@ _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
 _GOES_ON = "tests/distributed/test_checkpoint_layouts.py::test_a_training_goes_on_under_any_layout[8]"
 _KILL = "tests/unit/test_checkpoint_kill.py::test_"
+_FIGURES = "tests/end_to_end/test_evaluate.py::test_"
+_LM_EVAL = "tests/end_to_end/test_lm_eval.py::test_"
 _INFERENCE = "tests/distributed/test_inference.py::test_"
 _CACHED = f"{_INFERENCE}tokens_see_those_before_them_in_the_cache[alone]"
 _RATES = "tests/distributed/test_rates_megatron.py::test_whole_runs"
 _MEGATRON = "tests/unit/test_conversion_megatron.py::test_"
 _LEGACY = "tests/unit/test_conversion_megatron_legacy.py::test_any_layout_is_read"
+_FAMILIES = "tests/unit/test_conversion_huggingface.py::test_"
+_AS_THEIRS = f"{_FAMILIES}megalite_computes_what_transformers_does"
 _PICKLE = "tests/unit/test_conversion_restricted_pickle.py::test_"
 
 MUTANTS = (
@@ -129,7 +133,7 @@ MUTANTS = (
     ),
     Mutant(
         "a score is capped before it is scaled",
-        "megalite/model/attention.py",
+        "kernels/megalite_kernels/attention.py",
         "scores = soft_cap(scores, cap)",
         "scores = soft_cap(scores / scale, cap) * scale",
         _network("llama, capped scores"),
@@ -186,9 +190,30 @@ MUTANTS = (
     Mutant(
         "a window is short of its last key",
         "megalite/model/batch.py",
-        ".triu(-before)",
-        ".triu(1 - before)",
+        "(tokens - before).clamp",
+        "(tokens - before + 1).clamp",
         _network("gpt2, windows"),
+    ),
+    Mutant(
+        "a block of scores counts as seen whole where its first query sees all of it",
+        "kernels/megalite_kernels/attention.py",
+        "first[:, BLOCK - 1 :: BLOCK, None]",
+        "first[:, ::BLOCK, None]",
+        "tests/unit/test_attention.py::test_the_blocks_are_those_in_which_something_is_seen",
+    ),
+    Mutant(
+        "in blocks scores are not scaled as they are to be",
+        "kernels/megalite_kernels/attention.py",
+        "block_mask=mask, scale=scale,",
+        "block_mask=mask,",
+        "tests/unit/test_attention.py::test_attention_in_blocks_is_the_dense_one",
+    ),
+    Mutant(
+        "scores in blocks are computed twice",
+        "kernels/megalite_kernels/attention.py",
+        "cap is not None and not isinstance(mask, BlockMask)",
+        "cap is not None",
+        "tests/unit/test_attention.py::test_scores_in_blocks_are_not_computed_twice",
     ),
     Mutant(
         "the layers without a window are one too early",
@@ -651,8 +676,8 @@ MUTANTS = (
     Mutant(
         "tokens see other documents",
         "megalite/model/batch.py",
-        "torch.tril(same)",
-        "torch.tril(torch.ones_like(same))",
+        "(tokens * begins)",
+        "(tokens * begins * 0)",
         f"{_UNIT}model.py::test_no_token_sees_another_document_or_the_future[llama]",
     ),
     Mutant(
@@ -890,11 +915,25 @@ MUTANTS = (
         _CACHED,
     ),
     Mutant(
+        "tokens that the tokenizer lacks can be sampled",
+        "megalite/inference/generation.py",
+        "zip(logits[:, : self.vocab_size], ",
+        "zip(logits, ",
+        "tests/end_to_end/test_generation.py::test_a_hugging_face_folder_is_as_good",
+    ),
+    Mutant(
         "all prompts draw the same random numbers",
         "megalite/inference/generation.py",
         """f"{seed}/{index}".encode()""",
         """f"{seed}".encode()""",
         f"{_INFERENCE}sampled_text_depends_on_the_seed_and_the_number_of_the_prompt_alone[alone]",
+    ),
+    Mutant(
+        "the stages of a pipeline wait for each batch's tokens in turn",
+        "megalite/inference/generation.py",
+        """ahead = stages - network.mesh.coordinate("pp")""",
+        "ahead = 1",
+        f"{_INFERENCE}each_stage_works_on_a_batch_of_its_own",
     ),
     Mutant(
         "scores stay on the last stage",
@@ -909,6 +948,83 @@ MUTANTS = (
         """(mesh.size("tp") if config.parallel.sequence_parallel else 1)""",
         "1",
         f"{_TIME_LINE}[sequence parallel]",
+    ),
+    Mutant(
+        "each window counts what it shares with the one before",
+        "megalite/inference/windows.py",
+        "yield Window(tokens, end - predicted)",
+        "yield Window(tokens, len(tokens) - 1)",
+        f"{_FIGURES}the_figures_are_the_oracles_whatever_the_windows[16-5]",
+    ),
+    Mutant(
+        "later windows read one token less than they can",
+        "megalite/inference/windows.py",
+        "start = end - length - 1",
+        "start = end - length - (0 if predicted else 1)",
+        f"{_FIGURES}the_figures_are_the_oracles_whatever_the_windows[16-5]",
+    ),
+    Mutant(
+        "the end of a document is predicted",
+        "megalite/inference/documents.py",
+        "while last > first and tokens[last - 1] == eod:",
+        "while False:",
+        f"{_FIGURES}token_files_give_what_their_text_gives",
+    ),
+    Mutant(
+        "bits per byte are nats",
+        "megalite/inference/perplexity.py",
+        "self.loss * self.tokens / math.log(2) / self.text_bytes",
+        "self.loss * self.tokens / self.text_bytes",
+        f"{_FIGURES}the_figures_are_the_oracles_whatever_the_windows[16-5]",
+    ),
+    Mutant(
+        "what fills up a batch is scored",
+        "megalite/inference/scoring.py",
+        "(columns >= lengths.unsqueeze(1)) | (columns <",
+        "(columns <",
+        f"{_FIGURES}batches_change_nothing",
+    ),
+    Mutant(
+        "copies of the model each score all windows, and their scores are added",
+        "megalite/inference/scoring.py",
+        'if number % mesh.size("dp") == mesh.coordinate("dp"):',
+        "if True:",
+        f"{_FIGURES}every_layout_finds_the_same[dp2]",
+    ),
+    Mutant(
+        "of a request that is too long the end is cut off",
+        "megalite/inference/lm_eval_adapter.py",
+        "tokens[-self.max_length - 1 :]",
+        "tokens[: self.max_length + 1]",
+        f"{_LM_EVAL}choices[alone]",
+    ),
+    Mutant(
+        "a task's text begins without what the tokenizer's template puts there",
+        "megalite/inference/lm_eval_adapter.py",
+        "return tokens if begins else [*self._beginning, *tokens]",
+        "return tokens",
+        f"{_LM_EVAL}texts_begin_as_the_tokenizers_template_says",
+    ),
+    Mutant(
+        "what ends a text is kept in it",
+        "megalite/inference/lm_eval_adapter.py",
+        "text[: min(ends)] if ends else text",
+        "text",
+        f"{_LM_EVAL}what_is_written[alone]",
+    ),
+    Mutant(
+        "texts that copies of the model have written come back in the copies' order",
+        "megalite/inference/lm_eval_adapter.py",
+        "return [every[number % copies][number // copies] for number in range(len(contexts))]",
+        "return [text for share in every for text in share]",
+        f"{_LM_EVAL}what_is_written[dp2]",
+    ),
+    Mutant(
+        "ranks that were asked different things go on",
+        "megalite/inference/lm_eval_adapter.py",
+        "if digest != digests[0]",
+        "if False",
+        f"{_LM_EVAL}what_cannot_be_asked_is_refused[disagreement]",
     ),
     Mutant(
         "in Megatron-LM's files, queries stand in the groups of others",
@@ -1012,6 +1128,97 @@ MUTANTS = (
         """        raise pickle.UnpicklingError("a function has no state")""",
         """        object.__setattr__(self, "_call", state)""",
         f"{_PICKLE}nothing_that_others_use_is_changed",
+    ),
+    Mutant(
+        "gate and up are taken for each other",
+        "megalite/conversion/families.py",
+        '*gate_up, Piece("mlp.gate_up", offset=(0,))',
+        '*gate_up, Piece("mlp.gate_up", offset=(1,))',
+        f"{_AS_THEIRS}[llama]",
+    ),
+    Mutant(
+        "keys and values are taken for each other",
+        "megalite/conversion/families.py",
+        '*key_value, Piece("attention.key_value", offset=(0, 0))',
+        '*key_value, Piece("attention.key_value", offset=(0, 1))',
+        f"{_AS_THEIRS}[qwen3]",
+    ),
+    Mutant(
+        "Gemma 2's norm behind attention is its norm before the feed-forward layer",
+        "megalite/conversion/families.py",
+        'post_attention_layernorm", "attention_output_norm")',
+        'post_attention_layernorm", "mlp_norm")',
+        f"{_AS_THEIRS}[gemma2]",
+    ),
+    Mutant(
+        "the base of rotary embeddings is the default",
+        "megalite/conversion/config_keys.py",
+        'parameters.get("rope_theta", config.get(theta, 10000.0))',
+        "config.get(theta, 10000.0)",
+        f"{_AS_THEIRS}[llama]",
+    ),
+    Mutant(
+        "a window counts one key too many",
+        "megalite/conversion/config_keys.py",
+        'f"{size - 1},0"',
+        'f"{size},0"',
+        f"{_AS_THEIRS}[mistral]",
+    ),
+    Mutant(
+        "the original length of a scaling is the model's own",
+        "megalite/conversion/config_keys.py",
+        'given.setdefault("original_max_position_embeddings", max_positions)',
+        'given["original_max_position_embeddings"] = max_positions',
+        f"{_AS_THEIRS}[llama-scaled]",
+    ),
+    Mutant(
+        "YaRN's rounding is not read",
+        "megalite/conversion/config_keys.py",
+        '"truncate": "yarn_correction_range_round_to_int",\n',
+        "",
+        f"{_AS_THEIRS}[qwen3]",
+    ),
+    Mutant(
+        "a small model's Gemma 3 has one base",
+        "megalite/conversion/config_keys.py",
+        '"window_rotary_base": float(local)',
+        '"window_rotary_base": None',
+        f"{_AS_THEIRS}[gemma3]",
+    ),
+    Mutant(
+        "unknown keys are passed over",
+        "megalite/conversion/family.py",
+        "for name in config if name not in known]",
+        "for name in () if name not in known]",
+        f"{_FAMILIES}what_megalite_does_not_compute_is_refused[a key]",
+    ),
+    Mutant(
+        "a config is not read again",
+        "megalite/conversion/family.py",
+        "if ours[name] != theirs[name]]",
+        "if False]",
+        f"{_FAMILIES}networks_that_no_family_has_are_refused_by_their_flags",
+    ),
+    Mutant(
+        "tensors that are left over are passed over",
+        "megalite/conversion/huggingface_files.py",
+        "elif not family.is_buffer(name):",
+        "elif False:",
+        f"{_FAMILIES}files_must_have_each_tensor_and_no_other",
+    ),
+    Mutant(
+        "a tied model's own head is passed over",
+        "megalite/conversion/huggingface.py",
+        "if family.head in files.tensors and not torch.equal(",
+        "if False and not torch.equal(",
+        f"{_FAMILIES}two_heads_of_a_tied_model_are_refused",
+    ),
+    Mutant(
+        "runs of a file's elements begin one too late",
+        "megalite/conversion/mapping.py",
+        "flat = values.view(-1)",
+        "flat = values.view(-1).roll(1)",
+        f"{_FAMILIES}there_and_back_is_the_same_bit_for_bit[llama]",
     ),
 )
 

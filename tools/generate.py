@@ -27,7 +27,7 @@ class Arguments:
     """The flags."""
 
     load: str
-    """The run directory, or one checkpoint in it (iter_0000100)."""
+    """The run directory, one checkpoint in it (iter_0000100), or a Hugging Face folder."""
     prompt: tuple[str, ...] = ()
     """What a text begins with; may be given several times. -: standard input."""
     prompts: str | None = None
@@ -37,7 +37,7 @@ class Arguments:
     max_new_tokens: int = 100
     """Tokens to write at most; the end of a document, or of learned positions, ends the text before."""
     batch_size: int = 8
-    """Prompts that are worked on together; more are faster and take more memory."""
+    """Prompts that a stage works on together; more are faster and take more memory."""
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token each time."""
     top_k: int = 0
@@ -68,18 +68,16 @@ def main() -> int:
         raise ConfigurationError(f"--output {arguments.output} is there already: remove it, or name another file")
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
 
-    from megalite.checkpoint import open_directory, read_model_config
-    from megalite.checkpoint.directory import resolve
     from megalite.inference.generation import check_prompts, generate
-    from megalite.inference.loading import load_network, load_tokenizer
+    from megalite.inference.loading import find_model, load_network, load_tokenizer, read_model
     from megalite.inference.network import choose_layout
     from megalite.inference.prompts import encode_prompt, of_rank_0, read_prompts
     from megalite.inference.text import in_order
     from megalite.training.launch import join, leave
     from megalite.training.place import place_from_environment
 
-    place, path = place_from_environment(), resolve(open_directory(arguments.load))
-    model = read_model_config(path)
+    place, path = place_from_environment(), find_model(arguments.load)
+    model = read_model(path)
     layout = choose_layout(
         model, place.world_size, arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
     )
@@ -99,6 +97,7 @@ def main() -> int:
         eod=tokenizer.eod,
         sampling=sampling,
         batch_size=arguments.batch_size,
+        vocab_size=tokenizer.vocab_size,
     )
     if mesh.rank > 0:
         for _ in events:

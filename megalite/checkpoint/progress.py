@@ -17,7 +17,7 @@ INTERVAL = 10.0
 """Seconds between two lines where standard error is not a terminal."""
 
 Advance = Callable[[int], None]
-"""Told of each so many bytes that are done, from any thread."""
+"""Told of each so many bytes, or other units, that are done, from any thread."""
 
 
 def in_threads(workers: int, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -32,23 +32,26 @@ def in_threads(workers: int, function: Callable[[Item], Result], items: Iterable
 
 
 @contextmanager
-def show_progress(doing: str, total: int) -> Iterator[Advance]:
-    """Gives what shows the bytes done, of `total`, on standard error: a bar on a terminal, elsewhere lines."""
+def show_progress(doing: str, total: int, unit: str = "bytes") -> Iterator[Advance]:
+    """Gives what shows the units done, of `total`, on standard error: a bar on a terminal, elsewhere lines."""
     if not sys.stderr.isatty():
-        yield _Lines(doing, total)
+        yield _Lines(doing, total, unit)
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn(doing), *columns, console=Console(stderr=True), transient=True) as bar:
+    counts: list[progress.ProgressColumn] = [progress.MofNCompleteColumn(), progress.TextColumn(unit)]
+    if unit == "bytes":
+        counts = [progress.DownloadColumn(), progress.TransferSpeedColumn()]
+    columns = [progress.TextColumn(doing), progress.BarColumn(), *counts, progress.TimeRemainingColumn()]
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(doing, total=total)
         yield lambda size: bar.advance(task, size)
 
 
 class _Lines:
-    def __init__(self, doing: str, total: int) -> None:
-        self.doing, self.total, self.done = doing, total, 0
+    def __init__(self, doing: str, total: int, unit: str) -> None:
+        self.doing, self.total, self.unit, self.done = doing, total, unit, 0
         self.next = time.monotonic() + INTERVAL
         self.lock = Lock()
 
@@ -57,4 +60,4 @@ class _Lines:
             self.done += size
             if time.monotonic() >= self.next:
                 self.next = time.monotonic() + INTERVAL
-                print(f"{self.doing}: {self.done:,} of {self.total:,} bytes", file=sys.stderr, flush=True)
+                print(f"{self.doing}: {self.done:,} of {self.total:,} {self.unit}", file=sys.stderr, flush=True)

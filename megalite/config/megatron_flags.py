@@ -41,7 +41,7 @@ NO_BIAS_GELU_FUSION = "no-bias-gelu-fusion"
 """Makes GELU exact, as Megatron-LM's is unless fused, and leaves other activations alone: applied last, too."""
 
 ALREADY_SO: Mapping[str, str] = {
-    "attention runs through torch's scaled_dot_product_attention, with its softmax in fp32": """
+    "attention runs through torch's fused kernels, with its softmax in fp32": """
     use-flash-attn attention-softmax-in-fp32 apply-query-key-layer-scaling""",
     "one engine shards, as --data-parallel-sharding-strategy says": "use-megatron-fsdp",
     "the model has one implementation": "use-mcore-models",

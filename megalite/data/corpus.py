@@ -215,7 +215,7 @@ def _reading_errors(path: str) -> Iterator[None]:
     except (OSError, EOFError, zlib.error, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(
-            f"{path} cannot be read ({reason}): --input takes JSON lines, .txt (plain, .gz or .zst) and .parquet"
+            f"{path} cannot be read ({reason}): what can be is JSON lines, .txt (plain, .gz or .zst) and .parquet"
         ) from error
 
 

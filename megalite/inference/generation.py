@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 import torch
@@ -24,19 +26,6 @@ _CHUNK = 512
 """Tokens of each prompt that are read at once: bounds memory, and lets the stages work on one prompt together."""
 
 
-@dataclass(eq=False)
-class _Sequence:
-    """One text in the making."""
-
-    index: int
-    tokens: list[int]
-    limit: int
-    """Of all tokens, the prompt's among them."""
-    read: int
-    """Tokens whose keys and values are in the cache."""
-    generator: torch.Generator
-
-
 def generate(
     network: Network,
     prompts: Sequence[Sequence[int]],
@@ -46,24 +35,49 @@ def generate(
     sampling: Sampling,
     batch_size: int | None = None,
     stop: Callable[[int, Sequence[int]], bool] | None = None,
+    vocab_size: int | None = None,
 ) -> Iterator[tuple[int, int | Finish]]:
     """Yield (index of the prompt, new token) as they come, and once of each prompt (index, why it has ended).
 
     Each sequence ends by itself: before the token `eod`, behind one where `stop(index, all its tokens)` is true, after
     `max_new_tokens`, or with the last position that the model has learnt. What comes out for a prompt depends on its
-    index, on the seed and on nothing else that is in the batch, but for rounding. `batch_size` prompts are worked on
-    together (None: all). Every rank iterates, to the same tokens.
+    index, on the seed and on nothing else that is in the batch, but for rounding. A pipeline works on as many batches
+    as it has stages, each of at most `batch_size` prompts (None: all of them share them out). Only tokens below
+    `vocab_size` are chosen (None: the model's). Every rank iterates, to the same tokens.
 
     Raises ConfigurationError as `check_prompts` does.
     """
     check_prompts(network.config, prompts)
-    step = batch_size or max(len(prompts), 1)
-    for start in range(0, len(prompts), step):
-        batch = [
-            _begin(network.config, start + number, prompt, max_new_tokens, sampling.seed)
-            for number, prompt in enumerate(prompts[start : start + step])
-        ]
-        yield from _generate_batch(network, batch, eod, sampling, stop or (lambda index, tokens: False))
+    if max_new_tokens == 0:
+        yield from ((index, "length") for index in range(len(prompts)))
+        return
+    stages = network.mesh.size("pp")
+    size = min(batch_size or len(prompts), -(-len(prompts) // stages))
+    sequences = (
+        _begin(network.config, index, prompt, max_new_tokens, sampling.seed) for index, prompt in enumerate(prompts)
+    )
+    batches = iter(lambda: list(islice(sequences, size)), [])
+    waiting = (_Batch(network, batch, sampling, vocab_size) for batch in batches)
+    # Stages work on different batches: each is as many passes ahead of what is known as stages come behind it.
+    ahead = stages - network.mesh.coordinate("pp")
+    ready, under_way = deque(islice(waiting, stages)), deque[_Batch]()
+    while ready or under_way:
+        if ready and len(under_way) < ahead:
+            under_way.append(ready.popleft())
+            under_way[-1].read()
+            continue
+        batch = under_way.popleft()
+        for sequence, token in batch.next_tokens():
+            if token != eod:
+                sequence.tokens.append(token)
+                yield sequence.index, token
+            if token == eod or (stop is not None and stop(sequence.index, sequence.tokens)):
+                sequence.finish = "stop"
+            elif len(sequence.tokens) == sequence.limit:
+                sequence.finish = "length"
+            if sequence.finish is not None:
+                yield sequence.index, sequence.finish
+        ready.extend([batch] if batch.goes_on() else islice(waiting, 1))
 
 
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
@@ -84,56 +98,61 @@ def _positions(config: ModelConfig) -> int | None:
     return config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else None
 
 
+@dataclass
+class _Sequence:
+    """One text in the making."""
+
+    index: int
+    tokens: list[int]
+    limit: int
+    """Of all tokens, the prompt's among them."""
+    generator: torch.Generator
+    read: int = 0
+    """Tokens whose keys and values are in the cache."""
+    finish: Finish | None = None
+
+
 def _begin(config: ModelConfig, index: int, prompt: Sequence[int], max_new_tokens: int, seed: int) -> _Sequence:
     limit, learnt = len(prompt) + max_new_tokens, _positions(config)
     if learnt is not None:
         limit = min(limit, learnt + 1)  # the last token is not read again
     key = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
-    return _Sequence(index, list(prompt), limit, 0, generator)
+    return _Sequence(index, list(prompt), limit, torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1))
 
 
-def _generate_batch(
-    network: Network,
-    batch: list[_Sequence],
-    eod: int,
-    sampling: Sampling,
-    stop: Callable[[int, Sequence[int]], bool],
-) -> Iterator[tuple[int, int | Finish]]:
-    yield from ((sequence.index, "length") for sequence in batch if len(sequence.tokens) >= sequence.limit)
-    batch = [sequence for sequence in batch if len(sequence.tokens) < sequence.limit]
-    cache = KeyValueCache(max((sequence.limit - 1 for sequence in batch), default=0))
-    while batch:
-        ended: list[_Sequence] = []
-        for sequence, token in zip(batch, _next_tokens(network, batch, cache, sampling), strict=True):
-            if token != eod:
-                sequence.tokens.append(token)
-                yield sequence.index, token
-            finish: Finish | None = "length" if len(sequence.tokens) == sequence.limit else None
-            if token == eod or stop(sequence.index, sequence.tokens):
-                finish = "stop"
-            if finish is not None:
-                yield sequence.index, finish
-                ended.append(sequence)
-        if ended:
-            rows = [row for row, sequence in enumerate(batch) if sequence not in ended]
-            batch = [batch[row] for row in rows]
-            cache.keep(rows)
+class _Batch:
+    """Sequences that go through the stages together."""
 
+    def __init__(
+        self, network: Network, sequences: list[_Sequence], sampling: Sampling, vocab_size: int | None
+    ) -> None:
+        self.network, self.sequences, self.sampling, self.vocab_size = network, sequences, sampling, vocab_size
+        self.cache = KeyValueCache(max(sequence.limit - 1 for sequence in sequences))
+        self.chosen = torch.empty(0, dtype=torch.int64)
 
-def _next_tokens(network: Network, batch: Sequence[_Sequence], cache: KeyValueCache, sampling: Sampling) -> list[int]:
-    """The token after each sequence, the same on every rank."""
-    chosen = torch.zeros(len(batch), dtype=torch.int64, device=network.mesh.device)
-    logits = next_token_logits(
-        network, [sequence.tokens[sequence.read :] for sequence in batch], [sequence.read for sequence in batch], cache
-    )
-    for sequence in batch:
-        sequence.read = len(sequence.tokens)
-    if logits is not None:
-        tokens = [sample(row, sampling, sequence.generator) for row, sequence in zip(logits, batch, strict=True)]
-        chosen = torch.tensor(tokens, device=network.mesh.device)
-    found: list[int] = network.share(chosen).tolist()
-    return found
+    def read(self) -> None:
+        """Run this rank's stage on what has not been read; the last one chooses the next tokens."""
+        tokens = [sequence.tokens[sequence.read :] for sequence in self.sequences]
+        logits = next_token_logits(self.network, tokens, [sequence.read for sequence in self.sequences], self.cache)
+        chosen = [0] * len(tokens)
+        if logits is not None:
+            rows = zip(logits[:, : self.vocab_size], self.sequences, strict=True)
+            chosen = [sample(row, self.sampling, sequence.generator) for row, sequence in rows]
+        self.chosen = torch.tensor(chosen, device=self.network.mesh.device)
+        for sequence in self.sequences:
+            sequence.read = len(sequence.tokens)
+
+    def next_tokens(self) -> list[tuple[_Sequence, int]]:
+        """What the last stage has chosen, on every rank."""
+        return list(zip(self.sequences, self.network.share(self.chosen).tolist(), strict=True))
+
+    def goes_on(self) -> bool:
+        """Leave out the sequences that have ended; whether any is left."""
+        rows = [row for row, sequence in enumerate(self.sequences) if sequence.finish is None]
+        if len(rows) < len(self.sequences):
+            self.sequences = [self.sequences[row] for row in rows]
+            self.cache.keep(rows)
+        return bool(rows)
 
 
 @torch.no_grad()

@@ -1,24 +1,54 @@
-"""A trained model and its tokenizer from a checkpoint alone."""
+"""A trained model and its tokenizer from what `--load` names: a checkpoint of megalite's, or a Hugging Face folder."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalite import checkpoint
 from megalite.checkpoint import AnyPath
-from megalite.config import ModelConfig, TrainingConfig
+from megalite.checkpoint.directory import resolve
+from megalite.config import CheckpointConfig, ModelConfig, TrainingConfig
+from megalite.conversion.huggingface import open_huggingface
 from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
 from megalite.errors import ConfigurationError
 from megalite.inference.network import Network, make_network
 from megalite.parallel.mesh import ParallelMesh
 
 
+def find_model(load: str) -> AnyPath:
+    """A checkpoint's folder, from itself or from its run directory, whose latest it is; or a Hugging Face folder.
+
+    Raises CheckpointError where there is none.
+    """
+    directory = checkpoint.open_directory(load)
+    return directory if _is_huggingface(directory) else resolve(directory)
+
+
+def _is_huggingface(path: AnyPath) -> bool:
+    return CheckpointConfig(load=str(path)).loads_huggingface
+
+
+def read_model(path: AnyPath) -> ModelConfig:
+    """The network of the model in folder `path`. Raises CheckpointError."""
+    return open_huggingface(Path(str(path))).config if _is_huggingface(path) else checkpoint.read_model_config(path)
+
+
+def read_sequence_length(path: AnyPath) -> int | None:
+    """The length that the model in folder `path` was trained on, where that is known. Raises CheckpointError."""
+    if _is_huggingface(path):
+        return open_huggingface(Path(str(path))).sequence_length
+    length: int = checkpoint.read_config(path)["data"]["seq_length"]
+    return length
+
+
 def load_for_generation(
     path: AnyPath, mesh: ParallelMesh, tokenizer_model: str | None = None
 ) -> tuple[Network, Tokenizer]:
-    """The network of the checkpoint in folder `path`, split over the mesh, and its tokenizer.
+    """The network of the model in folder `path`, split over the mesh, and its tokenizer.
 
     Every rank calls it. `tokenizer_model` says where the tokenizer's file is now.
     Raises CheckpointError, ConfigurationError or DataError.
@@ -28,10 +58,16 @@ def load_for_generation(
 
 
 def load_network(path: AnyPath, mesh: ParallelMesh) -> Network:
-    """The network of the checkpoint in folder `path`, split over the mesh, in the precision it was trained in.
+    """The network of the model in folder `path`, split over the mesh, in the precision that it was saved in.
 
     Every rank calls it. Raises CheckpointError or ConfigurationError.
     """
+    if _is_huggingface(path):
+        with checkpoint.together(mesh, f"opening {path}"):
+            opened = open_huggingface(Path(str(path)))
+        network = make_network(opened.config, mesh, opened.source.tensors["embedding.word"].dtype)
+        checkpoint.load_weights(opened.source, opened.what, network.stage, None, mesh)
+        return network
     training = TrainingConfig(**checkpoint.read_config(path)["training"])
     network = make_network(checkpoint.read_model_config(path), mesh, getattr(torch, training.dtype))
     checkpoint.load(path, network.stage, None, mesh)
@@ -39,22 +75,28 @@ def load_network(path: AnyPath, mesh: ParallelMesh) -> Network:
 
 
 def load_tokenizer(path: AnyPath, tokenizer_model: str | None = None) -> Tokenizer:
-    """The tokenizer that the checkpoint in folder `path` was trained with; `tokenizer_model`: where its file is now.
+    """The tokenizer that goes with the model in folder `path`; `tokenizer_model`: where its file is now.
 
-    Raises CheckpointError, ConfigurationError or DataError.
+    It may have fewer tokens than the model, whose vocabulary others have padded. Raises CheckpointError,
+    ConfigurationError or DataError.
     """
+    if _is_huggingface(path):
+        opened = open_huggingface(Path(str(path)))
+        if not opened.data and tokenizer_model is None:
+            raise ConfigurationError(f"{path} has no tokenizer: name a folder that has one as --tokenizer-model")
+        return _tokenizer(opened.data or {"tokenizer_type": "HuggingFaceTokenizer"}, opened.config, tokenizer_model)
     return _tokenizer(checkpoint.read_config(path)["data"], checkpoint.read_model_config(path), tokenizer_model)
 
 
-def _tokenizer(data: dict[str, Any], config: ModelConfig, tokenizer_model: str | None) -> Tokenizer:
+def _tokenizer(data: Mapping[str, Any], config: ModelConfig, tokenizer_model: str | None) -> Tokenizer:
     kind = data["tokenizer_type"] or "NullTokenizer"
     size = config.vocab_size
     if kind == "NullTokenizer" and size is not None:
         size -= 1  # the model's vocabulary counts the end of document, which a NullTokenizer adds
     elif kind != "TikTokenizer":
         size = None  # compared below
-    tokenizer = build_tokenizer(kind, tokenizer_model or data["tokenizer_model"], size, TokenizerOptions.of(data))
-    if tokenizer.vocab_size != config.vocab_size:
+    tokenizer = build_tokenizer(kind, tokenizer_model or data.get("tokenizer_model"), size, TokenizerOptions.of(data))
+    if config.vocab_size is not None and tokenizer.vocab_size > config.vocab_size:
         raise ConfigurationError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model {config.vocab_size}: give the one it was "
             "trained with as --tokenizer-model"

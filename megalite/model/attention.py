@@ -6,8 +6,8 @@ import functools
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config.model import ModelConfig
@@ -18,7 +18,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.placement import replicated, split, stacked
 from megalite.parallel.randomness import Site
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal, Piece, Sharding
-from megalite_kernels.activation import soft_cap
+from megalite_kernels.attention import attention, keeps_scores
 from megalite_kernels.rotary import rotary_embedding
 
 
@@ -80,8 +80,7 @@ class Attention(nn.Module):
         self.windowed = config.keys_before[layer] is not None
         self.soft_cap, scalar = config.attn_logit_softcapping, config.query_pre_attn_scalar
         self.score_scale = None if scalar is None else 1.0 / math.sqrt(scalar)
-        # A core that computes every score in the open keeps none of them from forward to backward.
-        self.dropout, self.recompute = config.attention_dropout, recompute or self.soft_cap is not None
+        self.dropout, self.recompute = config.attention_dropout, recompute
         self.site = Site(layer, "attention", mesh.coordinate("tp"))
         name = f"layers.{layer}.attention"
         draw = Normal(config.init_method_std)
@@ -146,8 +145,9 @@ class Attention(nn.Module):
         if context.cache is not None:
             key, value = context.cache.extend(self.site.layer, key, value)
         dropout = self.dropout if self.training else 0.0
-        core = functools.partial(self._core, context=context, dropout=dropout)
-        if self.recompute and torch.is_grad_enabled():
+        mask = context.windowed_mask if self.windowed else context.mask
+        core = functools.partial(self._core, context=context, mask=mask, dropout=dropout)
+        if (self.recompute or keeps_scores(mask, self.soft_cap)) and torch.is_grad_enabled():
             mixed = checkpoint(core, query, key, value, use_reentrant=False, preserve_rng_state=False)
         else:
             mixed = core(query, key, value)
@@ -168,7 +168,16 @@ class Attention(nn.Module):
             query, key = rotary_embedding(query, *rotary), rotary_embedding(key, *rotary)
         return query, key, value
 
-    def _core(self, query: Tensor, key: Tensor, value: Tensor, *, context: LayerContext, dropout: float) -> Tensor:
+    def _core(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        context: LayerContext,
+        mask: Tensor | BlockMask | None,
+        dropout: float,
+    ) -> Tensor:
         """[sequence, batch, heads, head_dim] to [sequence, batch, heads * head_dim]; a cache gives more keys and
         values than there are queries.
         """
@@ -179,34 +188,5 @@ class Attention(nn.Module):
         if dropout > 0.0:
             context.key.seed_site(self.site, query.device)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        mask = context.windowed_mask if self.windowed else context.mask
-        if self.soft_cap is not None:
-            mixed = self._soft_capped(query, key, value, mask, self.soft_cap, dropout)
-        else:
-            mixed = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                is_causal=mask is None,
-                dropout_p=dropout,
-                scale=self.score_scale,
-                enable_gqa=key.shape[1] != self.heads,
-            )
+        mixed = attention(query, key, value, mask, scale=self.score_scale, cap=self.soft_cap, dropout=dropout)
         return mixed.permute(2, 0, 1, 3).flatten(2)
-
-    def _soft_capped(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cap: float, dropout: float
-    ) -> Tensor:
-        """Attention written out, for no fused kernel of torch bends scores; all as [batch, heads, sequence, head_dim].
-
-        `mask` as in LayerContext. The softmax is in fp32 or wider.
-        """
-        heads, sequence = query.shape[1:3]
-        key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
-        scale = 1.0 / math.sqrt(self.head_dim) if self.score_scale is None else self.score_scale
-        scores = (query @ key.transpose(2, 3)).to(torch.promote_types(query.dtype, torch.float32)) * scale
-        if mask is None:
-            mask = torch.ones(sequence, sequence, dtype=torch.bool, device=query.device).tril()
-        scores = soft_cap(scores, cap).masked_fill(~mask, -math.inf)
-        return F.dropout(torch.softmax(scores, dim=-1).to(value.dtype), dropout) @ value

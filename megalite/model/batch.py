@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from megalite.model.cache import KeyValueCache
 from megalite.parallel.randomness import RandomKey
@@ -36,30 +38,22 @@ class LayerContext:
     """cosine and sine [sequence, batch, 1, rotated / 2]"""
     windowed_rotary: tuple[Tensor, Tensor] | None
     """The same for layers with a sliding window"""
-    mask: Tensor | None
-    """[batch, 1, sequence, sequence] bool, true where a query may look; None: causal over the whole sample. Where there
-    is a cache, the last dimension is its slots so far"""
-    windowed_mask: Tensor | None
-    """The same for layers with a sliding window, [batch or 1, 1, sequence, sequence]; None: causal"""
+    mask: Tensor | BlockMask | None
+    """as megalite_kernels.attention has it; None: causal over the whole sample. Where there is a cache,
+    its keys are the slots so far"""
+    windowed_mask: Tensor | BlockMask | None
+    """The same for layers with a sliding window"""
     key: RandomKey
     cache: KeyValueCache | None = None
     """Where the tokens before these are; None: nowhere"""
 
 
-def document_mask(document_ids: Tensor) -> Tensor:
-    """[batch, sequence] to the causal mask inside documents [batch, 1, sequence, sequence]."""
-    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
-    return torch.tril(same).unsqueeze(1)
-
-
-def windowed_mask(mask: Tensor | None, positions: Tensor, before: int) -> Tensor | None:
-    """A mask as in LayerContext, without the keys that are more than `before` before their query.
-
-    `positions`: [batch, sequence], of which only the shape and the device are read: what stands between two tokens of
-    one document is the same in the sample.
-    """
-    sequence = positions.shape[1]
-    if before >= sequence - 1:
-        return mask
-    near = torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device=positions.device).tril().triu(-before)
-    return near if mask is None else mask & near
+def first_visible(micro_batch: MicroBatch, before: int | None) -> Tensor:
+    """The first key that each query sees, [batch or 1, sequence]: of its document, and of the `before` before it."""
+    tokens = torch.arange(micro_batch.tokens.shape[1], device=micro_batch.tokens.device)
+    near = torch.zeros_like(tokens) if before is None else (tokens - before).clamp(min=0)
+    documents = micro_batch.document_ids
+    if documents is None:
+        return near.unsqueeze(0)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+    return torch.maximum((tokens * begins).cummax(dim=1).values, near)

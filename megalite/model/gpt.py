@@ -8,11 +8,12 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.model.batch import LayerContext, MicroBatch, document_mask, windowed_mask
+from megalite.model.batch import LayerContext, MicroBatch, first_visible
 from megalite.model.block import Block
 from megalite.model.cache import KeyValueCache
 from megalite.model.embedding import Embedding, word_sharding
@@ -22,6 +23,7 @@ from megalite.model.rotary import in_windows, rotary_tables
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
+from megalite_kernels.attention import block_mask, dense_mask, goes_in_blocks
 
 
 class _Rest(TypedDict):
@@ -110,13 +112,27 @@ class GPT(nn.Module):
             rotary = windowed_rotary = rotary_tables(self.config, micro_batch.positions, self.dtype)
             if self.window is not None and self.config.window_rotary_base is not None:
                 windowed_rotary = rotary_tables(in_windows(self.config), micro_batch.positions, self.dtype)
+        mask: Tensor | BlockMask | None
+        windowed: Tensor | BlockMask | None
         if cache is not None:
             cache.move_to(micro_batch.positions)
             mask, windowed = cache.mask(), cache.mask(self.window)
         else:
-            mask = None if micro_batch.document_ids is None else document_mask(micro_batch.document_ids)
-            windowed = None if self.window is None else windowed_mask(mask, micro_batch.positions, self.window)
+            mask = self._mask(micro_batch, None)
+            windowed = mask if self.window is None else self._mask(micro_batch, self.window)
         return LayerContext(rotary, windowed_rotary, mask, windowed, micro_batch.key, cache)
+
+    def _mask(self, micro_batch: MicroBatch, window: int | None) -> Tensor | BlockMask | None:
+        """Of layers with this window."""
+        config, (batch, sequence) = self.config, micro_batch.tokens.shape
+        whole = micro_batch.document_ids is None and (window is None or window >= sequence - 1)
+        if whole and config.attn_logit_softcapping is None:
+            return None
+        first = first_visible(micro_batch, window)
+        dropout = config.attention_dropout if self.training else 0.0
+        if goes_in_blocks(first.device, self.dtype, sequence, config.head_dim, dropout):
+            return block_mask(first.expand(batch, -1))
+        return dense_mask(first)
 
     def _run_layers(self, hidden: Tensor, context: LayerContext) -> Tensor:
         for start, stop, recomputed in self.recompute.spans(len(self.layers)):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from megalite.inference import generation
 from megalite.inference.generation import generate, next_token_logits
+from megalite.inference.loading import load_network
 from megalite.inference.network import Network, logits, make_network, score_tokens
+from megalite.inference.sampling import Sampling
 from megalite.model.cache import KeyValueCache
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
@@ -86,3 +89,32 @@ def generated(cells: Sequence[Cell], prompts: Sequence[Sequence[int]], batch_siz
         list(generate(initialized_network(meshes[cell.tp, cell.pp], cell), prompts, batch_size=batch_size, **rest))
         for cell in cells
     ]
+
+
+def order_of_work(cell: Cell, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """What a rank does while it generates two tokens: "run" its stage, or "share" what the last one has chosen."""
+    order: list[str] = []
+    network = initialized_network(make_meshes([cell])[cell.tp, cell.pp], cell)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("run", "share"):
+            patch.setattr(network, name, _noting(order, name, getattr(network, name)))
+        for _ in generate(network, prompts, max_new_tokens=2, eod=-1, sampling=Sampling(temperature=0.0)):
+            pass
+    return order
+
+
+def _noting(order: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*arguments: Any) -> Any:
+        order.append(name)
+        return function(*arguments)
+
+    return noted
+
+
+def generated_by_huggingface_folders(
+    folders: Sequence[Path], prompts: Sequence[Sequence[int]], tp: int, pp: int, **rest: Any
+) -> list[list[Any]]:
+    """The events of the generation of each folder's model."""
+    cell = Cell(tp=tp, pp=pp)
+    mesh = make_meshes([cell])[tp, pp]
+    return [list(generate(load_network(folder, mesh), prompts, **rest)) for folder in folders]

@@ -28,6 +28,7 @@ KEY_VALUES = {"mha": (4, 4), "gqa": (8, 4), "few": (8, 2), "mqa": (4, 1), "uneve
 whose heads lie on two ranks."""
 VOCABULARIES = {"even": (32, 8), "odd": (29, 4), "empty": (15, 16)}
 """(tokens, make_vocab_size_divisible_by): no padding; some; ranks past the first hold nothing but padding."""
+FAMILIES = ("gpt2", "llama", "neox", "gemma", "gemma3")
 RECOMPUTE = {
     "none": Recompute(),
     "selective": Recompute(attention=True),
@@ -48,7 +49,7 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
 }
 """What must not change the training."""
 MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
-    "family": ("gpt2", "llama"),
+    "family": FAMILIES[:2],
     "key_values": tuple(KEY_VALUES),
     "qk_layernorm": (False, True),
     "tied": (True, False),
@@ -63,7 +64,7 @@ class Cell:
     """One run; the fields are the factors of the matrix."""
 
     # the model
-    family: str = "gpt2"  # or llama, neox, gemma, gemma3
+    family: str = "gpt2"
     key_values: str = "mha"
     qk_layernorm: bool = False
     tied: bool = True

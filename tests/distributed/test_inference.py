@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.inference.sampling import Sampling
-from tests.distributed.inference_run import cached, generated, scored, whole_weights
+from tests.distributed.inference_run import cached, generated, order_of_work, scored, whole_weights
 from tests.distributed.layout_cell import SEQUENCE, VOCABULARIES, Cell, oracle
 from tests.distributed.layout_expected import on_ranks, one_thread
 from tests.harness.rank_pool import RankPools
@@ -93,6 +93,14 @@ def test_sampled_text_depends_on_the_seed_and_the_number_of_the_prompt_alone(
     assert texts(cells, ROWS, 4, seed=2) != expected
     twice = texts(cells, [ROWS[0], ROWS[0]], 2)[0]
     assert twice[0] == expected[0][0] != twice[1]
+
+
+def test_each_stage_works_on_a_batch_of_its_own(rank_pools: RankPools) -> None:
+    """While a batch's tokens are chosen on the last stage, the others go on with the next batches."""
+    first, second, third = rank_pools(3).run(order_of_work, laid_out("pp3")[0], ROWS[:3])
+    assert first == [*["run"] * 3, *["share", "run"] * 3, *["share"] * 3]
+    assert second == [*["run"] * 2, *["share", "run"] * 4, *["share"] * 2]
+    assert third == ["run", "share"] * 6
 
 
 def test_a_sequence_ends_where_it_is_told_to(rank_pools: RankPools) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.layout_cell import make_cell
+from tests.distributed.layout_cell import FAMILIES, make_cell
 from tests.distributed.layout_expected import assert_as_expected, run
 from tests.harness.covering_array import Row
 from tests.harness.rank_pool import RankPools
@@ -27,7 +27,7 @@ LAYOUTS: dict[str, Row] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["neox", "gemma", "gemma3"])
+@pytest.mark.parametrize("family", FAMILIES[2:])
 def test_one_step_is_the_oracles(family: str, layout: str, rank_pools: RankPools) -> None:
     cell = make_cell(LAYOUTS[layout] | {"family": family})
     (result,) = run(rank_pools, [cell])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.runs import MOCK, PRETRAIN, Ended, Run, Start, ended
+from tests.end_to_end.runs import BYTES, LLAMA, MOCK, NO_DROPOUT, PRETRAIN, Ended, Run, Start, ended
 from tests.harness.job import Job
 
 
@@ -29,3 +30,13 @@ def run(start: Start) -> Run:
         return ended(start(*flags, world_size=world_size, **more), expected)
 
     return run_training
+
+
+@pytest.fixture(scope="session")
+def byte_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory of a Llama that reads bytes, in float64, far from sure of anything."""
+    folder = tmp_path_factory.mktemp("byte_llama")
+    flags = [*LLAMA, *NO_DROPOUT, "--fp64", "--init-method-std", 0.4, "--train-iters", 1, "--save", folder / "run"]
+    with Job([PRETRAIN, *BYTES, *flags], 1, folder / "job") as job:
+        ended(job)
+    return folder / "run"

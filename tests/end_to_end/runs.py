@@ -18,6 +18,7 @@ from tests.harness.job import Job
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "pretrain_gpt.py"
 GENERATE = ROOT / "tools" / "generate.py"
+EVALUATE = ROOT / "tools" / "evaluate.py"
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -26,6 +27,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 MOCK = words("--mock-data --tokenizer-type NullTokenizer --vocab-size 60")
+BYTES = words("--mock-data --tokenizer-type ByteTokenizer")
 SIZES = words("--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 32")
 COURSE = words("--micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --eval-iters 0 --log-interval 1")
 NO_DROPOUT = words("--hidden-dropout 0 --attention-dropout 0")
@@ -107,6 +109,12 @@ def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
         assert bool((seen == 1).all()), f"{name} in {checkpoint}"
         tensors[name] = whole
     return tensors
+
+
+def saved_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The weights in a checkpoint by logical name, as the oracle takes them."""
+    tensors = saved_tensors(checkpoint)
+    return {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
 
 
 def assert_same_checkpoint(actual: Path, expected: Path) -> None:

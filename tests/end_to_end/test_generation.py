@@ -119,3 +119,26 @@ def test_ctrl_c_ends_in_good_order(world_size: int, split: str, trained: Path, s
     stderr = "".join(job.stderr(rank) for rank in range(world_size))
     assert stderr == "error: interrupted\n"
     assert job.stdout(0).endswith("e\n")
+
+
+def test_a_hugging_face_folder_is_as_good(tmp_path: Path) -> None:
+    """Its vocabulary has more tokens than its tokenizer, as many have, and none of them is ever chosen."""
+    import tokenizers
+
+    from tests.harness import huggingface
+
+    huggingface.save(tmp_path, "qwen2")  # with 67 tokens
+    vocabulary = {f"w{number}": number for number in range(20)} | {"<end>": 20}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    text = run_tool("tools.generate", "--load", tmp_path, "--prompt", "w3 w4", "--max-new-tokens", 200, "--seed", 3)
+    assert text.code == 0, text.stderr
+    assert len(text.stdout.split()) > 10
+    assert set(text.stdout.split()) <= set(vocabulary)
+    (tmp_path / "tokenizer.json").unlink()
+    refused = run_tool("tools.generate", "--load", tmp_path, "--prompt", "w3 w4")
+    assert refused.code == 64
+    assert "has no tokenizer" in refused.stderr

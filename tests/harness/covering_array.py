@@ -15,10 +15,16 @@ Row = dict[str, Any]
 Valid = Callable[[Row], bool]
 Target = frozenset[tuple[str, Any]]  # the values of two or three factors, to be met in one row
 
-CANDIDATES = 8  # rows built for each row kept
+CANDIDATES = 24  # rows built for each row kept
 
 
-def covering_array(factors: Factors, valid: Valid, strength3: tuple[str, ...] = (), seed: int = 0) -> list[Row]:
+def covering_array(
+    factors: Factors,
+    valid: Valid,
+    strength3: tuple[str, ...] = (),
+    seed: int = 0,
+    cost: Callable[[Row], float] = lambda row: 1.0,
+) -> list[Row]:
     """Rows, all valid, such that every pair of values that a valid row can hold stands in one of them.
 
     Args:
@@ -27,6 +33,7 @@ def covering_array(factors: Factors, valid: Valid, strength3: tuple[str, ...] = 
             there, reading a factor that is not decided yet raises KeyError and ends the call.
         strength3: factors of which every three values that can meet do, too.
         seed: the same seed gives the same rows.
+        cost: what a row is to run; of the candidates that with the most news for it is kept.
     """
     generator = random.Random(seed)
     missing = dict.fromkeys(coverable(factors, valid, strength3))  # an ordered set
@@ -34,7 +41,8 @@ def covering_array(factors: Factors, valid: Valid, strength3: tuple[str, ...] = 
     while missing:
         first = next(iter(missing))
         candidates = [_build_row(factors, valid, strength3, first, missing, generator) for _ in range(CANDIDATES)]
-        row = max(candidates, key=lambda row: sum(target in missing for target in _targets(row, strength3)))
+        news = (sum(target in missing for target in _targets(row, strength3)) / cost(row) for row in candidates)
+        _, row = max(zip(news, candidates, strict=True), key=lambda candidate: candidate[0])
         rows.append(row)
         for target in _targets(row, strength3):
             missing.pop(target, None)

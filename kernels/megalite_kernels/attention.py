@@ -1,0 +1,126 @@
+"""Causal attention in which each query sees the keys from a first one on: inside its document, inside a window.
+
+Scores are query @ key * scale, bent to cap * tanh(score / cap) where there is a cap; the softmax is in fp32 or wider.
+The mask decides what runs: with a dense one torch's scaled_dot_product_attention, which under a cap is written out;
+with one of blocks FlexAttention (arXiv:2412.05496), which leaves out the blocks of scores that no query sees.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from megalite_kernels.activation import soft_cap
+
+BLOCK = 128
+"""Queries of a block, and keys."""
+_WIDTHS = (16, 32, 64, 128, 256)
+
+
+def goes_in_blocks(device: torch.device, dtype: torch.dtype, sequence: int, width: int, dropout: float) -> bool:
+    """Whether FlexAttention is for heads of `width` channels there.
+
+    It has no dropout and no fp64, and its gradients are sound for whole blocks alone
+    (github.com/pytorch/pytorch/issues/153799).
+    """
+    if device.type != "cuda" or dropout > 0.0 or dtype == torch.float64:
+        return False
+    return sequence % BLOCK == 0 and width in _WIDTHS
+
+
+def dense_mask(first: Tensor) -> Tensor:
+    """The first key that each query sees, [batch or 1, sequence], to [batch or 1, 1, sequence, sequence] bool, true
+    where a query may look.
+    """
+    keys = torch.arange(first.shape[1], device=first.device)
+    return ((keys <= keys.unsqueeze(1)) & (keys >= first.unsqueeze(2))).unsqueeze(1)
+
+
+def block_mask(first: Tensor) -> BlockMask:
+    """The same, of [batch, sequence] that never falls along the sequence, as blocks of scores: for each block of
+    queries those of which it sees all, and those of which it sees a part.
+    """
+    sequence = first.shape[1]
+    blocks = torch.arange(sequence // BLOCK, device=first.device)
+    diagonal = blocks.unsqueeze(1)
+    # The first query of a block sees the most of what lies before it, the last one the least.
+    seen = (blocks >= first[:, ::BLOCK, None] // BLOCK) & (blocks <= diagonal)
+    whole = (blocks * BLOCK >= first[:, BLOCK - 1 :: BLOCK, None]) & (blocks < diagonal)
+    first = first.contiguous()
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= first[batch, query])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(seen & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(sequence, sequence)
+    )
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks [batch, of queries, of keys] bool to how many of each row are chosen, and all of them, those first."""
+    order = chosen.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(dim=-1, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)
+
+
+def keeps_scores(mask: Tensor | BlockMask | None, cap: float | None) -> bool:
+    """Whether backward finds every score kept, which to compute again is the better deal."""
+    return cap is not None and not isinstance(mask, BlockMask)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | BlockMask | None,
+    *,
+    scale: float | None,
+    cap: float | None,
+    dropout: float,
+) -> Tensor:
+    """[batch, heads, sequence, width] to the same, over keys and values [batch, groups, sequence, width].
+
+    Consecutive heads share a group. `mask`: None is causal; with blocks there is no dropout (`goes_in_blocks`).
+    `scale`: None is 1 / the root of the width.
+    """
+    shared = key.shape[1] != query.shape[1]
+    if isinstance(mask, BlockMask):
+        bend = None if cap is None else _bend(cap)
+        return _flex_attention()(query, key, value, score_mod=bend, block_mask=mask, scale=scale, enable_gqa=shared)
+    if cap is not None:
+        return _capped(query, key, value, mask, scale, cap, dropout)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scale, enable_gqa=shared
+    )
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, cap: float, dropout: float
+) -> Tensor:
+    """Written out, for scaled_dot_product_attention bends no scores."""
+    heads, sequence, width = query.shape[1:]
+    key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
+    scale = 1.0 / math.sqrt(width) if scale is None else scale
+    scores = (query @ key.transpose(2, 3)).to(torch.promote_types(query.dtype, torch.float32)) * scale
+    if mask is None:
+        mask = torch.ones(sequence, sequence, dtype=torch.bool, device=query.device).tril()
+    scores = soft_cap(scores, cap).masked_fill(~mask, -math.inf)
+    return F.dropout(torch.softmax(scores, dim=-1).to(value.dtype), dropout) @ value
+
+
+@functools.cache  # one function for all layers and steps: the compiled kernel is of this one
+def _bend(cap: float) -> Callable[..., Tensor]:
+    def bend(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return soft_cap(score, cap)
+
+    return bend
+
+
+@functools.cache
+def _flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention)

@@ -1,0 +1,138 @@
+"""What a model is evaluated on: the documents of token files and of texts, without what is around them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megalite.data.blend import normalize, parse_blend
+from megalite.data.corpus import read_chunks
+from megalite.data.documents import BadRecord, read_documents
+from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.side_file import check_tokenizer
+from megalite.data.tokenizers import Tokenizer
+from megalite.errors import DataError
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A data set.
+
+    Attributes:
+        name: the prefix of its token file, or its text file.
+        tokens: those of each document [tokens], integers of any type.
+        text_bytes: what their text takes as UTF-8; None where the text is not at hand.
+        weight: its share in a blend; None where no weights are given.
+    """
+
+    name: str
+    tokens: list[np.ndarray]
+    text_bytes: int | None = None
+    weight: float | None = None
+
+    @property
+    def count(self) -> int:
+        """Tokens of all documents."""
+        return sum(map(len, self.tokens))
+
+
+def beginning_of_documents(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that the tokenizer's own template puts before a document; few have any."""
+    text = "0"  # which every tokenizer can encode
+    bare, whole = tokenizer.encode(text), [int(token) for token in tokenizer.encode_documents([text])[0]]
+    starts = range(len(whole) - len(bare) + 1)
+    return whole[: next((start for start in starts if whole[start : start + len(bare)] == bare), 0)]
+
+
+def context_of_documents(tokenizer: Tokenizer) -> list[int]:
+    """What the first token of a document is predicted from: its beginning by the tokenizer's template, or else, as in
+    training, the token that ends the document before."""
+    return beginning_of_documents(tokenizer) or [tokenizer.eod]
+
+
+def read_token_files(data_path: Sequence[str], tokenizer: Tokenizer, limit: float | None = None) -> list[Documents]:
+    """The documents of each prefix of a `--data-path`, with their weights where it gives any.
+
+    `limit`: take so many documents of each, or below 1 such a share.
+    Raises DataError where files are missing, damaged, of another tokenizer, or without tokens.
+    """
+    prefixes, weights = parse_blend(data_path)
+    shares = [None] * len(prefixes) if weights is None else normalize(weights)
+    context = context_of_documents(tokenizer)
+    found = []
+    for prefix, share in zip(prefixes, shares, strict=True):
+        check_tokenizer(prefix, tokenizer.identity())
+        data = IndexedDataset(prefix)
+        count = limited(len(data.document_indices) - 1, limit)
+        tokens = [_bare(_stored(data, document), context, tokenizer.eod) for document in range(count)]
+        _check_tokens(prefix, tokens, tokenizer)
+        found.append(Documents(prefix, tokens, weight=share))
+    return found
+
+
+def read_texts(
+    files: Sequence[str], json_keys: Sequence[str], tokenizer: Tokenizer, limit: float | None = None
+) -> list[Documents]:
+    """The documents of each file, of every kind that `tools/preprocess_data.py` reads: a field of a record is one.
+
+    `limit`: as in `read_token_files`.
+    Raises DataError where a file cannot be read, a record is no document, or there are no tokens.
+    """
+    found = []
+    for file in files:
+        documents = list(_texts(file, json_keys, tokenizer))
+        documents = documents[: limited(len(documents), limit)]
+        tokens = [tokens for tokens, _ in documents]
+        _check_tokens(file, tokens, tokenizer)
+        found.append(Documents(file, tokens, sum(size for _, size in documents)))
+    return found
+
+
+def limited(count: int, limit: float | None) -> int:
+    """How many of `count` a `--limit` leaves: so many, or below 1 such a share, rounded up."""
+    if limit is None:
+        return count
+    return math.ceil(count * limit) if limit < 1 else min(count, int(limit))
+
+
+def _stored(data: IndexedDataset, document: int) -> np.ndarray:
+    first, last = data.document_indices[document : document + 2].tolist()
+    sequences = [data.get(sequence) for sequence in range(first, last)]
+    return sequences[0] if len(sequences) == 1 else np.concatenate([np.empty(0, data.dtype), *sequences])
+
+
+def _bare(tokens: np.ndarray, context: Sequence[int], eod: int) -> np.ndarray:
+    """A document without the context that may stand before it, and the ends of a document behind it."""
+    first = len(context) if tokens[: len(context)].tolist() == context else 0
+    last = len(tokens)
+    while last > first and tokens[last - 1] == eod:
+        last -= 1
+    return tokens[first:last]
+
+
+def _texts(file: str, json_keys: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
+    """Tokens and bytes of each document."""
+    for chunk in read_chunks([file], json_keys):
+        for record in read_documents(chunk, json_keys):
+            if isinstance(record, BadRecord):
+                raise record.error()
+            for texts in record.texts:
+                try:
+                    tokens = [token for text in texts for token in tokenizer.encode(text)]
+                except ValueError as error:
+                    raise DataError(f"{chunk.place(record.number)} cannot be encoded: {error}") from error
+                yield np.array(tokens, np.int64), sum(len(text.encode()) for text in texts)
+
+
+def _check_tokens(name: str, documents: Sequence[np.ndarray], tokenizer: Tokenizer) -> None:
+    if not any(map(len, documents)):
+        raise DataError(f"{name} holds no tokens: there is nothing to predict")
+    for number, tokens in enumerate(documents):
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
+            raise DataError(
+                f"document {number} of {name} holds tokens from {tokens.min()} to {tokens.max()}, but the vocabulary "
+                f"of the model has {tokenizer.vocab_size}: the data was made with another tokenizer"
+            )

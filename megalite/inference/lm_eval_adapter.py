@@ -1,0 +1,195 @@
+"""A megalite checkpoint as a model of lm_eval (EleutherAI's lm-evaluation-harness), on any layout.
+
+    network, tokenizer = load_for_generation(path, mesh)
+    results = lm_eval.simple_evaluate(model=MegaliteLM(network, tokenizer, max_length=2048), tasks=["arc_easy"])
+
+Every rank runs lm_eval on the same requests: it is told of one process, and data-parallel ranks share the requests
+here. It gives the results on the first rank of each machine, and None on the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+
+from megalite.data.tokenizers import Tokenizer
+from megalite.errors import ConfigurationError, DataError
+from megalite.inference.documents import beginning_of_documents, context_of_documents
+from megalite.inference.generation import generate
+from megalite.inference.network import Network
+from megalite.inference.sampling import Sampling
+from megalite.inference.scoring import Score, score_windows
+from megalite.inference.windows import Window, sliding_windows
+from megalite.parallel import collectives
+
+try:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+except ImportError as error:
+    raise ConfigurationError(f"tasks need lm_eval, 0.4.12 or later ({error}): pip install lm_eval") from error
+
+TokenRequest = tuple[tuple[str, str], list[int], list[int]]
+"""Context and continuation, as texts and then as tokens."""
+
+
+Show = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]
+
+
+class MegaliteLM(TemplateLM):  # type: ignore[misc]
+    """The model and its tokenizer.
+
+    Args:
+        max_length: tokens that the model reads at once; of longer requests the end counts.
+        micro_batch_size: sequences in one forward of a stage.
+        show: gives, for a number of units ahead ("tokens" or "requests"), what hears of those that are done.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        tokenizer: Tokenizer,
+        *,
+        max_length: int,
+        micro_batch_size: int = 8,
+        show: Show = lambda total, unit: nullcontext(lambda done: None),
+    ) -> None:
+        super().__init__()
+        self.network, self._tokenizer, self._show = network, tokenizer, show
+        self.max_length, self.micro_batch_size = max_length, micro_batch_size
+        self._beginning, self._context = beginning_of_documents(tokenizer), context_of_documents(tokenizer)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a document."""
+        return self._tokenizer.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without a context is predicted from."""
+        return self._context[-1]
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The tokens of a text, behind those that the tokenizer's template puts before a document unless that is
+        declined or they are there. Raises DataError where the text cannot be encoded."""
+        try:
+            tokens = self._tokenizer.encode(string)
+        except ValueError as error:
+            raise DataError(f"a task's text cannot be encoded: {error}: {string[:200]!r}") from error
+        begins = add_special_tokens is False or tokens[: len(self._beginning)] == self._beginning
+        return tokens if begins else [*self._beginning, *tokens]
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        """Of each continuation after its context: the log-probability, and whether greedy generation would write it."""
+        self._check_agreement(requests)
+        scored: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        return scored
+
+    def _loglikelihood_tokens(self, requests: list[TokenRequest], **_: Any) -> list[tuple[float, bool]]:
+        windows = [self._window(*request) for request in requests]
+        return [(score.log_probability, score.greedy) for score in self._scores(windows)]
+
+    def _window(self, texts: tuple[str, str], context: list[int], continuation: list[int]) -> Window:
+        if not 0 < len(continuation) <= self.max_length:
+            raise ConfigurationError(
+                f"a continuation of {len(continuation)} tokens, where there can be 1 to {self.max_length} "
+                f"(--seq-length): {texts[1][:200]!r} after {texts[0][-200:]!r}"
+            )
+        tokens = [*(context or self._context), *continuation]
+        return Window(np.array(tokens[-self.max_length - 1 :]), len(continuation))
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """The log-probability of each text, read in windows that do not overlap but for the last."""
+        self._check_agreement(requests)
+        length = self.max_length
+        texts = [np.array(self.tok_encode(request.args[0], add_special_tokens=False), np.int64) for request in requests]
+        windows = [list(sliding_windows(text, [self.prefix_token_id], length, length)) for text in texts]
+        scores = iter(self._scores(list(chain.from_iterable(windows))))
+        return [math.fsum(score.log_probability for score in islice(scores, len(each))) for each in windows]
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """What the model writes after each context, up to the first of the texts that end it, or the end of a
+        document."""
+        self._check_agreement(requests)
+        alike: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        written: dict[int, str] = {}
+        with self._show(len(requests), "requests") as advance:
+            for numbers in alike.values():
+                contexts = [requests[number].args[0] for number in numbers]
+                texts = self._write(contexts, requests[numbers[0]].args[1], advance)
+                written |= zip(numbers, texts, strict=True)
+        return [written[number] for number in range(len(requests))]
+
+    def _write(self, contexts: Sequence[str], options: dict[str, Any], advance: Callable[[int], None]) -> list[str]:
+        wanted = dict(normalize_gen_kwargs(options))
+        stops = [stop for stop in wanted.pop("until") if stop]
+        tokens, sampling = wanted.pop("max_gen_toks"), _sampling(wanted)
+        if tokens >= self.max_length:
+            raise ConfigurationError(
+                f"a task lets the model write {tokens} tokens (max_gen_toks), which leaves no room for its prompt "
+                f"among {self.max_length}: give a larger --seq-length"
+            )
+        # What is drawn for a prompt depends on its number: then each copy of the model writes all of them.
+        mesh = self.network.mesh
+        copies, own = (1, 0) if sampling.temperature else (mesh.size("dp"), mesh.coordinate("dp"))
+        prompts = [self.tok_encode(context)[tokens - self.max_length :] or self._context for context in contexts]
+        prompts = prompts[own::copies]
+        texts, begins = [""] * len(prompts), [len(self._tokenizer.decode(prompt)) for prompt in prompts]
+
+        def ended(index: int, tokens: Sequence[int]) -> bool:
+            text = self._tokenizer.decode(tokens)[begins[index] :]
+            ends = [place for stop in stops if (place := text.find(stop)) >= 0]
+            texts[index] = text[: min(ends)] if ends else text
+            return bool(ends)
+
+        for _, event in generate(
+            self.network,
+            prompts,
+            max_new_tokens=tokens,
+            eod=self.eot_token_id,
+            sampling=sampling,
+            batch_size=self.micro_batch_size,
+            stop=ended,
+            vocab_size=self._tokenizer.vocab_size,
+        ):
+            if isinstance(event, str):
+                advance(1)
+        if copies == 1:
+            return texts
+        shares = collectives.all_gather_text(json.dumps(texts), mesh.group("dp"), mesh.device)
+        every = [json.loads(share) for share in shares]
+        advance(len(contexts) - len(texts))
+        return [every[number % copies][number // copies] for number in range(len(contexts))]
+
+    def _scores(self, windows: Sequence[Window]) -> list[Score]:
+        with self._show(sum(window.counted for window in windows), "tokens") as advance:
+            return score_windows(self.network, windows, self.micro_batch_size, advance)
+
+    def _check_agreement(self, requests: Sequence[Instance]) -> None:
+        """Raises ConfigurationError where ranks would wait for each other over different requests."""
+        mesh = self.network.mesh
+        own = hashlib.sha256(repr([request.args for request in requests]).encode()).hexdigest()
+        digests = collectives.all_gather_text(own, mesh.world(), mesh.device)
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            raise ConfigurationError(
+                f"rank {other} asks other things of the model than rank 0: give all ranks the same tasks and data"
+            )
+
+
+def _sampling(options: dict[str, Any]) -> Sampling:
+    """How a task's options, but for what they say of length and end, choose tokens."""
+    sampled = options.pop("do_sample")
+    known = {name: options.pop(name) for name in ("temperature", "top_k", "top_p") if name in options}
+    if options:
+        raise ConfigurationError(f"a task generates with {', '.join(options)}, which megalite has not")
+    return Sampling(**known) if sampled else Sampling(temperature=0.0)

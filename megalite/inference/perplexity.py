@@ -1,0 +1,80 @@
+"""How well a model predicts documents: loss, perplexity, bits per byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from megalite.errors import ConfigurationError
+from megalite.inference.documents import Documents
+from megalite.inference.network import Network
+from megalite.inference.scoring import score_windows
+from megalite.inference.windows import sliding_windows
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a model makes of a data set."""
+
+    name: str
+    documents: int
+    """Those that have tokens."""
+    tokens: int
+    """Those predicted."""
+    loss: float
+    """The mean over them of -ln of their probability, in nats."""
+    text_bytes: int | None = None
+    """What the text takes as UTF-8, where it is known."""
+
+    @property
+    def perplexity(self) -> float:
+        """e to the loss; infinite beyond what a float holds."""
+        return math.exp(self.loss) if self.loss < 709.0 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """What the text takes, coded by the model; comparable between tokenizers."""
+        return None if not self.text_bytes else self.loss * self.tokens / math.log(2) / self.text_bytes
+
+    def to_json(self) -> dict[str, object]:
+        """All of it, as JSON values."""
+        return asdict(self) | {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+
+
+def evaluate(
+    network: Network,
+    documents: Documents,
+    context: Sequence[int],
+    *,
+    length: int,
+    stride: int,
+    micro_batch_size: int,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> Figures:
+    """The figures of a data set, each of its tokens predicted once, in its own document.
+
+    All ranks call it. `context`, `length` and `stride` as in `sliding_windows`; `micro_batch_size` and `advance` as in
+    `score_windows`. Raises ConfigurationError where not even the context can be read at once.
+    """
+    if len(context) > length:
+        raise ConfigurationError(f"--seq-length {length}: {len(context)} tokens stand before each document")
+    windows = [window for tokens in documents.tokens for window in sliding_windows(tokens, context, length, stride)]
+    scores = score_windows(network, windows, micro_batch_size, advance)
+    count = sum(window.counted for window in windows)
+    loss = -math.fsum(score.log_probability for score in scores) / count
+    return Figures(documents.name, sum(map(bool, map(len, documents.tokens))), count, loss, documents.text_bytes)
+
+
+def together(figures: Sequence[Figures], weights: Sequence[float] | None = None) -> Figures:
+    """Those of all tokens of several data sets; with `weights`, which sum to 1, the loss is that of their blend."""
+    tokens = sum(each.tokens for each in figures)
+    shares = [each.tokens / tokens for each in figures] if weights is None else weights
+    known = [each.text_bytes for each in figures if each.text_bytes is not None]
+    return Figures(
+        "all" if weights is None else "blend",
+        sum(each.documents for each in figures),
+        tokens,
+        math.fsum(share * each.loss for share, each in zip(shares, figures, strict=True)),
+        sum(known) if len(known) == len(figures) and weights is None else None,
+    )

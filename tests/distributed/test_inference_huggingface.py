@@ -1,0 +1,39 @@
+"""Greedy text of Hugging Face folders, on ranks and in batches, is what transformers generates from them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+
+from megalite.inference.sampling import Sampling
+from tests.distributed.inference_run import generated_by_huggingface_folders
+from tests.harness import huggingface as theirs
+from tests.harness.huggingface import CONFIGS
+from tests.harness.rank_pool import RankPools
+
+PROMPTS = [[31, 41, 59, 26, 53, 58, 9, 7, 9], [3, 23], [8, 46, 26, 43, 38]]
+NEW, EOD = 10, 5
+
+
+def test_greedy_text_is_that_of_transformers(tmp_path: Path, rank_pools: RankPools) -> None:
+    expected = []
+    for name in CONFIGS:
+        model = theirs.save(tmp_path / name, name)
+        for prompt in PROMPTS:
+            tokens = torch.tensor([prompt])
+            mask = torch.ones_like(tokens)
+            text = model.generate(tokens, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0]
+            expected.append((name, text[len(prompt) :].tolist()))
+    assert any(EOD in text for _, text in expected)
+    run = functools.partial(
+        generated_by_huggingface_folders, max_new_tokens=NEW, eod=EOD, sampling=Sampling(temperature=0.0)
+    )
+    for ranks in rank_pools(4).run(run, [tmp_path / name for name in CONFIGS], PROMPTS, 2, 2):
+        found = []
+        for name, events in zip(CONFIGS, ranks, strict=True):
+            for number in range(len(PROMPTS)):
+                *text, finish = [event for index, event in events if index == number]
+                found.append((name, [*text, EOD] if finish == "stop" else text))
+        assert found == expected

@@ -1,0 +1,125 @@
+"""Attention in blocks against dense masks: the same blocks, results and gradients, and one compiled kernel for all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from megalite.model.batch import MicroBatch, first_visible
+from megalite.model.recompute import Recompute
+from megalite.parallel.randomness import RandomKey
+from megalite_kernels import attention as kernel
+from tests.distributed.layout_expected import one_thread
+from tests.unit.test_parallel_model import GEMMA, VOCABULARY, network
+
+BATCH = 2
+
+
+def micro_batch(sequence: int, seed: int = 0, *, documents: bool = True) -> MicroBatch:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCABULARY, (BATCH, sequence), generator=generator)
+    ends = torch.rand(BATCH, sequence, generator=generator) < 5 / sequence
+    positions = torch.arange(sequence).expand(BATCH, -1)
+    mask = torch.ones(BATCH, sequence, dtype=torch.float64)
+    return MicroBatch(tokens, positions, ends.cumsum(1) if documents else None, tokens, mask, RandomKey(0, 0))
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """FlexAttention as a GPU compiles it but for the last step, which leaves a CPU plain operations and gradients."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *parts: None)
+    compiled = torch.compile(flex_attention, backend="aot_eager")
+    monkeypatch.setattr(kernel, "_flex_attention", lambda: compiled)
+    return counters["stats"]
+
+
+@pytest.mark.parametrize(("documents", "window"), [(True, None), (False, 200), (True, 100), (False, None)])
+def test_the_blocks_are_those_in_which_something_is_seen(documents: bool, window: int | None) -> None:
+    first = first_visible(micro_batch(1024, documents=documents), window).expand(BATCH, -1)
+    ours = kernel.block_mask(first)
+    theirs = create_block_mask(ours.mask_mod, BATCH, None, 1024, 1024, device="cpu")
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    assert torch.equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)
+    for row, count in enumerate(ours.full_kv_num_blocks.flatten().tolist()):
+        listed = (mask.full_kv_indices.flatten(0, 2)[row, :count] for mask in (ours, theirs))
+        assert torch.equal(*listed)
+
+
+def heads(sequence: int, count: int, generator: torch.Generator) -> Tensor:
+    """[batch, heads, sequence, width], as a layer has them."""
+    states = torch.randn(sequence, BATCH, count, 8, dtype=torch.float64, generator=generator)
+    return states.permute(1, 2, 0, 3).requires_grad_()
+
+
+@pytest.mark.parametrize(("groups", "cap", "scale"), [(4, None, None), (2, 2.0, 0.7)])
+def test_attention_in_blocks_is_the_dense_one(
+    groups: int, cap: float | None, scale: float | None, graphs: dict[str, int]
+) -> None:
+    """And is compiled once, whichever documents and windows there are."""
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        parts = [heads(256, count, generator) for count in (4, groups, groups)]
+        for window in (None, 30):
+            first = first_visible(micro_batch(256, seed), window)
+            masks = kernel.block_mask(first), kernel.dense_mask(first)
+            found = []
+            for mask in masks:
+                mixed = kernel.attention(*parts, mask, scale=scale, cap=cap, dropout=0.0)
+                found.append([mixed, *torch.autograd.grad(mixed.sin().sum(), parts)])
+            for ours, reference in zip(*found, strict=True):
+                torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-12)
+    assert graphs["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("recompute", [Recompute(), Recompute(attention=True), Recompute(method="uniform")])
+def test_a_network_in_blocks_is_the_dense_one(
+    recompute: Recompute, graphs: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, batch = network(replace(GEMMA, kv_channels=6), recompute=recompute), micro_batch(12)
+    losses, gradients = [], []
+    with one_thread():
+        for blocks in (False, True):
+            monkeypatch.setattr("megalite.model.gpt.goes_in_blocks", lambda *about, blocks=blocks: blocks)
+            monkeypatch.setattr(kernel, "BLOCK", 4)
+            loss = made(None, batch)
+            losses.append(loss.detach())
+            gradients.append(torch.autograd.grad(loss, list(made.parameters())))
+    assert graphs["unique_graphs"] > 0
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-10, atol=0)
+    for ours, reference in zip(*gradients[::-1], strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-10 * reference.norm().item())
+
+
+def test_scores_in_blocks_are_not_computed_twice() -> None:
+    first = first_visible(micro_batch(128), None)
+    assert kernel.keeps_scores(kernel.dense_mask(first), 2.0)
+    assert not kernel.keeps_scores(kernel.block_mask(first), 2.0)
+    assert not kernel.keeps_scores(None, None)
+
+
+def test_blocks_are_for_gpus_and_what_flex_attention_does() -> None:
+    gpu = torch.device("cuda")
+    assert kernel.goes_in_blocks(gpu, torch.bfloat16, 4096, 128, 0.0)
+    for device, dtype, sequence, width, dropout in (
+        (torch.device("cpu"), torch.float32, 4096, 128, 0.0),
+        (gpu, torch.float64, 4096, 128, 0.0),
+        (gpu, torch.float32, 4000, 128, 0.0),
+        (gpu, torch.float32, 4096, 8, 0.0),
+        (gpu, torch.float32, 4096, 192, 0.0),
+        (gpu, torch.float32, 4096, 128, 0.1),
+    ):
+        assert not kernel.goes_in_blocks(device, dtype, sequence, width, dropout)
+
+
+def test_first_visible() -> None:
+    batch = replace(micro_batch(6), document_ids=torch.tensor([[0, 0, 1, 1, 1, 2], [5, 5, 5, 5, 5, 5]]))
+    assert first_visible(batch, None).tolist() == [[0, 0, 2, 2, 2, 5], [0] * 6]
+    assert first_visible(batch, 1).tolist() == [[0, 0, 2, 2, 3, 5], [0, 0, 1, 2, 3, 4]]
+    assert first_visible(replace(batch, document_ids=None), 2).tolist() == [[0, 0, 0, 1, 2, 3]]
