@@ -95,6 +95,8 @@ class TorchDist:
     def common(self) -> Mapping[str, Any]:
         """What is the same on every rank, the arguments among it. Raises CheckpointError."""
         common = read_torch_file(self._folder / "common.pt") if self._common is None else self._common.read()
+        if isinstance(common, list) and len(common) == 1:  # one for each piece of an object
+            (common,) = common
         if not isinstance(common, Mapping):
             raise CheckpointError(f"{self._folder} does not hold what is common to its ranks as a dictionary")
         return common

@@ -28,6 +28,7 @@ def save(
     """Save a network of random weights as Megatron-LM does, and give its logits."""
     with _ready(tensor_parallel_size):
         from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
 
         network = _build(model, tensor_parallel_size)
         torch.manual_seed(torch.distributed.get_rank())
@@ -36,7 +37,7 @@ def save(
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + (1.0 if "norm" in name else 0.0))
                 if not getattr(parameter, "tensor_model_parallel", False):  # the same on every rank
                     torch.distributed.broadcast(parameter, 0)
-        common = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 7}
+        common: dict[str, Any] = {"args": Namespace(**args), "checkpoint_version": 3.0, "iteration": 7}
         if form == "legacy":
             path = folder / f"mp_rank_{torch.distributed.get_rank():02d}" / "model_optim_rng.pt"
             path.parent.mkdir(parents=True)
@@ -44,6 +45,9 @@ def save(
         else:
             folder.mkdir(parents=True, exist_ok=True)
             metadata = {"singleton_local_shards": form == "per layer"}
+            if form == "stacked":  # as newer versions do, among the tensors
+                rank = torch.distributed.get_rank()
+                common = {"common": ShardedObject("common_state", common, (1,), (0,), replica_id=rank)}
             dist_checkpointing.save(network.sharded_state_dict(metadata=metadata) | common, str(folder))
         return _logits(network, tokens)
 
