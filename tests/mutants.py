@@ -1151,9 +1151,9 @@ MUTANTS = (
         "Gemma 2's norm behind attention is its norm before the feed-forward layer",
         "megalite/conversion/families.py",
         """post_attention_layernorm", "attention_output_norm"),
-    *_norm("model.layers.{layer}.pre_feedforward_layernorm"""",
+    *_norm("model.layers.{layer}.pre_feedforward_layernorm", """,
         """pre_feedforward_layernorm", "attention_output_norm"),
-    *_norm("model.layers.{layer}.post_attention_layernorm"""",
+    *_norm("model.layers.{layer}.post_attention_layernorm", """,
         f"{_AS_THEIRS}[gemma2]",
     ),
     Mutant(
