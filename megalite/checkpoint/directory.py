@@ -97,7 +97,8 @@ def _tracked(directory: AnyPath) -> str | None:
 
 def _names_none(directory: AnyPath, text: str, found: dict[int, AnyPath]) -> CheckpointError:
     there = f"write one of {', '.join(map(str, sorted(found)))} into it" if found else "there is none in that folder"
-    return CheckpointError(f"{directory / TRACKER} names {text!r}, which is no checkpoint here: {there}")
+    others = manifest.of_others(directory / text)
+    return CheckpointError(f"{directory / TRACKER} names {text!r}, which is no checkpoint here: {there}{others}")
 
 
 def resolve(path: AnyPath) -> AnyPath:

@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from operator import add, gt
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -189,7 +190,7 @@ def read_manifest(path: AnyPath) -> Manifest:
     try:
         return Manifest.from_json((path / NAME).read_text())
     except FileNotFoundError as error:
-        raise DamagedCheckpointError(f"{path} is no checkpoint: it has no {NAME}") from error
+        raise DamagedCheckpointError(f"{path} is no checkpoint: it has no {NAME}{of_others(path)}") from error
     except OSError as error:
         raise unreadable(path / NAME, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -198,6 +199,13 @@ def read_manifest(path: AnyPath) -> Manifest:
         ) from error
     except CheckpointError as error:
         raise CheckpointError(f"{path / NAME} cannot be used: {error}") from error
+
+
+def of_others(path: AnyPath) -> str:
+    """What to do with a folder that Megatron-LM has written, as the end of a message; empty for all others."""
+    if isinstance(path, Path) and ((path / ".metadata").is_file() or any(path.glob("mp_rank_*"))):
+        return "; one of Megatron-LM is brought in by tools/checkpoint/convert.py --loader megatron"
+    return ""
 
 
 def read_config(path: AnyPath) -> dict[str, Any]:

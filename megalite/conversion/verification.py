@@ -100,6 +100,7 @@ def _logits_of_transformers(model: OpenedModel, tokens: Tensor) -> Tensor | None
         import transformers
     except ImportError:
         return None
+    transformers.utils.logging.disable_progress_bar()
     reader: Any = transformers.AutoModelForCausalLM  # its annotations leave the second result out
     loaded, info = reader.from_pretrained(
         model.folder, dtype=torch.float32, local_files_only=True, output_loading_info=True

@@ -8,6 +8,7 @@ from typing import Any
 
 from megalite import checkpoint
 from megalite.checkpoint import AnyPath, Candidates, open_directory
+from megalite.checkpoint.manifest import of_others
 from megalite.config import CheckpointConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
@@ -77,7 +78,7 @@ def _refuse_other_folders(load: str) -> None:
     if _has(folder, ".metadata"):
         raise ConfigurationError(
             f"--load {load} was not written by megalite: it has a .metadata, but no manifest.json, which says what "
-            "model it is"
+            f"model it is{of_others(folder)}"
         )
 
 

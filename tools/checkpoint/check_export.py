@@ -70,6 +70,7 @@ def of_transformers(folder: Path) -> list[int]:
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     reader: Any = transformers.AutoModelForCausalLM
     model, info = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
     wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
