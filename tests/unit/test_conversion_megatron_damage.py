@@ -24,6 +24,10 @@ def other_values_described(folder: Path) -> None:
     (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes().replace(b"decoder", b"decoded"))
 
 
+def outside(folder: Path) -> None:
+    (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes().replace(b"__0_0.d", b"../_0.d"))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -31,6 +35,7 @@ def other_values_described(folder: Path) -> None:
         (lambda folder: (folder / "__0_0.distcp").unlink(), r"__0_0.distcp cannot be read: No such file"),
         (lambda folder: (folder / ".metadata").write_bytes(b""), r".metadata cannot be read"),
         (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({"a": 1})), "does not describe a checkpoint"),
+        (outside, r"names .*_0.distcp, which is not in its folder"),
         (other_values_described, "which the network that its arguments describe has not"),
         (lambda folder: (folder / "metadata.json").unlink(), "torch_dcp or fsdp_dtensor"),
         (lambda folder: (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "has the format zarr"),
