@@ -65,6 +65,9 @@ def all_reduce_async_(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
         return done(tensor)
     if group.size == 2 and op == "sum" and _is_gloo(group):
         return _exchange_and_add(tensor, group)
+    if not tensor.is_contiguous():  # gloo adds memory in its own order, which need not be that of other ranks
+        pending = all_reduce_async_(tensor.contiguous(), group, op)
+        return Pending(None, lambda: tensor.copy_(pending.wait()))
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     work = dist.all_reduce(tensor, reduce_op, group=group.process_group, async_op=True)
     return Pending(work, lambda: tensor)

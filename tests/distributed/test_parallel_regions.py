@@ -96,6 +96,8 @@ def results_of_collectives() -> dict[str, Tensor]:
         collectives.all_gather_async(whole[group.rank].flatten(), group, out=whole.view(-1)).wait().view(whole.shape)
     )
     results["max"] = collectives.all_reduce_(x.clone(), group, "max")
+    apart = torch.empty(SHAPE[::-1], dtype=x.dtype).permute(2, 1, 0) if group.rank else torch.empty_like(x)
+    results["sum, not contiguous"] = collectives.all_reduce_(apart.copy_(x), group)
     return results
 
 
@@ -112,6 +114,7 @@ def test_collectives_give_what_their_names_say(rank_pools: RankPools) -> None:
         assert_bits_equal(results["gather region"], torch.cat(inputs, dim=-1))
         assert_bits_equal(results["scatter region"], inputs[rank].chunk(SIZE, dim=-1)[rank].contiguous())
         assert_bits_equal(results["max"], torch.stack(inputs).amax(0))
+        torch.testing.assert_close(results["sum, not contiguous"], in_rank_order, rtol=1e-14, atol=1e-14)
         torch.testing.assert_close(results["reduce region"], in_rank_order, rtol=1e-14, atol=1e-14)
 
 

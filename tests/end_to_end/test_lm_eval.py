@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from tests.distributed.layout_expected import one_thread
-from tests.end_to_end.bytes_by_oracle import EOD, LLAMA, log_probabilities, next_scores
+from tests.end_to_end.bytes_by_oracle import EOD, LLAMA, log_probabilities, next_scores, write_byte_tokenizer
 from tests.end_to_end.runs import EVALUATE, ROOT, saved_weights
 from tests.harness.close import assert_number_close
 from tests.harness.job import Job
 from tests.harness.lm_eval_tasks import CHOICES, MAX_NEW_TOKENS, NAMES, PROMPTS, STOP, TEXTS, write_tasks
+from tests.harness.tool import run_tool
 from tests.oracle import Weights
 
 LENGTH = 48
@@ -189,3 +190,30 @@ def test_the_command_shows_and_writes_the_results(
         }
     for name in ("local_choices", "local_texts", "bits_per_byte"):
         assert name in job.stdout(0)
+
+
+def test_what_was_exported_is_told_apart_by_nothing(
+    byte_llama: Path, folder: Path, found: Results, tmp_path: Path, spawn: Callable[..., Job]
+) -> None:
+    """lm_eval's own model of a Hugging Face folder says what the checkpoint says that it was made from."""
+    exported = tmp_path / "exported"
+    write_byte_tokenizer(tmp_path / "tokenizer")
+    flags = ["--loader", "megalite", "--saver", "hf", "--load-dir", byte_llama, "--save-dir", exported]
+    result = run_tool("tools.checkpoint.convert", *flags, "--tokenizer-model", tmp_path / "tokenizer")
+    assert result.code == 0, result.stderr
+    script = ROOT / "tests" / "end_to_end" / "lm_eval_exported.py"
+    job = spawn([script, exported, folder, tmp_path / "results", LENGTH], 1, **offline(folder))
+    assert job.wait() == [0], job.stderr(0)
+    theirs, ours = json.loads((tmp_path / "results").read_text()), found["alone"]
+    for name in ("local_choices", "local_texts"):
+        for [answer], [expected] in zip(flat(theirs[name]), flat(ours[name]), strict=True):
+            score, total = (each if isinstance(each, float) else each[0] for each in (answer, expected))
+            assert_number_close(score, total, relative=1e-6)  # transformers' norms are in fp32 whatever the weights
+    assert theirs["local_prompts"] == ours["local_prompts"]
+    for figure in ("acc,none", "acc_norm,none"):
+        assert theirs["results"]["local_choices"][figure] == ours["results"]["local_choices"][figure]
+
+
+def flat(samples: list[list[Any]]) -> list[Any]:
+    """The answers to all requests."""
+    return [answer for answers in samples for answer in answers]
