@@ -76,6 +76,12 @@ def test_an_order_of_queries_keys_and_values_before_version_2_is_refused(tmp_pat
         open_megatron(tmp_path)
 
 
+def test_the_file_beside_a_distributed_optimizers_is_read(tmp_path: Path) -> None:
+    save(tmp_path)
+    (tmp_path / "mp_rank_00" / "model_optim_rng.pt").rename(tmp_path / "mp_rank_00" / "model_rng.pt")
+    assert open_megatron(tmp_path).config.num_layers == 2
+
+
 def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
     save(tmp_path, tensor_ranks=2, stages=[[1, 1]])
     shutil.rmtree(tmp_path / "mp_rank_01_000")
