@@ -519,14 +519,14 @@ MUTANTS = (
         "megalite/optim/muon.py",
         "collectives.all_reduce_(whole, split.split_group)",
         "pass",
-        f"{_STEPS}[4]",
+        f"{_STEPS}[6]",
     ),
     Mutant(
         "Muon counts every replica of keys and values",
         "megalite/optim/muon.py",
         "counted = split_group.ranks[split_group.rank] == first_holder",
         "counted = True",
-        f"{_STEPS}[6]",
+        f"{_STEPS}[8]",
     ),
     Mutant(
         "Muon takes keys and values for one matrix",
