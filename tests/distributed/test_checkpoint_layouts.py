@@ -31,8 +31,8 @@ from tests.harness.close import assert_bits_equal, assert_number_close, assert_p
 from tests.harness.covering_array import Row, Valid
 from tests.harness.rank_pool import RankPools
 
-BEFORE, AFTER = 1, 2
-"""Steps under the layout that saves, and under the one that loads."""
+BEFORE, AFTER = 1, 1
+"""Steps under the layout that saves, and under the one that loads: the first one after it reads all that was loaded."""
 
 Target = tuple[Any, ...]
 """What some pair is to meet: a value on a side, or two together."""

@@ -59,8 +59,13 @@ def check(rank_pools: RankPools, cells: list[Cell]) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
 def test_one_step_is_the_oracles(layout: Row, rank_pools: RankPools) -> None:
-    """Each layout with each way of its communication, the families by turns, and so the other factors."""
+    """Each layout with each way of its communication, the families by turns, and so the other factors.
+
+    Of 8 ranks every other way, with sequence parallelism those that are not run without it: fewer ranks meet all.
+    """
     rest = [row for row in product(*RANKS, *COMMUNICATION) if row | layout == row and distinct(row)]
+    if layout["tp"] * layout["dp"] == 8:
+        rest = rest[layout["sequence_parallel"] :: 2]
     variants = itertools.cycle(VARIANTS[len(rest) * LAYOUTS.index(layout) % len(VARIANTS) :] + VARIANTS)
     families = itertools.cycle(("gpt2", "llama"))
     check(rank_pools, [in_turn(row | {"family": next(families)}, variants) for row in rest])

@@ -127,20 +127,23 @@ def test_all_stages_give_the_same_bits_at_one_micro_batch(rank_pools: RankPools)
 
 
 NARROW = {
-    "sgd": [(False, None), (False, "bfloat16"), (True, None)],
-    "adam": [(False, None), (True, "bfloat16")],
-    "muon": [(False, None), (True, "bfloat16")],
+    ("llama", "sgd"): [(False, None), (False, "bfloat16"), (True, None)],
+    ("llama", "adam"): [(False, None), (True, "bfloat16")],
+    ("gpt2", "adam"): [(True, "bfloat16")],
+    ("llama", "muon"): [(False, None), (True, "bfloat16")],
 }
-"""Whether the optimizer's state is narrow, and the gradients' dtype."""
+"""Whether the optimizer's state is narrow, and the gradients' dtype; no optimizer knows the family."""
 
 
-@pytest.mark.parametrize("optimizer", NARROW)
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(("family", "optimizer"), NARROW)
 def test_a_bf16_run_stays_near_fp32(family: str, optimizer: str, rank_pools: RankPools) -> None:
     """bf16 weights with masters in fp32 or fp16; 2 % is what bf16's 8 bits leave of a loss of about 4."""
     layout = {"tp": 2, "dp": 2, "sequence_parallel": True, "zero": 1, "overlap": "reduce and gather"}
-    wide = make_cell(layout | {"family": family, "dtype": "float32"}, optimizer=optimizer, steps=6)
-    cells = [replace(wide, dtype="bfloat16", narrow=narrow, gradient_dtype=kind) for narrow, kind in NARROW[optimizer]]
+    wide = make_cell(layout | {"family": family, "dtype": "float32"}, optimizer=optimizer, steps=5)
+    cells = [
+        replace(wide, dtype="bfloat16", narrow=narrow, gradient_dtype=kind)
+        for narrow, kind in NARROW[family, optimizer]
+    ]
     expected, *results = run(rank_pools, [wide, *cells])
     for cell, result in zip(cells, results, strict=True):
         for step, (loss, actual) in enumerate(zip(expected.losses, result.losses, strict=True)):

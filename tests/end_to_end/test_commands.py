@@ -94,7 +94,7 @@ def test_every_command_of_the_readme_runs_in_its_order(checkout: Path) -> None:
     assert len(blocks) >= 5
     for block in blocks:
         shell(block, checkout)
-    assert latest_iteration(checkout / "run/mine-llama") == 40
+    assert latest_iteration(checkout / "run/mine-llama") == 20
 
 
 def test_every_flag_that_the_readme_names_is_one(checkout: Path) -> None:
