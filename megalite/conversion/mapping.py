@@ -115,6 +115,8 @@ def _file_tensor(
         size = tuple(view(torch.empty(shape, device="meta")).shape)
         offset = (*piece.offset, *(0,) * (len(size) - len(piece.offset)))
         boxes.append((prefix + piece.tensor, Box(offset, size), view))
+    if sum(box.numel for _, box, _ in boxes) != math.prod(shape):
+        raise ValueError(f"the pieces of {rule.file} are not all of it")
     return FileTensor(rule.file.format(layer=layer), shape, tuple(boxes))
 
 
