@@ -1192,6 +1192,27 @@ MUTANTS = (
         f"{_AS_THEIRS}[gemma3]",
     ),
     Mutant(
+        "Llama rotates a part of each head where its config says so",
+        "megalite/conversion/config_keys.py",
+        "if share is None and part != 1.0:",
+        "if False:",
+        f"{_FAMILIES}what_megalite_does_not_compute_is_refused[a part of a head]",
+    ),
+    Mutant(
+        "YaRN's factor is left out where it is the default",
+        "megalite/conversion/config_keys.py",
+        'if name == "factor" or name not in left_out',
+        "if name not in left_out",
+        f"{_FAMILIES}networks_that_no_family_has_are_refused_by_their_flags",
+    ),
+    Mutant(
+        "a window that is left out is none",
+        "megalite/conversion/config_keys.py",
+        'config.get("sliding_window", default), [True]',
+        'config.get("sliding_window"), [True]',
+        f"{_FAMILIES}what_published_files_say_is_read_as_transformers_reads_it[Mistral, whose window is by default]",
+    ),
+    Mutant(
         "unknown keys are passed over",
         "megalite/conversion/family.py",
         "for name in config if name not in known]",

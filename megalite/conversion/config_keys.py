@@ -54,6 +54,11 @@ def fixed(name: str, value: Any, *, written: bool = True) -> Keys:
     return Keys((name,), read, lambda _: {name: value} if written else {})
 
 
+def unread(*names: str) -> Keys:
+    """Keys that some files of a family have, and transformers does not read."""
+    return Keys(names, lambda _: {}, lambda _: {})
+
+
 def tied(default: bool) -> Keys:
     """Whether the output layer is the word embedding."""
     return Keys(
@@ -63,11 +68,11 @@ def tied(default: bool) -> Keys:
     )
 
 
-def grouped_queries() -> Keys:
-    """The number of key-value heads; null: one for each query head."""
+def grouped_queries(default: int | None = None) -> Keys:
+    """The number of key-value heads; left out: `default`; null: one for each query head."""
 
     def read(config: Json) -> dict[str, Any]:
-        heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+        heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads", default)
         if groups is None or groups == heads:
             return {"group_query_attention": False, "num_query_groups": 1}
         return {"group_query_attention": True, "num_query_groups": groups}
@@ -105,28 +110,48 @@ def linear_biases() -> Keys:
     )
 
 
-def activation(name: str, default: str, *, gated: bool, others: tuple[str, ...] = ()) -> Keys:
-    """The function of the feed-forward layer. `others`: keys that say the same in other versions; they go before."""
-    tanh = ("gelu_pytorch_tanh", "gelu_new")
-    names = {"silu": {"swiglu": True}, "gelu": {"geglu": True, "exact_gelu": True}} if gated else {}
-    names |= {each: {"geglu": True} for each in tanh} if gated else {each: {} for each in tanh}
-    if not gated:
-        names |= {"gelu": {"exact_gelu": True}, "relu2": {"squared_relu": True}}
-    off = {"swiglu": False, "geglu": False, "exact_gelu": False, "squared_relu": False}
+_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
+_EXACT = ("gelu", "gelu_python")
+_OFF = {"swiglu": False, "geglu": False, "exact_gelu": False, "squared_relu": False}
+
+
+def activation(name: str, default: str, *, gated: bool) -> Keys:
+    """The function of the feed-forward layer."""
+    if gated:
+        names = {each: {"geglu": True} for each in _TANH} | {
+            each: {"geglu": True, "exact_gelu": True} for each in _EXACT
+        }
+        names |= {each: {"swiglu": True} for each in ("silu", "swish")}
+    else:
+        names = {each: {} for each in _TANH} | {each: {"exact_gelu": True} for each in _EXACT}
+        names |= {"relu2": {"squared_relu": True}}
 
     def read(config: Json) -> dict[str, Any]:
-        value = next((config[each] for each in (*others, name) if config.get(each)), default)
+        value = config.get(name) or default
         if value not in names:
             raise CheckpointError(f"{name} is {value!r}, where {', '.join(names)} are known")
-        return off | names[value]
+        return _OFF | names[value]
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        wanted = {field: getattr(model, field) for field in off}
-        alike = [each for each in names if off | names[each] == wanted]
-        value = default if default in alike or not alike else alike[0]
-        return dict.fromkeys((name, *others), value)
+        wanted = {field: getattr(model, field) for field in _OFF}
+        alike = [each for each in names if _OFF | names[each] == wanted]
+        return {name: default if default in alike or not alike else alike[0]}
 
-    return Keys((name, *others), read, write)
+    return Keys((name,), read, write)
+
+
+def tanh_gate() -> Keys:
+    """The first Gemma's: a gate of GELU's tanh form, which its published files call gelu, and version 4 of transformers
+    by a key of its own."""
+
+    def read(config: Json) -> dict[str, Any]:
+        for name in ("hidden_act", "hidden_activation"):
+            if config.get(name) not in (None, "gelu", *_TANH):
+                raise CheckpointError(f"{name} is {config[name]!r}, where gelu, {', '.join(_TANH)} are known")
+        return _OFF | {"geglu": True}
+
+    names = ("hidden_act", "hidden_activation")
+    return Keys(names, read, lambda _: dict.fromkeys(names, "gelu_pytorch_tanh"))
 
 
 # ------------------------------------------------------------------------------------------------ rotary embeddings
@@ -200,26 +225,29 @@ def _scaling(model: ModelConfig) -> dict[str, Any]:
         left_out = {name for name, field in _SCALINGS[kind].items() if values[name] == _field_defaults()[field]}
         if "mscale" not in left_out or "mscale_all_dim" not in left_out:  # one alone says nothing
             left_out -= {"mscale", "mscale_all_dim"}
-        values = {name: value for name, value in values.items() if name not in left_out}
+        # The factor is always said: left out it would be that of the two lengths.
+        values = {name: value for name, value in values.items() if name == "factor" or name not in left_out}
     return {"rope_type": kind, **values} if values else {}
 
 
-def rotary(theta: str = "rope_theta", share: str = "partial_rotary_factor", default_share: float = 1.0) -> Keys:
-    """Rotary embeddings: their base, the share of a head that is rotated, and how they are scaled."""
+def rotary(theta: str = "rope_theta", share: str | None = None, default_share: float = 1.0) -> Keys:
+    """Rotary embeddings: their base, the `share` of a head that is rotated (None: the family rotates all of it,
+    whatever its files say), and how they are scaled."""
 
     def read(config: Json) -> dict[str, Any]:
-        parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+        parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
         base: Any = parameters.get("rope_theta", config.get(theta, 10000.0))
-        part: Any = parameters.get("partial_rotary_factor", config.get(share, default_share))
+        part: Any = parameters.get("partial_rotary_factor", config.get(share or "partial_rotary_factor", default_share))
+        if share is None and part != 1.0:
+            raise CheckpointError(f"partial_rotary_factor is {part!r}, where this family rotates all of a head")
         scaled = _scaling_fields(parameters, config.get("max_position_embeddings"))
         return {"rotary_base": float(base), "rotary_percent": float(part), **scaled}
 
     def write(model: ModelConfig) -> dict[str, Any]:
         written = {theta: model.rotary_base, "rope_scaling": _scaling(model) or None}
-        partly = model.rotary_percent != 1.0 or default_share != 1.0
-        return written | ({share: model.rotary_percent} if partly else {})
+        return written if share is None else written | {share: model.rotary_percent}
 
-    return Keys((theta, share, "rope_scaling", "rope_parameters"), read, write)
+    return Keys((theta, share or "partial_rotary_factor", "rope_scaling", "rope_parameters"), read, write)
 
 
 def rotary_of_two_kinds() -> Keys:
@@ -227,10 +255,12 @@ def rotary_of_two_kinds() -> Keys:
 
     def read(config: Json) -> dict[str, Any]:
         nested = config.get("rope_parameters") or {}
-        full = {**(config.get("rope_scaling") or {}), **(nested.get("full_attention") or {})}
+        full = {**(nested.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
         sliding = nested.get("sliding_attention") or {}
         if sliding.get("rope_type", "default") != "default":
             raise CheckpointError(f"layers with a window have rotary embeddings of kind {sliding['rope_type']!r}")
+        if not full.get("truncate", True):
+            raise CheckpointError("truncate is false, which transformers does not see where layers are of two kinds")
         unknown = [name for name in nested if name not in ("full_attention", "sliding_attention")]
         if unknown:
             raise CheckpointError(f"rope_parameters of {', '.join(unknown)} are unknown")
@@ -278,14 +308,16 @@ def _windowed(config: Json, otherwise: Callable[[int], bool]) -> list[bool]:
     unknown = sorted({*types} - {"full_attention", "sliding_attention"})
     if unknown:
         raise CheckpointError(f"layer_types has {', '.join(unknown)}, which is unknown")
+    if len(types) != config["num_hidden_layers"]:
+        raise CheckpointError(f"layer_types has {len(types)} entries for {config['num_hidden_layers']} layers")
     return [kind == "sliding_attention" for kind in types]
 
 
-def window_everywhere() -> Keys:
+def window_everywhere(default: int = 4096) -> Keys:
     """Mistral's: all layers have it, or with null none."""
 
     def read(config: Json) -> dict[str, Any]:
-        return _window_fields(config.get("sliding_window"), [True])
+        return _window_fields(config.get("sliding_window", default), [True])
 
     return Keys(("sliding_window",), read, lambda model: {"sliding_window": _window(model)})
 

@@ -119,6 +119,47 @@ def test_the_family_that_a_model_came_from_is_kept(folders: Path, tmp_path: Path
     assert write_out(replace(opened, folder=None), tmp_path / "other").name == "llama"
 
 
+PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Gemma, whose gelu is its tanh form": (
+        "gemma",
+        {"hidden_act": "gelu", "hidden_activation": None},
+        {"geglu": True, "exact_gelu": False},
+    ),
+    "Gemma 2, with keys that are not read": (
+        "gemma2",
+        {"hidden_act": "gelu", "sliding_window_size": 6, "cache_implementation": "hybrid"},
+        {"geglu": True, "exact_gelu": False},
+    ),
+    "GPT-NeoX-20B": (
+        "gpt-neox",
+        {"hidden_act": "gelu_fast", "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
+        {"exact_gelu": False},
+    ),
+    "DistilGPT-2": ("gpt2", {"_num_labels": 1, "max_length": 50, "do_sample": True}, {"hidden_size": 24}),
+    "Llama, the first": ("llama", {"max_sequence_length": 64, "num_key_value_heads": None}, {"kv_groups": 4}),
+    "Mistral, whose window is by default": ("mistral", {"sliding_window": "gone"}, {"window_size": "4095,0"}),
+    "Mistral, whose groups are by default": (
+        "mistral",
+        {"num_attention_heads": 16, "num_key_value_heads": "gone"},
+        {"kv_groups": 8},
+    ),
+    "scaling beside its own parameters": (
+        "llama",
+        {"rope_theta": 99.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rotary_seq_len_interpolation_factor": 2.0, "rotary_base": 99.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PUBLISHED)
+def test_what_published_files_say_is_read_as_transformers_reads_it(folders: Path, what: str) -> None:
+    name, changes, said = PUBLISHED[what]
+    config = json.loads((folders / name / "config.json").read_text()) | changes
+    family = next(each for each in FAMILIES if each.name == config["model_type"])
+    model = family.model({key: value for key, value in config.items() if value != "gone"})
+    assert {field: getattr(model, field) for field in said} == said
+
+
 # ------------------------------------------------------------------------------------------------ power of these tests
 
 
@@ -268,6 +309,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a missing size": ("llama", {"hidden_size": "gone"}, "it has no hidden_size"),
     "a kind of layer": ("qwen3", {"layer_types": ["linear_attention"] * 4}, "layer_types has linear_attention"),
     "scores by the layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "where only False is known"),
+    "a size that is none": ("llama", {"hidden_size": "64"}, "hidden_size is '64', where a whole number above 0"),
+    "no heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0, where"),
+    "an infinite base": ("llama", {"rope_parameters": {"rope_theta": 1e999}}, "rotary_base is inf, where a number"),
+    "nonsense": ("llama", {"rope_parameters": [1]}, "rope_parameters [1] cannot be understood"),
+    "kinds of other layers": ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
+    "a window without keys": ("mistral", {"sliding_window": 0}, "--window-size '-1,0'"),
+    "heads in groups": ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of"),
+    "half a pair": ("gpt-neox", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "3 channels of each head"),
+    "a part of a head": ("llama", {"partial_rotary_factor": 0.5}, "this family rotates all of a head"),
+    "a gate of another function": ("gemma", {"hidden_act": "silu"}, "hidden_act is 'silu', where gelu, gelu_pytorch"),
+    "a cap that is none": ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping is 5.0"),
     "two ways": ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
 }
 
@@ -374,6 +426,13 @@ def test_networks_that_no_family_has_are_refused_by_their_flags() -> None:
     llama = families.LLAMA.model(theirs.as_written(theirs.make_config("llama")))
     with pytest.raises(CheckpointError, match=r"the nearest is llama, but for --norm|--mlp|--sandwich-norm True"):
         choose(FAMILIES, replace(llama, sandwich_norm=True))
+    with pytest.raises(CheckpointError, match=r"--rotary-percent 0\.5"):
+        choose(FAMILIES, replace(llama, rotary_percent=0.5))
+    gemma = families.GEMMA.model(theirs.as_written(theirs.make_config("gemma")))
+    with pytest.raises(CheckpointError, match=r"the nearest is gemma, but for --exact-gelu True"):
+        choose(FAMILIES, replace(gemma, exact_gelu=True))
+    yarn = replace(llama, position_embedding_type="yarn", yarn_original_max_position_embeddings=16)
+    assert families.LLAMA.config(yarn)["rope_scaling"]["factor"] == 1.0
     yarn = replace(llama, position_embedding_type="yarn", rotary_scaling_factor=2.0, mscale=0.7)
     with pytest.raises(CheckpointError, match="--mscale"):
         choose(FAMILIES, replace(yarn, yarn_original_max_position_embeddings=16))
