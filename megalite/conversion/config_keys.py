@@ -259,6 +259,8 @@ def rotary_of_two_kinds() -> Keys:
         sliding = nested.get("sliding_attention") or {}
         if sliding.get("rope_type", "default") != "default":
             raise CheckpointError(f"layers with a window have rotary embeddings of kind {sliding['rope_type']!r}")
+        if "type" in (config.get("rope_scaling") or {}) and "rope_type" not in full:
+            raise CheckpointError("rope_scaling has a type and no rope_type, by which transformers scales here")
         if not full.get("truncate", True):
             raise CheckpointError("truncate is false, which transformers does not see where layers are of two kinds")
         unknown = [name for name in nested if name not in ("full_attention", "sliding_attention")]
