@@ -39,8 +39,6 @@ COMPANIONS = (
 """The files of a folder that are its tokenizer's."""
 _SMALL = 1 << 30
 """Elements of a matrix of which a network, without memory, is quickly made; its tensors are looked for one by one."""
-SHARD = 5 * 10**9
-"""Bytes of a file of weights at most, as Hugging Face's own have."""
 
 
 def open_huggingface(folder: Path) -> OpenedModel:
@@ -123,6 +121,7 @@ def write_huggingface(
     config.json is beside it, its family is preferred, and the numbers of special tokens are taken from it.
     Raises CheckpointError where no family has this network, or the disk fails.
     """
+    folder = folder.absolute()  # so that it has a name, as `.` has not
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already: choose another folder")
     companions, model = opened.folder, _with_positions(opened)

@@ -547,6 +547,13 @@ def test_a_folder_is_never_half_there(folders: Path, tmp_path: Path, monkeypatch
     assert (tmp_path / "out" / "mine").read_text() == "kept"
 
 
+def test_the_folder_one_stands_in_is_written(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    write_out(open_huggingface(folders / "gpt2"), Path())
+    assert open_huggingface(tmp_path / "out").config.num_layers == 4
+
+
 def test_verify_tells_what_agrees_and_what_does_not(folders: Path, tmp_path: Path) -> None:
     flags = ("--loader", "hf", "--saver", "megalite", "--load-dir", folders / "gemma3", "--save-dir", tmp_path / "run")
     ended = convert(*flags, "--verify", "--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 2)
