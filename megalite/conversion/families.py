@@ -17,19 +17,16 @@ from megalite.conversion.config_keys import (
     head_width,
     key,
     linear_biases,
-    rotary,
-    rotary_of_two_kinds,
     soft_cap,
     square_root_of_heads,
     tanh_gate,
     tied,
     unread,
-    window_everywhere,
-    window_from_layer,
-    window_pattern,
 )
 from megalite.conversion.family import Family
 from megalite.conversion.mapping import Piece, Rule
+from megalite.conversion.rotary_keys import rotary, rotary_of_two_kinds
+from megalite.conversion.window_keys import window_everywhere, window_from_layer, window_pattern
 
 _ALL = slice(None)
 

@@ -317,6 +317,17 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a window without keys": ("mistral", {"sliding_window": 0}, "--window-size '-1,0'"),
     "heads in groups": ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of"),
     "half a pair": ("gpt-neox", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "3 channels of each head"),
+    "a size beyond all files": ("llama", {"hidden_size": 2**40, "num_attention_heads": 2**30}, "too few for the model"),
+    "scaling by its old name": (
+        "gemma3",
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        "rope_scaling has a type and no rope_type",
+    ),
+    "scaling that is not rounded": (
+        "gemma3",
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}},
+        "truncate is false",
+    ),
     "a part of a head": ("llama", {"partial_rotary_factor": 0.5}, "this family rotates all of a head"),
     "a gate of another function": ("gemma", {"hidden_act": "silu"}, "hidden_act is 'silu', where gelu, gelu_pytorch"),
     "a cap that is none": ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping is 5.0"),
@@ -363,7 +374,7 @@ def test_two_heads_of_a_tied_model_are_refused(folders: Path, tmp_path: Path) ->
 
 def test_damaged_files_are_refused(folders: Path, tmp_path: Path) -> None:
     whole = (folders / "llama" / "model.safetensors").read_bytes()
-    for number, damaged in enumerate((b"", whole[:4], whole[:-8], b"\xff" * 16 + whole, whole[:8] + b"{}" * 9)):
+    for number, damaged in enumerate((b"", whole[:4], whole[:-8], b"\xff" * 16 + whole, b"version https://git-lfs")):
         folder = edit(folders / "llama", tmp_path / f"damaged{number}")
         (folder / "model.safetensors").unlink()
         (folder / "model.safetensors").write_bytes(damaged)
@@ -371,9 +382,39 @@ def test_damaged_files_are_refused(folders: Path, tmp_path: Path) -> None:
             open_huggingface(folder)
 
 
+@pytest.mark.parametrize("weight_map", [["a"], None, {}, {"a": 1, "b": "c"}, {"a": ["b"]}])
+def test_an_index_that_is_none_is_refused(folders: Path, tmp_path: Path, weight_map: Any) -> None:
+    folder = edit(folders / "llama", tmp_path / "edited")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"index\.json is no index of files in its folder"):
+        open_huggingface(folder)
+
+
+def test_one_file_goes_before_an_index(folders: Path, tmp_path: Path) -> None:
+    folder = edit(folders / "llama", tmp_path / "edited")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "stale.safetensors"}}))
+    assert distance(logits(open_huggingface(folder), TOKENS), torch.load(folders / "llama.pt")) <= LOGITS
+
+
+def test_weights_are_of_real_numbers(folders: Path, tmp_path: Path) -> None:
+    tensors = all_tensors(folders / "llama")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight in numbers of kind int8, where F64, F32"):
+        open_huggingface(rewrite(folders / "llama", tmp_path / "edited", tensors))
+
+
+def test_nesting_without_end_is_refused(folders: Path, tmp_path: Path) -> None:
+    folder = edit(folders / "llama", tmp_path / "edited")
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: maximum recursion depth"):
+        open_huggingface(folder)
+
+
 def test_an_index_stays_in_its_folder(folders: Path, tmp_path: Path) -> None:
     folder = edit(folders / "llama", tmp_path / "hostile")
     index = {"weight_map": {"lm_head.weight": "../llama/model.safetensors"}}
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="no index of files in its folder"):
         open_huggingface(folder)
@@ -386,10 +427,11 @@ class Hostile:
         return (print, ("unpickled",))
 
 
-def test_pickled_weights_are_read_as_tensors_alone(folders: Path, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("archive", [True, False])
+def test_pickled_weights_are_read_as_tensors_alone(folders: Path, tmp_path: Path, capsys: Any, archive: bool) -> None:
     folder = edit(folders / "gpt2", tmp_path / "pickled")
     (folder / "model.safetensors").unlink()
-    torch.save(all_tensors(folders / "gpt2"), folder / "pytorch_model.bin")
+    torch.save(all_tensors(folders / "gpt2"), folder / "pytorch_model.bin", _use_new_zipfile_serialization=archive)
     expected = torch.load(folders / "gpt2.pt")
     assert distance(logits(open_huggingface(folder), TOKENS), expected) <= LOGITS
     torch.save({"transformer.wte.weight": Hostile()}, folder / "pytorch_model.bin")
@@ -401,6 +443,7 @@ def test_pickled_weights_are_read_as_tensors_alone(folders: Path, tmp_path: Path
 OTHER_NAMES = {
     "gpt2 without a prefix": ("gpt2", {"transformer.": ""}, {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}),
     "gpt-neox with another head": ("gpt-neox", {"embed_out.": "lm_head."}, {}),
+    "gpt-neox with masks": ("gpt-neox", {}, {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 8, 8).bool()}),
     "llama with old buffers": ("llama", {}, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
 }
 
@@ -449,6 +492,7 @@ def test_what_is_cast_is_cast_once_and_asked_for(folders: Path, tmp_path: Path) 
 def test_the_folder_has_what_others_look_for(folders: Path, tmp_path: Path) -> None:
     source = edit(folders / "llama", tmp_path / "source")
     (source / "tokenizer.json").write_text("{}")
+    (source / "tokenizer_files").mkdir()
     (source / "tokenizer_config.json").write_text('{"eos_token": "e"}')
     (source / "chat_template.jinja").write_text("hello")
     flags = ("--load-dir", source, "--loader", "hf", "--saver", "megalite", "--save-dir", tmp_path / "run")
@@ -490,6 +534,13 @@ def test_a_folder_is_never_half_there(folders: Path, tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointError, match="is there already"):
         write_out(open_huggingface(folders / "gpt2"), tmp_path / "out")
     assert (tmp_path / "out" / "mine").read_text() == "kept"
+
+
+def test_the_folder_one_stands_in_is_written(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    write_out(open_huggingface(folders / "gpt2"), Path())
+    assert open_huggingface(tmp_path / "out").config.num_layers == 4
 
 
 def test_verify_tells_what_agrees_and_what_does_not(folders: Path, tmp_path: Path) -> None:
