@@ -1178,10 +1178,10 @@ MUTANTS = (
         f"{_AS_THEIRS}[llama-scaled]",
     ),
     Mutant(
-        "YaRN's rounding is not read",
+        "YaRN's rounding is not read where it is off",
         "megalite/conversion/rotary_keys.py",
-        '"truncate": "yarn_correction_range_round_to_int",\n',
-        "",
+        "for name in known if parameters.get(name) is not None}",
+        "for name in known if parameters.get(name)}",
         f"{_AS_THEIRS}[qwen3]",
     ),
     Mutant(
