@@ -135,6 +135,8 @@ def write_huggingface(
     remove_leftovers(folder)
     temporary = temporary_path(folder)
     try:
+        if folder.exists():
+            folder.rmdir()  # now: where it cannot go, as a mount point cannot, nothing could take its name either
         temporary.mkdir(parents=True)
         writer = FileWriter(files, temporary, shards, _format(len(shards)), advance)
         writer.write(workers)
@@ -144,8 +146,6 @@ def write_huggingface(
         if not (temporary / "generation_config.json").exists():
             write_atomically(temporary / "generation_config.json", _json(carried))
         write_atomically(temporary / "config.json", _json(config | carried))
-        if folder.exists():
-            folder.rmdir()
         os.rename(temporary, folder)
         sync_directory(folder.parent)
     except OSError as error:
