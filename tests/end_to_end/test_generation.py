@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -117,7 +118,7 @@ def test_ctrl_c_ends_in_good_order(world_size: int, split: str, trained: Path, s
     job.kill_all(signal.SIGINT)
     assert job.wait(60) == [85] * world_size
     stderr = "".join(job.stderr(rank) for rank in range(world_size))
-    assert stderr == "error: interrupted\n"
+    assert re.fullmatch(r"error( on rank 1)?: interrupted\n", stderr)  # once, by who was the first to be heard
     assert job.stdout(0).endswith("e\n")
 
 
