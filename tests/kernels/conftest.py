@@ -1,4 +1,4 @@
-"""Here kernels run in the interpreter, on CPU tensors. Imported before Triton is: see interpreter."""
+"""Here kernels run in the interpreter, on CPU tensors."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 if "triton" in sys.modules:
-    assert sys.modules["triton"].knobs.runtime.interpret, "Triton was imported to compile: run tests/kernels first"
+    assert sys.modules["triton"].knobs.runtime.interpret, "Triton was imported before its interpreter"
 os.environ["TRITON_INTERPRET"] = "1"  # read where Triton's own functions are defined
 import triton
 import triton.language as tl
