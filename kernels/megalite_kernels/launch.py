@@ -8,8 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PROGRAMS_PER_MULTIPROCESSOR = 2
-INTERPRETED_MULTIPROCESSORS = 2  # where there is no GPU: few, so that programs loop as they do on one
+ELEMENTS = 16  # of each tensor that a thread holds: two accesses of 128 bits in bf16; with 8 or 32 registers spill
+LANES = 64 if torch.version.hip else 32  # threads of a warp
+LOOPING_WARPS = 32  # of a multiprocessor: enough loads under way to fill the memory's latency
+INTERPRETED_MULTIPROCESSORS = 1  # where there is no GPU: few, so that programs loop as they do on one
 
 
 class Tile(NamedTuple):
@@ -20,14 +22,14 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile(width: int, *, largest: int, elements_per_thread: int) -> Tile:
+def tile(width: int, *, largest: int) -> Tile:
     """The tile for rows of `width` elements: whole rows, several where they are short, and at most `largest` columns.
 
-    What is wider goes through the kernel in columns.
+    What is wider goes through the kernel in columns, half as many at once.
     """
-    columns = min(1 << (width - 1).bit_length(), largest)
+    columns = 1 << (width - 1).bit_length() if width <= largest else largest // 2
     rows = max(2048 // columns, 1)
-    warps = rows * columns // (32 * elements_per_thread)
+    warps = rows * columns // (LANES * ELEMENTS)
     return Tile(rows, columns, min(max(warps, 4), 16))
 
 
@@ -37,9 +39,9 @@ def as_rows(tensor: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def looping_programs(tiles: int, device: torch.device) -> int:
-    """How many programs share the tiles of a kernel that adds up over them; at least one."""
-    return max(min(tiles, PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device)), 1)
+def looping_programs(tiles: int, warps: int, device: torch.device) -> int:
+    """How many programs of so many warps share the tiles of a kernel that adds up over them; at least one."""
+    return max(min(tiles, LOOPING_WARPS // warps * _multiprocessors(device)), 1)
 
 
 @functools.cache

@@ -66,15 +66,15 @@ def layer_norm_reference(input: Tensor, weight: Tensor, bias: Tensor, epsilon: f
 
 @kernel
 def _normalize(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    output: Any,
-    means: Any,
-    inverses: Any,
-    rows: Any,
-    stride: Any,
-    epsilon: Any,
+    input: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    output: tl.tensor,
+    means: tl.tensor,
+    inverses: tl.tensor,
+    rows: tl.tensor,
+    stride: tl.tensor,
+    epsilon: tl.tensor,
     WIDTH: tl.constexpr,
     CENTERED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -115,17 +115,17 @@ def _normalize(
 
 @kernel
 def _normalize_backward(
-    gradient: Any,
-    input: Any,
-    weight: Any,
-    means: Any,
-    inverses: Any,
-    input_gradient: Any,
-    weight_sums: Any,
-    bias_sums: Any,
-    rows: Any,
-    gradient_stride: Any,
-    stride: Any,
+    gradient: tl.tensor,
+    input: tl.tensor,
+    weight: tl.tensor,
+    means: tl.tensor,
+    inverses: tl.tensor,
+    input_gradient: tl.tensor,
+    weight_sums: tl.tensor,
+    bias_sums: tl.tensor,
+    rows: tl.tensor,
+    gradient_stride: tl.tensor,
+    stride: tl.tensor,
     WIDTH: tl.constexpr,
     CENTERED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -205,7 +205,7 @@ class _Norm(torch.autograd.Function):
         inverses = torch.empty(rows, dtype=torch.float32, device=input.device)
         means = torch.empty_like(inverses) if centered else None
         if rows:
-            shape = tile(width, largest=FORWARD_COLUMNS, elements_per_thread=16)
+            shape = tile(width, largest=FORWARD_COLUMNS)
             _normalize[(-(-rows // shape.rows),)](
                 *(flat, weight.contiguous(), None if bias is None else bias.contiguous(), output, means, inverses),
                 *(rows, flat.stride(0), epsilon, width, centered, shape.rows, shape.columns),
@@ -219,8 +219,8 @@ class _Norm(torch.autograd.Function):
         input, weight, bias, means, inverses = ctx.saved_tensors
         flat, gradient, width = as_rows(input), as_rows(gradients[0]), input.shape[-1]
         rows, centered = flat.shape[0], bias is not None
-        shape = tile(width, largest=BACKWARD_COLUMNS, elements_per_thread=8)
-        programs = looping_programs(-(-rows // shape.rows), input.device)
+        shape = tile(width, largest=BACKWARD_COLUMNS)
+        programs = looping_programs(-(-rows // shape.rows), shape.warps, input.device)
         input_gradient = torch.empty((rows, width), dtype=input.dtype, device=input.device)
         create = torch.zeros if shape.columns < width else torch.empty
         sums = create((1 + centered, programs, width), dtype=torch.float32, device=input.device)
