@@ -4,12 +4,12 @@
 `triton`: Triton on every device, which fits a GPU, Triton's interpreter, and compilation on the meta device;
 `reference`: never Triton. The kernels compute in fp32: float64 has the reference under each of them.
 
-Triton is imported when the first operation needs it. Until then a kernel is a plain function.
+Triton is imported where the choice asks for it, or when the first operation needs it; until then a kernel is a plain
+function. torch.compile cannot trace that import: choose before it compiles what calls an operation.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from torch import Tensor
 Choice = Literal["auto", "triton", "reference"]
 RUNTIME_SIZES = ("rows",)  # arguments that differ from batch to batch: no kernel is compiled anew for their value
 
+_INSTALLED = importlib.util.find_spec("triton") is not None
 _choice: Choice = "auto"
 _waiting: list[FunctionType] = []
 
@@ -36,9 +37,11 @@ def choose(choice: Choice) -> None:
     global _choice
     if choice not in get_args(Choice):
         raise ValueError(f"there are no kernels named {choice!r}; choose one of {', '.join(get_args(Choice))}")
-    if choice == "triton" and not _installed():
+    if choice == "triton" and not _INSTALLED:
         raise ModuleNotFoundError("Triton is not installed, and the chosen kernels need it: pip install triton")
     _choice = choice
+    if choice == "triton" or (choice == "auto" and _INSTALLED and torch.cuda.is_available()):
+        _import_triton()
 
 
 def chosen() -> Choice:
@@ -49,7 +52,7 @@ def runs_triton(*tensors: Tensor) -> bool:
     """Whether the operation on these tensors runs as Triton kernels, which are then ready."""
     if _choice == "reference" or any(tensor.dtype == torch.float64 for tensor in tensors):
         return False
-    if _choice == "auto" and not (all(tensor.device.type == "cuda" for tensor in tensors) and _installed()):
+    if _choice == "auto" and not (all(tensor.device.type == "cuda" for tensor in tensors) and _INSTALLED):
         return False
     if _waiting:
         _import_triton()
@@ -64,11 +67,6 @@ def kernel(function: Callable[..., None]) -> Any:
     assert isinstance(function, FunctionType)
     _waiting.append(function)
     return function
-
-
-@functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _import_triton() -> None:

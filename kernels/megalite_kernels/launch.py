@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -44,7 +43,6 @@ def looping_programs(tiles: int, warps: int, device: torch.device) -> int:
     return max(min(tiles, LOOPING_WARPS // warps * _multiprocessors(device)), 1)
 
 
-@functools.cache
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS

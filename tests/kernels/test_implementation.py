@@ -35,12 +35,12 @@ def test_a_tensor_on_a_gpu_has_triton_where_it_is_installed(monkeypatch: pytest.
     on_gpu = torch.empty(0, device="meta")
     monkeypatch.setattr(torch.Tensor, "device", property(lambda tensor: torch.device("cuda")))
     assert runs_triton(on_gpu)
-    monkeypatch.setattr(implementation, "_installed", lambda: False)
+    monkeypatch.setattr(implementation, "_INSTALLED", False)
     assert not runs_triton(on_gpu)
 
 
 def test_triton_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(implementation, "_installed", lambda: False)
+    monkeypatch.setattr(implementation, "_INSTALLED", False)
     with pytest.raises(ModuleNotFoundError, match="pip install triton"):
         choose("triton")
 
