@@ -1,6 +1,6 @@
 """What `make compile-kernels` compiles: each operation, forward and backward, at the shapes that models train with.
 
-An operation joins by a function here that runs it on empty tensors of the meta device, and its line in LAUNCHERS.
+An operation joins by a function here that runs it on empty tensors of the meta device, and its lines in `launchers`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
 
-def norm(width: int, dtypes: tuple[torch.dtype, torch.dtype], *, bias: bool, tokens: int) -> None:
+def norm(width: int, dtypes: tuple[torch.dtype, torch.dtype], bias: bool, tokens: int) -> None:
     input = empty(tokens, width, dtype=dtypes[0])
     vectors = [empty(width, dtype=dtypes[1]) for _ in range(1 + bias)]
     output = layer_norm(input, *vectors, 1e-5) if bias else rms_norm(input, *vectors, 1e-5)
@@ -41,8 +41,4 @@ def launchers() -> Iterator[tuple[str, Callable[[int], None]]]:
         for width in (HEAD, *HIDDEN) if not bias else HIDDEN:
             for dtypes in DTYPES:
                 label = "/".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
-                yield f"{name} {width} {label}", partial(_norm, width, dtypes, bias)
-
-
-def _norm(width: int, dtypes: tuple[torch.dtype, torch.dtype], bias: bool, tokens: int) -> None:
-    norm(width, dtypes, bias=bias, tokens=tokens)
+                yield f"{name} {width} {label}", partial(norm, width, dtypes, bias)
