@@ -12,12 +12,15 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
 
 from tests.harness.job import Job
 from tests.harness.rank_pool import RankPools
 
 hypothesis.settings.register_profile("megalite", deadline=None)  # no test asserts a time
 hypothesis.settings.load_profile("megalite")
+
+torch.set_num_threads(1)  # tensors this small gain nothing from a second one, which spins
 
 # A shell starts what it runs in the background deaf to Ctrl-C, and so would be every program that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from threading import local
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from megalite.checkpoint.storage import AnyPath
 from megalite.parallel.sharding import Box
 
 _KEPT = 8
-"""Blocks that were read last, for who reads a tensor by other boxes than it was saved in."""
+"""Blocks that a thread has read last, for who reads a tensor by other boxes than it was saved in."""
 
 
 class CheckpointReader:
@@ -29,7 +28,7 @@ class CheckpointReader:
         """Raises CheckpointError where there is no checkpoint, or one whose manifest is damaged."""
         self.path, self.manifest = path, read_manifest(path)
         self._covered: set[str] = set()
-        self._kept = lru_cache(_KEPT)(self._read_block)
+        self._kept = _Kept()
         self.tensors = {name: Kind(each.shape, dtype_of(each)) for name, each in self.manifest.tensors.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -48,7 +47,7 @@ class CheckpointReader:
             for block in needed_blocks(saved, [box]):
                 place = in_one_piece(block, [target])
                 if place is None:
-                    put(block, self._kept(block), [target])
+                    put(block, self._block(block), [target])
                 else:
                     read_block(self.path, self.manifest, block, place)
 
@@ -65,10 +64,18 @@ class CheckpointReader:
 
     def _read_block(self, block: Block) -> Tensor:
         """Its bytes."""
-        # Pages of its own, which go back at once: the allocator would keep those of threads, and in pieces.
-        data = torch.frombuffer(mmap.mmap(-1, block.size), dtype=torch.uint8)
+        data = torch.empty(block.size, dtype=torch.uint8)
         read_block(self.path, self.manifest, block, bytes_of(data))
         return data
+
+    def _block(self, block: Block) -> Tensor:
+        """Its bytes, in memory that is used again once this thread has read some more blocks."""
+        kept, key = self._kept.blocks, (block.saved.file, block.start)
+        if key not in kept:
+            full = torch.empty(manifest.BLOCK, dtype=torch.uint8) if len(kept) < _KEPT else kept.pop(next(iter(kept)))
+            read_block(self.path, self.manifest, block, bytes_of(full[: block.size]))
+            kept[key] = full
+        return kept[key][: block.size]
 
     def check_around(self, file: str, boxes: Iterable[SavedBox]) -> None:
         """Raise Damage where the bytes of a file that are in none of its boxes are not as they were written."""
@@ -83,6 +90,12 @@ class CheckpointReader:
                 position = stop
         if checksum != described.checksum:
             raise Damage(path, "the checksum of what stands around its tensors does not match")
+
+
+class _Kept(local):
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[str, int], Tensor] = {}
+        """By their place, the one that was read first in front."""
 
 
 def dtype_of(tensor: SavedTensor) -> torch.dtype:

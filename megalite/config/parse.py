@@ -71,6 +71,9 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     missing = ["--" + name.replace("_", "-") for name in missing_fields(sections) if name not in fields_given]
     if missing:
         problems.append(f"missing: {', '.join(missing)}")
+        load = next(iter(given.get("load", ())), sections["checkpoint"].get("load"))
+        if load is not None and not CheckpointConfig(load=load).loads_huggingface:
+            problems.append(f"(--load {load} has no config.json, from which a Hugging Face folder tells the network)")
     if problems:
         raise ConfigurationError("\n".join(problems))
     config = _build(tokens, sections)

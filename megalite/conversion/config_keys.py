@@ -1,15 +1,13 @@
 """What the keys of a family's config.json say of a model: each entry of its table is read and written here.
 
-Written are the names that published checkpoints have and every version of transformers reads (`rope_theta`,
-`rope_scaling`); read are those that version 5 writes (`rope_parameters`), too.
+Those of rotary embeddings are in `rotary_keys`, those of sliding windows in `window_keys`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 from megalite.config import ModelConfig
@@ -54,6 +52,11 @@ def fixed(name: str, value: Any, *, written: bool = True) -> Keys:
     return Keys((name,), read, lambda _: {name: value} if written else {})
 
 
+def unread(*names: str) -> Keys:
+    """Keys that some files of a family have, and transformers does not read."""
+    return Keys(names, lambda _: {}, lambda _: {})
+
+
 def tied(default: bool) -> Keys:
     """Whether the output layer is the word embedding."""
     return Keys(
@@ -63,11 +66,11 @@ def tied(default: bool) -> Keys:
     )
 
 
-def grouped_queries() -> Keys:
-    """The number of key-value heads; null: one for each query head."""
+def grouped_queries(default: int | None = None) -> Keys:
+    """The number of key-value heads; left out: `default`; null: one for each query head."""
 
     def read(config: Json) -> dict[str, Any]:
-        heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+        heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads", default)
         if groups is None or groups == heads:
             return {"group_query_attention": False, "num_query_groups": 1}
         return {"group_query_attention": True, "num_query_groups": groups}
@@ -105,224 +108,48 @@ def linear_biases() -> Keys:
     )
 
 
-def activation(name: str, default: str, *, gated: bool, others: tuple[str, ...] = ()) -> Keys:
-    """The function of the feed-forward layer. `others`: keys that say the same in other versions; they go before."""
-    tanh = ("gelu_pytorch_tanh", "gelu_new")
-    names = {"silu": {"swiglu": True}, "gelu": {"geglu": True, "exact_gelu": True}} if gated else {}
-    names |= {each: {"geglu": True} for each in tanh} if gated else {each: {} for each in tanh}
-    if not gated:
-        names |= {"gelu": {"exact_gelu": True}, "relu2": {"squared_relu": True}}
-    off = {"swiglu": False, "geglu": False, "exact_gelu": False, "squared_relu": False}
+_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
+_EXACT = ("gelu", "gelu_python")
+_OFF = {"swiglu": False, "geglu": False, "exact_gelu": False, "squared_relu": False}
+
+
+def activation(name: str, default: str, *, gated: bool) -> Keys:
+    """The function of the feed-forward layer."""
+    if gated:
+        names = {each: {"geglu": True} for each in _TANH} | {
+            each: {"geglu": True, "exact_gelu": True} for each in _EXACT
+        }
+        names |= {each: {"swiglu": True} for each in ("silu", "swish")}
+    else:
+        names = {each: {} for each in _TANH} | {each: {"exact_gelu": True} for each in _EXACT}
+        names |= {"relu2": {"squared_relu": True}}
 
     def read(config: Json) -> dict[str, Any]:
-        value = next((config[each] for each in (*others, name) if config.get(each)), default)
+        value = config.get(name) or default
         if value not in names:
             raise CheckpointError(f"{name} is {value!r}, where {', '.join(names)} are known")
-        return off | names[value]
+        return _OFF | names[value]
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        wanted = {field: getattr(model, field) for field in off}
-        alike = [each for each in names if off | names[each] == wanted]
-        value = default if default in alike or not alike else alike[0]
-        return dict.fromkeys((name, *others), value)
+        wanted = {field: getattr(model, field) for field in _OFF}
+        alike = [each for each in names if _OFF | names[each] == wanted]
+        return {name: default if default in alike or not alike else alike[0]}
 
-    return Keys((name, *others), read, write)
-
-
-# ------------------------------------------------------------------------------------------------ rotary embeddings
-
-_SCALINGS: dict[str, dict[str, str]] = {
-    "default": {},
-    "linear": {"factor": "rotary_seq_len_interpolation_factor"},
-    "llama3": {
-        "factor": "rope_scaling_factor",
-        "low_freq_factor": "rope_scaling_low_freq_factor",
-        "high_freq_factor": "rope_scaling_high_freq_factor",
-        "original_max_position_embeddings": "rope_scaling_original_max_position_embeddings",
-    },
-    "yarn": {
-        "factor": "rotary_scaling_factor",
-        "original_max_position_embeddings": "yarn_original_max_position_embeddings",
-        "beta_fast": "yarn_beta_fast",
-        "beta_slow": "yarn_beta_slow",
-        "truncate": "yarn_correction_range_round_to_int",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-        "attention_factor": "yarn_attention_factor",
-    },
-}
-"""The keys of a kind of scaling, and the fields that they are. What is left out has the field's default, but for the
-original length, which is max_position_embeddings then."""
+    return Keys((name,), read, write)
 
 
-@cache
-def _field_defaults() -> dict[str, Any]:
-    return {field.name: field.default for field in fields(ModelConfig)}
-
-
-def _scaling_fields(parameters: Json, max_positions: Any) -> dict[str, Any]:
-    """The fields that rotary parameters of either generation stand for; `max_positions`: max_position_embeddings."""
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in _SCALINGS:
-        raise CheckpointError(f"rotary embeddings are scaled by {kind!r}, where {', '.join(_SCALINGS)} are known")
-    known = _SCALINGS[kind]
-    handled = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-    unknown = sorted(name for name in parameters if name not in known and name not in handled)
-    if unknown:
-        raise CheckpointError(f"{', '.join(unknown)} of rotary embeddings scaled by {kind!r} is unknown")
-    given = {name: parameters[name] for name in known if parameters.get(name) is not None}
-    if "original_max_position_embeddings" in known:
-        given.setdefault("original_max_position_embeddings", max_positions)
-    if kind == "yarn":
-        given.setdefault("factor", max_positions / given["original_max_position_embeddings"])
-        if not (given.get("mscale") and given.get("mscale_all_dim")):  # one alone says nothing
-            given = {name: value for name, value in given.items() if not name.startswith("mscale")}
-    elif "factor" in known and "factor" not in given:
-        raise CheckpointError(f"rotary embeddings scaled by {kind!r} have no factor")
-    values = {known[name]: value for name, value in given.items()}
-    return values | {
-        "use_rope_scaling": kind == "llama3",
-        "position_embedding_type": "yarn" if kind == "yarn" else "rope",
-    }
-
-
-def _scaling(model: ModelConfig) -> dict[str, Any]:
-    """The other way round; {} where nothing is scaled."""
-    kind = "default"
-    if model.position_embedding_type == "yarn":
-        kind = "yarn"
-    elif model.use_rope_scaling:
-        kind = "llama3"
-    elif model.rotary_seq_len_interpolation_factor is not None:
-        kind = "linear"
-    values = {name: getattr(model, field) for name, field in _SCALINGS[kind].items()}
-    if kind == "yarn":
-        left_out = {name for name, field in _SCALINGS[kind].items() if values[name] == _field_defaults()[field]}
-        if "mscale" not in left_out or "mscale_all_dim" not in left_out:  # one alone says nothing
-            left_out -= {"mscale", "mscale_all_dim"}
-        values = {name: value for name, value in values.items() if name not in left_out}
-    return {"rope_type": kind, **values} if values else {}
-
-
-def rotary(theta: str = "rope_theta", share: str = "partial_rotary_factor", default_share: float = 1.0) -> Keys:
-    """Rotary embeddings: their base, the share of a head that is rotated, and how they are scaled."""
+def tanh_gate() -> Keys:
+    """The first Gemma's: a gate of GELU's tanh form, which its published files call gelu, and version 4 of transformers
+    by a key of its own."""
 
     def read(config: Json) -> dict[str, Any]:
-        parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-        base: Any = parameters.get("rope_theta", config.get(theta, 10000.0))
-        part: Any = parameters.get("partial_rotary_factor", config.get(share, default_share))
-        scaled = _scaling_fields(parameters, config.get("max_position_embeddings"))
-        return {"rotary_base": float(base), "rotary_percent": float(part), **scaled}
+        for name in ("hidden_act", "hidden_activation"):
+            if config.get(name) not in (None, "gelu", *_TANH):
+                raise CheckpointError(f"{name} is {config[name]!r}, where gelu, {', '.join(_TANH)} are known")
+        return _OFF | {"geglu": True}
 
-    def write(model: ModelConfig) -> dict[str, Any]:
-        written = {theta: model.rotary_base, "rope_scaling": _scaling(model) or None}
-        partly = model.rotary_percent != 1.0 or default_share != 1.0
-        return written | ({share: model.rotary_percent} if partly else {})
-
-    return Keys((theta, share, "rope_scaling", "rope_parameters"), read, write)
-
-
-def rotary_of_two_kinds() -> Keys:
-    """Gemma 3's: layers with a sliding window have a base of their own, unscaled."""
-
-    def read(config: Json) -> dict[str, Any]:
-        nested = config.get("rope_parameters") or {}
-        full = {**(config.get("rope_scaling") or {}), **(nested.get("full_attention") or {})}
-        sliding = nested.get("sliding_attention") or {}
-        if sliding.get("rope_type", "default") != "default":
-            raise CheckpointError(f"layers with a window have rotary embeddings of kind {sliding['rope_type']!r}")
-        unknown = [name for name in nested if name not in ("full_attention", "sliding_attention")]
-        if unknown:
-            raise CheckpointError(f"rope_parameters of {', '.join(unknown)} are unknown")
-        local: Any = sliding.get("rope_theta", config.get("rope_local_base_freq", 10_000.0))
-        base: Any = full.get("rope_theta", config.get("rope_theta", 1_000_000.0))
-        scaled = _scaling_fields(full, config.get("max_position_embeddings"))
-        return {"rotary_base": float(base), "window_rotary_base": float(local), **scaled}
-
-    def write(model: ModelConfig) -> dict[str, Any]:
-        local = model.rotary_base if model.window_rotary_base is None else model.window_rotary_base
-        return {
-            "rope_theta": model.rotary_base,
-            "rope_local_base_freq": local,
-            "rope_scaling": _scaling(model) or None,
-        }
-
-    return Keys(("rope_theta", "rope_local_base_freq", "rope_scaling", "rope_parameters"), read, write)
-
-
-# ------------------------------------------------------------------------------------------------ sliding windows
-
-
-def _window_fields(size: int | None, windowed: list[bool]) -> dict[str, Any]:
-    """A token sees `size` keys, its own among them."""
-    if size is None or not any(windowed):
-        return {"window_size": None, "window_attn_skip_freq": None}
-    pattern = None if all(windowed) else "[" + ",".join(str(int(each)) for each in windowed) + "]"
-    return {"window_size": f"{size - 1},0", "window_attn_skip_freq": pattern}
-
-
-def _window(model: ModelConfig) -> int | None:
-    before = next((before for before in model.keys_before if before is not None), None)
-    return None if before is None else before + 1
-
-
-def _layer_types(model: ModelConfig) -> list[str]:
-    return ["full_attention" if before is None else "sliding_attention" for before in model.keys_before]
-
-
-def _windowed(config: Json, otherwise: Callable[[int], bool]) -> list[bool]:
-    """Which layers have a window, by layer_types, or where it is left out as `otherwise` says of a layer."""
-    types = config.get("layer_types")
-    if types is None:
-        return [otherwise(layer) for layer in range(config["num_hidden_layers"])]
-    unknown = sorted({*types} - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise CheckpointError(f"layer_types has {', '.join(unknown)}, which is unknown")
-    return [kind == "sliding_attention" for kind in types]
-
-
-def window_everywhere() -> Keys:
-    """Mistral's: all layers have it, or with null none."""
-
-    def read(config: Json) -> dict[str, Any]:
-        return _window_fields(config.get("sliding_window"), [True])
-
-    return Keys(("sliding_window",), read, lambda model: {"sliding_window": _window(model)})
-
-
-def window_from_layer() -> Keys:
-    """Qwen's: only with use_sliding_window, and then from layer max_window_layers on."""
-
-    def read(config: Json) -> dict[str, Any]:
-        size = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
-        return _window_fields(size, _windowed(config, lambda layer: layer >= config.get("max_window_layers", 28)))
-
-    def write(model: ModelConfig) -> dict[str, Any]:
-        first = next((layer for layer, before in enumerate(model.keys_before) if before is not None), model.num_layers)
-        size = _window(model)
-        return {
-            "use_sliding_window": size is not None,
-            "sliding_window": size,
-            "max_window_layers": first,
-            "layer_types": _layer_types(model),
-        }
-
-    return Keys(("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"), read, write)
-
-
-def window_pattern(full_every: int, default: int = 4096) -> Keys:
-    """Gemma's: of so many layers the last sees all."""
-
-    def read(config: Json) -> dict[str, Any]:
-        every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern")) or full_every
-        windowed = _windowed(config, lambda layer: (layer + 1) % every != 0)
-        return _window_fields(config.get("sliding_window", default), windowed)
-
-    return Keys(
-        ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"),
-        read,
-        lambda model: {"sliding_window": _window(model) or default, "layer_types": _layer_types(model)},
-    )
+    names = ("hidden_act", "hidden_activation")
+    return Keys(names, read, lambda _: dict.fromkeys(names, "gelu_pytorch_tanh"))
 
 
 def square_root_of_heads() -> Keys:

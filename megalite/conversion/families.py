@@ -17,17 +17,16 @@ from megalite.conversion.config_keys import (
     head_width,
     key,
     linear_biases,
-    rotary,
-    rotary_of_two_kinds,
     soft_cap,
     square_root_of_heads,
+    tanh_gate,
     tied,
-    window_everywhere,
-    window_from_layer,
-    window_pattern,
+    unread,
 )
 from megalite.conversion.family import Family
 from megalite.conversion.mapping import Piece, Rule
+from megalite.conversion.rotary_keys import rotary, rotary_of_two_kinds
+from megalite.conversion.window_keys import window_everywhere, window_from_layer, window_pattern
 
 _ALL = slice(None)
 
@@ -103,7 +102,6 @@ _SIZES = (
 )
 _LLAMA_KEYS = (
     *_SIZES,
-    grouped_queries(),
     key("rms_norm_eps", "norm_epsilon", 1e-6),
     key("attention_dropout", "attention_dropout", 0.0),
 )
@@ -111,17 +109,26 @@ _RMS_NORM = {"normalization": "RMSNorm", "hidden_dropout": 0.0}
 _WITHOUT_BIASES = _RMS_NORM | {"add_bias_linear": False}
 
 
-def _llama_like(name: str, architecture: str, always: dict[str, object], *keys: Keys) -> Family:
-    common = (*_LLAMA_KEYS, activation("hidden_act", "silu", gated=True), rotary(), tied(False))
+def _llama_like(name: str, architecture: str, always: dict[str, object], groups: int | None, *keys: Keys) -> Family:
+    """`groups`: the number of key-value heads where config.json has no such key."""
+    common = (
+        *_LLAMA_KEYS,
+        activation("hidden_act", "silu", gated=True),
+        rotary(),
+        tied(False),
+        grouped_queries(groups),
+    )
     return Family(name, architecture, (*common, *keys), always, _LLAMA_RULES, prefix="model.")
 
 
-LLAMA = _llama_like("llama", "LlamaForCausalLM", _RMS_NORM, head_width(), linear_biases())
-MISTRAL = _llama_like("mistral", "MistralForCausalLM", _WITHOUT_BIASES, head_width(), window_everywhere())
+_HALVES = fixed("rope_interleaved", False, written=False)
+LLAMA = _llama_like("llama", "LlamaForCausalLM", _RMS_NORM, None, head_width(), linear_biases(), _HALVES)
+MISTRAL = _llama_like("mistral", "MistralForCausalLM", _WITHOUT_BIASES, 8, head_width(), window_everywhere())
 QWEN2 = _llama_like(
     "qwen2",
     "Qwen2ForCausalLM",
     _WITHOUT_BIASES | {"add_qkv_bias": True},
+    32,
     head_width(),
     window_from_layer(),
     fixed("use_mrope", False, written=False),
@@ -130,6 +137,7 @@ QWEN3 = _llama_like(
     "qwen3",
     "Qwen3ForCausalLM",
     _WITHOUT_BIASES | {"qk_layernorm": True},
+    32,
     head_width(128),
     fixed("attention_bias", False),
     window_from_layer(),
@@ -149,7 +157,9 @@ _SANDWICH_RULES = (
 )
 _SANDWICH_KEYS = (
     *_GEMMA_KEYS,
+    grouped_queries(4),
     activation("hidden_activation", "gelu_pytorch_tanh", gated=True),
+    unread("hidden_act", "sliding_window_size"),
     square_root_of_heads(),
     _ONE_WAY,
 )
@@ -159,7 +169,8 @@ GEMMA = Family(
     "GemmaForCausalLM",
     (
         *_GEMMA_KEYS,
-        activation("hidden_act", "gelu_pytorch_tanh", gated=True, others=("hidden_activation",)),
+        grouped_queries(16),
+        tanh_gate(),
         rotary(),
         _ONE_WAY,
     ),
@@ -188,7 +199,7 @@ GEMMA3 = Family(
         *_SANDWICH_KEYS,
         rotary_of_two_kinds(),
         window_pattern(full_every=6),
-        soft_cap("attn_logit_softcapping", None),
+        fixed("attn_logit_softcapping", None),  # transformers reads it, and caps nothing
         soft_cap("final_logit_softcapping", None),
     ),
     _GEMMA_ALWAYS | {"sandwich_norm": True, "qk_layernorm": True},
@@ -264,6 +275,7 @@ GPT_NEOX = Family(
         rotary("rotary_emb_base", "rotary_pct", 0.25),
         tied(False),
         fixed("attention_bias", True, written=False),
+        unread("attention_probs_dropout_prob", "hidden_dropout_prob"),
     ),
     _LAYER_NORM,
     (

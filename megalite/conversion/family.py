@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
 from megalite.conversion.config_keys import Json, Keys
 from megalite.conversion.mapping import Rule
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, ConfigurationError
 
 CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of config.json that are not of the model but go with it: what a tokenizer's special tokens are."""
@@ -25,8 +26,19 @@ _OF_NO_ACCOUNT = {
     "is_decoder", "is_encoder_decoder", "pretraining_tp", "task_specific_params", "cache_implementation",
     "problem_type", "id2label", "label2id", "num_labels", "finetuning_task", "prefix", "torchscript",
     "unk_token_id", "sep_token_id", "decoder_start_token_id", "n_ctx", "classifier_dropout",
+    "_num_labels", "max_sequence_length", "is_llama_config", "transformers.js_config", "unsloth_fixed",
+    "unsloth_version",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    # how text is generated, which older files say here
+    "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward", "diversity_penalty", "do_sample",
+    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
+    "forced_eos_token_id", "length_penalty", "max_length", "max_new_tokens", "min_length", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values",
+    "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
 }  # fmt: skip
+
+_KINDS = {each.name: str(each.type) for each in fields(ModelConfig)}
+"""The type of each field, as it is written."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,14 @@ class Family:
                 values |= keys.read(config)
             except CheckpointError as error:
                 problems.append(str(error))
-        problems += [f"{name} is unknown: {config[name]!r}" for name in config if name not in known]
+            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+                there = [f"{name} {config[name]!r}" for name in keys.names if name in config]
+                problems.append(f"{', '.join(there or keys.names)} cannot be understood")
+        unknown = [name for name in config if name not in known]
+        problems += [f"{name} is unknown: {config[name]!r}" for name in unknown]
+        if unknown:
+            problems.append("(a key that means nothing for the network may be deleted)")
+        problems = problems or list(_nonsense(values)) or list(_indivisible(ModelConfig(**values)))
         if problems:
             raise CheckpointError("\n".join(f"  {problem}" for problem in problems))
         return ModelConfig(**values)
@@ -86,6 +105,35 @@ class Family:
         return re.fullmatch(self.buffers, name) is not None
 
 
+def _nonsense(values: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with fields of ModelConfig, each of which a config.json may give any value."""
+    for name, value in values.items():
+        kind = _KINDS[name]
+        if value is None and kind.endswith(" | None"):
+            continue
+        wanted = kind.removesuffix(" | None")
+        if wanted == "int" and (type(value) is not int or value < 1):
+            yield f"{name} is {value!r}, where a whole number above 0 is wanted"
+        if wanted == "float" and (type(value) not in (int, float) or not math.isfinite(value)):
+            yield f"{name} is {value!r}, where a number is wanted"
+        if wanted == "bool" and type(value) is not bool:
+            yield f"{name} is {value!r}, where true or false is wanted"
+
+
+def _indivisible(model: ModelConfig) -> Iterator[str]:
+    """What is wrong with sizes together."""
+    heads, groups = model.num_attention_heads, model.kv_groups
+    if heads % groups:
+        yield f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
+    rotated = int(model.head_dim * model.rotary_percent)
+    if model.rotary and (rotated < 2 or rotated % 2):
+        yield f"{rotated} channels of each head are rotated, where pairs of them are"
+    try:
+        _ = model.keys_before
+    except ConfigurationError as error:
+        yield str(error)
+
+
 def choose(families: Sequence[Family], model: ModelConfig) -> tuple[Family, dict[str, Any]]:
     """The first family that has this very network, and its config.json.
 
@@ -97,7 +145,8 @@ def choose(families: Sequence[Family], model: ModelConfig) -> tuple[Family, dict
             return family, family.config(model)
         except CheckpointError as error:
             reasons[family.name] = str(error)
-    nearest = min(reasons, key=lambda name: reasons[name].count("--"))
+    # Of a family that cannot even say it (sizes that it has not), no flags are told.
+    nearest = min(reasons, key=lambda name: reasons[name].count("--") or math.inf)
     raise CheckpointError(
         f"no family of Hugging Face has this network; the nearest is {nearest}, but for {reasons[nearest]}"
     )

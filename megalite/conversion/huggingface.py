@@ -37,8 +37,8 @@ COMPANIONS = (
     "chat_template*",
 )
 """The files of a folder that are its tokenizer's."""
-SHARD = 5 * 10**9
-"""Bytes of a file of weights at most, as Hugging Face's own have."""
+_SMALL = 1 << 30
+"""Elements of a matrix of which a network, without memory, is quickly made; its tensors are looked for one by one."""
 
 
 def open_huggingface(folder: Path) -> OpenedModel:
@@ -49,6 +49,7 @@ def open_huggingface(folder: Path) -> OpenedModel:
         model = family.model(config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder / 'config.json'} is of no model that megalite computes:\n{error}") from error
+    _check_sizes(folder, model)
     logical = logical_tensors(model)
     mapping = file_tensors(family.rules, model, logical)
     files = HuggingFaceFiles(folder, family, frozenset(tensor.name for tensor in mapping))
@@ -65,12 +66,21 @@ def open_huggingface(folder: Path) -> OpenedModel:
 def _family(folder: Path, config: Mapping[str, Any]) -> Family:
     """By model_type; a config.json that has none is told by its architecture."""
     architectures = config.get("architectures") or []
+    architectures = architectures if isinstance(architectures, list) else [architectures]
     for family in FAMILIES:
         if config.get("model_type") == family.name and architectures in ([], [family.architecture]):
             return family
     known = ", ".join(family.architecture for family in FAMILIES)
     what = f"{config.get('model_type')!r}, {', '.join(map(str, architectures)) or 'of no architecture'}"
     raise CheckpointError(f"{folder / 'config.json'} is of {what}. Known are {known}")
+
+
+def _check_sizes(folder: Path, model: ModelConfig) -> None:
+    """Raise CheckpointError for sizes that the files cannot have, before anything of such a size is made."""
+    there = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    largest = max(model.vocab_size or 0, model.num_layers, model.num_attention_heads, model.head_dim, model.ffn_size)
+    if model.hidden_size * largest > max(there, _SMALL):
+        raise CheckpointError(f"{folder} has files of {there:,} bytes, too few for the model of its config.json")
 
 
 def _check_head(folder: Path, family: Family, files: HuggingFaceFiles, word: str) -> None:
@@ -111,6 +121,7 @@ def write_huggingface(
     config.json is beside it, its family is preferred, and the numbers of special tokens are taken from it.
     Raises CheckpointError where no family has this network, or the disk fails.
     """
+    folder = folder.absolute()  # so that it has a name, as `.` has not
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already: choose another folder")
     companions, model = opened.folder, _with_positions(opened)
@@ -124,6 +135,8 @@ def write_huggingface(
     remove_leftovers(folder)
     temporary = temporary_path(folder)
     try:
+        if folder.exists():
+            folder.rmdir()  # now: where it cannot go, as a mount point cannot, nothing could take its name either
         temporary.mkdir(parents=True)
         writer = FileWriter(files, temporary, shards, _format(len(shards)), advance)
         writer.write(workers)
@@ -133,8 +146,6 @@ def write_huggingface(
         if not (temporary / "generation_config.json").exists():
             write_atomically(temporary / "generation_config.json", _json(carried))
         write_atomically(temporary / "config.json", _json(config | carried))
-        if folder.exists():
-            folder.rmdir()
         os.rename(temporary, folder)
         sync_directory(folder.parent)
     except OSError as error:
@@ -204,7 +215,12 @@ def copy_companions(companions: Path | None, folder: Path) -> list[str]:
     found = (
         []
         if companions is None
-        else [path for pattern in (*COMPANIONS, "generation_config.json") for path in sorted(companions.glob(pattern))]
+        else [
+            path
+            for pattern in (*COMPANIONS, "generation_config.json")
+            for path in sorted(companions.glob(pattern))
+            if path.is_file()
+        ]
     )
     for path in found:
         write_atomically(folder / path.name, path.read_bytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from megalite.conversion.family import Family
 from megalite.errors import CheckpointError
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OF_BUFFERS = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
+_OF_BUFFERS |= {"I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+_KINDS = _DTYPES | _OF_BUFFERS
 _RESIDENT = 1 << 26
 """Bytes of a mapped file that are handed out before the memory of all is given back, unless one tensor has more."""
 
@@ -37,6 +41,9 @@ class HuggingFaceFiles:
                 if ours in expected or ours == family.head:
                     if ours in self.tensors:
                         raise CheckpointError(f"{folder} has {ours} twice")
+                    if kind.dtype not in _DTYPES.values():
+                        has = f"{folder} has {name} in numbers of kind {kind.dtype}".replace("torch.", "")
+                        raise CheckpointError(f"{has}, where {', '.join(_DTYPES)} are known")
                     self._tensors[ours], self._named[ours], self.tensors[ours] = file, name, kind
                 elif not family.is_buffer(name):
                     unknown.append(name)
@@ -54,17 +61,18 @@ def _canonical(name: str, family: Family, expected: frozenset[str]) -> str:
 
 
 def _open(folder: Path) -> Iterator[_Safetensors | _Pickled]:
+    """As transformers chooses: safetensors before pickles, and one file before an index of several."""
     for stem, suffix, opener in (("model", "safetensors", _Safetensors), ("pytorch_model", "bin", _Pickled)):
         index, single = folder / f"{stem}.{suffix}.index.json", folder / f"{stem}.{suffix}"
-        if index.is_file():
-            names = sorted(set(read_json(index).get("weight_map", {}).values()))
-            foreign = [name for name in names if not isinstance(name, str) or Path(name).name != name]
-            if foreign or not names:
-                raise CheckpointError(f"{index} is no index of files in its folder")
-            yield from (opener(folder / name) for name in names)
-            return
         if single.is_file():
             yield opener(single)
+            return
+        if index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            files = list(weight_map.values()) if isinstance(weight_map, dict) else []
+            if not files or not all(isinstance(name, str) and Path(name).name == name for name in files):
+                raise CheckpointError(f"{index} is no index of files in its folder")
+            yield from (opener(folder / name) for name in sorted(set(files)))
             return
     raise CheckpointError(f"{folder} has neither model.safetensors nor an index of files that are like it")
 
@@ -73,7 +81,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """An object in a JSON file. Raises CheckpointError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds no JSON object")
@@ -95,18 +103,22 @@ class _Safetensors:
         try:
             with path.open("rb") as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            if self._map[:8] == b"version ":
+                raise ValueError("it is a pointer of Git LFS, which git lfs pull replaces by the file")
             length = int.from_bytes(self._map[:8], "little")
             header: dict[str, Any] = json.loads(self._map[8 : 8 + length])
             header.pop("__metadata__", None)
             self._entries = {name: self._entry(fields, 8 + length) for name, fields in header.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             raise CheckpointError(f"{path} is no whole safetensors file: {error}") from error
         self.tensors = {name: entry.kind for name, entry in self._entries.items()}
 
     def _entry(self, fields: Mapping[str, Any], header: int) -> _Entry:
-        if fields["dtype"] not in _DTYPES:
+        if fields["dtype"] not in _KINDS:
             raise ValueError(f"it has numbers of kind {fields['dtype']}, where {', '.join(_DTYPES)} are known")
-        kind = Kind(tuple(map(int, fields["shape"])), _DTYPES[fields["dtype"]])
+        kind = Kind(tuple(map(int, fields["shape"])), _KINDS[fields["dtype"]])
         start, stop = (header + int(offset) for offset in fields["data_offsets"])
         if not header <= start <= stop <= len(self._map) or stop - start != kind.size:
             raise ValueError("a tensor is not within it: it was cut off")
@@ -128,7 +140,8 @@ class _Pickled:
 
     def __init__(self, path: Path) -> None:
         try:
-            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            # Files of before torch 1.6, which are no archives, are read whole.
+            loaded = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
             self._loaded: dict[str, Tensor] = {name: value for name, value in loaded.items() if torch.is_tensor(value)}
         except Exception as error:  # of the file, torch raises all kinds
             raise CheckpointError(f"{path} cannot be read as tensors alone: {error}") from error

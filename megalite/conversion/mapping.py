@@ -89,8 +89,11 @@ def file_tensors(rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str
         for layer in range(model.num_layers) if "{layer}" in rule.file else (None,):
             tensor = _file_tensor(rule, model, logical, layer)
             found += [] if tensor is None else [tensor]
+    boxes: dict[str, list[Box]] = {name: [] for name in logical}
+    for name, box, _ in (each for tensor in found for each in tensor.boxes):
+        boxes[name].append(box)
     for name, shape in logical.items():
-        if not covers((box for tensor in found for other, box, _ in tensor.boxes if other == name), Box.whole(shape)):
+        if not covers(boxes[name], Box.whole(shape)):
             raise CheckpointError(f"{name} {list(shape)} has no place in files of this family")
     return found
 
@@ -112,6 +115,8 @@ def _file_tensor(
         size = tuple(view(torch.empty(shape, device="meta")).shape)
         offset = (*piece.offset, *(0,) * (len(size) - len(piece.offset)))
         boxes.append((prefix + piece.tensor, Box(offset, size), view))
+    if sum(box.numel for _, box, _ in boxes) != math.prod(shape):
+        raise ValueError(f"the pieces of {rule.file} are not all of it")
     return FileTensor(rule.file.format(layer=layer), shape, tuple(boxes))
 
 

@@ -93,7 +93,8 @@ def test_finetune_implies_a_new_optimizer() -> None:
 def test_saved_fields_stand_below_yaml_and_flags(tmp_path: Path) -> None:
     asked: list[CheckpointConfig] = []
 
-    def saved(settings: CheckpointConfig) -> Sections:
+    def saved(settings: CheckpointConfig, tokenizer_type: str | None) -> Sections:
+        assert tokenizer_type is None
         asked.append(settings)
         model = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 2, "swiglu": True}
         return {"model": model, "data": {"tokenizer_type": "ByteTokenizer"}}
@@ -101,7 +102,7 @@ def test_saved_fields_stand_below_yaml_and_flags(tmp_path: Path) -> None:
     yaml = tmp_path / "run.yaml"
     yaml.write_text("model:\n  num_attention_heads: 4\ncheckpoint:\n  load: from-yaml\n  save: s\n")
     flags = [*COURSE, "--config", str(yaml), "--hidden-size", "32", "--ckpt-step", "7"]
-    with pytest.raises(ConfigurationError, match="missing: --num-layers"):
+    with pytest.raises(ConfigurationError, match=r"missing: --num-layers.*\n\(--load from-yaml has no config\.json"):
         parse_arguments(flags, saved)
     with pytest.raises(ConfigurationError, match="missing: --num-layers"):
         parse_arguments([*flags, "--use-checkpoint-args", "--no-use-checkpoint-args"], saved)

@@ -119,6 +119,47 @@ def test_the_family_that_a_model_came_from_is_kept(folders: Path, tmp_path: Path
     assert write_out(replace(opened, folder=None), tmp_path / "other").name == "llama"
 
 
+PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Gemma, whose gelu is its tanh form": (
+        "gemma",
+        {"hidden_act": "gelu", "hidden_activation": None},
+        {"geglu": True, "exact_gelu": False},
+    ),
+    "Gemma 2, with keys that are not read": (
+        "gemma2",
+        {"hidden_act": "gelu", "sliding_window_size": 6, "cache_implementation": "hybrid"},
+        {"geglu": True, "exact_gelu": False},
+    ),
+    "GPT-NeoX-20B": (
+        "gpt-neox",
+        {"hidden_act": "gelu_fast", "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
+        {"exact_gelu": False},
+    ),
+    "DistilGPT-2": ("gpt2", {"_num_labels": 1, "max_length": 50, "do_sample": True}, {"hidden_size": 24}),
+    "Llama, the first": ("llama", {"max_sequence_length": 64, "num_key_value_heads": None}, {"kv_groups": 4}),
+    "Mistral, whose window is by default": ("mistral", {"sliding_window": "gone"}, {"window_size": "4095,0"}),
+    "Mistral, whose groups are by default": (
+        "mistral",
+        {"num_attention_heads": 16, "num_key_value_heads": "gone"},
+        {"kv_groups": 8},
+    ),
+    "scaling beside its own parameters": (
+        "llama",
+        {"rope_theta": 99.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rotary_seq_len_interpolation_factor": 2.0, "rotary_base": 99.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PUBLISHED)
+def test_what_published_files_say_is_read_as_transformers_reads_it(folders: Path, what: str) -> None:
+    name, changes, said = PUBLISHED[what]
+    config = json.loads((folders / name / "config.json").read_text()) | changes
+    family = next(each for each in FAMILIES if each.name == config["model_type"])
+    model = family.model({key: value for key, value in config.items() if value != "gone"})
+    assert {field: getattr(model, field) for field in said} == said
+
+
 # ------------------------------------------------------------------------------------------------ power of these tests
 
 
@@ -268,6 +309,28 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a missing size": ("llama", {"hidden_size": "gone"}, "it has no hidden_size"),
     "a kind of layer": ("qwen3", {"layer_types": ["linear_attention"] * 4}, "layer_types has linear_attention"),
     "scores by the layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "where only False is known"),
+    "a size that is none": ("llama", {"hidden_size": "64"}, "hidden_size is '64', where a whole number above 0"),
+    "no heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0, where"),
+    "an infinite base": ("llama", {"rope_parameters": {"rope_theta": 1e999}}, "rotary_base is inf, where a number"),
+    "nonsense": ("llama", {"rope_parameters": [1]}, "rope_parameters [1] cannot be understood"),
+    "kinds of other layers": ("qwen3", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
+    "a window without keys": ("mistral", {"sliding_window": 0}, "--window-size '-1,0'"),
+    "heads in groups": ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of"),
+    "half a pair": ("gpt-neox", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "3 channels of each head"),
+    "a size beyond all files": ("llama", {"hidden_size": 2**40, "num_attention_heads": 2**30}, "too few for the model"),
+    "scaling by its old name": (
+        "gemma3",
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        "rope_scaling has a type and no rope_type",
+    ),
+    "scaling that is not rounded": (
+        "gemma3",
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}},
+        "truncate is false",
+    ),
+    "a part of a head": ("llama", {"partial_rotary_factor": 0.5}, "this family rotates all of a head"),
+    "a gate of another function": ("gemma", {"hidden_act": "silu"}, "hidden_act is 'silu', where gelu, gelu_pytorch"),
+    "a cap that is none": ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping is 5.0"),
     "two ways": ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
 }
 
@@ -311,7 +374,7 @@ def test_two_heads_of_a_tied_model_are_refused(folders: Path, tmp_path: Path) ->
 
 def test_damaged_files_are_refused(folders: Path, tmp_path: Path) -> None:
     whole = (folders / "llama" / "model.safetensors").read_bytes()
-    for number, damaged in enumerate((b"", whole[:4], whole[:-8], b"\xff" * 16 + whole, whole[:8] + b"{}" * 9)):
+    for number, damaged in enumerate((b"", whole[:4], whole[:-8], b"\xff" * 16 + whole, b"version https://git-lfs")):
         folder = edit(folders / "llama", tmp_path / f"damaged{number}")
         (folder / "model.safetensors").unlink()
         (folder / "model.safetensors").write_bytes(damaged)
@@ -319,9 +382,39 @@ def test_damaged_files_are_refused(folders: Path, tmp_path: Path) -> None:
             open_huggingface(folder)
 
 
+@pytest.mark.parametrize("weight_map", [["a"], None, {}, {"a": 1, "b": "c"}, {"a": ["b"]}])
+def test_an_index_that_is_none_is_refused(folders: Path, tmp_path: Path, weight_map: Any) -> None:
+    folder = edit(folders / "llama", tmp_path / "edited")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"index\.json is no index of files in its folder"):
+        open_huggingface(folder)
+
+
+def test_one_file_goes_before_an_index(folders: Path, tmp_path: Path) -> None:
+    folder = edit(folders / "llama", tmp_path / "edited")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "stale.safetensors"}}))
+    assert distance(logits(open_huggingface(folder), TOKENS), torch.load(folders / "llama.pt")) <= LOGITS
+
+
+def test_weights_are_of_real_numbers(folders: Path, tmp_path: Path) -> None:
+    tensors = all_tensors(folders / "llama")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight in numbers of kind int8, where F64, F32"):
+        open_huggingface(rewrite(folders / "llama", tmp_path / "edited", tensors))
+
+
+def test_nesting_without_end_is_refused(folders: Path, tmp_path: Path) -> None:
+    folder = edit(folders / "llama", tmp_path / "edited")
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: maximum recursion depth"):
+        open_huggingface(folder)
+
+
 def test_an_index_stays_in_its_folder(folders: Path, tmp_path: Path) -> None:
     folder = edit(folders / "llama", tmp_path / "hostile")
     index = {"weight_map": {"lm_head.weight": "../llama/model.safetensors"}}
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="no index of files in its folder"):
         open_huggingface(folder)
@@ -334,10 +427,11 @@ class Hostile:
         return (print, ("unpickled",))
 
 
-def test_pickled_weights_are_read_as_tensors_alone(folders: Path, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize("archive", [True, False])
+def test_pickled_weights_are_read_as_tensors_alone(folders: Path, tmp_path: Path, capsys: Any, archive: bool) -> None:
     folder = edit(folders / "gpt2", tmp_path / "pickled")
     (folder / "model.safetensors").unlink()
-    torch.save(all_tensors(folders / "gpt2"), folder / "pytorch_model.bin")
+    torch.save(all_tensors(folders / "gpt2"), folder / "pytorch_model.bin", _use_new_zipfile_serialization=archive)
     expected = torch.load(folders / "gpt2.pt")
     assert distance(logits(open_huggingface(folder), TOKENS), expected) <= LOGITS
     torch.save({"transformer.wte.weight": Hostile()}, folder / "pytorch_model.bin")
@@ -349,6 +443,7 @@ def test_pickled_weights_are_read_as_tensors_alone(folders: Path, tmp_path: Path
 OTHER_NAMES = {
     "gpt2 without a prefix": ("gpt2", {"transformer.": ""}, {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}),
     "gpt-neox with another head": ("gpt-neox", {"embed_out.": "lm_head."}, {}),
+    "gpt-neox with masks": ("gpt-neox", {}, {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 8, 8).bool()}),
     "llama with old buffers": ("llama", {}, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
 }
 
@@ -374,6 +469,13 @@ def test_networks_that_no_family_has_are_refused_by_their_flags() -> None:
     llama = families.LLAMA.model(theirs.as_written(theirs.make_config("llama")))
     with pytest.raises(CheckpointError, match=r"the nearest is llama, but for --norm|--mlp|--sandwich-norm True"):
         choose(FAMILIES, replace(llama, sandwich_norm=True))
+    with pytest.raises(CheckpointError, match=r"--rotary-percent 0\.5"):
+        choose(FAMILIES, replace(llama, rotary_percent=0.5))
+    gemma = families.GEMMA.model(theirs.as_written(theirs.make_config("gemma")))
+    with pytest.raises(CheckpointError, match=r"the nearest is gemma, but for --exact-gelu True"):
+        choose(FAMILIES, replace(gemma, exact_gelu=True))
+    yarn = replace(llama, position_embedding_type="yarn", yarn_original_max_position_embeddings=16)
+    assert families.LLAMA.config(yarn)["rope_scaling"]["factor"] == 1.0
     yarn = replace(llama, position_embedding_type="yarn", rotary_scaling_factor=2.0, mscale=0.7)
     with pytest.raises(CheckpointError, match="--mscale"):
         choose(FAMILIES, replace(yarn, yarn_original_max_position_embeddings=16))
@@ -390,6 +492,7 @@ def test_what_is_cast_is_cast_once_and_asked_for(folders: Path, tmp_path: Path) 
 def test_the_folder_has_what_others_look_for(folders: Path, tmp_path: Path) -> None:
     source = edit(folders / "llama", tmp_path / "source")
     (source / "tokenizer.json").write_text("{}")
+    (source / "tokenizer_files").mkdir()
     (source / "tokenizer_config.json").write_text('{"eos_token": "e"}')
     (source / "chat_template.jinja").write_text("hello")
     flags = ("--load-dir", source, "--loader", "hf", "--saver", "megalite", "--save-dir", tmp_path / "run")
@@ -431,6 +534,13 @@ def test_a_folder_is_never_half_there(folders: Path, tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointError, match="is there already"):
         write_out(open_huggingface(folders / "gpt2"), tmp_path / "out")
     assert (tmp_path / "out" / "mine").read_text() == "kept"
+
+
+def test_the_folder_one_stands_in_is_written(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    write_out(open_huggingface(folders / "gpt2"), Path())
+    assert open_huggingface(tmp_path / "out").config.num_layers == 4
 
 
 def test_verify_tells_what_agrees_and_what_does_not(folders: Path, tmp_path: Path) -> None:

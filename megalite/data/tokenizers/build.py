@@ -76,7 +76,7 @@ def build_tokenizer(
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigurationError(
             f"--vocab-size {vocab_size}, but the {tokenizer_type} has {tokenizer.vocab_size} tokens: leave "
-            "--vocab-size out"
+            "--vocab-size out, or give the tokenizer of the model that --load names"
         )
     return tokenizer
 
