@@ -1,6 +1,7 @@
 # make train    from nothing to a trained model and a sample of its text; STEPS=20 is the short form
 # make test     everything the tests prove
 # make mutants  that each of the planted faults fails a test
+# make compile-kernels  that every kernel compiles for the GPUs of three generations of NVIDIA's and one of AMD's
 # make lint     style, types and the direction of imports
 # make setup    only the environment, in .venv
 #
@@ -12,7 +13,7 @@ TORCH_INDEX ?=
 STEPS ?= 300
 
 .DELETE_ON_ERROR:
-.PHONY: setup train test mutants lint
+.PHONY: setup train test mutants compile-kernels lint
 
 PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check
 TORCH = $(shell grep -o 'torch>=[^"]*' pyproject.toml)
@@ -39,6 +40,9 @@ test: .venv/installed-test
 
 mutants: .venv/installed-test
 	.venv/bin/python -m tests.mutants
+
+compile-kernels: .venv/installed-test
+	PYTHONPATH=. .venv/bin/python -m tests.kernels.compile
 
 lint: .venv/installed-test
 	.venv/bin/ruff check .

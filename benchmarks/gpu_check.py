@@ -3,8 +3,9 @@
     benchmarks/gpu_check.sh
 
 In float64 the losses and gradient norms of ten steps on the GPUs equal the CPU's, and after a resume they are the same
-bits; attention in blocks is the dense one; in bf16 a model of about 1.3 billion parameters is timed. Prints a table,
-writes it as JSON under benchmarks/results/, and fails where numbers differ.
+bits; attention in blocks is the dense one; Triton's kernels compute what float64 does, and their bandwidth is printed;
+in bf16 a model of about 1.3 billion parameters is timed. Prints a table, writes it as JSON under benchmarks/results/,
+and fails where numbers differ.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import BlockMask
 
+from benchmarks.kernel_check import check_norms, time_norms
 from megalite.parallel.parameter import ProductGradient
 from megalite_kernels.attention import attention, block_mask, dense_mask
 
@@ -204,6 +206,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no GPU here: nothing was checked")
         return 1
+    norms, norm_times = check_norms(), time_norms()
     weight_gradients = check_weight_gradients()
     in_blocks = check_attention()
     different = check_checkpoints(min(torch.cuda.device_count(), 4))
@@ -214,6 +217,8 @@ def main() -> int:
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
         "torch": torch.__version__,
         "command": "benchmarks/gpu_check.sh",
+        "norms in Triton, error over tolerance": norms,
+        "norms in Triton, bf16": norm_times,
         "error of weight gradients": weight_gradients,
         "attention in blocks": in_blocks,
         "steps that differ after a resume": different,
@@ -226,7 +231,7 @@ def main() -> int:
     target.parent.mkdir(exist_ok=True)
     target.write_text(text + "\n")
     differences = [float(str(row["largest relative difference"])) for row in rows]
-    if weight_gradients > WEIGHT_GRADIENT_TOLERANCE or different:
+    if norms > 1 or weight_gradients > WEIGHT_GRADIENT_TOLERANCE or different:
         return 1
     if in_blocks["error over tolerance"] > 1 or in_blocks["compiled anew"]:
         return 1

@@ -3,4 +3,4 @@
 # Results go to benchmarks/results/. Needs megalite installed, or PYTHONPATH=.:kernels with its dependencies.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec python3 benchmarks/gpu_check.py "$@"
+exec python3 -m benchmarks.gpu_check "$@"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +24,14 @@ torch.set_num_threads(1)  # tensors this small gain nothing from a second one, w
 
 # A shell starts what it runs in the background deaf to Ctrl-C, and so would be every program that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Where kernels are tested, import Triton as its interpreter before another test imports it to compile."""
+    kernels = Path(__file__).parent / "kernels"
+    asked = [session.config.invocation_params.dir / argument.split("::")[0] for argument in session.config.args]
+    if sys.platform == "linux" and any(kernels.is_relative_to(path) or path.is_relative_to(kernels) for path in asked):
+        importlib.import_module("tests.kernels.interpreter")
 
 
 def pytest_collection_finish() -> None:

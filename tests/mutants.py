@@ -51,6 +51,7 @@ def _network(name: str) -> str:
 
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
 _UNIT = "tests/unit/test_parallel_"
+_KERNELS = "tests/kernels/test_norm.py::test_"
 _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
 _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
@@ -151,6 +152,55 @@ MUTANTS = (
         "weight = 1.0 + weight",
         "weight = weight",
         _network("gpt2, norms around one"),
+    ),
+    Mutant(
+        "a kernel divides by the columns of its tile, not of the row",
+        "kernels/megalite_kernels/norm.py",
+        "squares / WIDTH",
+        "squares / COLUMNS",
+        f"{_KERNELS}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "a kernel counts rows beyond the last into the bias's gradient",
+        "kernels/megalite_kernels/norm.py",
+        "present = row < rows\n        inverse",
+        "present = row < rows + 1\n        inverse",
+        f"{_KERNELS}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "programs add up their weight gradients in one place",
+        "kernels/megalite_kernels/norm.py",
+        "weight_sums + program.to(tl.int64) * WIDTH + column",
+        "weight_sums + column",
+        f"{_KERNELS}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "a kernel takes rows for contiguous",
+        "kernels/megalite_kernels/norm.py",
+        "(rows, flat.stride(0), epsilon,",
+        "(rows, width, epsilon,",
+        f"{_KERNELS}strides_change_no_bit",
+    ),
+    Mutant(
+        "a kernel counts its rows in 32 bits",
+        "kernels/megalite_kernels/norm.py",
+        "tl.program_id(0).to(tl.int64) * ROWS",
+        "tl.program_id(0) * ROWS",
+        f"{_KERNELS}rows_lie_beyond_2_to_the_31_elements",
+    ),
+    Mutant(
+        "wide rows start their weight gradient from what memory holds",
+        "kernels/megalite_kernels/norm.py",
+        "torch.zeros if shape.columns < width else torch.empty",
+        "torch.empty",
+        f"{_KERNELS}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "float64 goes to kernels that compute in fp32",
+        "kernels/megalite_kernels/implementation.py",
+        'if _choice == "reference" or any(tensor.dtype == torch.float64 for tensor in tensors):',
+        'if _choice == "reference":',
+        "tests/kernels/test_implementation.py::test_float64_has_the_reference",
     ),
     Mutant(
         "the gate of GeGLU has the gradient of the other GELU",

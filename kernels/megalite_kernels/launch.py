@@ -1,0 +1,49 @@
+"""How a kernel over rows is laid over the GPU: its view of a tensor, its tile, and its number of programs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ELEMENTS = 16  # of each tensor that a thread holds: two accesses of 128 bits in bf16; with 8 or 32 registers spill
+LANES = 64 if torch.version.hip else 32  # threads of a warp
+LOOPING_WARPS = 32  # of a multiprocessor: enough loads under way to fill the memory's latency
+INTERPRETED_MULTIPROCESSORS = 1  # where there is no GPU: few, so that programs loop as they do on one
+
+
+class Tile(NamedTuple):
+    """`rows` by `columns` elements that a program holds at once, both powers of two, and the warps that hold them."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+def tile(width: int, *, largest: int) -> Tile:
+    """The tile for rows of `width` elements: whole rows, several where they are short, and at most `largest` columns.
+
+    What is wider goes through the kernel in columns, half as many at once.
+    """
+    columns = 1 << (width - 1).bit_length() if width <= largest else largest // 2
+    rows = max(2048 // columns, 1)
+    warps = rows * columns // (LANES * ELEMENTS)
+    return Tile(rows, columns, min(max(warps, 4), 16))
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """[..., width] as [rows, width], the elements of a row side by side; a copy only where the strides ask for one."""
+    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.numel() else tensor.new_empty(0, tensor.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def looping_programs(tiles: int, warps: int, device: torch.device) -> int:
+    """How many programs of so many warps share the tiles of a kernel that adds up over them; at least one."""
+    return max(min(tiles, LOOPING_WARPS // warps * _multiprocessors(device)), 1)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
