@@ -12,6 +12,7 @@ from megalite.checkpoint.attempt import FolderAttempt
 from megalite.checkpoint.file_writer import Cut, FileWriter
 from megalite.checkpoint.formats import NATIVE, Format
 from megalite.checkpoint.manifest import Manifest, TrainingState, covers, logical_name
+from megalite.checkpoint.new_folder import writing
 from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.source import Kind, Source, numbers_as_numbers
@@ -89,15 +90,12 @@ def write_checkpoint(
     if attempt.path.exists():
         raise CheckpointError(f"{attempt.path} is there already: choose another folder")
     try:
-        attempt.begin()
-        writer = FileWriter(source, attempt.folder, cut, file_format, advance)
-        tensors = writer.write(workers)
-        files = writer.saved_files(tensors) | saving.write_index(attempt, file_format, writer.placed())
-        saving.finish(attempt, Manifest(training, config, files, tensors))
-    except OSError as error:
-        raise CheckpointError(
-            f"writing {attempt.folder} failed: {error}. Free space, or choose another folder"
-        ) from error
+        with writing(attempt.folder):
+            attempt.begin()
+            writer = FileWriter(source, attempt.folder, cut, file_format, advance)
+            tensors = writer.write(workers)
+            files = writer.saved_files(tensors) | saving.write_index(attempt, file_format, writer.placed())
+            saving.finish(attempt, Manifest(training, config, files, tensors))
     finally:
         attempt.abandon()
     return attempt.path

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -24,6 +25,11 @@ class Kind:
     def size(self) -> int:
         """Bytes."""
         return Box.whole(self.shape).numel * self.dtype.itemsize
+
+
+def widest(kinds: Iterable[Kind]) -> torch.dtype:
+    """The dtype that holds the values of all of these tensors."""
+    return reduce(torch.promote_types, (kind.dtype for kind in kinds))
 
 
 class Source(Protocol):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +13,10 @@ import torch
 
 from megalite.checkpoint.file_writer import FileWriter
 from megalite.checkpoint.formats import Format, Placed, safetensors_places
+from megalite.checkpoint.manifest import dtype_name
+from megalite.checkpoint.new_folder import new_folder
 from megalite.checkpoint.progress import Advance
-from megalite.checkpoint.source import numbers_as_numbers
+from megalite.checkpoint.source import numbers_as_numbers, widest
 from megalite.config import ModelConfig
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import CARRIED, Family, choose
@@ -25,7 +25,7 @@ from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.opened import OpenedModel, logical_tensors
 from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
 from megalite.errors import CheckpointError, ConfigurationError, DataError
-from megalite.files import remove_leftovers, sync_directory, temporary_path, write_atomically
+from megalite.files import write_atomically
 from megalite.parallel.sharding import Box
 
 COMPANIONS = (
@@ -128,30 +128,19 @@ def write_huggingface(
     before = _companion_config(companions)
     family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
     files = ToFiles(opened.source, file_tensors(family.rules, model, logical_tensors(model)), dtype)
-    dtypes = {kind.dtype for kind in files.tensors.values()}
-    config["torch_dtype"] = str(functools.reduce(torch.promote_types, dtypes)).removeprefix("torch.")
+    config["torch_dtype"] = dtype_name(widest(files.tensors.values()))
     carried = {name: before[name] for name in CARRIED if name in before} or _end_of_text(opened)
     shards = _shards(files, shard)
-    remove_leftovers(folder)
-    temporary = temporary_path(folder)
-    try:
-        if folder.exists():
-            folder.rmdir()  # now: where it cannot go, as a mount point cannot, nothing could take its name either
-        temporary.mkdir(parents=True)
+    with new_folder(folder) as temporary:
         writer = FileWriter(files, temporary, shards, _format(len(shards)), advance)
         writer.write(workers)
         if len(shards) > 1:
             write_atomically(temporary / "model.safetensors.index.json", _index(writer.placed()))
-        copy_companions(companions, temporary)
+        if companions is not None:
+            copy_companions(companions, temporary)
         if not (temporary / "generation_config.json").exists():
             write_atomically(temporary / "generation_config.json", _json(carried))
         write_atomically(temporary / "config.json", _json(config | carried))
-        os.rename(temporary, folder)
-        sync_directory(folder.parent)
-    except OSError as error:
-        raise CheckpointError(f"writing {folder} failed: {error}. Free space, or choose another folder") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return family
 
 
@@ -210,18 +199,9 @@ def _json(fields: Mapping[str, Any]) -> bytes:
     return (json.dumps(fields, indent=2) + "\n").encode()
 
 
-def copy_companions(companions: Path | None, folder: Path) -> list[str]:
-    """Copy a tokenizer's files, and the generation config, into a folder; their names."""
-    found = (
-        []
-        if companions is None
-        else [
-            path
-            for pattern in (*COMPANIONS, "generation_config.json")
-            for path in sorted(companions.glob(pattern))
-            if path.is_file()
-        ]
-    )
-    for path in found:
-        write_atomically(folder / path.name, path.read_bytes())
-    return [path.name for path in found]
+def copy_companions(companions: Path, folder: Path) -> None:
+    """Copy a tokenizer's files, and the generation config, into a folder."""
+    for pattern in (*COMPANIONS, "generation_config.json"):
+        for path in sorted(companions.glob(pattern)):
+            if path.is_file():
+                write_atomically(folder / path.name, path.read_bytes())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.source import Kind
 from megalite.conversion.family import Family
 from megalite.errors import CheckpointError
@@ -42,7 +43,7 @@ class HuggingFaceFiles:
                     if ours in self.tensors:
                         raise CheckpointError(f"{folder} has {ours} twice")
                     if kind.dtype not in _DTYPES.values():
-                        has = f"{folder} has {name} in numbers of kind {kind.dtype}".replace("torch.", "")
+                        has = f"{folder} has {name} in numbers of kind {dtype_name(kind.dtype)}"
                         raise CheckpointError(f"{has}, where {', '.join(_DTYPES)} are known")
                     self._tensors[ours], self._named[ours], self.tensors[ours] = file, name, kind
                 elif not family.is_buffer(name):

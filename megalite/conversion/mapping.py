@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor
 
 from megalite.checkpoint.manifest import covers
-from megalite.checkpoint.source import Kind, Source
+from megalite.checkpoint.source import Kind, Source, widest
 from megalite.config import ModelConfig
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
@@ -179,12 +179,9 @@ class ToFiles:
         self._runs = {tensor.name: _runs(tensor) for tensor in mapping}
         self._last = threading.local()
         self.tensors = {
-            tensor.name: Kind(tensor.shape, dtype or self._widest(name for name, _, _ in tensor.boxes))
+            tensor.name: Kind(tensor.shape, dtype or widest(logical.tensors[name] for name, _, _ in tensor.boxes))
             for tensor in mapping
         }
-
-    def _widest(self, names: Iterable[str]) -> torch.dtype:
-        return reduce(torch.promote_types, (self._logical.tensors[name].dtype for name in names))
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
         """As in `Source`."""

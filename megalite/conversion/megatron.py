@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
-import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +16,9 @@ from torch import Tensor
 from megalite.checkpoint.directory import TRACKER
 from megalite.checkpoint.file_writer import FileWriter
 from megalite.checkpoint.formats import FORMATS
+from megalite.checkpoint.new_folder import new_folder, writing
 from megalite.checkpoint.progress import Advance
-from megalite.checkpoint.source import Kind, numbers_as_numbers
+from megalite.checkpoint.source import Kind, numbers_as_numbers, widest
 from megalite.conversion.chunked_files import Chunk, ChunkedFiles
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.megatron_arguments import arguments_of, model_of, tokenizer_of, vocabulary_of
@@ -29,7 +27,7 @@ from megalite.conversion.megatron_names import OUTPUT, RULES, TOKEN_TABLES, WORD
 from megalite.conversion.megatron_torch_dist import TorchDist
 from megalite.conversion.opened import OpenedModel, logical_tensors
 from megalite.errors import CheckpointError
-from megalite.files import remove_leftovers, sync_directory, temporary_path, write_atomically
+from megalite.files import write_atomically
 from megalite.parallel.sharding import Box
 
 RELEASE = "release"
@@ -188,19 +186,15 @@ def write_megatron(
     arguments = arguments_of(model, opened.data, opened.sequence_length, vocabulary)
     if folder.exists() or (directory / TRACKER).exists():
         raise CheckpointError(f"{directory} has a checkpoint already: choose another folder")
-    dtypes = (kind.dtype for kind in opened.source.tensors.values())
     files = ToFiles(
         opened.source,
         file_tensors(RULES, model, logical_tensors(model)),
-        dtype or functools.reduce(torch.promote_types, dtypes),
+        dtype or widest(opened.source.tensors.values()),
     )
     stacked = _Stacked(files, model.num_layers, vocabulary)
     common = io.BytesIO()
     torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 0}, common)
-    remove_leftovers(folder)
-    temporary = temporary_path(folder)
-    try:
-        temporary.mkdir(parents=True)
+    with new_folder(folder) as temporary:
         writer = FileWriter(stacked, temporary, stacked.cut(), FORMATS["torch_dist"], advance)
         writer.write(workers)
         for name, data in FORMATS["torch_dist"].index(writer.placed()).items():
@@ -210,11 +204,6 @@ def write_megatron(
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         backend |= {"common_backend": "torch", "common_backend_version": 1}
         write_atomically(temporary / "metadata.json", json.dumps(backend).encode())
-        os.rename(temporary, folder)
-        sync_directory(directory)
+    with writing(folder):
         write_atomically(directory / TRACKER, RELEASE.encode())
-    except OSError as error:
-        raise CheckpointError(f"writing {folder} failed: {error}. Free space, or choose another folder") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder

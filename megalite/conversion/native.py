@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,17 @@ import torch
 from megalite.checkpoint import TrainingState, open_directory, write_atomically
 from megalite.checkpoint.compatibility import model_config
 from megalite.checkpoint.directory import resolve
+from megalite.checkpoint.new_folder import writing
 from megalite.checkpoint.plan import MASTER, MODEL
 from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
+from megalite.checkpoint.source import widest
 from megalite.config import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainingConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.huggingface import copy_companions
 from megalite.conversion.layout import weights_of_ranks
 from megalite.conversion.opened import OpenedModel, Renamed
-from megalite.errors import CheckpointError
 
 FILE = 5 * 10**9
 """Bytes of a file of weights, where no layout says how they are cut."""
@@ -81,7 +81,7 @@ def write_megalite(
     Raises CheckpointError where the disk fails, or the directory has such a checkpoint.
     """
     kinds = opened.source.tensors
-    dtype = dtype or functools.reduce(torch.promote_types, (kind.dtype for kind in kinds.values()))
+    dtype = dtype or widest(kinds.values())
     source = Renamed(opened.source, {MODEL + name: name for name in kinds}, dtype)
     if layout is None:
         cut = cut_evenly(source.tensors, -(-sum(kind.size for kind in source.tensors.values()) // FILE))
@@ -99,13 +99,11 @@ def write_megalite(
 
 def _copy(companions: Path, folder: Path) -> None:
     """A tokenizer and what names its special tokens; config.json says what family the model was of."""
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         copy_companions(companions, folder)
         if (companions / "config.json").is_file():
             write_atomically(folder / "config.json", (companions / "config.json").read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"writing {folder} failed: {error}. Free space, or choose another folder") from error
 
 
 def _run(model: ModelConfig, data: dict[str, Any], sequence_length: int | None, dtype: torch.dtype) -> RunConfig:

@@ -1,0 +1,41 @@
+"""Folders that appear under their name complete, or not at all, and what is said where the disk fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megalite.errors import CheckpointError
+from megalite.files import remove_leftovers, sync_directory, temporary_path
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises CheckpointError where the block, which writes into a folder, raises OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"writing {folder} failed: {error}. Free space, or choose another folder") from error
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Gives where to write what takes the name of `folder` at the end of the block; an empty one of that name goes.
+
+    Raises CheckpointError, and leaves nothing behind, where the disk fails.
+    """
+    temporary = temporary_path(folder)
+    try:
+        with writing(folder):
+            remove_leftovers(folder)
+            if folder.exists():
+                folder.rmdir()  # now: where it cannot go, as a mount point cannot, nothing could take its name either
+            temporary.mkdir(parents=True)
+            yield temporary
+            os.rename(temporary, folder)
+            sync_directory(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
