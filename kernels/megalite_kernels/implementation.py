@@ -2,7 +2,8 @@
 
 `auto`: Triton where the tensors are on a CUDA or ROCm device and Triton is installed, the reference elsewhere;
 `triton`: Triton on every device, which fits a GPU, Triton's interpreter, and compilation on the meta device;
-`reference`: never Triton. The kernels compute in fp32: float64 has the reference under each of them.
+`reference`: never Triton. The kernels compute in fp32: float64 has the reference under each of them. Single operations
+can be left to the reference, each by the name of its file.
 
 Triton is imported where the choice asks for it, or when the first operation needs it; until then a kernel is a plain
 function. torch.compile cannot trace that import: choose before it compiles what calls an operation.
@@ -10,9 +11,10 @@ function. torch.compile cannot trace that import: choose before it compiles what
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FunctionType
 from typing import Any, Literal, get_args
 
@@ -24,22 +26,23 @@ RUNTIME_SIZES = ("rows",)  # arguments that differ from batch to batch: no kerne
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _choice: Choice = "auto"
+_to_reference: frozenset[str] = frozenset()  # operations that never run as Triton kernels
 _waiting: list[FunctionType] = []
 
 
-def choose(choice: Choice) -> None:
-    """Decide for all operations of this process.
+def choose(choice: Choice, *, to_reference: Collection[str] = ()) -> None:
+    """Decide for all operations of this process; those of `to_reference` run as their reference under each choice.
 
     Raises:
         ValueError: there is no such choice.
         ModuleNotFoundError: `triton` was chosen and is not installed.
     """
-    global _choice
+    global _choice, _to_reference
     if choice not in get_args(Choice):
         raise ValueError(f"there are no kernels named {choice!r}; choose one of {', '.join(get_args(Choice))}")
     if choice == "triton" and not _INSTALLED:
         raise ModuleNotFoundError("Triton is not installed, and the chosen kernels need it: pip install triton")
-    _choice = choice
+    _choice, _to_reference = choice, frozenset(to_reference)
     if choice == "triton" or (choice == "auto" and _INSTALLED and torch.cuda.is_available()):
         _import_triton()
 
@@ -48,15 +51,27 @@ def chosen() -> Choice:
     return _choice
 
 
-def runs_triton(*tensors: Tensor) -> bool:
+def runs_triton(operation: str, *tensors: Tensor) -> bool:
     """Whether the operation on these tensors runs as Triton kernels, which are then ready."""
-    if _choice == "reference" or any(tensor.dtype == torch.float64 for tensor in tensors):
+    if _choice == "reference" or operation in _to_reference or any(tensor.dtype == torch.float64 for tensor in tensors):
         return False
     if _choice == "auto" and not (all(tensor.device.type == "cuda" for tensor in tensors) and _INSTALLED):
         return False
     if _waiting:
         _import_triton()
     return True
+
+
+def description(device: torch.device, dtype: torch.dtype) -> str:
+    """For a person: what runs on tensors of this device and dtype, and why where one might have expected Triton."""
+    if runs_triton("", torch.empty(0, device=device, dtype=dtype)):
+        left = f", but for {', '.join(sorted(_to_reference))}" if _to_reference else ""
+        return f"Triton {importlib.metadata.version('triton')}{left}"
+    if _choice == "reference":
+        return "plain PyTorch, as chosen"
+    if dtype == torch.float64:
+        return "plain PyTorch: Triton's compute in fp32"
+    return "plain PyTorch" + (": Triton is not installed" if device.type == "cuda" else "")
 
 
 def kernel(function: Callable[..., None]) -> Any:

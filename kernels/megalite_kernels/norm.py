@@ -240,7 +240,7 @@ class _Norm(torch.autograd.Function):
 
 def rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """[..., hidden] to [..., hidden], in the dtype of the input; the weight may be wider."""
-    if not runs_triton(input, weight):
+    if not runs_triton("norm", input, weight):
         return rms_norm_reference(input, weight, epsilon)
     output: Tensor = _Norm.apply(input, weight, None, epsilon)
     return output
@@ -248,7 +248,7 @@ def rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def layer_norm(input: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
     """[..., hidden] to [..., hidden], in the dtype of the input; the weight may be wider."""
-    if not runs_triton(input, weight, bias):
+    if not runs_triton("norm", input, weight, bias):
         return layer_norm_reference(input, weight, bias, epsilon)
     output: Tensor = _Norm.apply(input, weight, bias, epsilon)
     return output

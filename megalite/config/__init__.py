@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
+from megalite.config.kernels import KernelsConfig
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
@@ -17,6 +18,7 @@ from megalite.config.yaml_file import dump, load_yaml
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
+    "KernelsConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",

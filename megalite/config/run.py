@@ -1,4 +1,4 @@
-"""A whole run: the seven concerns together."""
+"""A whole run: the eight concerns together."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
+from megalite.config.kernels import KernelsConfig
 from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
@@ -29,6 +30,8 @@ class RunConfig:
     """The update rule and the learning rate."""
     training: TrainingConfig
     """Batches, length, evaluation, precision."""
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    """Implementation of the fused operations."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving and loading."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)

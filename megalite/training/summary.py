@@ -15,6 +15,7 @@ from megalite.pipeline.simulator import peak_in_flight
 from megalite.training import memory
 from megalite.training.construction import count_parameters, hidden_states, make_recompute
 from megalite.training.trainer import Trainer
+from megalite_kernels import implementation
 
 
 def summary(trainer: Trainer) -> dict[str, object]:
@@ -42,6 +43,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
         "layout": f"{layout}, {zero}, {micro_batches} a rank",
         **_pipeline(trainer),
         "precision": config.training.dtype,
+        "kernels": implementation.description(mesh.device, trainer.dtype),
         "memory": f"{memory.in_words(measured.total)} {whose}, {memory.in_words(formula.total)} by formula",
         **{f"  {kind}": line for kind, line in kinds.items()},
         "device": f"{mesh.world_size} x {device.device_name(mesh.device)}",

@@ -2,9 +2,9 @@
 
     make compile-kernels
 
-The operations run on the meta device at the shapes of `launchers`, and each launch is compiled instead: for NVIDIA's
-sm_80 (A100), sm_90 (H100, H200) and sm_100 (B200), and AMD's gfx942 (MI300). Prints registers, spills, shared memory
-and the share of global memory traffic in accesses of 128 bits. Fails on spills, on arithmetic in float64 (as
+The operations run on the meta device at the shapes of `megalite_kernels.cases`, and each launch is compiled instead:
+for NVIDIA's sm_80 (A100), sm_90 (H100, H200) and sm_100 (B200), and AMD's gfx942 (MI300). Prints registers, spills,
+shared memory and the share of global memory traffic in accesses of 128 bits. Fails on spills, on arithmetic in float64 (as
 torch.compile passes a number of Python's, so it is passed here), on narrow accesses, and on a launch that is compiled
 anew where the number of tokens changes. Needs Triton and no GPU.
 """
@@ -30,8 +30,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from megalite_kernels import launch
+from megalite_kernels.cases import Case, cases
 from megalite_kernels.implementation import choose
-from tests.kernels.launchers import launchers
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -143,19 +143,27 @@ def _wide(bits: list[int]) -> float:
     return sum(size for size in bits if size >= 128) / max(sum(bits), 1)
 
 
+def launch_all(case: Case, tokens: int) -> None:
+    """Forward and backward, on empty tensors."""
+    outputs = case.outputs(case.make_inputs(tokens, "meta"))
+    outputs = tuple(output for output in outputs if output.requires_grad)
+    if outputs:
+        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+
+
 def compile_target(target: str) -> tuple[list[Compiled], list[str]]:
     """All launches of one target, and what is wrong with them. Runs in a process of its own."""
     launched, found, faults = compile_only(target), [], []
-    for operation, run in launchers():
+    for case in cases():
         variants = []
         for tokens in TOKENS:
             launched.clear()
-            run(tokens)
+            launch_all(case, tokens)
             variants.append([kernel.hash for kernel in launched])
             if len(variants) == 1:
-                found += [inspect(kernel, operation, target) for kernel in launched]
+                found += [inspect(kernel, case.name, target) for kernel in launched]
         if any(variant != variants[0] for variant in variants):
-            faults.append(f"{operation} on {target} is compiled anew for another number of tokens")
+            faults.append(f"{case.name} on {target} is compiled anew for another number of tokens")
     faults += [f"{row.operation} {row.kernel} on {row.target}: {fault}" for row in found for fault in row.faults()]
     return found, faults
 
