@@ -85,13 +85,14 @@ def _logits(width: int, columns: Columns, dtype: torch.dtype, tokens: int, devic
 
 
 def _statistics(columns: Columns, terms: Terms, *inputs: Tensor) -> Tensor:
-    return statistics(*inputs[:2], columns, terms)
+    return statistics(inputs[0], inputs[1], columns, terms)
 
 
 def _gradient(columns: Columns, terms: Terms, *inputs: Tensor) -> Tensor:
     """Written over the logits."""
-    gradient_(*inputs, columns, terms)
-    return inputs[0]
+    logits, labels, log_sums, scales = inputs
+    gradient_(logits, labels, log_sums, scales, columns, terms)
+    return logits
 
 
 def _cross_entropies() -> Iterator[Case]:

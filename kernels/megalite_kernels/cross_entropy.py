@@ -125,9 +125,15 @@ def _chunks(logits: Tensor) -> list[slice]:
 
 
 @kernel
+def _exp(x: tl.tensor) -> tl.tensor:
+    """tl.exp takes twice the instructions, to be exact below 1e-38 too."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@kernel
 def _tanh(x: tl.tensor) -> tl.tensor:
     """To about 1e-7, absolutely."""
-    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    return 2.0 / (1.0 + _exp(-2.0 * x)) - 1.0
 
 
 @kernel
@@ -159,7 +165,7 @@ def _statistics(
     exponentials = tl.zeros((COLUMNS // GROUP,), tl.float32)
     total = tl.zeros((COLUMNS // GROUP,), tl.float32)
     coming = tl.load(place + column, mask=column < WIDTH, other=0.0)
-    for start in range(0, VALID, COLUMNS):
+    for start in tl.range(0, VALID, COLUMNS, loop_unroll_factor=2):
         x = coming.to(tl.float32)
         following = start + COLUMNS + column
         coming = tl.load(place + following, mask=following < WIDTH, other=0.0)
@@ -170,10 +176,10 @@ def _statistics(
         if VALID % COLUMNS != 0:
             x = tl.where(start + column < VALID, x, -float("inf"))
         larger = tl.maximum(largest, tl.max(x, 1))
-        exponentials = exponentials * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger[:, None]), 1)
+        exponentials = exponentials * _exp(largest - larger) + tl.sum(_exp(x - larger[:, None]), 1)
         largest = larger
     highest = tl.max(largest, 0)
-    tl.store(found + row, highest + tl.log(tl.sum(exponentials * tl.exp(largest - highest), 0)))
+    tl.store(found + row, highest + tl.log(tl.sum(exponentials * _exp(largest - highest), 0)))
     if CAPPED:
         label_logit = tl.cast(cap, tl.float32) * _tanh(label_logit / tl.cast(cap, tl.float32))
     tl.store(found + tl.cast(rows, tl.int64) + row, tl.where(owned, label_logit, 0.0))
@@ -211,7 +217,7 @@ def _gradient(
     if CAPPED:
         bent = _tanh(x / tl.cast(cap, tl.float32))
         x = tl.cast(cap, tl.float32) * bent
-    gradient = tl.exp(x - log_sum)
+    gradient = _exp(x - log_sum)
     if Z_LOSS:
         gradient *= 1.0 + 2.0 * tl.cast(z_loss, tl.float32) * log_sum
     gradient -= tl.where(column == label, tl.cast(on_label, tl.float32), 0.0)

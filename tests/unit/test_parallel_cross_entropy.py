@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.parallel import cross_entropy
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ParallelMesh
+from megalite_kernels import cross_entropy
 
 GROUP = ParallelMesh().world()
 VOCABULARY, PADDED = 13, 16
