@@ -438,14 +438,14 @@ MUTANTS = (
         "megalite/parallel/linear.py",
         "later = ctx.sequence_parallel and is_deferred(weights[0])",
         "later = False",
-        f"{_DEFERRED}inputs_and_output_gradients_are_kept_and_no_more[2-True]",
+        f"{_DEFERRED}inputs_and_output_gradients_are_kept_and_no_more[2-True-False]",
     ),
     Mutant(
         "deferred weight gradients keep the graph",
         "megalite/parallel/linear.py",
         "ctx.saved_tensors[0].detach(), ctx.weights",
         "ctx.saved_tensors[0], ctx.weights",
-        f"{_DEFERRED}inputs_and_output_gradients_are_kept_and_no_more[1-False]",
+        f"{_DEFERRED}inputs_and_output_gradients_are_kept_and_no_more[1-False-False]",
     ),
     Mutant(
         "a tied weight's use in another chunk is not added",
