@@ -37,6 +37,17 @@ def test_loss_and_gradient_are_torchs(chunk: int, monkeypatch: pytest.MonkeyPatc
     assert not gradient[..., VOCABULARY:].any()
 
 
+def test_elements_of_a_row_may_stand_apart() -> None:
+    """A copy is made, and the gradient has the shape of what was given."""
+    logits, labels, weights = inputs(torch.float64)
+    expected = vocab_parallel_cross_entropy(logits * 1.0, labels, GROUP, VOCABULARY)
+    apart = (logits * 1.0).transpose(0, 2).contiguous().transpose(0, 2)
+    losses = vocab_parallel_cross_entropy(apart, labels, GROUP, VOCABULARY)
+    gradients = (torch.autograd.grad((found * weights).sum(), logits)[0] for found in (losses, expected))
+    assert torch.equal(losses, expected)
+    assert torch.equal(*gradients)
+
+
 def test_low_precision_logits_give_an_fp32_loss() -> None:
     logits, labels, weights = inputs(torch.bfloat16)
     wide = logits.detach().double().requires_grad_()
