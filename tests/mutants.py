@@ -52,6 +52,8 @@ def _network(name: str) -> str:
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
 _UNIT = "tests/unit/test_parallel_"
 _KERNELS = "tests/kernels/test_norm.py::test_"
+_LOSS_KERNELS = "tests/kernels/test_cross_entropy.py::test_"
+_OUTPUT = "tests/distributed/test_output_layer.py::test_"
 _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
 _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
@@ -128,7 +130,7 @@ MUTANTS = (
     Mutant(
         "logits are not capped",
         "megalite/model/head.py",
-        "return logits if self.soft_cap is None else",
+        "return logits if self.evaluated.soft_cap is None else",
         "return logits if True else",
         _network("gpt2, capped logits"),
     ),
@@ -198,8 +200,8 @@ MUTANTS = (
     Mutant(
         "float64 goes to kernels that compute in fp32",
         "kernels/megalite_kernels/implementation.py",
-        'if _choice == "reference" or any(tensor.dtype == torch.float64 for tensor in tensors):',
-        'if _choice == "reference":',
+        "or operation in _to_reference or any(tensor.dtype == torch.float64 for tensor in tensors):",
+        "or operation in _to_reference:",
         "tests/kernels/test_implementation.py::test_float64_has_the_reference",
     ),
     Mutant(
@@ -351,10 +353,95 @@ MUTANTS = (
     ),
     Mutant(
         "the padding of the vocabulary takes part in the softmax",
-        "megalite/parallel/cross_entropy.py",
-        "valid = min(max(vocab_size - first, 0), columns)",
-        "valid = columns",
+        "kernels/megalite_kernels/cross_entropy.py",
+        "min(max(vocab_size - rank * width, 0), width)",
+        "width",
         "tests/distributed/test_parallel_regions.py::test_cross_entropy_over_a_split_vocabulary[padded]",
+    ),
+    Mutant(
+        "the loss sees the log-sum-exp of each rank's own columns",
+        "megalite/parallel/cross_entropy.py",
+        "if group.size == 1:",
+        "if group.size >= 1:",
+        f"{_OUTPUT}losses_and_gradients_are_torchs[2-False-apart-training]",
+    ),
+    Mutant(
+        "the loss shares the smoothed part of a label among this rank's columns",
+        "kernels/megalite_kernels/cross_entropy.py",
+        "gradient.sub_((scales[tokens] * (terms.label_smoothing / columns.vocab_size)).unsqueeze(1))",
+        "gradient.sub_((scales[tokens] * (terms.label_smoothing / columns.valid)).unsqueeze(1))",
+        f"{_OUTPUT}losses_and_gradients_are_torchs[2-False-apart-training]",
+    ),
+    Mutant(
+        "the loss has its terms in evaluation too",
+        "megalite/model/head.py",
+        "self.trained if self.training else self.evaluated",
+        "self.trained",
+        f"{_UNIT}model.py::test_terms_of_the_loss_are_for_training_alone[apart]",
+    ),
+    Mutant(
+        "the fused loss does not sum the gradient of its input over ranks",
+        "megalite/parallel/linear_cross_entropy.py",
+        "collectives.all_reduce_(hidden_gradient, ctx.group)",
+        "pass",
+        f"{_OUTPUT}losses_and_gradients_are_torchs[2-False-fused-training]",
+    ),
+    Mutant(
+        "the fused loss keeps the weight gradient of its last chunk alone",
+        "megalite/parallel/linear_cross_entropy.py",
+        "overwrite=overwrite and tokens.start == 0)",
+        "overwrite=overwrite)",
+        f"{_OUTPUT}losses_and_gradients_are_torchs[1-False-fused-training]",
+    ),
+    Mutant(
+        "the fused loss adds its chunks up in the weight's own precision",
+        "megalite/parallel/linear_cross_entropy.py",
+        "if target.dtype != dtype:",
+        "if False:",
+        f"{_OUTPUT}many_chunks_add_up_in_fp32[bfloat16]",
+    ),
+    Mutant(
+        "the fused loss reads a weight that ZeRO 3 has freed",
+        "megalite/parallel/linear_cross_entropy.py",
+        "if weight.gradient_buffer.frees_parameters:",
+        "if False:",
+        f"{_DEFERRED}split_backward_changes_no_bit["
+        "tp=2-dp=2-zero=3-overlap=reduce and gather-tied=False-fused_loss=True]",
+    ),
+    Mutant(
+        "the fused loss makes all logits at once",
+        "megalite/parallel/linear_cross_entropy.py",
+        "step = min(max(elements // width, least), tokens)",
+        "step = tokens",
+        f"{_OUTPUT}logits_are_never_whole[fused]",
+    ),
+    Mutant(
+        "the loss's kernel does not scale its sum when it meets a larger logit",
+        "kernels/megalite_kernels/cross_entropy.py",
+        "exponentials * _exp(largest - larger) +",
+        "exponentials +",
+        f"{_LOSS_KERNELS}losses_and_gradient_are_torchs",
+    ),
+    Mutant(
+        "the loss's kernel gives padding a gradient",
+        "kernels/megalite_kernels/cross_entropy.py",
+        "gradient = tl.where(column < VALID, gradient, 0.0)",
+        "pass",
+        f"{_LOSS_KERNELS}losses_and_gradient_are_torchs",
+    ),
+    Mutant(
+        "the loss's kernel leaves the cap out of the gradient",
+        "kernels/megalite_kernels/cross_entropy.py",
+        "gradient *= 1.0 - bent * bent",
+        "pass",
+        f"{_LOSS_KERNELS}losses_and_gradient_are_torchs",
+    ),
+    Mutant(
+        "the loss's kernel counts its rows in 32 bits",
+        "kernels/megalite_kernels/cross_entropy.py",
+        "row = tl.program_id(0).to(tl.int64)\n    place",
+        "row = tl.program_id(0)\n    place",
+        f"{_LOSS_KERNELS}rows_lie_beyond_2_to_the_31_elements",
     ),
     Mutant(
         "the gradient of replicated keys and values is not summed over their replicas",
@@ -438,14 +525,14 @@ MUTANTS = (
         "megalite/parallel/linear.py",
         "later = ctx.sequence_parallel and is_deferred(weights[0])",
         "later = False",
-        f"{_DEFERRED}inputs_and_output_gradients_are_kept_and_no_more[2-True]",
+        f"{_DEFERRED}inputs_and_output_gradients_are_kept_and_no_more[2-True-False]",
     ),
     Mutant(
         "deferred weight gradients keep the graph",
         "megalite/parallel/linear.py",
         "ctx.saved_tensors[0].detach(), ctx.weights",
         "ctx.saved_tensors[0], ctx.weights",
-        f"{_DEFERRED}inputs_and_output_gradients_are_kept_and_no_more[1-False]",
+        f"{_DEFERRED}inputs_and_output_gradients_are_kept_and_no_more[1-False-False]",
     ),
     Mutant(
         "a tied weight's use in another chunk is not added",
@@ -889,8 +976,8 @@ MUTANTS = (
     Mutant(
         "the head's use of a tied weight is given to the embedding's",
         "megalite/model/head.py",
-        "use=1 if isinstance(tied, Parameter) else 0",
-        "use=0",
+        "use = 1 if isinstance(weight, Parameter) else 0",
+        "use = 0",
         "tests/distributed/test_chunks.py::test_two_chunks_give_the_bits_of_one[none-True]",
     ),
     Mutant(

@@ -6,6 +6,8 @@ benchmarks/kernels.py times it.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +15,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megalite_kernels.cross_entropy import Columns, Terms, gradient_, statistics
 from megalite_kernels.norm import layer_norm, rms_norm
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
 HEAD = 128
+# columns of a rank: a large vocabulary, a small one, and the last of 8 ranks, which holds padding
+COLUMNS = (Columns(0, 131072, 131072), Columns(0, 32000, 32000), Columns(44016, 6241, 50257))
+WIDTHS = (131072, 32000, 6288)
+EVERY_TERM = Terms(label_smoothing=0.1, z_loss=1e-4, soft_cap=30.0)
 # of the activations and of the weights; a weight around one is fp32 beside every activation
 DTYPES = (
     (torch.bfloat16, torch.bfloat16),
@@ -69,5 +76,34 @@ def _norms() -> Iterator[Case]:
                 yield Case("norm", name, width, inputs, partial(function, epsilon=1e-5))
 
 
+def _logits(width: int, columns: Columns, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    """Logits, labels, and for each token the log of the sum of exponentials and the loss's weight."""
+    logits = torch.randn(tokens, width, dtype=dtype, device=device)
+    labels = torch.randint(columns.vocab_size, (tokens,), device=device)
+    log_sums = torch.full((tokens,), math.log(columns.vocab_size) + 0.5, device=device)
+    return [logits, labels, log_sums, torch.rand(tokens, device=device)]
+
+
+def _statistics(columns: Columns, terms: Terms, *inputs: Tensor) -> Tensor:
+    return statistics(inputs[0], inputs[1], columns, terms)
+
+
+def _gradient(columns: Columns, terms: Terms, *inputs: Tensor) -> Tensor:
+    """Written over the logits."""
+    logits, labels, log_sums, scales = inputs
+    gradient_(logits, labels, log_sums, scales, columns, terms)
+    return logits
+
+
+def _cross_entropies() -> Iterator[Case]:
+    for (width, columns), terms in itertools.product(zip(WIDTHS, COLUMNS, strict=True), (Terms(), EVERY_TERM)):
+        for dtype in (torch.bfloat16, torch.float32) if width == WIDTHS[0] else (torch.bfloat16,):
+            inputs = partial(_logits, width, columns, dtype)
+            what = f"{'every term' if terms is EVERY_TERM else 'plain'} {width} {_dtypes(dtype)}"
+            for name, run in (("statistics", _statistics), ("gradient_", _gradient)):
+                yield Case("cross_entropy", f"{name} {what}", width, inputs, partial(run, columns, terms))
+
+
 def cases() -> Iterator[Case]:
     yield from _norms()
+    yield from _cross_entropies()
