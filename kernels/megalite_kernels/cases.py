@@ -6,6 +6,7 @@ benchmarks/kernels.py times it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megalite_kernels.norm import layer_norm, rms_norm
+from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
+CENTERED_HIDDEN = (2048, 4096, 5120, 8192, 12288)  # of models with LayerNorm; its sums take twice the registers
 HEAD = 128
 # of the activations and of the weights; a weight around one is fp32 beside every activation
 DTYPES = (
@@ -53,20 +55,25 @@ def _dtypes(*dtypes: torch.dtype) -> str:
 
 
 def _norm_inputs(
-    width: int, vectors: int, dtypes: tuple[torch.dtype, torch.dtype], tokens: int, device: str
+    width: int, tensors: int, vectors: int, dtypes: tuple[torch.dtype, torch.dtype], tokens: int, device: str
 ) -> list[Tensor]:
-    input = torch.randn(tokens, width, dtype=dtypes[0], device=device)
-    weights = [torch.randn(width, dtype=dtypes[1], device=device) for _ in range(vectors)]
-    return [tensor.requires_grad_() for tensor in (input, *weights)]
+    found = [torch.randn(tokens, width, dtype=dtypes[0], device=device) for _ in range(tensors)]
+    found += [torch.randn(width, dtype=dtypes[1], device=device) for _ in range(vectors)]
+    return [tensor.requires_grad_() for tensor in found]
 
 
 def _norms() -> Iterator[Case]:
-    for function, vectors in ((rms_norm, 1), (layer_norm, 2)):
-        for width in (HEAD, *HIDDEN) if vectors == 1 else HIDDEN:
-            for dtypes in DTYPES:
-                name = f"{function.__name__} {width} {_dtypes(*dtypes)}"
-                inputs = partial(_norm_inputs, width, vectors, dtypes)
-                yield Case("norm", name, width, inputs, partial(function, epsilon=1e-5))
+    for function, tensors, vectors, widths, kinds in (
+        (rms_norm, 1, 1, (HEAD, *HIDDEN), DTYPES),
+        (layer_norm, 1, 2, CENTERED_HIDDEN, DTYPES),
+        (residual_rms_norm, 2, 1, HIDDEN, DTYPES[::3]),
+        (residual_layer_norm, 2, 2, CENTERED_HIDDEN, DTYPES[::3]),
+    ):
+        for width, dtypes in itertools.product(widths, kinds):
+            name = f"{function.__name__} {width} {_dtypes(*dtypes)}"
+            inputs = partial(_norm_inputs, width, tensors, vectors, dtypes)
+            operation = "norm" if tensors == 1 else "residual_norm"
+            yield Case(operation, name, width, inputs, partial(function, epsilon=1e-5))
 
 
 def cases() -> Iterator[Case]:

@@ -6,6 +6,9 @@ RMSNorm (arXiv:1910.07467): x / sqrt(mean(x^2) + epsilon) * weight. LayerNorm (a
 Input and output [..., hidden], weight and bias [hidden]. With n = (x - mean) * r, r = 1 / sqrt(... + epsilon), no mean
 in RMSNorm, and g the incoming gradient, those of weight and bias are the sums over tokens of g * n and of g, and the
 input's is r * (g * weight - n * mean(g * weight * n) - mean(g * weight)), the last term in LayerNorm alone.
+
+With a residual the norm is of input + residual, rounded to their dtype, and that sum is returned beside it. The two
+share one gradient, the above and the sum's own: an addition that is fused gives the same bits as one that is not.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ def layer_norm_reference(input: Tensor, weight: Tensor, bias: Tensor, epsilon: f
     return F.layer_norm(wide, weight.shape, weight, bias.to(weight.dtype), epsilon).to(input.dtype)
 
 
-# ------------------------------------------------------------------------------------------------- the kernels' gradient
+# ------------------------------------------------------------------------------------------------- around the kernels
 
 
 class _Norm(torch.autograd.Function):

@@ -53,8 +53,12 @@ class Block(nn.Module):
         attended = self.attention(self.input_norm(hidden), context)
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
-        after_attention = hidden + dropout(attended, probability, context.key, self.attention_site)
-        transformed = self.mlp(self.mlp_norm(hidden if self.parallel_residual else after_attention))
+        attended = dropout(attended, probability, context.key, self.attention_site)
+        if self.parallel_residual:
+            normed, after_attention = self.mlp_norm(hidden), hidden + attended
+        else:
+            normed, after_attention = self.mlp_norm.of_sum(attended, hidden)
+        transformed = self.mlp(normed)
         if self.mlp_output_norm is not None:
             transformed = self.mlp_output_norm(transformed)
         return after_attention + dropout(transformed, probability, context.key, self.mlp_site)

@@ -10,7 +10,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import replicated
 from megalite.parallel.sharding import Constant, LogicalTensor
-from megalite_kernels.norm import layer_norm, rms_norm
+from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 
 
 class Norm(nn.Module):
@@ -34,9 +34,18 @@ class Norm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., width] to [..., width]."""
-        weight: Tensor = self.weight
-        if self.around_one:  # what is close to 1 would lose the digits that its distance from 1 has
-            weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         if self.bias is None:
-            return rms_norm(input, weight, self.epsilon)
-        return layer_norm(input, weight, self.bias, self.epsilon)
+            return rms_norm(input, self._scale(), self.epsilon)
+        return layer_norm(input, self._scale(), self.bias, self.epsilon)
+
+    def of_sum(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of input + residual, and that sum; all [..., width]."""
+        if self.bias is None:
+            return residual_rms_norm(input, residual, self._scale(), self.epsilon)
+        return residual_layer_norm(input, residual, self._scale(), self.bias, self.epsilon)
+
+    def _scale(self) -> Tensor:
+        if not self.around_one:
+            return self.weight
+        # What is close to 1 would lose the digits that its distance from 1 has.
+        return 1.0 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
