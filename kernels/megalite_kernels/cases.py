@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
 from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
@@ -54,7 +55,7 @@ def _dtypes(*dtypes: torch.dtype) -> str:
     return "/".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
-def _norm_inputs(
+def _rows_and_vectors(
     width: int, tensors: int, vectors: int, dtypes: tuple[torch.dtype, torch.dtype], tokens: int, device: str
 ) -> list[Tensor]:
     found = [torch.randn(tokens, width, dtype=dtypes[0], device=device) for _ in range(tensors)]
@@ -71,10 +72,29 @@ def _norms() -> Iterator[Case]:
     ):
         for width, dtypes in itertools.product(widths, kinds):
             name = f"{function.__name__} {width} {_dtypes(*dtypes)}"
-            inputs = partial(_norm_inputs, width, tensors, vectors, dtypes)
+            inputs = partial(_rows_and_vectors, width, tensors, vectors, dtypes)
             operation = "norm" if tensors == 1 else "residual_norm"
             yield Case(operation, name, width, inputs, partial(function, epsilon=1e-5))
 
 
+def _activations() -> Iterator[Case]:
+    for function, ffn, biases, kinds in (
+        (swiglu, 5632, 0, DTYPES[::3]),
+        (swiglu, 14336, 0, DTYPES[:1]),
+        (swiglu, 28672, 1, DTYPES[:1]),
+        (geglu, 14336, 0, DTYPES[:1]),
+        (exact_geglu, 14336, 1, DTYPES[::3]),
+        (gelu, 12288, 1, DTYPES[:1]),
+        (exact_gelu, 20480, 1, DTYPES[::3]),
+        (squared_relu, 24576, 0, DTYPES[:1]),
+    ):
+        gated = function in (swiglu, geglu, exact_geglu)
+        for dtypes in kinds:
+            name = f"{function.__name__} {ffn}{' bias' * biases} {_dtypes(*dtypes)}"
+            inputs = partial(_rows_and_vectors, ffn * (1 + gated), 1, biases, dtypes)
+            yield Case("swiglu" if gated else "gelu", name, ffn * (1 + gated), inputs, function)
+
+
 def cases() -> Iterator[Case]:
     yield from _norms()
+    yield from _activations()

@@ -64,7 +64,7 @@ def normalize(
         inside = present[:, None] & (start + column < WIDTH)[None, :]
         if not CENTERED or COLUMNS < WIDTH:
             x = _sum_in_fp32(input, residual, row, start + column, stride, residual_stride, inside)
-        distance = tl.where(inside, x - mean[:, None], 0.0)
+        distance = tl.where((start + column < WIDTH)[None, :], x - mean[:, None], 0.0)
         squares += tl.sum(distance * distance, 1)
     inverse = tl.rsqrt(squares / WIDTH + tl.cast(epsilon, tl.float32))
     tl.store(inverses + row, inverse, mask=present)

@@ -57,7 +57,7 @@ class Block(nn.Module):
         if self.parallel_residual:
             normed, after_attention = self.mlp_norm(hidden), hidden + attended
         else:
-            normed, after_attention = self.mlp_norm.of_sum(attended, hidden)
+            normed, after_attention = self.mlp_norm(attended, hidden)
         transformed = self.mlp(normed)
         if self.mlp_output_norm is not None:
             transformed = self.mlp_output_norm(transformed)

@@ -32,20 +32,15 @@ class Norm(nn.Module):
         self.weight = vector("weight", 0.0 if self.around_one else 1.0)
         self.bias = vector("bias", 0.0) if config.normalization == "LayerNorm" else None
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., width] to [..., width]."""
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of the input [..., width]; or, with a residual like it, that of their sum, and the sum."""
+        weight: Tensor = self.weight
+        if self.around_one:  # what is close to 1 would lose the digits that its distance from 1 has
+            weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        if residual is None:
+            if self.bias is None:
+                return rms_norm(input, weight, self.epsilon)
+            return layer_norm(input, weight, self.bias, self.epsilon)
         if self.bias is None:
-            return rms_norm(input, self._scale(), self.epsilon)
-        return layer_norm(input, self._scale(), self.bias, self.epsilon)
-
-    def of_sum(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of input + residual, and that sum; all [..., width]."""
-        if self.bias is None:
-            return residual_rms_norm(input, residual, self._scale(), self.epsilon)
-        return residual_layer_norm(input, residual, self._scale(), self.bias, self.epsilon)
-
-    def _scale(self) -> Tensor:
-        if not self.around_one:
-            return self.weight
-        # What is close to 1 would lose the digits that its distance from 1 has.
-        return 1.0 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+            return residual_rms_norm(input, residual, weight, self.epsilon)
+        return residual_layer_norm(input, residual, weight, self.bias, self.epsilon)
