@@ -34,7 +34,7 @@ EXACT: dict[Function, Callable[[Tensor], Tensor]] = {
     exact_geglu: _gated(F.gelu),
 }
 GATED = (swiglu, geglu, exact_geglu)
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # NumPy's, of the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")  # NumPy's, of the interpreter
 each_function = pytest.mark.parametrize("function", EXACT, ids=lambda function: function.__name__)
 with_and_without_bias = pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 
