@@ -54,6 +54,7 @@ _UNIT = "tests/unit/test_parallel_"
 _KERNELS = "tests/kernels/test_norm.py::test_"
 _LOSS_KERNELS = "tests/kernels/test_cross_entropy.py::test_"
 _OUTPUT = "tests/distributed/test_output_layer.py::test_"
+_ACTIVATION = "tests/kernels/test_activation.py::test_"
 _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
 _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
@@ -116,8 +117,8 @@ MUTANTS = (
     Mutant(
         "of parallel residuals the feed-forward layer reads what attention has changed",
         "megalite/model/block.py",
-        "hidden if self.parallel_residual else after_attention",
-        "after_attention",
+        "if self.parallel_residual:",
+        "if False:",
         _network("gpt-neox"),
     ),
     Mutant(
@@ -157,45 +158,115 @@ MUTANTS = (
     ),
     Mutant(
         "a kernel divides by the columns of its tile, not of the row",
-        "kernels/megalite_kernels/norm.py",
+        "kernels/megalite_kernels/norm_kernels.py",
         "squares / WIDTH",
         "squares / COLUMNS",
         f"{_KERNELS}output_and_gradients_are_those_of_float64",
     ),
     Mutant(
         "a kernel counts rows beyond the last into the bias's gradient",
-        "kernels/megalite_kernels/norm.py",
+        "kernels/megalite_kernels/norm_kernels.py",
         "present = row < rows\n        inverse",
         "present = row < rows + 1\n        inverse",
         f"{_KERNELS}output_and_gradients_are_those_of_float64",
     ),
     Mutant(
         "programs add up their weight gradients in one place",
-        "kernels/megalite_kernels/norm.py",
-        "weight_sums + program.to(tl.int64) * WIDTH + column",
-        "weight_sums + column",
+        "kernels/megalite_kernels/norm_kernels.py",
+        "place = program.to(tl.int64) * WIDTH + start + column",
+        "place = start + column",
         f"{_KERNELS}output_and_gradients_are_those_of_float64",
     ),
     Mutant(
         "a kernel takes rows for contiguous",
         "kernels/megalite_kernels/norm.py",
-        "(rows, flat.stride(0), epsilon,",
-        "(rows, width, epsilon,",
+        "inverses, rows, flat.stride(0),",
+        "inverses, rows, width,",
         f"{_KERNELS}strides_change_no_bit",
     ),
     Mutant(
         "a kernel counts its rows in 32 bits",
-        "kernels/megalite_kernels/norm.py",
+        "kernels/megalite_kernels/norm_kernels.py",
         "tl.program_id(0).to(tl.int64) * ROWS",
         "tl.program_id(0) * ROWS",
         f"{_KERNELS}rows_lie_beyond_2_to_the_31_elements",
     ),
     Mutant(
-        "wide rows start their weight gradient from what memory holds",
-        "kernels/megalite_kernels/norm.py",
-        "torch.zeros if shape.columns < width else torch.empty",
-        "torch.empty",
+        "the columns of a wide row have each other's weight gradients",
+        "kernels/megalite_kernels/norm_kernels.py",
+        "weight_sum[1:] + weight_part",
+        "weight_part + weight_sum[1:]",
         f"{_KERNELS}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "a fused norm has not the gradient of the sum",
+        "kernels/megalite_kernels/norm_kernels.py",
+        "if total_gradient is not None:",
+        "if False:",
+        f"{_KERNELS}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "a fused norm is of the sum before it is rounded",
+        "kernels/megalite_kernels/norm_kernels.py",
+        "x = x.to(residual.dtype.element_ty).to(tl.float32)",
+        "pass",
+        f"{_KERNELS}the_fused_addition_changes_no_bit",
+    ),
+    Mutant(
+        "a fused norm adds the sum's gradient before its own is rounded",
+        "kernels/megalite_kernels/norm_kernels.py",
+        "added = result.to(tl.float32) + ",
+        "added = (scaled * inverse - normed * along_row) + ",
+        f"{_KERNELS}the_fused_addition_changes_no_bit",
+    ),
+    Mutant(
+        "where the sum alone has a gradient, the fused norm's input has none",
+        "kernels/megalite_kernels/norm.py",
+        "return total_gradient, total_gradient, None",
+        "return None, total_gradient, None",
+        f"{_KERNELS}one_output_alone_has_a_gradient",
+    ),
+    Mutant(
+        "a kernel gives the up projection the slope of the gate",
+        "kernels/megalite_kernels/activation_kernels.py",
+        "up_gradient = g * value",
+        "up_gradient = g * slope",
+        f"{_ACTIVATION}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "a kernel gives the up projection's bias the gradient of the gate's",
+        "kernels/megalite_kernels/activation_kernels.py",
+        "tl.sum(up_sum, 0)",
+        "tl.sum(gate_sum, 0)",
+        f"{_ACTIVATION}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "a relu's kernel hides what is no number",
+        "kernels/megalite_kernels/activation_kernels.py",
+        "tl.where(x < 0.0, 0.0, x)",
+        "tl.where(x > 0.0, x, 0.0)",
+        f"{_ACTIVATION}what_is_no_number_shows",
+    ),
+    Mutant(
+        "an operation waits for the GPU before it launches its kernel",
+        "kernels/megalite_kernels/activation.py",
+        "        if rows:",
+        "        if rows and input.any():",
+        "tests/kernels/test_tracing.py::test_no_operation_breaks_a_graph",
+    ),
+    Mutant(
+        "the feed-forward layer's first bias is added twice",
+        "megalite/model/mlp.py",
+        "adds_bias=False",
+        "adds_bias=True",
+        _network("gpt2"),
+    ),
+    Mutant(
+        "what the last layer leaves to be added is lost",
+        "megalite/model/gpt.py",
+        "return hidden if branch is None else hidden + branch",
+        "return hidden",
+        _network("llama"),
     ),
     Mutant(
         "float64 goes to kernels that compute in fp32",
@@ -214,8 +285,8 @@ MUTANTS = (
     Mutant(
         "the exact GELU is the tanh form",
         "kernels/megalite_kernels/activation.py",
-        "return F.gelu(input)",
-        "return gelu(input)",
+        '"exact_gelu", F.gelu, input',
+        '"exact_gelu", _gelu, input',
         _network("gpt2, exact gelu"),
     ),
     Mutant(
