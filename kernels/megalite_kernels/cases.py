@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.norm import layer_norm, rms_norm
+from megalite_kernels.quantization import FORMATS, dequantize, quantize
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
 HEAD = 128
@@ -69,5 +70,23 @@ def _norms() -> Iterator[Case]:
                 yield Case("norm", name, width, inputs, partial(function, epsilon=1e-5))
 
 
+def _flat_inputs(width: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    return [torch.randn(tokens * width, dtype=dtype, device=device)]
+
+
+def _quantized_and_back(values: Tensor, *, format: torch.dtype, block: int, seed: int | None) -> Tensor:
+    return dequantize(*quantize(values, format, block, seed=seed), block, values.dtype)
+
+
+def _quantizations() -> Iterator[Case]:
+    for format in FORMATS:
+        for dtype, block, seed in ((torch.float32, 256, None), (torch.float32, 256, 1), (torch.bfloat16, 2048, 1)):
+            rounding = "to nearest" if seed is None else "stochastic"
+            name = f"quantize {block} {_dtypes(dtype, format)} {rounding}"
+            run = partial(_quantized_and_back, format=format, block=block, seed=seed)
+            yield Case("quantization", name, 2048, partial(_flat_inputs, 2048, dtype), run)
+
+
 def cases() -> Iterator[Case]:
     yield from _norms()
+    yield from _quantizations()

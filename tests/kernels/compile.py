@@ -4,9 +4,9 @@
 
 The operations run on the meta device at the shapes of `megalite_kernels.cases`, and each launch is compiled instead:
 for NVIDIA's sm_80 (A100), sm_90 (H100, H200) and sm_100 (B200), and AMD's gfx942 (MI300). Prints registers, spills,
-shared memory and the share of global memory traffic in accesses of 128 bits. Fails on spills, on arithmetic in float64 (as
-torch.compile passes a number of Python's, so it is passed here), on narrow accesses, and on a launch that is compiled
-anew where the number of tokens changes. Needs Triton and no GPU.
+shared memory and the share of global memory traffic in accesses of 128 bits. Fails on spills, on arithmetic in float64
+(as torch.compile passes a number of Python's, so it is passed here), on narrow accesses, and on a launch that is
+compiled anew where the number of tokens changes. Needs Triton and no GPU.
 """
 
 from __future__ import annotations
@@ -151,10 +151,15 @@ def launch_all(case: Case, tokens: int) -> None:
         torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 
 
-def compile_target(target: str) -> tuple[list[Compiled], list[str]]:
-    """All launches of one target, and what is wrong with them. Runs in a process of its own."""
+def compile_target(only: str, target: str) -> tuple[list[Compiled], list[str]]:
+    """The launches of the cases whose name has `only` for one target, and what is wrong with them.
+
+    Runs in a process of its own.
+    """
     launched, found, faults = compile_only(target), [], []
     for case in cases():
+        if only not in case.name:
+            continue
         variants = []
         for tokens in TOKENS:
             launched.clear()
@@ -172,11 +177,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; one target each")
+    parser.add_argument("--only", default="", metavar="WORD", help="of the cases, those with it in their name")
     arguments = parser.parse_args()
     start, wrong = time.monotonic(), []
     print(HEADER, flush=True)
     with multiprocessing.get_context("spawn").Pool(arguments.workers, maxtasksperchild=1) as pool:
-        for rows, faults in pool.imap(compile_target, arguments.targets, chunksize=1):
+        for rows, faults in pool.imap(partial(compile_target, arguments.only), arguments.targets, chunksize=1):
             print("\n".join(map(str, rows)), flush=True)
             wrong += faults
     print(f"{time.monotonic() - start:.0f} s")
