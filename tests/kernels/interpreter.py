@@ -34,8 +34,8 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter as stock
 
-del os.environ["TRITON_INTERPRET"]  # what the tests start has none of this
 triton.knobs.runtime.interpret = True
+del os.environ["TRITON_INTERPRET"]  # what the tests start has none of this
 
 LARGEST_TRACKED = 1 << 24  # elements; of a larger tensor only the ends are watched
 NOBODY, SEVERAL = -1, -2  # beside the number of a program
