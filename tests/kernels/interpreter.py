@@ -4,6 +4,7 @@ The stock interpreter (3.5 to 3.9) computes bf16 on raw bits and truncates where
 that no argument holds, and runs one program after the other. Under this one
 
 - bf16 is held as fp32, rounded to nearest even after each operation;
+- fp8 e4m3fn and e5m2 are cast as NVIDIA's GPUs do it, and no arithmetic is done in them;
 - an access outside what the arguments' views hold is an error, also between the rows of a slice;
 - so is an element that one program stores and another loads or stores, and every atomic operation, whose order changes
   from run to run;
@@ -33,6 +34,8 @@ os.environ["TRITON_INTERPRET"] = "1"  # read where Triton's own functions are de
 import triton
 import triton.language as tl
 from triton.runtime import interpreter as stock
+
+from tests.kernels.number_formats import from_bf16, from_fp8, rounded, to_bf16, to_fp8
 
 triton.knobs.runtime.interpret = True
 del os.environ["TRITON_INTERPRET"]  # what the tests start has none of this
@@ -191,25 +194,11 @@ class _Executor(stock.GridExecutor):
             patches.restore()
 
 
-# ------------------------------------------------------------------------------------------------- bf16
+# ------------------------------------------------------------------------------------------------- number formats
 
-
-def rounded(values: np.ndarray) -> np.ndarray:
-    """The bf16 numbers nearest to fp32 ones, ties to even, as fp32."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return np.where(np.isnan(values), values, nearest.view(np.float32)).astype(np.float32).reshape(np.shape(values))
-
-
-def _from_memory(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def _to_memory(values: np.ndarray) -> np.ndarray:
-    return (rounded(values).view(np.uint32) >> 16).astype(np.uint16)
-
-
+FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 _stock_dtype, _stock_size = stock._get_np_dtype, stock._validate_np_data_size
+_stock_compute = stock.InterpreterBuilder.binary_op
 
 
 def _dtype(triton_type: Any) -> np.dtype:
@@ -224,16 +213,23 @@ def _round_handle(handle: Any) -> None:
 
 
 def _cast(builder: Any, source: Any, target: Any, *rest: Any) -> Any:
-    for dtype in (source.dtype.scalar, target.scalar):
-        if dtype.is_fp8():
-            raise NotImplementedError("the interpreter of the tests has no fp8 yet")
-    return stock.TensorHandle(source.data.astype(_dtype(target)), target.scalar)
+    narrow, wanted = FP8.get(source.dtype.scalar), FP8.get(target.scalar)
+    values = source.data if narrow is None else from_fp8(source.data, narrow)
+    return stock.TensorHandle(
+        values.astype(_dtype(target)) if wanted is None else to_fp8(values, wanted), target.scalar
+    )
+
+
+def _compute(builder: Any, left: Any, right: Any, operation: Any) -> Any:
+    if left.dtype.scalar.is_fp8():
+        raise KernelFault("arithmetic in fp8: cast what is loaded to fp32")
+    return _stock_compute(builder, left, right, operation)
 
 
 def _bitcast(builder: Any, source: Any, target: Any) -> Any:
-    data = _to_memory(source.data) if source.dtype.scalar == tl.bfloat16 else source.data
+    data = to_bf16(source.data) if source.dtype.scalar == tl.bfloat16 else source.data
     if target.scalar == tl.bfloat16:
-        return stock.TensorHandle(_from_memory(data.view(np.uint16)), tl.bfloat16)
+        return stock.TensorHandle(from_bf16(data.view(np.uint16)), tl.bfloat16)
     return stock.TensorHandle(data.view(_stock_dtype(target)), target.scalar)
 
 
@@ -255,7 +251,7 @@ def _load(builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any) -> Any
     active = np.broadcast_to(mask.data, pointers.data.shape)
     _launch.touch(pointers.data, active, store=False)
     found = stock._interpreter.load(pointers.data, active, np.zeros(pointers.data.shape, raw), raw)
-    values = _from_memory(found) if element == tl.bfloat16 else found
+    values = from_bf16(found) if element == tl.bfloat16 else found
     if _finds_unwritten and (_unwritten(values) & active).any():
         raise KernelFault(f"unwritten: program {_launch.program} loads what nothing was written to")
     if other is not None:
@@ -272,7 +268,7 @@ def _store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> An
     _launch.touch(pointers.data, active, store=True)
     if len(np.unique(pointers.data[active])) < active.sum():
         raise KernelFault(f"two lanes of program {_launch.program} store one element")
-    data = _to_memory(value.data) if element == tl.bfloat16 else value.data
+    data = to_bf16(value.data) if element == tl.bfloat16 else value.data
     return stock._interpreter.store(pointers.data, np.ascontiguousarray(np.broadcast_to(data, shape)), active)
 
 
@@ -293,6 +289,7 @@ def _install() -> None:
     casts = ["si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc", "fp_to_fp"]
     replaced = dict.fromkeys(["cast_impl", *(f"create_{cast}" for cast in casts)], _cast)
     replaced |= {"create_bitcast": _bitcast, "create_masked_load": _load, "create_masked_store": _store}
+    replaced["binary_op"] = _compute
     replaced |= dict.fromkeys(("create_atomic_rmw", "create_atomic_cas"), _refuse_atomic)
     replaced["create_fabs"] = lambda self, value: stock.TensorHandle(np.abs(value.data), value.dtype.scalar)
     for name, function in replaced.items():
