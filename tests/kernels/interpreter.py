@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 if "triton" in sys.modules:
     assert sys.modules["triton"].knobs.runtime.interpret, "Triton was imported before its interpreter"
@@ -35,96 +34,13 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter as stock
 
+from tests.kernels.memory import KernelFault, Launch
 from tests.kernels.number_formats import from_bf16, from_fp8, rounded, to_bf16, to_fp8
 
 triton.knobs.runtime.interpret = True
 del os.environ["TRITON_INTERPRET"]  # what the tests start has none of this
 
-LARGEST_TRACKED = 1 << 24  # elements; of a larger tensor only the ends are watched
-NOBODY, SEVERAL = -1, -2  # beside the number of a program
-
-
-class KernelFault(Exception):
-    """A kernel did what a GPU would not have told."""
-
-
-# ------------------------------------------------------------------------------------------------- memory
-
-
-class Storage:
-    """The memory behind one or several arguments, and which program touched which of its elements."""
-
-    def __init__(self, name: str, tensor: Tensor) -> None:
-        self.names = [name]
-        self.start, self.bytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        self.itemsize = tensor.element_size()
-        count = self.bytes // self.itemsize
-        self.tracked = count <= LARGEST_TRACKED
-        if self.tracked:
-            self.held = np.zeros(count, bool)
-            self.stored, self.loaded = (np.full(count, NOBODY, np.int64) for _ in range(2))
-        self.hold(tensor)
-
-    def hold(self, tensor: Tensor) -> None:
-        if self.tracked and tensor.numel():
-            places = np.array([tensor.storage_offset()])
-            for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-                places = np.add.outer(places, np.arange(size if stride else 1) * stride)
-            self.held[places.ravel()] = True
-
-    def touch(self, addresses: np.ndarray, program: int, *, store: bool) -> None:
-        places = (addresses - np.uint64(self.start)).astype(np.int64) // self.itemsize
-        does = "stores" if store else "loads"
-        name = " and ".join(self.names)
-        if not self.tracked:
-            return
-        if not self.held[places].all():
-            place = places[~self.held[places]][0]
-            raise KernelFault(f"out of bounds: program {program} {does} element {place} of the memory of {name}")
-        for verb, others in (("stored", self.stored), ("loaded", self.loaded))[: 1 + store]:
-            owners = others[places]
-            strange = (owners != NOBODY) & (owners != program)
-            if strange.any():
-                raise KernelFault(
-                    f"two programs: {program} {does} element {places[strange][0]} of {name}, "
-                    f"which another program {verb} (number {owners[strange][0]}; {SEVERAL} for several)"
-                )
-        if store:
-            self.stored[places] = program
-        else:
-            readers = self.loaded[places]
-            self.loaded[places] = np.where((readers == NOBODY) | (readers == program), program, SEVERAL)
-
-
-class Launch:
-    """The memory of one launch's arguments, and the program that runs."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self.program = 0
-        storages: dict[int, Storage] = {}
-        for name, tensor in arguments.items():
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes():
-                known = storages.get(tensor.untyped_storage().data_ptr())
-                if known is None:
-                    storages[tensor.untyped_storage().data_ptr()] = Storage(name, tensor)
-                else:
-                    known.names.append(name)
-                    known.hold(tensor)
-        self.storages = sorted(storages.values(), key=lambda storage: storage.start)
-        self.starts = np.array([storage.start for storage in self.storages], np.uint64)
-        self.ends = np.array([storage.start + storage.bytes for storage in self.storages], np.uint64)
-
-    def touch(self, addresses: np.ndarray, mask: np.ndarray, *, store: bool) -> None:
-        active = np.broadcast_to(addresses, mask.shape)[mask]
-        if not active.size:
-            return
-        index = np.searchsorted(self.starts, active, side="right") - 1
-        if not self.storages or (index < 0).any() or (active >= self.ends[index]).any():
-            does = "stores to" if store else "loads from"
-            raise KernelFault(f"out of bounds: program {self.program} {does} memory that no argument has")
-        for number in np.unique(index):
-            self.storages[number].touch(active[index == number], self.program, store=store)
-
+# ------------------------------------------------------------------------------------------------- launches
 
 _launch: Launch | None = None
 _runs: tuple[int, ...] | None = None

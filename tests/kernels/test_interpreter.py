@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tests.kernels.interpreter import FP8, KernelFault, nan_is_written, only_programs
+from tests.kernels.interpreter import FP8, nan_is_written, only_programs
+from tests.kernels.memory import KernelFault
 from tests.kernels.number_formats import rounded
 
 
