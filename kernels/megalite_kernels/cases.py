@@ -15,15 +15,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
 from megalite_kernels.cross_entropy import Columns, Terms, gradient_, statistics
-from megalite_kernels.norm import layer_norm, rms_norm
+from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
+from megalite_kernels.quantization import FORMATS, dequantize, quantize
+from megalite_kernels.rotary import rotary_embedding
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
+CENTERED_HIDDEN = (2048, 4096, 5120, 8192, 12288)  # of models with LayerNorm; its sums take twice the registers
 HEAD = 128
 # columns of a rank: a large vocabulary, a small one, and the last of 8 ranks, which holds padding
 COLUMNS = (Columns(0, 131072, 131072), Columns(0, 32000, 32000), Columns(44016, 6241, 50257))
 WIDTHS = (131072, 32000, 6288)
 EVERY_TERM = Terms(label_smoothing=0.1, z_loss=1e-4, soft_cap=30.0)
+ROTARY_HEADS, ROTARY_GROUPS = 32, 8
 # of the activations and of the weights; a weight around one is fp32 beside every activation
 DTYPES = (
     (torch.bfloat16, torch.bfloat16),
@@ -59,21 +64,44 @@ def _dtypes(*dtypes: torch.dtype) -> str:
     return "/".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
-def _norm_inputs(
-    width: int, vectors: int, dtypes: tuple[torch.dtype, torch.dtype], tokens: int, device: str
+def _rows_and_vectors(
+    width: int, tensors: int, vectors: int, dtypes: tuple[torch.dtype, torch.dtype], tokens: int, device: str
 ) -> list[Tensor]:
-    input = torch.randn(tokens, width, dtype=dtypes[0], device=device)
-    weights = [torch.randn(width, dtype=dtypes[1], device=device) for _ in range(vectors)]
-    return [tensor.requires_grad_() for tensor in (input, *weights)]
+    found = [torch.randn(tokens, width, dtype=dtypes[0], device=device) for _ in range(tensors)]
+    found += [torch.randn(width, dtype=dtypes[1], device=device) for _ in range(vectors)]
+    return [tensor.requires_grad_() for tensor in found]
 
 
 def _norms() -> Iterator[Case]:
-    for function, vectors in ((rms_norm, 1), (layer_norm, 2)):
-        for width in (HEAD, *HIDDEN) if vectors == 1 else HIDDEN:
-            for dtypes in DTYPES:
-                name = f"{function.__name__} {width} {_dtypes(*dtypes)}"
-                inputs = partial(_norm_inputs, width, vectors, dtypes)
-                yield Case("norm", name, width, inputs, partial(function, epsilon=1e-5))
+    for function, tensors, vectors, widths, kinds in (
+        (rms_norm, 1, 1, (HEAD, *HIDDEN), DTYPES),
+        (layer_norm, 1, 2, CENTERED_HIDDEN, DTYPES),
+        (residual_rms_norm, 2, 1, HIDDEN, DTYPES[::3]),
+        (residual_layer_norm, 2, 2, CENTERED_HIDDEN, DTYPES[::3]),
+    ):
+        for width, dtypes in itertools.product(widths, kinds):
+            name = f"{function.__name__} {width} {_dtypes(*dtypes)}"
+            inputs = partial(_rows_and_vectors, width, tensors, vectors, dtypes)
+            operation = "norm" if tensors == 1 else "residual_norm"
+            yield Case(operation, name, width, inputs, partial(function, epsilon=1e-5))
+
+
+def _activations() -> Iterator[Case]:
+    for function, ffn, biases, kinds in (
+        (swiglu, 5632, 0, DTYPES[::3]),
+        (swiglu, 14336, 0, DTYPES[:1]),
+        (swiglu, 28672, 1, DTYPES[:1]),
+        (geglu, 14336, 0, DTYPES[:1]),
+        (exact_geglu, 14336, 1, DTYPES[::3]),
+        (gelu, 12288, 1, DTYPES[:1]),
+        (exact_gelu, 20480, 1, DTYPES[::3]),
+        (squared_relu, 24576, 0, DTYPES[:1]),
+    ):
+        gated = function in (swiglu, geglu, exact_geglu)
+        for dtypes in kinds:
+            name = f"{function.__name__} {ffn}{' bias' * biases} {_dtypes(*dtypes)}"
+            inputs = partial(_rows_and_vectors, ffn * (1 + gated), 1, biases, dtypes)
+            yield Case("swiglu" if gated else "gelu", name, ffn * (1 + gated), inputs, function)
 
 
 def _logits(width: int, columns: Columns, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
@@ -104,6 +132,55 @@ def _cross_entropies() -> Iterator[Case]:
                 yield Case("cross_entropy", f"{name} {what}", width, inputs, partial(run, columns, terms))
 
 
+def _rotary_inputs(width: int, rotated: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    """A fused projection, as attention has it, and the tables."""
+    projected = torch.randn(tokens, 1, (ROTARY_HEADS + 2 * ROTARY_GROUPS) * width, dtype=dtype, device=device)
+    angles = torch.randn(tokens, 1, 1, rotated // 2, device=device)
+    return [projected.requires_grad_(), angles.cos(), angles.sin()]
+
+
+def _rotate(projected: Tensor, cosine: Tensor, sine: Tensor, *, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    query, key_value = projected.split([ROTARY_HEADS * width, 2 * ROTARY_GROUPS * width], dim=-1)
+    key, _ = key_value.unflatten(-1, (ROTARY_GROUPS, 2, width)).unbind(dim=-2)
+    return rotary_embedding(query.unflatten(-1, (ROTARY_HEADS, width)), key, cosine, sine, interleaved=interleaved)
+
+
+def _rotations() -> Iterator[Case]:
+    for width, rotated, dtype, interleaved in (
+        (HEAD, HEAD, torch.bfloat16, False),
+        (HEAD, HEAD, torch.float16, True),
+        (HEAD, HEAD, torch.float32, False),
+        (HEAD, HEAD // 4, torch.bfloat16, False),
+        (64, 64, torch.bfloat16, False),
+        (80, 80, torch.bfloat16, True),
+        (256, 256, torch.bfloat16, False),
+    ):
+        name = f"rotary_embedding {rotated}/{width} {_dtypes(dtype)}{' interleaved' if interleaved else ''}"
+        inputs = partial(_rotary_inputs, width, rotated, dtype)
+        run = partial(_rotate, width=width, interleaved=interleaved)
+        yield Case("rotary", name, (ROTARY_HEADS + 2 * ROTARY_GROUPS) * width, inputs, run, keeps_inputs=False)
+
+
+def _flat_inputs(width: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    return [torch.randn(tokens * width, dtype=dtype, device=device)]
+
+
+def _quantized_and_back(values: Tensor, *, format: torch.dtype, block: int, seed: int | None) -> Tensor:
+    return dequantize(*quantize(values, format, block, seed=seed), block, values.dtype)
+
+
+def _quantizations() -> Iterator[Case]:
+    for format in FORMATS:
+        for dtype, block, seed in ((torch.float32, 256, None), (torch.float32, 256, 1), (torch.bfloat16, 2048, 1)):
+            rounding = "to nearest" if seed is None else "stochastic"
+            name = f"quantize {block} {_dtypes(dtype, format)} {rounding}"
+            run = partial(_quantized_and_back, format=format, block=block, seed=seed)
+            yield Case("quantization", name, 2048, partial(_flat_inputs, 2048, dtype), run)
+
+
 def cases() -> Iterator[Case]:
     yield from _norms()
     yield from _cross_entropies()
+    yield from _activations()
+    yield from _rotations()
+    yield from _quantizations()

@@ -145,9 +145,10 @@ class GPT(nn.Module):
 
 
 def _run(layers: Sequence[nn.Module], hidden: Tensor, context: LayerContext) -> Tensor:
+    branch = None
     for layer in layers:
-        hidden = layer(hidden, context)
-    return hidden
+        hidden, branch = layer(hidden, branch, context)
+    return hidden if branch is None else hidden + branch
 
 
 def make_chunks(
