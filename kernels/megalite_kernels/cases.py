@@ -24,10 +24,16 @@ from megalite_kernels.rotary import rotary_embedding
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
 CENTERED_HIDDEN = (2048, 4096, 5120, 8192, 12288)  # of models with LayerNorm; its sums take twice the registers
 HEAD = 128
-# columns of a rank: a large vocabulary, a small one, and the last of 8 ranks, which holds padding
-COLUMNS = (Columns(0, 131072, 131072), Columns(0, 32000, 32000), Columns(44016, 6241, 50257))
-WIDTHS = (131072, 32000, 6288)
 EVERY_TERM = Terms(label_smoothing=0.1, z_loss=1e-4, soft_cap=30.0)
+# Of logits: width, columns, dtype and terms. A large vocabulary, a small one, and the last of 8 ranks, with padding.
+LOGITS = (
+    (131072, Columns(0, 131072, 131072), torch.bfloat16, Terms()),
+    (131072, Columns(0, 131072, 131072), torch.bfloat16, EVERY_TERM),
+    (131072, Columns(0, 131072, 131072), torch.float32, Terms()),
+    (131072, Columns(0, 131072, 131072), torch.float32, EVERY_TERM),
+    (32000, Columns(0, 32000, 32000), torch.bfloat16, Terms()),
+    (6288, Columns(44016, 6241, 50257), torch.bfloat16, EVERY_TERM),
+)
 ROTARY_HEADS, ROTARY_GROUPS = 32, 8
 # of the activations and of the weights; a weight around one is fp32 beside every activation
 DTYPES = (
@@ -124,12 +130,11 @@ def _gradient(columns: Columns, terms: Terms, *inputs: Tensor) -> Tensor:
 
 
 def _cross_entropies() -> Iterator[Case]:
-    for (width, columns), terms in itertools.product(zip(WIDTHS, COLUMNS, strict=True), (Terms(), EVERY_TERM)):
-        for dtype in (torch.bfloat16, torch.float32) if width == WIDTHS[0] else (torch.bfloat16,):
-            inputs = partial(_logits, width, columns, dtype)
-            what = f"{'every term' if terms is EVERY_TERM else 'plain'} {width} {_dtypes(dtype)}"
-            for name, run in (("statistics", _statistics), ("gradient_", _gradient)):
-                yield Case("cross_entropy", f"{name} {what}", width, inputs, partial(run, columns, terms))
+    for width, columns, dtype, terms in LOGITS:
+        inputs = partial(_logits, width, columns, dtype)
+        what = f"{'every term' if terms is EVERY_TERM else 'plain'} {width} {_dtypes(dtype)}"
+        for name, run in (("statistics", _statistics), ("gradient_", _gradient)):
+            yield Case("cross_entropy", f"{name} {what}", width, inputs, partial(run, columns, terms))
 
 
 def _rotary_inputs(width: int, rotated: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
