@@ -44,9 +44,7 @@ def choose(choice: Choice, *, to_reference: Collection[str] = ()) -> None:
     unknown = sorted(set(to_reference) - set(get_args(Operation)))
     if unknown:
         known = ", ".join(get_args(Operation))
-        raise ValueError(
-            f"there are no operations named {', '.join(unknown)} to leave to the reference; choose of {known}"
-        )
+        raise ValueError(f"no operation is named {', '.join(unknown)}; choose of {known}")
     if choice == "triton" and not _INSTALLED:
         raise ModuleNotFoundError("Triton is not installed, and the chosen kernels need it: pip install triton")
     _choice, _to_reference = choice, frozenset(to_reference)

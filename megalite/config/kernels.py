@@ -17,9 +17,9 @@ class KernelsConfig:
     bias_dropout_fusion: bool = True
     """Add a residual in the kernel of the norm behind it."""
     bias_gelu_fusion: bool = True
-    """GELU and GeGLU by their kernels. --no-bias-gelu-fusion also makes them exact, as in Megatron-LM."""
+    """GELU by its kernels. --no-bias-gelu-fusion also makes it exact, as in Megatron-LM."""
     bias_swiglu_fusion: bool = True
-    """SwiGLU by its kernels."""
+    """SwiGLU and GeGLU by their kernels."""
     rope_fusion: bool = True
     """Rotary position embeddings by their kernel."""
     cross_entropy_loss_fusion: bool = True

@@ -47,7 +47,7 @@ ALREADY_SO: Mapping[str, str] = {
     "one engine shards, as --data-parallel-sharding-strategy says": "use-megatron-fsdp",
     "the model has one implementation": "use-mcore-models",
     "the softmax is part of attention, and has no kernel of its own": "no-masked-softmax-fusion",
-    "weight gradients are added up by torch's own matrix products, with no extension": "no-gradient-accumulation-fusion",
+    "torch's own matrix products add weight gradients up": "no-gradient-accumulation-fusion",
     "layers are compiled by --compile alone": "disable-jit-fuser",
     "a residual is added in the norm's kernel, unless --no-bias-dropout-fusion": "fused-residual-rmsnorm",
     "GELU is in its tanh form, unless --exact-gelu": "openai-gelu",
