@@ -48,6 +48,9 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """[..., 2 * ffn] to [..., ffn]."""
+    if torch.compiler.is_compiling():  # which knows no out=, and fuses by itself
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
     output: Tensor = _SwiGLU.apply(gate_up)
     return output
 
@@ -77,13 +80,19 @@ class _GeGLU(torch.autograd.Function):
 
 def geglu(gate_up: Tensor) -> Tensor:
     """[..., 2 * ffn] to [..., ffn], with GELU in its tanh form."""
-    output: Tensor = _GeGLU.apply(gate_up, "tanh")
-    return output
+    return _geglu(gate_up, "tanh")
 
 
 def exact_geglu(gate_up: Tensor) -> Tensor:
     """[..., 2 * ffn] to [..., ffn]."""
-    output: Tensor = _GeGLU.apply(gate_up, "none")
+    return _geglu(gate_up, "none")
+
+
+def _geglu(gate_up: Tensor, approximate: str) -> Tensor:
+    if torch.compiler.is_compiling():
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate=approximate) * up
+    output: Tensor = _GeGLU.apply(gate_up, approximate)
     return output
 
 

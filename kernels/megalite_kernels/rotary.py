@@ -41,5 +41,15 @@ def rotary_embedding(input: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
     The tables are fp32 or wider; the products are taken in their precision and rounded once.
     """
+    if torch.compiler.is_compiling():  # which knows no out=, and fuses by itself
+        return _rotated(input, cosine, sine)
     output: Tensor = _Rotate.apply(input, cosine, sine)
     return output
+
+
+def _rotated(input: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    half = cosine.shape[-1]
+    wide = input.to(cosine.dtype)
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    turned = [first * cosine - second * sine, second * cosine + first * sine, rest]
+    return torch.cat(turned, dim=-1).to(input.dtype)
