@@ -12,19 +12,22 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+PACKAGES = "torch", "triton", "numpy", "numba", "megatron-core", "liger-kernel"
+RESULTS = Path(__file__).parent / "results"
 
-def write_results(name: str, figures: Mapping[str, Any]) -> Path:
+
+def write_results(name: str, figures: Mapping[str, Any], directory: Path = RESULTS) -> Path:
     """Write the figures of a benchmark and say on what they were measured; the path written to."""
     result = {
         "command": shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in ("torch", "numpy", "numba", "megatron-core")},
+        "versions": {package: _version(package) for package in PACKAGES},
         **figures,
     }
-    path = Path(__file__).parent / "results" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+    path = directory / f"{name}.json"
+    directory.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
 
