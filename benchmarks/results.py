@@ -7,7 +7,8 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ def write_results(name: str, figures: Mapping[str, Any], directory: Path = RESUL
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in PACKAGES},
+        "versions": versions(PACKAGES),
         **figures,
     }
     path = directory / f"{name}.json"
@@ -32,11 +33,13 @@ def write_results(name: str, figures: Mapping[str, Any], directory: Path = RESUL
     return path
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Of those that are installed, else None."""
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for package in found:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def _cpu() -> str:
