@@ -66,6 +66,8 @@ class Report:
 def check_kernels(report: Report) -> None:
     """Numbers of every operation against float64."""
     words = "" if report.gpu else "rms_norm 128 float"
+    if not report.gpu:
+        selftest.use_interpreter()
     for numbers in selftest.check_numbers([case for case in cases() if words in case.name], report.device):
         row = {"operation": numbers.case.name, "error over tolerance": numbers.error, "failure": numbers.failure}
         report.tell("kernels", row, str(numbers))
@@ -75,9 +77,8 @@ def check_kernels(report: Report) -> None:
 
 def check_training(report: Report) -> None:
     """Tokens a second and model FLOP/s utilization, with the kernels and in other ways."""
-    flags = (
-        f"{SPEED} --global-batch-size {16 * report.gpus}" if report.gpu else f"{COMMON} --position-embedding-type rope"
-    )
+    large, small = f"{SPEED} --global-batch-size {16 * report.gpus}", f"{COMMON} --position-embedding-type rope"
+    flags = large if report.gpu else small
     for row in speeds(flags, report.gpus, gpu=report.gpu):
         report.tell("training", row, ", ".join(f"{key} {_short(value)}" for key, value in row.items()))
         loss = row.get("lm_loss")
@@ -87,12 +88,8 @@ def check_training(report: Report) -> None:
 
 def check_benchmark(report: Report) -> None:
     """Milliseconds and bandwidth beside the rivals'."""
-    tiny = (
-        []
-        if report.gpu
-        else ["--device", "cpu", "--tokens", "3", "--repeats", "2", "--rivals", "torch", "--only", "2048"]
-    )
-    code = kernels.main([*tiny, "--results", str(report.path.parent)])
+    tiny = "" if report.gpu else "--device cpu --tokens 3 --repeats 2 --rivals torch --only 2048"
+    code = kernels.main([*tiny.split(), "--results", str(report.path.parent)])
     report.tell("benchmark", {"exit code": code}, f"see {report.path.parent / 'kernels.csv'}")
 
 
