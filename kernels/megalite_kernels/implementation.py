@@ -21,8 +21,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-Choice = Literal["auto", "triton", "reference"]
 Operation = Literal["norm", "residual_norm", "gelu", "swiglu", "rotary", "cross_entropy", "optimizer", "quantization"]
+Choice = Literal["auto", "triton", "reference"]
 RUNTIME_SIZES = ("rows",)  # arguments that differ from batch to batch: no kernel is compiled anew for their value
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
