@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels.products import product_into
+
 
 def gelu(input: Tensor) -> Tensor:
     return F.gelu(input, approximate="tanh")
@@ -41,16 +43,13 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=-1)
         result = torch.empty_like(gate_up)
         gate_gradient, up_gradient = result.chunk(2, dim=-1)
-        torch.mul(gradients[0], F.silu(gate), out=up_gradient)
+        product_into(up_gradient, gradients[0], F.silu(gate))
         torch.ops.aten.silu_backward.grad_input(gradients[0] * up, gate, grad_input=gate_gradient)
         return result
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """[..., 2 * ffn] to [..., ffn]."""
-    if torch.compiler.is_compiling():  # which knows no out=, and fuses by itself
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
     output: Tensor = _SwiGLU.apply(gate_up)
     return output
 
@@ -71,7 +70,7 @@ class _GeGLU(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=-1)
         result = torch.empty_like(gate_up)
         gate_gradient, up_gradient = result.chunk(2, dim=-1)
-        torch.mul(gradients[0], F.gelu(gate, approximate=ctx.approximate), out=up_gradient)
+        product_into(up_gradient, gradients[0], F.gelu(gate, approximate=ctx.approximate))
         torch.ops.aten.gelu_backward.grad_input(
             gradients[0] * up, gate, approximate=ctx.approximate, grad_input=gate_gradient
         )
@@ -80,19 +79,13 @@ class _GeGLU(torch.autograd.Function):
 
 def geglu(gate_up: Tensor) -> Tensor:
     """[..., 2 * ffn] to [..., ffn], with GELU in its tanh form."""
-    return _geglu(gate_up, "tanh")
+    output: Tensor = _GeGLU.apply(gate_up, "tanh")
+    return output
 
 
 def exact_geglu(gate_up: Tensor) -> Tensor:
     """[..., 2 * ffn] to [..., ffn]."""
-    return _geglu(gate_up, "none")
-
-
-def _geglu(gate_up: Tensor, approximate: str) -> Tensor:
-    if torch.compiler.is_compiling():
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.gelu(gate, approximate=approximate) * up
-    output: Tensor = _GeGLU.apply(gate_up, approximate)
+    output: Tensor = _GeGLU.apply(gate_up, "none")
     return output
 
 

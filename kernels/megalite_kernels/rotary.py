@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite_kernels.products import product_into
+
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
@@ -29,8 +31,8 @@ def _rotate(input: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     wide = input.to(cosine.dtype)
     first, second = wide[..., :half], wide[..., half : 2 * half]
     output = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
-    torch.mul(first, cosine, out=output[..., :half]).addcmul_(second, sine, value=-1.0)
-    torch.mul(second, cosine, out=output[..., half : 2 * half]).addcmul_(first, sine)
+    product_into(output[..., :half], first, cosine).addcmul_(second, sine, value=-1.0)
+    product_into(output[..., half : 2 * half], second, cosine).addcmul_(first, sine)
     if 2 * half < input.shape[-1]:
         output[..., 2 * half :] = wide[..., 2 * half :]
     return output.to(input.dtype)
@@ -41,15 +43,5 @@ def rotary_embedding(input: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
     The tables are fp32 or wider; the products are taken in their precision and rounded once.
     """
-    if torch.compiler.is_compiling():  # which knows no out=, and fuses by itself
-        return _rotated(input, cosine, sine)
     output: Tensor = _Rotate.apply(input, cosine, sine)
     return output
-
-
-def _rotated(input: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    half = cosine.shape[-1]
-    wide = input.to(cosine.dtype)
-    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-    turned = [first * cosine - second * sine, second * cosine + first * sine, rest]
-    return torch.cat(turned, dim=-1).to(input.dtype)
