@@ -83,7 +83,7 @@ def description(device: torch.device, dtype: torch.dtype) -> str:
     return "plain PyTorch" + (": Triton is not installed" if device.type == "cuda" else "")
 
 
-def kernel(function: Callable[..., None]) -> Any:
+def kernel(function: Callable[..., Any]) -> Any:
     """Mark a module's function as a Triton kernel, `function[grid](...)` once `runs_triton` has said yes.
 
     In it, `tl` is triton.language. Arguments named as RUNTIME_SIZES are not specialised.

@@ -24,6 +24,8 @@ class KernelsConfig:
     """Rotary position embeddings by their kernel."""
     cross_entropy_loss_fusion: bool = True
     """The loss by its kernels."""
+    fused_linear_cross_entropy: bool = False
+    """Compute the loss with the output layer, over chunks of tokens: logits are made twice, and take no memory."""
     compile: bool = False
     """Compile each layer by torch.compile: what is between its matrix products, attention and Triton's kernels."""
 

@@ -126,6 +126,9 @@ def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:
         raise ConfigurationError(f"{' '.join(values)!r} stands before any flag")
     if flag in megatron_flags.SHORTHANDS or flag == megatron_flags.NO_POSITION_EMBEDDING:
         return [*megatron_flags.SHORTHANDS.get(flag, ()), *_none(flag, values)], None
+    meant = megatron_flags.VALUE_SHORTHANDS.get(flag, {}).get(" ".join(values))
+    if meant is not None:
+        return list(meant), None
     flag = megatron_flags.ALIASES.get(flag, flag)
     places = fields_by_name()
     if flag.replace("-", "_") in places:
