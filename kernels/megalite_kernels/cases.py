@@ -51,9 +51,15 @@ class Case:
     make_inputs: Callable[[int, str], list[Tensor]]
     """Random ones, of so many tokens, on a device. Those that require a gradient get one."""
     run: Callable[..., Tensor | tuple[Tensor, ...]]
-    """The operation on the inputs. In float64 it is what the kernels are compared with."""
+    """The operation on the inputs, which it may write over. In float64 it is what the kernels are compared with."""
     keeps_inputs: bool = True
     """Whether backward reads the inputs again: they count as traffic there."""
+    backward_reads: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]] | None = None
+    """Where it is neither the inputs nor nothing: which of inputs and outputs backward reads."""
+    tolerance: float | None = None
+    """Of the error's norm over the result's; None: that of each output's dtype, as `selftest` has it."""
+    timed: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
+    """What is timed where `run` does more than the operation, such as copies of what is written over."""
 
     def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         found = self.run(*inputs)
