@@ -12,8 +12,8 @@ from megalite_kernels.cases import cases
 def test_no_operation_breaks_a_graph() -> None:
     """In a process of its own: Triton here is its interpreter, whose kernels cannot be traced.
 
-    The graphs of a layer: the norm before attention, alone in the first layer and with an addition in others; rotations;
-    the norm before the feed-forward layer; its activation.
+    The graphs of a layer: the norm before attention, alone in the first layer and with an addition in others; the
+    rotations; the norm before the feed-forward layer; its activation.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
