@@ -51,6 +51,16 @@ def _activated(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return lambda input, bias=None: activation(input if bias is None else input + bias)
 
 
+def _rotated(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    half = cosine.shape[-1]
+
+    def turned(heads: Tensor) -> Tensor:
+        first, second, rest = heads.float().split([half, half, heads.shape[-1] - 2 * half], dim=-1)
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1).to(heads.dtype)
+
+    return turned(query), turned(key)
+
+
 PLAIN: Functions = {
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
@@ -62,6 +72,7 @@ PLAIN: Functions = {
     "swiglu": _gated(F.silu),
     "geglu": _gated(partial(F.gelu, approximate="tanh")),
     "exact_geglu": _gated(F.gelu),
+    "rotary_embedding": _rotated,
 }
 """As one writes each in PyTorch, by the first word of a case's name."""
 

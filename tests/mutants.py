@@ -55,6 +55,8 @@ _KERNELS = "tests/kernels/test_norm.py::test_"
 _LOSS_KERNELS = "tests/kernels/test_cross_entropy.py::test_"
 _OUTPUT = "tests/distributed/test_output_layer.py::test_"
 _ACTIVATION = "tests/kernels/test_activation.py::test_"
+_ROTARY = "tests/kernels/test_rotary.py::test_"
+_QUANTIZATION = "tests/kernels/test_quantization.py::test_"
 _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
 _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
@@ -267,6 +269,97 @@ MUTANTS = (
         "return hidden if branch is None else hidden + branch",
         "return hidden",
         _network("llama"),
+    ),
+    Mutant(
+        "pairs of neighbours are not turned as such",
+        "megalite/model/attention.py",
+        "interleaved=self.rotary_interleaved",
+        "interleaved=False",
+        _network("llama, neighbours rotated"),
+    ),
+    Mutant(
+        "the rotary kernel turns gradients the way it turned heads",
+        "kernels/megalite_kernels/rotary.py",
+        "    if BACKWARD:\n        s = -s\n",
+        "",
+        f"{_ROTARY}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "the rotary kernel takes the heads of keys to lie side by side",
+        "kernels/megalite_kernels/rotary.py",
+        "+ head * head_stride",
+        "+ head * WIDTH",
+        f"{_ROTARY}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "the rotary kernel has one table for the whole batch",
+        "kernels/megalite_kernels/rotary.py",
+        "(position * sine_stride + batch * sine_batch_stride)",
+        "(position * sine_stride)",
+        f"{_ROTARY}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "the rotary kernel leaves the channels behind the rotated ones out",
+        "kernels/megalite_kernels/rotary.py",
+        "tl.static_range(2 * PAIRS, WIDTH, COLUMNS)",
+        "tl.static_range(COLUMNS, WIDTH, COLUMNS)",
+        f"{_ROTARY}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "the rotary kernel counts heads in 32 bits",
+        "kernels/megalite_kernels/rotary.py",
+        "program.to(tl.int64) * ROWS",
+        "program * ROWS",
+        f"{_ROTARY}heads_lie_beyond_2_to_the_31_elements",
+    ),
+    Mutant(
+        "the reference of quantisation keeps all bits of a scale",
+        "kernels/megalite_kernels/quantization.py",
+        "scales = (quotients.view(torch.int32) & -128)",
+        "scales = (quotients.view(torch.int32) & -1)",
+        f"{_QUANTIZATION}what_was_quantized_keeps_its_codes_and_scales",
+    ),
+    Mutant(
+        "the reference of quantisation has a scale for a block with an infinity",
+        "kernels/megalite_kernels/quantization.py",
+        'return kept, torch.where(finite, scales, float("nan"))',
+        "return kept, scales",
+        f"{_QUANTIZATION}blocks_of_no_numbers_of_zeros_and_of_next_to_nothing",
+    ),
+    Mutant(
+        "random bits come by their place in the shard",
+        "kernels/megalite_kernels/quantization.py",
+        "quantized(x, seed, offset + row * BLOCK,",
+        "quantized(x, seed, row * BLOCK,",
+        f"{_QUANTIZATION}a_shard_draws_what_the_whole_draws",
+    ),
+    Mutant(
+        "a kernel draws random words in another order",
+        "kernels/megalite_kernels/quantization.py",
+        "tl.join(tl.join(a, c), tl.join(b, d))",
+        "tl.join(tl.join(a, b), tl.join(c, d))",
+        f"{_QUANTIZATION}kernels_are_the_reference",
+    ),
+    Mutant(
+        "Philox has a round less",
+        "kernels/megalite_kernels/quantization.py",
+        "for _ in range(10):",
+        "for _ in range(9):",
+        f"{_QUANTIZATION}random_numbers_are_philoxs",
+    ),
+    Mutant(
+        "stochastic rounding is up by half a step more",
+        "kernels/megalite_kernels/quantization.py",
+        "steps = (steps + (random >> 2)) >> 14",
+        "steps = (steps + (random >> 2) + (1 << 13)) >> 14",
+        f"{_QUANTIZATION}stochastic_rounding_is_to_a_neighbour_and_right_on_average",
+    ),
+    Mutant(
+        "a kernel of another module stays a plain function",
+        "kernels/megalite_kernels/implementation.py",
+        "value in compiled}",
+        "value in compiled and value.__globals__ is names}",
+        f"{_QUANTIZATION}kernels_of_other_modules_call_these",
     ),
     Mutant(
         "float64 goes to kernels that compute in fp32",

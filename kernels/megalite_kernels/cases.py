@@ -18,6 +18,8 @@ from torch import Tensor
 from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
 from megalite_kernels.cross_entropy import Columns, Terms, gradient_, statistics
 from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
+from megalite_kernels.quantization import FORMATS, dequantize, quantize
+from megalite_kernels.rotary import rotary_embedding
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
 CENTERED_HIDDEN = (2048, 4096, 5120, 8192, 12288)  # of models with LayerNorm; its sums take twice the registers
@@ -26,6 +28,7 @@ HEAD = 128
 COLUMNS = (Columns(0, 131072, 131072), Columns(0, 32000, 32000), Columns(44016, 6241, 50257))
 WIDTHS = (131072, 32000, 6288)
 EVERY_TERM = Terms(label_smoothing=0.1, z_loss=1e-4, soft_cap=30.0)
+ROTARY_HEADS, ROTARY_GROUPS = 32, 8
 # of the activations and of the weights; a weight around one is fp32 beside every activation
 DTYPES = (
     (torch.bfloat16, torch.bfloat16),
@@ -135,7 +138,55 @@ def _cross_entropies() -> Iterator[Case]:
                 yield Case("cross_entropy", f"{name} {what}", width, inputs, partial(run, columns, terms))
 
 
+def _rotary_inputs(width: int, rotated: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    """A fused projection, as attention has it, and the tables."""
+    projected = torch.randn(tokens, 1, (ROTARY_HEADS + 2 * ROTARY_GROUPS) * width, dtype=dtype, device=device)
+    angles = torch.randn(tokens, 1, 1, rotated // 2, device=device)
+    return [projected.requires_grad_(), angles.cos(), angles.sin()]
+
+
+def _rotate(projected: Tensor, cosine: Tensor, sine: Tensor, *, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    query, key_value = projected.split([ROTARY_HEADS * width, 2 * ROTARY_GROUPS * width], dim=-1)
+    key, _ = key_value.unflatten(-1, (ROTARY_GROUPS, 2, width)).unbind(dim=-2)
+    return rotary_embedding(query.unflatten(-1, (ROTARY_HEADS, width)), key, cosine, sine, interleaved=interleaved)
+
+
+def _rotations() -> Iterator[Case]:
+    for width, rotated, dtype, interleaved in (
+        (HEAD, HEAD, torch.bfloat16, False),
+        (HEAD, HEAD, torch.float16, True),
+        (HEAD, HEAD, torch.float32, False),
+        (HEAD, HEAD // 4, torch.bfloat16, False),
+        (64, 64, torch.bfloat16, False),
+        (80, 80, torch.bfloat16, True),
+        (256, 256, torch.bfloat16, False),
+    ):
+        name = f"rotary_embedding {rotated}/{width} {_dtypes(dtype)}{' interleaved' if interleaved else ''}"
+        inputs = partial(_rotary_inputs, width, rotated, dtype)
+        run = partial(_rotate, width=width, interleaved=interleaved)
+        yield Case("rotary", name, (ROTARY_HEADS + 2 * ROTARY_GROUPS) * width, inputs, run, keeps_inputs=False)
+
+
+def _flat_inputs(width: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    return [torch.randn(tokens * width, dtype=dtype, device=device)]
+
+
+def _quantized_and_back(values: Tensor, *, format: torch.dtype, block: int, seed: int | None) -> Tensor:
+    return dequantize(*quantize(values, format, block, seed=seed), block, values.dtype)
+
+
+def _quantizations() -> Iterator[Case]:
+    for format in FORMATS:
+        for dtype, block, seed in ((torch.float32, 256, None), (torch.float32, 256, 1), (torch.bfloat16, 2048, 1)):
+            rounding = "to nearest" if seed is None else "stochastic"
+            name = f"quantize {block} {_dtypes(dtype, format)} {rounding}"
+            run = partial(_quantized_and_back, format=format, block=block, seed=seed)
+            yield Case("quantization", name, 2048, partial(_flat_inputs, 2048, dtype), run)
+
+
 def cases() -> Iterator[Case]:
     yield from _norms()
     yield from _cross_entropies()
     yield from _activations()
+    yield from _rotations()
+    yield from _quantizations()
