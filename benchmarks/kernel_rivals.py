@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels.cases import ROTARY_GROUPS, ROTARY_HEADS
 from megalite_kernels.measure import Step, step_of
 
 RIVALS = {"torch": "PyTorch", "compile": "torch.compile", "liger": "Liger-Kernel"}
@@ -51,14 +52,17 @@ def _activated(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return lambda input, bias=None: activation(input if bias is None else input + bias)
 
 
-def _rotated(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
-    half = cosine.shape[-1]
+def _rotated(projected: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    half, heads = cosine.shape[-1], ROTARY_HEADS + 2 * ROTARY_GROUPS
+    width = projected.shape[-1] // heads
 
     def turned(heads: Tensor) -> Tensor:
-        first, second, rest = heads.float().split([half, half, heads.shape[-1] - 2 * half], dim=-1)
+        first, second, rest = heads.float().split([half, half, width - 2 * half], dim=-1)
         return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1).to(heads.dtype)
 
-    return turned(query), turned(key)
+    query, key_value = projected.split([ROTARY_HEADS * width, 2 * ROTARY_GROUPS * width], dim=-1)
+    key, _ = key_value.unflatten(-1, (ROTARY_GROUPS, 2, width)).unbind(dim=-2)
+    return turned(query.unflatten(-1, (ROTARY_HEADS, width))), turned(key)
 
 
 PLAIN: Functions = {
