@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels.cases import ROTARY_GROUPS, ROTARY_HEADS
 from megalite_kernels.measure import Step, step_of
 
 RIVALS = {"torch": "PyTorch", "compile": "torch.compile", "liger": "Liger-Kernel"}
@@ -51,6 +52,19 @@ def _activated(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return lambda input, bias=None: activation(input if bias is None else input + bias)
 
 
+def _rotated(projected: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    half, heads = cosine.shape[-1], ROTARY_HEADS + 2 * ROTARY_GROUPS
+    width = projected.shape[-1] // heads
+
+    def turned(heads: Tensor) -> Tensor:
+        first, second, rest = heads.float().split([half, half, width - 2 * half], dim=-1)
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1).to(heads.dtype)
+
+    query, key_value = projected.split([ROTARY_HEADS * width, 2 * ROTARY_GROUPS * width], dim=-1)
+    key, _ = key_value.unflatten(-1, (ROTARY_GROUPS, 2, width)).unbind(dim=-2)
+    return turned(query.unflatten(-1, (ROTARY_HEADS, width))), turned(key)
+
+
 PLAIN: Functions = {
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
@@ -62,6 +76,7 @@ PLAIN: Functions = {
     "swiglu": _gated(F.silu),
     "geglu": _gated(partial(F.gelu, approximate="tanh")),
     "exact_geglu": _gated(F.gelu),
+    "rotary_embedding": _rotated,
 }
 """As one writes each in PyTorch, by the first word of a case's name."""
 

@@ -121,14 +121,13 @@ class Traffic:
 
 
 def traffic(case: Case, inputs: Sequence[Tensor]) -> Traffic:
-    """Forward: inputs and outputs. Backward: outgoing gradients, what it reads again, and the inputs' gradients."""
+    """Forward: inputs and outputs. Backward: outgoing gradients, the inputs if they are kept, and their gradients."""
     outputs = case.outputs(inputs)
+    if case.traffic is not None:
+        return Traffic(*case.traffic(inputs, outputs))
     gradients = [tensor for tensor in inputs if tensor.requires_grad]
-    if case.backward_reads is not None:
-        again = case.backward_reads(inputs, outputs)
-    else:
-        again = list(inputs) if case.keeps_inputs else []
     outgoing = [output for output in outputs if output.requires_grad]
+    again = inputs if case.keeps_inputs else ()
     return Traffic(_bytes(*inputs, *outputs), _bytes(*outgoing, *again, *gradients) if outgoing else 0)
 
 

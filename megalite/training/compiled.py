@@ -11,8 +11,9 @@ import functools
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ def require_compiler() -> None:
         raise ConfigurationError(f"--compile needs a C++ compiler on a CPU: there is no {compiler} (CXX names another)")
 
 
-def compile_layers(chunks: Iterable[GPT], backend: str = "inductor") -> None:
+def compile_layers(chunks: Iterable[GPT], backend: str | Callable[..., Any] = "inductor") -> None:
     """Each layer is compiled when it first runs. Which kernels run must have been chosen (`choose_kernels`)."""
     _leave_untraced()
     for chunk in chunks:

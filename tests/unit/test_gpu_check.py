@@ -17,7 +17,7 @@ RUN = ["--device", "cpu", "--results"]
 
 
 def right(report: Report) -> None:
-    report.tell("kernels", {"error": 0.5}, "right")
+    report.tell("benchmark", {"error": 0.5}, "right")
 
 
 def broken(report: Report) -> None:
@@ -38,27 +38,27 @@ def run(monkeypatch: pytest.MonkeyPatch, directory: Path, parts: dict[str, Any],
 
 
 def test_a_part_that_fails_costs_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code, found = run(monkeypatch, tmp_path, {"training": broken, "kernels": right})
+    code, found = run(monkeypatch, tmp_path, {"training": broken, "benchmark": right})
     assert code == 0  # a speed that cannot be measured is no wrong number
     assert found["training"][0] == {"variant": "kernels"}
     assert "the GPU fell off the bus" in found["training"][1]["failed"]
-    assert found["kernels"] == [{"error": 0.5}]
-    code, found = run(monkeypatch, tmp_path, {"resume": broken, "kernels": right})
+    assert found["benchmark"] == [{"error": 0.5}]
+    code, found = run(monkeypatch, tmp_path, {"resume": broken, "benchmark": right})
     assert code == 1
     assert found["wrong"] == ["resume: failed"]
-    assert found["kernels"] == [{"error": 0.5}]
+    assert found["benchmark"] == [{"error": 0.5}]
 
 
 def test_wrong_numbers_are_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code, found = run(monkeypatch, tmp_path, {"kernels": right, "resume": wrong})
+    code, found = run(monkeypatch, tmp_path, {"benchmark": right, "resume": wrong})
     assert code == 1
     assert found["wrong"] == ["resume: bits differ"]
 
 
 def test_no_part_begins_when_no_time_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code, found = run(monkeypatch, tmp_path, {"kernels": wrong}, "--minutes", "0")
+    code, found = run(monkeypatch, tmp_path, {"benchmark": wrong}, "--minutes", "0")
     assert code == 0
-    assert found["kernels"] == [{"left out": "no time was left"}]
+    assert found["benchmark"] == [{"left out": "no time was left"}]
 
 
 def test_without_a_gpu_nothing_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
