@@ -23,7 +23,7 @@ SHAPES = [
     (7, 1, 3, 3, 96, 24),
     (3, 2, 2, 1, 256, 128),
     (9, 2, 3, 2, 50, 14),
-    (70, 1, 8, 2, 128, 128),
+    (17, 1, 8, 2, 128, 128),
 ]
 PAIRINGS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 
