@@ -52,11 +52,11 @@ def _network(name: str) -> str:
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
 _UNIT = "tests/unit/test_parallel_"
 _KERNELS = "tests/kernels/test_norm.py::test_"
-_ROTARY = "tests/kernels/test_rotary.py::test_"
-_QUANTIZATION = "tests/kernels/test_quantization.py::test_"
 _LOSS_KERNELS = "tests/kernels/test_cross_entropy.py::test_"
 _OUTPUT = "tests/distributed/test_output_layer.py::test_"
 _ACTIVATION = "tests/kernels/test_activation.py::test_"
+_ROTARY = "tests/kernels/test_rotary.py::test_"
+_QUANTIZATION = "tests/kernels/test_quantization.py::test_"
 _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
 _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
@@ -201,6 +201,76 @@ MUTANTS = (
         f"{_KERNELS}output_and_gradients_are_those_of_float64",
     ),
     Mutant(
+        "a fused norm has not the gradient of the sum",
+        "kernels/megalite_kernels/norm_kernels.py",
+        "if total_gradient is not None:",
+        "if False:",
+        f"{_KERNELS}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "a fused norm is of the sum before it is rounded",
+        "kernels/megalite_kernels/norm_kernels.py",
+        "x = x.to(residual.dtype.element_ty).to(tl.float32)",
+        "pass",
+        f"{_KERNELS}the_fused_addition_changes_no_bit",
+    ),
+    Mutant(
+        "a fused norm adds the sum's gradient before its own is rounded",
+        "kernels/megalite_kernels/norm_kernels.py",
+        "added = result.to(tl.float32) + ",
+        "added = (scaled * inverse - normed * along_row) + ",
+        f"{_KERNELS}the_fused_addition_changes_no_bit",
+    ),
+    Mutant(
+        "where the sum alone has a gradient, the fused norm's input has none",
+        "kernels/megalite_kernels/norm.py",
+        "return total_gradient, total_gradient, None",
+        "return None, total_gradient, None",
+        f"{_KERNELS}one_output_alone_has_a_gradient",
+    ),
+    Mutant(
+        "a kernel gives the up projection the slope of the gate",
+        "kernels/megalite_kernels/activation_kernels.py",
+        "up_gradient = g * value",
+        "up_gradient = g * slope",
+        f"{_ACTIVATION}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "a kernel gives the up projection's bias the gradient of the gate's",
+        "kernels/megalite_kernels/activation_kernels.py",
+        "tl.sum(up_sum, 0)",
+        "tl.sum(gate_sum, 0)",
+        f"{_ACTIVATION}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "a relu's kernel hides what is no number",
+        "kernels/megalite_kernels/activation_kernels.py",
+        "tl.where(x < 0.0, 0.0, x)",
+        "tl.where(x > 0.0, x, 0.0)",
+        f"{_ACTIVATION}what_is_no_number_shows",
+    ),
+    Mutant(
+        "an operation waits for the GPU before it launches its kernel",
+        "kernels/megalite_kernels/activation.py",
+        "        if rows:",
+        "        if rows and input.any():",
+        "tests/kernels/test_tracing.py::test_no_operation_breaks_a_graph",
+    ),
+    Mutant(
+        "the feed-forward layer's first bias is added twice",
+        "megalite/model/mlp.py",
+        "adds_bias=False",
+        "adds_bias=True",
+        _network("gpt2"),
+    ),
+    Mutant(
+        "what the last layer leaves to be added is lost",
+        "megalite/model/gpt.py",
+        "return hidden if branch is None else hidden + branch",
+        "return hidden",
+        _network("llama"),
+    ),
+    Mutant(
         "pairs of neighbours are not turned as such",
         "megalite/model/attention.py",
         "interleaved=self.rotary_interleaved",
@@ -290,76 +360,6 @@ MUTANTS = (
         "value in compiled}",
         "value in compiled and value.__globals__ is names}",
         f"{_QUANTIZATION}kernels_of_other_modules_call_these",
-    ),
-    Mutant(
-        "a fused norm has not the gradient of the sum",
-        "kernels/megalite_kernels/norm_kernels.py",
-        "if total_gradient is not None:",
-        "if False:",
-        f"{_KERNELS}output_and_gradients_are_those_of_float64",
-    ),
-    Mutant(
-        "a fused norm is of the sum before it is rounded",
-        "kernels/megalite_kernels/norm_kernels.py",
-        "x = x.to(residual.dtype.element_ty).to(tl.float32)",
-        "pass",
-        f"{_KERNELS}the_fused_addition_changes_no_bit",
-    ),
-    Mutant(
-        "a fused norm adds the sum's gradient before its own is rounded",
-        "kernels/megalite_kernels/norm_kernels.py",
-        "added = result.to(tl.float32) + ",
-        "added = (scaled * inverse - normed * along_row) + ",
-        f"{_KERNELS}the_fused_addition_changes_no_bit",
-    ),
-    Mutant(
-        "where the sum alone has a gradient, the fused norm's input has none",
-        "kernels/megalite_kernels/norm.py",
-        "return total_gradient, total_gradient, None",
-        "return None, total_gradient, None",
-        f"{_KERNELS}one_output_alone_has_a_gradient",
-    ),
-    Mutant(
-        "a kernel gives the up projection the slope of the gate",
-        "kernels/megalite_kernels/activation_kernels.py",
-        "up_gradient = g * value",
-        "up_gradient = g * slope",
-        f"{_ACTIVATION}output_and_gradients_are_those_of_float64",
-    ),
-    Mutant(
-        "a kernel gives the up projection's bias the gradient of the gate's",
-        "kernels/megalite_kernels/activation_kernels.py",
-        "tl.sum(up_sum, 0)",
-        "tl.sum(gate_sum, 0)",
-        f"{_ACTIVATION}output_and_gradients_are_those_of_float64",
-    ),
-    Mutant(
-        "a relu's kernel hides what is no number",
-        "kernels/megalite_kernels/activation_kernels.py",
-        "tl.where(x < 0.0, 0.0, x)",
-        "tl.where(x > 0.0, x, 0.0)",
-        f"{_ACTIVATION}what_is_no_number_shows",
-    ),
-    Mutant(
-        "an operation waits for the GPU before it launches its kernel",
-        "kernels/megalite_kernels/activation.py",
-        "        if rows:",
-        "        if rows and input.any():",
-        "tests/kernels/test_tracing.py::test_no_operation_breaks_a_graph",
-    ),
-    Mutant(
-        "the feed-forward layer's first bias is added twice",
-        "megalite/model/mlp.py",
-        "adds_bias=False",
-        "adds_bias=True",
-        _network("gpt2"),
-    ),
-    Mutant(
-        "what the last layer leaves to be added is lost",
-        "megalite/model/gpt.py",
-        "return hidden if branch is None else hidden + branch",
-        "return hidden",
-        _network("llama"),
     ),
     Mutant(
         "float64 goes to kernels that compute in fp32",

@@ -24,11 +24,11 @@ from megalite_kernels.rotary import rotary_embedding
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
 CENTERED_HIDDEN = (2048, 4096, 5120, 8192, 12288)  # of models with LayerNorm; its sums take twice the registers
 HEAD = 128
-ROTARY_HEADS, ROTARY_GROUPS = 32, 8
 # columns of a rank: a large vocabulary, a small one, and the last of 8 ranks, which holds padding
 COLUMNS = (Columns(0, 131072, 131072), Columns(0, 32000, 32000), Columns(44016, 6241, 50257))
 WIDTHS = (131072, 32000, 6288)
 EVERY_TERM = Terms(label_smoothing=0.1, z_loss=1e-4, soft_cap=30.0)
+ROTARY_HEADS, ROTARY_GROUPS = 32, 8
 # of the activations and of the weights; a weight around one is fp32 beside every activation
 DTYPES = (
     (torch.bfloat16, torch.bfloat16),
