@@ -55,7 +55,7 @@ class Case:
     keeps_inputs: bool = True
     """Whether backward reads the inputs again: they count as traffic there."""
     traffic: Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[int, int]] | None = None
-    """Bytes that forward and backward cannot but read and write, of inputs and outputs; None: as `measure.traffic` says."""
+    """Bytes that forward and backward cannot but move, of inputs and outputs; None: as `measure.traffic` says."""
     tolerance: float | None = None
     """Of the error's norm over the result's; None: that of each output's dtype, as `selftest` has it."""
     timed: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
