@@ -20,7 +20,7 @@ from megalite_kernels import activation_kernels
 from megalite_kernels.implementation import runs_triton
 from megalite_kernels.launch import as_rows, looping_programs, tile
 
-COLUMNS = 2048  # a wider row is shared by several programs
+COLUMNS = 4096  # a wider row is shared by several programs
 
 
 # ------------------------------------------------------------------------------------------------- the references
