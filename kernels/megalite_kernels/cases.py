@@ -55,8 +55,8 @@ class Case:
     keeps_inputs: bool = True
     """Whether backward reads the inputs again: they count as traffic there."""
     traffic: Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[int, int]] | None = None
-    """Bytes that forward and backward cannot but read and write, of inputs and outputs; None: `measure.traffic` has what
-    that is as a rule."""
+    """Bytes that forward and backward cannot but read and write, of inputs and outputs; None: those that
+    `measure.traffic` counts as a rule."""
     tolerance: float | None = None
     """Of the error's norm over the result's; None: that of each output's dtype, as `selftest` has it."""
     timed: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
