@@ -478,8 +478,8 @@ MUTANTS = (
     Mutant(
         "the loss scale is not taken out of the gradients",
         "megalite/optim/optimizer.py",
-        "self._scale(self._clipping(result.gradient_norm) / loss_scale)",
-        "self._scale(self._clipping(result.gradient_norm))",
+        "self._update(rates, self._clipping(result.gradient_norm) / loss_scale)",
+        "self._update(rates, self._clipping(result.gradient_norm))",
         "tests/end_to_end/test_precision.py::test_the_loss_scale_leaves_no_trace",
     ),
     Mutant(
@@ -506,8 +506,8 @@ MUTANTS = (
     Mutant(
         "the gradient is not clipped",
         "megalite/optim/optimizer.py",
-        "self._scale(self._clipping(result.gradient_norm) / loss_scale)",
-        "self._scale(1.0 / loss_scale)",
+        "self._update(rates, self._clipping(result.gradient_norm) / loss_scale)",
+        "self._update(rates, 1.0 / loss_scale)",
         f"{_STEPS}[3]",
     ),
     Mutant(
@@ -603,16 +603,16 @@ MUTANTS = (
     ),
     Mutant(
         "megalite's AdamW does not correct for moments that start at zero",
-        "megalite/optim/elementwise.py",
-        "value=-rate / (1.0 - config.adam_beta1**step)",
-        "value=-rate",
+        "kernels/megalite_kernels/optimizer.py",
+        "value=-by.rate / (1.0 - by.beta1**by.step)",
+        "value=-by.rate",
         "tests/unit/test_optimizer_backends.py::test_torch_and_megalite_agree_to_rounding[adam]",
     ),
     Mutant(
         "arithmetic is in the precision in which moments are kept",
-        "megalite/optim/elementwise.py",
-        "values = [tensor.to(wide) for tensor in stored]",
-        "values = [tensor.clone() for tensor in stored]",
+        "kernels/megalite_kernels/optimizer.py",
+        "values = [moment.to(wide) for moment in kept]",
+        "values = [moment.clone() for moment in kept]",
         "tests/unit/test_optimizer_backends.py::test_lower_precision_rounds_what_is_kept_and_no_more",
     ),
     Mutant(

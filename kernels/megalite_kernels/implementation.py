@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 Choice = Literal["auto", "triton", "reference"]
-RUNTIME_SIZES = ("rows",)  # arguments that differ from batch to batch: no kernel is compiled anew for their value
+# Arguments that differ from launch to launch: no kernel is compiled anew for their value.
+RUNTIME_SIZES = ("rows", "elements", "units", "seed", "offset")
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _choice: Choice = "auto"
@@ -74,10 +75,11 @@ def description(device: torch.device, dtype: torch.dtype) -> str:
     return "plain PyTorch" + (": Triton is not installed" if device.type == "cuda" else "")
 
 
-def kernel(function: Callable[..., None]) -> Any:
+def kernel(function: Callable[..., Any]) -> Any:
     """Mark a module's function as a Triton kernel, `function[grid](...)` once `runs_triton` has said yes.
 
-    In it, `tl` is triton.language. Arguments named as RUNTIME_SIZES are not specialised.
+    In it, `tl` is triton.language, and other kernels may be called, also those of modules it imports them from.
+    Arguments named as RUNTIME_SIZES are not specialised.
     """
     assert isinstance(function, FunctionType)
     _waiting.append(function)
@@ -85,12 +87,16 @@ def kernel(function: Callable[..., None]) -> Any:
 
 
 def _import_triton() -> None:
-    """Put the compiled kernels in the place of the functions that wait, each in its module."""
+    """Put the compiled kernels in the place of the functions that wait, in each of their modules."""
     import triton
     import triton.language
 
-    while _waiting:
-        function = _waiting.pop()
+    compiled = {}
+    for function in _waiting:
         sizes = [name for name in RUNTIME_SIZES if name in inspect.signature(function).parameters]
-        function.__globals__["tl"] = triton.language
-        function.__globals__[function.__name__] = triton.jit(function, do_not_specialize=sizes)
+        compiled[function] = triton.jit(function, do_not_specialize=sizes)
+    for function in _waiting:
+        names = function.__globals__
+        found = {name: value for name, value in names.items() if isinstance(value, FunctionType) and value in compiled}
+        names |= {"tl": triton.language} | {name: compiled[function] for name, function in found.items()}
+    _waiting.clear()

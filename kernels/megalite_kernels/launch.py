@@ -11,6 +11,7 @@ ELEMENTS = 16  # of each tensor that a thread holds: two accesses of 128 bits in
 LANES = 64 if torch.version.hip else 32  # threads of a warp
 LOOPING_WARPS = 32  # of a multiprocessor: enough loads under way to fill the memory's latency
 INTERPRETED_MULTIPROCESSORS = 1  # where there is no GPU: few, so that programs loop as they do on one
+UNIT = 16  # elements of a flat buffer that are there together or not at all: a mask by element narrows each access
 
 
 class Tile(NamedTuple):
@@ -30,6 +31,17 @@ def tile(width: int, *, largest: int) -> Tile:
     rows = max(2048 // columns, 1)
     warps = rows * columns // (LANES * ELEMENTS)
     return Tile(rows, columns, min(max(warps, 4), 16))
+
+
+def unit(elements: int) -> int:
+    """How many elements of a flat buffer a mask can take for one: UNIT, but where they are no multiple of it."""
+    return 1 if elements % UNIT else UNIT
+
+
+def chunk_elements(device: torch.device) -> int:
+    """Elements of flat tensors that plain operations work on at a time: what stays in a processor's cache, or keeps a
+    GPU busy."""
+    return 1 << 24 if device.type == "cuda" else 1 << 18
 
 
 def as_rows(tensor: Tensor) -> Tensor:

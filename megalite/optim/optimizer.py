@@ -112,8 +112,7 @@ class Optimizer:
             return result
         for pending in [gather.run() for gather in self._gradient_gathers()]:
             pending.wait()
-        self._scale(self._clipping(result.gradient_norm) / loss_scale)
-        self._update(rates)
+        self._update(rates, self._clipping(result.gradient_norm) / loss_scale)
         return result
 
     def collectives(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -145,18 +144,10 @@ class Optimizer:
     def _clipping(self, norm: float) -> float:
         return min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0.0 else 1.0
 
-    def _scale(self, factor: float) -> None:
-        if factor != 1.0:
-            for shard in self.shards:
-                shard.gradients.mul_(factor)
-
-    def _update(self, rates: Rates) -> None:
+    def _update(self, rates: Rates, factor: float) -> None:
         self.steps += 1
         for rule in self._rules:
-            rule.update(rates, self.steps)
-        for shard in self.shards:
-            if shard.has_master:
-                shard.parameters.copy_(shard.master)
+            rule.update(rates, self.steps, factor)
         self.begin_parameter_gather()
         if not self._overlap_gather:
             self.finish_parameter_gather()

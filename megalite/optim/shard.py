@@ -72,9 +72,25 @@ class Run:
     start: int
     stop: int
     """Elements [start, stop) of the bucket."""
+    parameters: Tensor
     master: Tensor
+    """The parameters themselves where they are as wide."""
     gradients: Tensor
     state: dict[str, Tensor]
+
+    @property
+    def has_master(self) -> bool:
+        return self.master.dtype != self.parameters.dtype
+
+    def wide_gradients(self, factor: float) -> Tensor:
+        """The gradients times a factor, as wide as the masters: themselves where they are."""
+        wide = self.gradients.to(self.master.dtype)
+        return wide if factor == 1.0 else wide.mul_(factor)
+
+    def round_parameters(self) -> None:
+        """Set the parameters from their masters, for a rule that changes these alone."""
+        if self.has_master:
+            self.parameters.copy_(self.master)
 
 
 class Shard:
@@ -111,7 +127,7 @@ class Shard:
                 own = slice(start - self.start, stop - self.start)
                 dtypes = state_dtypes(config, group, self.parameters.dtype)
                 state = {name: torch.zeros_like(self.master[own], dtype=dtype) for name, dtype in dtypes.items()}
-                yield Run(group, slots, start, stop, self.master[own], self.gradients[own], state)
+                yield Run(group, slots, start, stop, self.parameters[own], self.master[own], self.gradients[own], state)
 
     def slices(self, begin: int, end: int) -> Iterator[StateSlice]:
         """Elements [begin, end) of the bucket, among those of this shard, by parameter."""

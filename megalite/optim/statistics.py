@@ -10,18 +10,20 @@ from torch import Tensor
 
 from megalite.optim.buckets import Bucket
 from megalite.optim.layout import ParameterGroup
-from megalite.parallel import collectives, device
+from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
+from megalite_kernels.l2_norm import sum_of_squares
 
 
 def norms(owned: Iterable[tuple[Bucket, Tensor]], mesh: ParallelMesh) -> dict[str, float]:
-    """L2 norms by parameter group, each unique element of the model once: squares are added in float64.
+    """L2 norms by parameter group, each unique element of the model once.
 
     `owned`: buckets, each with a tensor of which this rank owns a slice: that slice. The sums of runs are added
-    exactly, so that their order does not matter.
+    exactly, so that their order does not matter. (What a run is follows from the layout, and a sum in Triton's kernels
+    is rounded to fp32 in places: two layouts may differ by some 1e-7 of the norm there.)
     """
     sums = [
-        (group.name, _sum_of_squares(values[run]))
+        (group.name, sum_of_squares(values[run]))
         for bucket, values in owned
         if bucket.place.counted_here
         for group, run in bucket.owned_runs
@@ -67,12 +69,3 @@ def _exact_sum(values: list[float]) -> float:
         return math.fsum(values)
     except OverflowError:  # finite squares of float64 gradients whose sum is not: a step to skip like any other
         return math.inf
-
-
-def _sum_of_squares(values: Tensor) -> Tensor:
-    """In float64, by chunks that stay in a processor's cache."""
-    total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for chunk in values.split(device.chunk_elements(values.device)):
-        wide = chunk.double()
-        total += torch.dot(wide, wide)
-    return total
