@@ -13,7 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megalite_kernels.l2_norm import sum_of_squares
+from megalite_kernels.master_weights import joined, split_
 from megalite_kernels.norm import layer_norm, rms_norm
+from megalite_kernels.optimizer import SGD, AdamW, Flat, adamw_, sgd_
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
 HEAD = 128
@@ -69,5 +72,66 @@ def _norms() -> Iterator[Case]:
                 yield Case("norm", name, width, inputs, partial(function, epsilon=1e-5))
 
 
+# Of the weights that are computed with, of what is kept beside bf16 parameters (int16: remainders), of gradients and of
+# both moments.
+UPDATES = (
+    (torch.float32, None, torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32, torch.float32, torch.float32),
+    (torch.bfloat16, torch.int16, torch.bfloat16, torch.bfloat16),
+)
+ADAMW = AdamW(rate=1e-2, decay=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, step=2, factor=0.5)
+
+
+def _update_inputs(gradients: torch.dtype, moments: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    """Weights, gradients, their average and the average of their squares."""
+    weights, gradient, average = (torch.randn(tokens * HIDDEN[0], device=device) for _ in range(3))
+    return [weights, gradient.to(gradients), average.to(moments), average.square().to(moments)]
+
+
+def _update(
+    parameters: torch.dtype,
+    kept: torch.dtype | None,
+    weights: Tensor,
+    gradients: Tensor,
+    average: Tensor,
+    squares: Tensor,
+    *,
+    momentum: float | None,
+) -> tuple[Tensor, ...]:
+    """A step of AdamW, or of SGD with a momentum, on copies."""
+    master = None if kept is None or weights.dtype == torch.float64 else torch.empty_like(weights, dtype=kept)
+    flat = Flat(weights.clone() if master is None else weights.to(parameters), gradients, master)
+    if kept == torch.int16 and master is not None:
+        split_(weights, flat.parameters, master)
+    elif master is not None:
+        master.copy_(weights)
+    moments = average.clone(), squares.clone()
+    if momentum is None:
+        adamw_(flat, *moments, ADAMW)
+    else:
+        sgd_(flat, moments[0], SGD(1e-2, 0.1, momentum, 0.5))
+    found = flat.parameters if master is None else joined(flat.parameters, master) if kept == torch.int16 else master
+    return (found, *moments[: 2 if momentum is None else 1])
+
+
+def _updates() -> Iterator[Case]:
+    for parameters, kept, gradients, moments in UPDATES:
+        dtypes = _dtypes(parameters, *(() if kept is None else (kept,)), gradients, moments)
+        inputs, run = partial(_update_inputs, gradients, moments), partial(_update, parameters, kept)
+        yield Case("optimizer", f"adamw {dtypes}", HIDDEN[0], inputs, partial(run, momentum=None))
+    yield Case("optimizer", f"sgd {dtypes}", HIDDEN[0], inputs, partial(run, momentum=0.9))
+    for dtype in (torch.float32, torch.bfloat16):
+        yield Case("optimizer", f"sum_of_squares {_dtypes(dtype)}", HIDDEN[0], partial(_flat_input, dtype), _norm_of)
+
+
+def _flat_input(dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    return [torch.randn(tokens * HIDDEN[0], device=device).to(dtype)]
+
+
+def _norm_of(values: Tensor) -> Tensor:
+    return sum_of_squares(values).sqrt()
+
+
 def cases() -> Iterator[Case]:
     yield from _norms()
+    yield from _updates()

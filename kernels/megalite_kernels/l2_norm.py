@@ -68,9 +68,8 @@ def sum_of_squares(values: Tensor) -> Tensor:
         raise ValueError("a flat buffer's elements lie side by side")
     elements, each = values.numel(), unit(values.numel())
     programs = -(-elements // COLUMNS)
-    sums = torch.empty((2, programs), dtype=torch.float32, device=values.device)
+    sums, scales = (torch.empty(programs, dtype=torch.float32, device=values.device) for _ in range(2))
     if elements:
-        shape = tile(COLUMNS, largest=COLUMNS)
-        _sum_squares[(programs,)](values, *sums, elements // each, each, COLUMNS, num_warps=shape.warps)
-    parts, scales = sums.double()
-    return (parts / scales.square_()).sum()
+        warps = tile(COLUMNS, largest=COLUMNS).warps
+        _sum_squares[(programs,)](values, sums, scales, elements // each, each, COLUMNS, num_warps=warps)
+    return (sums.double() / scales.double().square_()).sum()

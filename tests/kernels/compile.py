@@ -151,10 +151,12 @@ def launch_all(case: Case, tokens: int) -> None:
         torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
 
 
-def compile_target(target: str) -> tuple[list[Compiled], list[str]]:
+def compile_target(only: str, target: str) -> tuple[list[Compiled], list[str]]:
     """All launches of one target, and what is wrong with them. Runs in a process of its own."""
     launched, found, faults = compile_only(target), [], []
     for case in cases():
+        if only not in case.name:
+            continue
         variants = []
         for tokens in TOKENS:
             launched.clear()
@@ -172,11 +174,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; one target each")
+    parser.add_argument("--only", default="", help="operations with this in their line")
     arguments = parser.parse_args()
     start, wrong = time.monotonic(), []
     print(HEADER, flush=True)
     with multiprocessing.get_context("spawn").Pool(arguments.workers, maxtasksperchild=1) as pool:
-        for rows, faults in pool.imap(compile_target, arguments.targets, chunksize=1):
+        for rows, faults in pool.imap(partial(compile_target, arguments.only), arguments.targets, chunksize=1):
             print("\n".join(map(str, rows)), flush=True)
             wrong += faults
     print(f"{time.monotonic() - start:.0f} s")

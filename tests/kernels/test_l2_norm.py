@@ -55,7 +55,7 @@ def test_elements_lie_beyond_2_to_the_31() -> None:
     elements = 2**31 + 2 * COLUMNS
     values = torch.empty(elements, dtype=torch.bfloat16)
     values[-COLUMNS:] = 3.0
-    sums = torch.zeros(elements // COLUMNS)
+    buffers = iter([torch.zeros(elements // COLUMNS), torch.ones(elements // COLUMNS)])
     with pytest.MonkeyPatch.context() as patch, only_programs(-1):
-        patch.setattr(torch, "empty", lambda shape, **_: torch.stack([sums, torch.ones_like(sums)]))
+        patch.setattr(torch, "empty", lambda *_, **__: next(buffers))  # what other programs would write
         assert sum_of_squares(values).item() == 9.0 * COLUMNS

@@ -76,7 +76,7 @@ def stepped_by_torch(before: Drawn, by: AdamW | SGD) -> list[Tensor]:
         made.state[weights] = moments | {"step": torch.tensor(by.step - 1.0)}
     else:
         made = torch.optim.SGD([weights], lr=by.rate, momentum=by.momentum, weight_decay=by.decay)
-        moments = {"momentum_buffer": before.average.double()}
+        moments = {"momentum_buffer": before.average.double()} if by.momentum else {}
         made.state[weights] = dict(moments)
     made.step()
     return [weights.detach(), *(made.state[weights][name] for name in moments)]
