@@ -50,5 +50,19 @@ def _what_is_kept(config: RunConfig) -> Iterator[str]:
         yield f"--exp-avg-dtype {optimizer.exp_avg_dtype}: --sgd-momentum 0 keeps no average"
     if optimizer.optimizer == "sgd" and "exp_avg_sq_dtype" in optimizer.narrow:
         yield f"--exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: --optimizer sgd keeps no squares"
+    if optimizer.store_param_remainders:
+        yield from _remainders(config)
     if training.fp16 and optimizer.main_params_dtype == "fp16":
         yield "--main-params-dtype fp16 leaves --fp16 no weights but its own: use --bf16, or keep fp32"
+
+
+def _remainders(config: RunConfig) -> Iterator[str]:
+    optimizer, flag = config.optimizer, "--store-param-remainders"
+    if not config.training.bf16:
+        yield f"{flag} needs --bf16: it is what bf16 parameters lack of fp32 masters"
+    if optimizer.main_params_dtype != "fp32":
+        yield f"{flag} is another way to keep fp32 masters than --main-params-dtype {optimizer.main_params_dtype}"
+    if optimizer.optimizer == "muon":
+        yield f"{flag} needs --optimizer adam or sgd"
+    if optimizer.optimizer_backend in ("torch", "apex"):
+        yield f"{flag} needs --optimizer-backend megalite (or auto), not {optimizer.optimizer_backend}"

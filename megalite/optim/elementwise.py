@@ -43,10 +43,15 @@ def elementwise_rule(runs: Sequence[Run], config: OptimizerConfig) -> FusedRule 
     """The rule of --optimizer-backend; auto: Triton's kernels where they run, else torch's where they can keep all."""
     backend = config.optimizer_backend
     if backend == "auto":
-        narrow = set(config.narrow) - {"main_grads_dtype"}
         triton = bool(runs) and runs_triton("optimizer", *(run.master for run in runs))
-        backend = "megalite" if narrow or triton else "torch"
+        backend = "torch" if all(map(_is_wide, runs)) and not triton else "megalite"
     return FlatRule(runs, config) if backend == "megalite" else FusedRule(runs, config)
+
+
+def _is_wide(run: Run) -> bool:
+    """Whether all that is kept is in the dtype of the arithmetic."""
+    wide = torch.promote_types(run.parameters.dtype, torch.float32)
+    return all(isinstance(kept, Tensor) and kept.dtype == wide for kept in run.kept().values())
 
 
 class _Local:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -71,6 +71,15 @@ class Optimizer:
         """What this rank saves: over all ranks, each element of each global tensor once."""
         for shard in self.shards:
             yield from shard.slices(*shard.bucket.place.saved)
+
+    @contextmanager
+    def unpacked(self) -> Iterator[None]:
+        """Within it slices have plain tensors for all state, so that it can be set: zeros at first where it is packed,
+        on the host. What they hold in the end is packed, unless there is an exception."""
+        with ExitStack() as stack:
+            for shard in self.shards:
+                stack.enter_context(shard.unpacked())
+            yield
 
     @property
     def reduces_each_micro_batch(self) -> bool:
@@ -173,7 +182,7 @@ class Optimizer:
 
     def parameter_norms(self) -> dict[str, float]:
         """Norms of the parameters, at the precision in which they are updated, by parameter group."""
-        return statistics.norms([(s.bucket, s.master[s.owned_part]) for s in self.shards], self.mesh)
+        return statistics.norms([(shard.bucket, shard.owned_masters) for shard in self.shards], self.mesh)
 
     def finish_parameter_gather(self) -> None:
         """Wait for the gathers that overlap what comes after the step."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.buckets import Bucket
 from megalite.optim.layout import ParameterGroup, Slot
+from megalite.optim.packed import Packed, Remainders, View
 from megalite.parallel.parameter import Parameter
 
 
@@ -24,8 +26,14 @@ class StateSlice:
     """Elements [start, stop) of the local parameter, flattened."""
     values: Tensor
     """The parameter's own."""
-    state: dict[str, Tensor]
-    """By name: the optimizer's, and `master` where the parameter is of lower precision."""
+    state: dict[str, Tensor | View]
+    """By name: the optimizer's, and `master` where the parameter is of lower precision. Views of what is packed, unless
+    within `Optimizer.unpacked`."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The state that can be set, all of it within `Optimizer.unpacked`."""
+        return {name: kept for name, kept in self.state.items() if isinstance(kept, Tensor)}
 
 
 def state_names(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
@@ -44,7 +52,7 @@ def all_state_names(config: OptimizerConfig) -> set[str]:
 
 
 def kept_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> torch.dtype:
-    """In what dtype a state, or `master`, is kept for parameters of one."""
+    """In what dtype a state, or `master`, is kept for parameters of one; the dtype of its values where it is packed."""
     chosen = {"master": config.main_params_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype)
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return narrow.get(chosen) or torch.promote_types(parameters, torch.float32)
@@ -74,13 +82,23 @@ class Run:
     """Elements [start, stop) of the bucket."""
     parameters: Tensor
     master: Tensor
-    """The parameters themselves where they are as wide."""
+    """The parameters themselves where they are as wide; int16: remainders."""
     gradients: Tensor
     state: dict[str, Tensor]
+    unpacked: dict[str, Tensor] = field(default_factory=dict)
+    """What is packed, in fp32 tensors, while a checkpoint is loaded."""
 
     @property
     def has_master(self) -> bool:
         return self.master.dtype != self.parameters.dtype
+
+    def kept(self) -> dict[str, Tensor | Packed]:
+        """The state, and `master` where it is not the parameters themselves."""
+        packed = self.master.dtype == torch.int16
+        kept: dict[str, Tensor | Packed] = dict(self.state)
+        if self.has_master:
+            kept["master"] = Remainders(self.parameters, self.master) if packed else self.master
+        return kept
 
     def wide_gradients(self, factor: float) -> Tensor:
         """The gradients times a factor, as wide as the masters: themselves where they are."""
@@ -103,12 +121,37 @@ class Shard:
         self.gradients = bucket.gradient_shard if sharded else bucket.gradients
         self.start, self.stop = bucket.place.held
         dtype = self.parameters.dtype
-        self.master = self.parameters.to(kept_dtype(config, "master", dtype))  # the parameters themselves where alike
+        if config.store_param_remainders and dtype == torch.bfloat16:
+            self.master = torch.zeros_like(self.parameters, dtype=torch.int16)
+        else:
+            self.master = self.parameters.to(kept_dtype(config, "master", dtype))  # themselves where alike
         self.runs = list(self._runs(config))
 
     @property
     def has_master(self) -> bool:
         return self.master.dtype != self.parameters.dtype
+
+    @property
+    def owned_masters(self) -> Tensor | View:
+        """Of what no other rank of the shard group is to answer for."""
+        if self.master.dtype == torch.int16:
+            return View(Remainders(self.parameters, self.master), 0, len(self.master))[self.owned_part]
+        return self.master[self.owned_part]
+
+    @contextmanager
+    def unpacked(self) -> Iterator[None]:
+        """See `Optimizer.unpacked`."""
+        every = [(run, name, kept) for run in self.runs for name, kept in run.kept().items()]
+        packed = [(run, name, kept) for run, name, kept in every if not isinstance(kept, Tensor)]
+        try:
+            for run, name, _ in packed:
+                run.unpacked[name] = torch.zeros(run.stop - run.start)  # the device may have no memory for it
+            yield
+            for run, name, kept in packed:
+                kept.write(run.unpacked[name])
+        finally:
+            for run in self.runs:
+                run.unpacked.clear()
 
     def tensors(self) -> list[Tensor]:
         """All that is kept: the master weights and the state."""
@@ -132,10 +175,14 @@ class Shard:
     def slices(self, begin: int, end: int) -> Iterator[StateSlice]:
         """Elements [begin, end) of the bucket, among those of this shard, by parameter."""
         for run in self.runs:
-            state = run.state | ({"master": run.master} if self.has_master else {})
+            state = run.kept() | run.unpacked
             for slot in run.slots:
                 low, high = max(slot.start, run.start, begin), min(slot.stop, run.stop, end)
                 if low < high:
                     values = self.parameters[low - self.start : high - self.start]
-                    views = {name: tensor[low - run.start : high - run.start] for name, tensor in state.items()}
+                    views = {name: _view(kept, low - run.start, high - run.start) for name, kept in state.items()}
                     yield StateSlice(slot.parameter, low - slot.start, high - slot.start, values, views)
+
+
+def _view(kept: Tensor | Packed, start: int, stop: int) -> Tensor | View:
+    return kept[start:stop] if isinstance(kept, Tensor) else View(kept, start, stop)

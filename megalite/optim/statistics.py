@@ -10,12 +10,13 @@ from torch import Tensor
 
 from megalite.optim.buckets import Bucket
 from megalite.optim.layout import ParameterGroup
+from megalite.optim.packed import View, chunks
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite_kernels.l2_norm import sum_of_squares
 
 
-def norms(owned: Iterable[tuple[Bucket, Tensor]], mesh: ParallelMesh) -> dict[str, float]:
+def norms(owned: Iterable[tuple[Bucket, Tensor | View]], mesh: ParallelMesh) -> dict[str, float]:
     """L2 norms by parameter group, each unique element of the model once.
 
     `owned`: buckets, each with a tensor of which this rank owns a slice: that slice. The sums of runs are added
@@ -23,7 +24,7 @@ def norms(owned: Iterable[tuple[Bucket, Tensor]], mesh: ParallelMesh) -> dict[st
     is rounded to fp32 in places: two layouts may differ by some 1e-7 of the norm there.)
     """
     sums = [
-        (group.name, sum_of_squares(values[run]))
+        (group.name, _sum_of_squares(values[run]))
         for bucket, values in owned
         if bucket.place.counted_here
         for group, run in bucket.owned_runs
@@ -69,3 +70,10 @@ def _exact_sum(values: list[float]) -> float:
         return math.fsum(values)
     except OverflowError:  # finite squares of float64 gradients whose sum is not: a step to skip like any other
         return math.inf
+
+
+def _sum_of_squares(values: Tensor | View) -> Tensor:
+    if isinstance(values, Tensor):
+        return sum_of_squares(values)
+    place = values.packed.tensors()[0].device
+    return torch.stack([sum_of_squares(values[part].read()) for part in chunks(len(values), place)]).sum()
