@@ -6,11 +6,13 @@
 # make setup    only the environment, in .venv
 #
 # PYTHON=python3.12        the interpreter to start from (3.11 or later)
+# WORKERS=4                how many processes share the tests, each with ranks of its own
 # TORCH_INDEX=URL          where torch, and only torch, is installed from, e.g. a build for CPUs
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 STEPS ?= 300
+WORKERS ?= 2
 
 .DELETE_ON_ERROR:
 .PHONY: setup train test mutants compile-kernels lint
@@ -36,7 +38,7 @@ train: .venv/installed
 	@STEPS=$(STEPS) PATH="$(CURDIR)/.venv/bin:$$PATH" examples/train_small_llama.sh
 
 test: .venv/installed-test
-	.venv/bin/python -m pytest --durations=20 $(PYTEST_ARGUMENTS)
+	.venv/bin/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --durations=20 $(PYTEST_ARGUMENTS)
 
 mutants: .venv/installed-test
 	.venv/bin/python -m tests.mutants

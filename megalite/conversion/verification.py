@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,17 +98,20 @@ def logits(model: OpenedModel, tokens: Tensor) -> Tensor:
 @torch.no_grad()
 def _logits_of_transformers(model: OpenedModel, tokens: Tensor) -> Tensor | None:
     """What transformers gives for the folder; None where it is not installed."""
-    try:
-        import transformers
-    except ImportError:
+    if model.folder is None or find_spec("transformers") is None:
         return None
+    found: Tensor = load_with_transformers(model.folder)(input_ids=tokens).logits
+    return found
+
+
+def load_with_transformers(folder: Path) -> Any:
+    """The folder's model in fp32. Raises CheckpointError where transformers finds a weight too many or too few."""
+    import transformers
+
     transformers.utils.logging.disable_progress_bar()
     reader: Any = transformers.AutoModelForCausalLM  # its annotations leave the second result out
-    loaded, info = reader.from_pretrained(
-        model.folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
-    )
+    model, info = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
     wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
     if wrong:
-        raise CheckpointError(f"transformers does not take all of {model.folder}: {wrong}")
-    found: Tensor = loaded.eval()(input_ids=tokens).logits
-    return found
+        raise CheckpointError(f"transformers does not take all of {folder}: {wrong}")
+    return model.eval()

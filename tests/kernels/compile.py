@@ -4,9 +4,9 @@
 
 The operations run on the meta device at the shapes of `megalite_kernels.cases`, and each launch is compiled instead:
 for NVIDIA's sm_80 (A100), sm_90 (H100, H200) and sm_100 (B200), and AMD's gfx942 (MI300). Prints registers, spills,
-shared memory and the share of global memory traffic in accesses of 128 bits. Fails on spills, on arithmetic in float64 (as
-torch.compile passes a number of Python's, so it is passed here), on narrow accesses, and on a launch that is compiled
-anew where the number of tokens changes. Needs Triton and no GPU.
+shared memory and the share of global memory traffic in accesses of 128 bits. Fails on spills, on arithmetic in float64
+(as torch.compile passes a number of Python's, so it is passed here), on narrow accesses, and on a launch that is
+compiled anew where the number of tokens changes. Needs Triton and no GPU.
 """
 
 from __future__ import annotations

@@ -267,6 +267,14 @@ def _refuse_atomic(builder: Any, *rest: Any) -> Any:
     raise KernelFault("atomic: the order of atomic operations changes from run to run")
 
 
+_stock_patch = stock._patch_lang_tensor
+
+
+def _patch(tensor: Any, scope: Any) -> None:
+    _stock_patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda value: value.handle.data.item())  # 3.6's fails with numpy 2.4
+
+
 def _install() -> None:
     builder = stock.InterpreterBuilder
     casts = ["si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc", "fp_to_fp"]
@@ -278,7 +286,7 @@ def _install() -> None:
         assert hasattr(builder, name), f"this Triton has no {name}"
         setattr(builder, name, function)
     builder.get_bf16 = lambda self, value: stock.TensorHandle(np.array([value], np.float32), tl.bfloat16)
-    stock._get_np_dtype = _dtype
+    stock._get_np_dtype, stock._patch_lang_tensor = _dtype, _patch
     stock._validate_np_data_size = lambda data, dtype: dtype == tl.bfloat16 or _stock_size(data, dtype)
     stock.TensorHandle.__post_init__ = _round_handle
     stock.GridExecutor = _Executor

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -576,11 +578,31 @@ def test_verify_finds_a_wrong_conversion(folders: Path, tmp_path: Path, monkeypa
     assert "they differ in layers.1.mlp.down" in ended.stderr
 
 
+def test_others_are_asked_for_a_folder_and_one_with_too_much_is_refused(folders: Path, tmp_path: Path) -> None:
+    """llama.cpp by a converter that copies the folder's configuration."""
+    shutil.copytree(folders / "llama", tmp_path / "theirs")
+    (tmp_path / "convert_hf_to_gguf.py").write_text(
+        "import shutil, sys; shutil.copy(sys.argv[1] + '/config.json', sys.argv[3])"
+    )
+    check = partial(run_tool, "tools.checkpoint.check_export", "--folder", tmp_path / "theirs")
+    found = check("--llama-cpp", tmp_path)
+    assert found.code == 0, found.stderr
+    assert "transformers: takes all of it, and goes on with [" in found.stdout
+    assert f"converted, {(tmp_path / 'theirs/config.json').stat().st_size:,} bytes; its program is not" in found.stdout
+    save_file(all_tensors(tmp_path / "theirs") | {"more": torch.zeros(1)}, tmp_path / "theirs/model.safetensors")
+    refused = check()
+    assert refused.code == 93
+    assert "transformers does not take all of" in refused.stderr
+    assert "'more'" in refused.stderr
+
+
 def test_flags_that_do_not_go_together(folders: Path, tmp_path: Path) -> None:
     place = ("--load-dir", folders / "llama", "--save-dir", tmp_path / "out")
     for flags, message in (
         (("--loader", "hf", "--saver", "hf"), "are one"),
         (("--loader", "megalite", "--saver", "hf", "--target-tensor-parallel-size", 2), "needs --saver megalite"),
+        (("--loader", "hf", "--saver", "megalite", "--max-shard-size", 2.5), "needs --saver hf"),
+        (("--loader", "megalite", "--saver", "hf", "--max-shard-size", 0), "above 0"),
         (("--loader", "hf", "--saver", "megalite", "--true-vocab-size", 9), "needs --loader megatron"),
         (("--loader", "hf", "--saver", "megalite", "--target-tensor-parallel-size", 3), "does not divide"),
         (("--loader", "hf", "--saver", "megalite", "--tokenizer-model", tmp_path), "neither tokenizer.json nor"),

@@ -19,7 +19,6 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 from megalite.errors import CheckpointError
@@ -68,18 +67,13 @@ def main() -> None:
 def of_transformers(folder: Path) -> list[int]:
     """The tokens that transformers takes for the likeliest. Raises CheckpointError where it misses or leaves some."""
     import torch
-    import transformers
 
-    transformers.utils.logging.disable_progress_bar()
-    reader: Any = transformers.AutoModelForCausalLM
-    model, info = reader.from_pretrained(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
-    wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
-    if wrong:
-        raise CheckpointError(f"transformers does not take all of {folder}: {wrong}")
-    tokens = torch.tensor([PROMPT])
+    from megalite.conversion.verification import load_with_transformers
+
+    model, tokens = load_with_transformers(folder), torch.tensor([PROMPT])
     with torch.no_grad():
         for _ in range(NEW):
-            likeliest = model.eval()(input_ids=tokens).logits[:, -1:].argmax(dim=-1)
+            likeliest = model(input_ids=tokens).logits[:, -1:].argmax(dim=-1)
             tokens = torch.cat([tokens, likeliest], dim=1)
     return tokens[0, len(PROMPT) :].tolist()
 

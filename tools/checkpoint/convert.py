@@ -59,8 +59,8 @@ class Arguments:
     """From Megatron, which may not tell: the tokens of the vocabulary before it was padded."""
     tokenizer_model: str | None = None
     """A Hugging Face folder with the tokenizer to copy; unset: the one that --load-dir has or names."""
-    max_shard_size: float = 5.0
-    """For Hugging Face: a file has so many GB at most."""
+    max_shard_size: float | None = None
+    """For Hugging Face: a file has so many GB at most; unset: 5."""
     verify: bool = False
     """Load both sides again and compare: weights bit for bit, and logits of random tokens, of transformers too."""
     workers: int = len(os.sched_getaffinity(0))
@@ -104,15 +104,16 @@ def check(arguments: Arguments) -> None:
     for name, savers in (
         ("target_tensor_parallel_size", ("megalite", "megatron")),
         ("target_pipeline_parallel_size", ("megalite",)),
+        ("max_shard_size", ("hf",)),
     ):
         value, flag = getattr(arguments, name), f"--{name.replace('_', '-')}"
         if value is not None and arguments.saver not in savers:
             raise ConfigurationError(f"{flag} needs --saver {' or '.join(savers)}")
-        if value is not None and value < 1:
+        if value is not None and name != "max_shard_size" and value < 1:
             raise ConfigurationError(f"{flag} is 1 or more")
     if arguments.true_vocab_size is not None and arguments.loader != "megatron":
         raise ConfigurationError("--true-vocab-size needs --loader megatron: the others tell it")
-    if arguments.workers < 1 or arguments.max_shard_size <= 0:
+    if arguments.workers < 1 or (arguments.max_shard_size is not None and arguments.max_shard_size <= 0):
         raise ConfigurationError("--workers is 1 or more, --max-shard-size above 0")
 
 
@@ -162,7 +163,7 @@ def write_model(opened: OpenedModel, arguments: Arguments, advance: Advance) -> 
             opened,
             directory,
             dtype=target,
-            shard=int(arguments.max_shard_size * 1e9),
+            shard=int((arguments.max_shard_size or 5) * 1e9),
             workers=arguments.workers,
             advance=advance,
         )
