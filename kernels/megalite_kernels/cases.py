@@ -17,6 +17,7 @@ from megalite_kernels.l2_norm import sum_of_squares
 from megalite_kernels.master_weights import joined, split_
 from megalite_kernels.norm import layer_norm, rms_norm
 from megalite_kernels.optimizer import SGD, AdamW, Flat, adamw_, sgd_
+from megalite_kernels.quantization import FORMATS, dequantize, quantize
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
 HEAD = 128
@@ -121,17 +122,37 @@ def _updates() -> Iterator[Case]:
         yield Case("optimizer", f"adamw {dtypes}", HIDDEN[0], inputs, partial(run, momentum=None))
     yield Case("optimizer", f"sgd {dtypes}", HIDDEN[0], inputs, partial(run, momentum=0.9))
     for dtype in (torch.float32, torch.bfloat16):
-        yield Case("optimizer", f"sum_of_squares {_dtypes(dtype)}", HIDDEN[0], partial(_flat_input, dtype), _norm_of)
-
-
-def _flat_input(dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
-    return [torch.randn(tokens * HIDDEN[0], device=device).to(dtype)]
+        yield Case(
+            "optimizer",
+            f"sum_of_squares {_dtypes(dtype)}",
+            HIDDEN[0],
+            partial(_flat_inputs, HIDDEN[0], dtype),
+            _norm_of,
+        )
 
 
 def _norm_of(values: Tensor) -> Tensor:
     return sum_of_squares(values).sqrt()
 
 
+def _flat_inputs(width: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    return [torch.randn(tokens * width, dtype=dtype, device=device)]
+
+
+def _quantized_and_back(values: Tensor, *, format: torch.dtype, block: int, seed: int | None) -> Tensor:
+    return dequantize(*quantize(values, format, block, seed=seed), block, values.dtype)
+
+
+def _quantizations() -> Iterator[Case]:
+    for format in FORMATS:
+        for dtype, block, seed in ((torch.float32, 256, None), (torch.float32, 256, 1), (torch.bfloat16, 2048, 1)):
+            rounding = "to nearest" if seed is None else "stochastic"
+            name = f"quantize {block} {_dtypes(dtype, format)} {rounding}"
+            run = partial(_quantized_and_back, format=format, block=block, seed=seed)
+            yield Case("quantization", name, 2048, partial(_flat_inputs, 2048, dtype), run)
+
+
 def cases() -> Iterator[Case]:
     yield from _norms()
     yield from _updates()
+    yield from _quantizations()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 ELEMENTS = 16  # of each tensor that a thread holds: two accesses of 128 bits in bf16; with 8 or 32 registers spill
+FEWEST_WARPS = 4  # of a program
 LANES = 64 if torch.version.hip else 32  # threads of a warp
 LOOPING_WARPS = 32  # of a multiprocessor: enough loads under way to fill the memory's latency
 INTERPRETED_MULTIPROCESSORS = 1  # where there is no GPU: few, so that programs loop as they do on one
@@ -28,9 +29,8 @@ def tile(width: int, *, largest: int) -> Tile:
     What is wider goes through the kernel in columns, half as many at once.
     """
     columns = 1 << (width - 1).bit_length() if width <= largest else largest // 2
-    rows = max(2048 // columns, 1)
-    warps = rows * columns // (LANES * ELEMENTS)
-    return Tile(rows, columns, min(max(warps, 4), 16))
+    rows = max(FEWEST_WARPS * LANES * ELEMENTS // columns, 1)
+    return Tile(rows, columns, min(rows * columns // (LANES * ELEMENTS), 16))
 
 
 def unit(elements: int) -> int:

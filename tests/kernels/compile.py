@@ -152,7 +152,10 @@ def launch_all(case: Case, tokens: int) -> None:
 
 
 def compile_target(only: str, target: str) -> tuple[list[Compiled], list[str]]:
-    """All launches of one target, and what is wrong with them. Runs in a process of its own."""
+    """The launches of the cases whose name has `only` for one target, and what is wrong with them.
+
+    Runs in a process of its own.
+    """
     launched, found, faults = compile_only(target), [], []
     for case in cases():
         if only not in case.name:
@@ -174,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes; one target each")
-    parser.add_argument("--only", default="", help="operations with this in their line")
+    parser.add_argument("--only", default="", metavar="WORD", help="of the cases, those with it in their name")
     arguments = parser.parse_args()
     start, wrong = time.monotonic(), []
     print(HEADER, flush=True)

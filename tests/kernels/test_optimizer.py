@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +13,7 @@ from megalite_kernels import optimizer
 from megalite_kernels.implementation import choose
 from megalite_kernels.master_weights import joined, split_
 from megalite_kernels.optimizer import SGD, AdamW, Flat, adamw_, sgd_
-from tests.kernels.interpreter import only_programs
+from tests.kernels.interpreter import nan_is_written, only_programs
 
 # Of the norm of the error: 8 and 2 roundings to nearest of the dtype.
 TOLERANCE = {torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
@@ -43,7 +44,7 @@ class Drawn:
         return (self.flat.parameters if self.flat.master is None else self.flat.master).double()
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (*self.flat, self.average, self.squares) if tensor is not None]
+        return [tensor for tensor in (*self.flat[:3], self.average, self.squares) if tensor is not None]
 
 
 def drawn(
@@ -158,10 +159,10 @@ def test_float64_is_torchs_to_its_own_rounding(monkeypatch: pytest.MonkeyPatch) 
 def test_remainders_change_no_bit() -> None:
     """Of weights, parameters or moments; and so does the reference among itself."""
     for choice in ("triton", "reference"):
-        choose(choice)
+        choose(choice)  # type: ignore[arg-type]
         states = [drawn(5000, "bf16, fp32 masters"), drawn(5000, "bf16, remainders")]
-        for step in range(1, 5):
-            for state in states:
+        with nan_is_written():  # a remainder may be the largest number
+            for step, state in itertools.product(range(1, 5), states):
                 adamw_(state.flat, state.average, state.squares, ADAMW._replace(step=step))
                 sgd_(state.flat, state.average, SGD(0.1, 0.1, 0.9))
         for ours, theirs in zip(*([s.weights, s.flat.parameters, s.average, s.squares] for s in states), strict=True):
@@ -173,7 +174,7 @@ def test_a_slice_is_updated_alone_and_twice_the_same(choice: str) -> None:
     choose(choice)  # type: ignore[arg-type]
     whole, again, apart = (drawn(1000, "bf16, fp32 masters") for _ in range(3))
     for state in (whole, again):
-        flat = Flat(*(tensor[33:870] for tensor in state.flat if tensor is not None))
+        flat = Flat(*(tensor[33:870] for tensor in state.flat[:3] if tensor is not None))
         adamw_(flat, state.average[33:870], state.squares[33:870], ADAMW)
     adamw_(apart.flat, apart.average, apart.squares, ADAMW)
     untouched = drawn(1000, "bf16, fp32 masters")
