@@ -88,10 +88,10 @@ class OptimizerConfig:
     """Of the master weights."""
     store_param_remainders: bool = False
     """With bf16: keep of each fp32 master what its parameter lacks of it, 16 bits instead of 32; no bit changes."""
-    exp_avg_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of Adam's average of gradients, or of the momentum of sgd and muon."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of Adam's average of their squares."""
+    exp_avg_dtype: Literal["fp32", "bf16", "fp16", "int8", "fp8"] = "fp32"
+    """Of Adam's average of gradients, or of the momentum of sgd and muon. int8 and fp8: in blocks with a scale each."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
+    """Of Adam's average of their squares. int8 and fp8: its root, in blocks with a scale each."""
 
     @property
     def narrow(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
 from megalite.optim.shard import Run
 from megalite_kernels.implementation import runs_triton
+from megalite_kernels.moments import Quantized
 from megalite_kernels.optimizer import SGD, AdamW, Flat, adamw_, sgd_
 
 WIDENED_ELEMENTS = 1 << 22
@@ -79,7 +81,7 @@ class FusedRule(_Local):
         if self._fused is not None:
             self._steps = torch.zeros(len(runs), device=runs[0].master.device)
             for run, master, steps in zip(runs, self._masters, self._steps, strict=True):
-                self._fused.state[master] = run.state | {"step": steps}
+                self._fused.state[master] = run.tensors | {"step": steps}
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
         if self._fused is None:
@@ -106,7 +108,7 @@ def _pieces(run: Run) -> Iterator[Run]:
         return
     for start in range(0, run.master.numel(), WIDENED_ELEMENTS):
         part = slice(start, start + WIDENED_ELEMENTS)
-        state = {name: tensor[part] for name, tensor in run.state.items()}
+        state: dict[str, Tensor | Quantized] = {name: tensor[part] for name, tensor in run.tensors.items()}
         flat = (run.parameters[part], run.master[part], run.gradients[part])
         yield replace(run, parameters=flat[0], master=flat[1], gradients=flat[2], state=state)
 
@@ -140,9 +142,17 @@ class FlatRule(_Local):
         config = self._config
         for run in self._runs:
             rate, decay = rates.of(run.group)
-            flat = Flat(run.parameters, run.gradients, run.master if run.has_master else None)
+            flat = Flat(run.parameters, run.gradients, run.master if run.has_master else None, run.start)
+            seed = _seed(run, step)
             if config.optimizer == "sgd":
-                sgd_(flat, run.state.get("momentum_buffer"), SGD(rate, decay, config.sgd_momentum, factor))
+                sgd_(flat, run.state.get("momentum_buffer"), SGD(rate, decay, config.sgd_momentum, factor, seed))
             else:
-                by = AdamW(rate, decay, config.adam_beta1, config.adam_beta2, config.adam_eps, step, factor)
+                by = AdamW(rate, decay, config.adam_beta1, config.adam_beta2, config.adam_eps, step, factor, seed)
                 adamw_(flat, run.state["exp_avg"], run.state["exp_avg_sq"], by)
+
+
+def _seed(run: Run, step: int) -> int:
+    """By which an update rounds moments: the same for all copies of the parameters, also where a tied weight has one
+    in another stage's buckets, and after a run was resumed."""
+    name = run.slots[0].parameter.sharding.pieces[0].tensor.name
+    return ((zlib.crc32(name.encode()) & 0x7FFFFFFF) << 31 | step) * 2

@@ -176,7 +176,7 @@ def _part(shard: Shard, slot: Slot, piece: Piece, run: Run | None, split_group: 
     views = [shard.master[:0]] * 3
     if run is not None:
         here = slice(*(start + edge - run.start for edge in (held[ranks.rank].start, held[ranks.rank].stop)))
-        views = [values[here] for values in (run.master, run.gradients, run.state["momentum_buffer"])]
+        views = [values[here] for values in (run.master, run.gradients, run.tensors["momentum_buffer"])]
     first_holder = min(rank for rank in record.copies if rank in split_group.ranks)
     counted = split_group.ranks[split_group.rank] == first_holder
     return Part(piece, counted, held, ParameterGroup.of(slot.parameter), *views)

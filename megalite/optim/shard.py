@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,10 @@ from megalite.optim.buckets import Bucket
 from megalite.optim.layout import ParameterGroup, Slot
 from megalite.optim.packed import Packed, Remainders, View
 from megalite.parallel.parameter import Parameter
+from megalite_kernels.moments import BLOCK, Quantized
+
+FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Of moments in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,29 @@ def kept_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> t
     return narrow.get(chosen) or torch.promote_types(parameters, torch.float32)
 
 
+def kept_format(config: OptimizerConfig, name: str) -> torch.dtype | None:
+    """The codes that a state is kept in, if it is in 8 bits."""
+    return FORMATS.get({"exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype))
+
+
 def state_dtypes(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> dict[str, torch.dtype]:
-    """What is kept beside parameters of a group and a dtype, but for a master."""
+    """What is kept beside parameters of a group and a dtype, but for a master, by the dtype of its values."""
     return {name: kept_dtype(config, name, parameters) for name in state_names(config, group)}
+
+
+def bytes_an_element(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> float:
+    """What the state takes, but for a master."""
+    dtypes = state_dtypes(config, group, parameters)
+    eight = 1 + torch.float32.itemsize / BLOCK
+    return sum(eight if kept_format(config, name) else dtype.itemsize for name, dtype in dtypes.items())
+
+
+def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor | Quantized:
+    """Zeros, for flat parameters."""
+    format = kept_format(config, name)
+    if format is not None:
+        return Quantized.zeros(len(parameters), format, parameters.device, root=name == "exp_avg_sq")
+    return torch.zeros_like(parameters, dtype=kept_dtype(config, name, parameters.dtype))
 
 
 def all_state_dtypes(config: OptimizerConfig, parameter: Parameter) -> dict[str, torch.dtype]:
@@ -84,13 +109,18 @@ class Run:
     master: Tensor
     """The parameters themselves where they are as wide; int16: remainders."""
     gradients: Tensor
-    state: dict[str, Tensor]
+    state: dict[str, Tensor | Quantized]
     unpacked: dict[str, Tensor] = field(default_factory=dict)
     """What is packed, in fp32 tensors, while a checkpoint is loaded."""
 
     @property
     def has_master(self) -> bool:
         return self.master.dtype != self.parameters.dtype
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The state that is not packed."""
+        return {name: state for name, state in self.state.items() if isinstance(state, Tensor)}
 
     def kept(self) -> dict[str, Tensor | Packed]:
         """The state, and `master` where it is not the parameters themselves."""
@@ -155,7 +185,9 @@ class Shard:
 
     def tensors(self) -> list[Tensor]:
         """All that is kept: the master weights and the state."""
-        return [self.master, *(tensor for run in self.runs for tensor in run.state.values())]
+        states = [state for run in self.runs for state in run.state.values()]
+        packed = [state.tensors() for state in states if isinstance(state, Quantized)]
+        return [self.master, *(state for state in states if isinstance(state, Tensor)), *itertools.chain(*packed)]
 
     @property
     def owned_part(self) -> slice:
@@ -168,8 +200,8 @@ class Shard:
             start, stop = max(begin, self.start), min(end, self.stop)
             if start < stop:
                 own = slice(start - self.start, stop - self.start)
-                dtypes = state_dtypes(config, group, self.parameters.dtype)
-                state = {name: torch.zeros_like(self.master[own], dtype=dtype) for name, dtype in dtypes.items()}
+                names = state_names(config, group)
+                state = {name: _new_state(config, name, self.parameters[own]) for name in names}
                 yield Run(group, slots, start, stop, self.parameters[own], self.master[own], self.gradients[own], state)
 
     def slices(self, begin: int, end: int) -> Iterator[StateSlice]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from megalite_kernels import optimizer
 from megalite_kernels.implementation import choose
 from megalite_kernels.master_weights import joined, split_
+from megalite_kernels.moments import Quantized
 from megalite_kernels.optimizer import SGD, AdamW, Flat, adamw_, sgd_
 from tests.kernels.interpreter import nan_is_written, only_programs
 
@@ -124,6 +125,96 @@ def test_parameters_are_written_beside_their_masters(masters: str) -> None:
 def test_moments_are_rounded_and_no_more(dtype: torch.dtype) -> None:
     check_steps(drawn(700, average=dtype, squares=dtype), ADAMW)
     check_steps(drawn(700, average=dtype), SGD(rate=0.3, decay=0.1, momentum=0.5))
+
+
+FORMATS = list(itertools.product([torch.int8, torch.float8_e4m3fn], repeat=2))
+
+
+def quantized(state: Drawn, formats: tuple[torch.dtype, torch.dtype]) -> tuple[Quantized, Quantized]:
+    """The moments in 8 bits; those of `state` become their values."""
+    found = []
+    for number, (moment, format) in enumerate(zip((state.average, state.squares), formats, strict=True)):
+        found.append(Quantized.zeros(len(moment), format, moment.device, root=number == 1))
+        found[-1].write(moment)
+        moment.copy_(found[-1].read(0, len(moment)))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+@pytest.mark.parametrize("elements", [64, 1000])
+def test_moments_in_8_bits_are_rounded_and_no_more(elements: int, formats: tuple[torch.dtype, torch.dtype]) -> None:
+    """Weights are as exact as ever. Each moment is one of the two codes around what it should be."""
+    state = drawn(elements)
+    moments = quantized(state, formats)
+    exact = stepped_by_torch(state, ADAMW)
+    adamw_(state.flat, *moments, ADAMW)
+    check(state.weights, exact[0], torch.float32)
+    for moment, wanted in zip(moments, exact[1:], strict=True):
+        found = moment.read(0, elements).double()
+        if moment.root:
+            found, wanted = found.sqrt(), wanted.sqrt()
+        largest = wanted.abs().max()
+        step = largest / 127 if moment.codes.dtype == torch.int8 else torch.maximum(wanted.abs() / 8, largest / 2**17)
+        assert ((found - wanted).abs() <= 1.001 * step).all()
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+def test_the_reference_has_the_kernels_codes(
+    formats: tuple[torch.dtype, torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also over several chunks, and of a part that draws what the whole would."""
+    monkeypatch.setattr(optimizer.launch, "chunk_elements", lambda _: 512)
+    found = []
+    for choice, part in (("triton", 0), ("reference", 0), ("triton", 512)):
+        choose(choice)  # type: ignore[arg-type]
+        state = drawn(1300)
+        average, squares = quantized(state, formats)
+        average, squares = (
+            Quantized(moment.codes[part:], moment.scales[part // 256 :], moment.root) for moment in (average, squares)
+        )
+        flat = Flat(state.flat.parameters[part:], state.flat.gradients[part:], first=64 + part)
+        adamw_(flat, average, squares, ADAMW._replace(seed=10))
+        sgd_(flat, average, SGD(0.1, 0.1, 0.9, seed=12))
+        found.append([tensor[-700:] for tensor in (average.bytes, squares.bytes)])
+    for ours, theirs, parts in zip(*found, strict=True):
+        assert (ours != theirs).sum() <= 3  # where fp32 rounds the averages apart
+        assert torch.equal(ours, parts)
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1e-13, 1e-16, 1e-25])
+@pytest.mark.parametrize("format", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_squares_in_8_bits_come_back_and_none_is_lost(format: torch.dtype, magnitude: float) -> None:
+    """From 1e-13 on what is too small for its block's codes is no zero; and blocks that are all too small are zeros."""
+    moment = Quantized.zeros(2000, format, torch.device("cpu"), root=True)
+    generator = torch.Generator().manual_seed(1)
+    roots = torch.randn(2000, generator=generator).mul_(magnitude).abs_()
+    roots[::7] *= 1e-7
+    roots[100:105] = 0.0
+    for seed in (None, 2):
+        moment.set(roots.square(), 0, seed=seed)
+        values = moment.read(0, 2000)
+        if magnitude >= 1e-13:
+            assert torch.equal(values > 0.0, roots.square() > 0.0)
+        elif magnitude < 1e-20:
+            assert not values.any()
+        again = Quantized.zeros(2000, format, torch.device("cpu"), root=True)
+        again.write(values)
+        assert torch.equal(again.bytes, moment.bytes)
+        assert torch.equal(again.scales, moment.scales)
+        assert torch.equal(moment.read(300, 777), values[300:777])
+
+
+def test_an_average_that_grows_in_small_steps_grows_in_8_bits() -> None:
+    """Each step is a tenth of the distance of two codes, which rounding to nearest would lose each time."""
+    choose("reference")
+    flat = Flat(torch.zeros(256), torch.full((256,), 1e-3))
+    flat.gradients[0] = 1.0
+    average, squares = (Quantized.zeros(256, torch.int8, torch.device("cpu"), root=root) for root in (False, True))
+    by = AdamW(rate=0.0, decay=0.0, beta1=0.99, beta2=0.999, epsilon=1e-8, step=1)
+    for step in range(1, 101):
+        adamw_(flat, average, squares, by._replace(step=step, seed=2 * step))
+    exact = 1e-3 * (1.0 - 0.99**100)
+    assert average.read(1, 256).mean().item() == pytest.approx(exact, rel=0.3)
 
 
 def test_sgd_may_keep_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from megalite.optim.packed import View
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient
+from megalite.training.memory import state_bytes
 from megalite_kernels import launch
 from megalite_kernels.master_weights import joined, split_
 
@@ -146,3 +148,89 @@ def test_a_load_that_fails_leaves_what_is_packed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         run.load(path)
     assert same(run.values(), before)
+
+
+# ------------------------------------------------------------------------------------------------ 8 bits
+
+EIGHT_BITS = {
+    "int8": {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "int8"},
+    "fp8": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
+    "int8 and remainders": {"exp_avg_dtype": "int8", "exp_avg_sq_dtype": "fp8", "store_param_remainders": True},
+    "sgd": {"optimizer": "sgd", "exp_avg_dtype": "int8"},
+}
+
+
+def eight_bits(name: str) -> OptimizerConfig:
+    return OptimizerConfig(lr=0.0, use_precision_aware_optimizer=True, **EIGHT_BITS[name])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_moments_in_8_bits_go_on_to_the_bit_where_they_were_saved(name: str, tmp_path: Path) -> None:
+    """A checkpoint has their values in fp32, which come back as the same codes; saved anew it is the same."""
+    run = Run(eight_bits(name))
+    run.train(0, 3)
+    path = run.save(tmp_path / "first", 3)
+    dtypes = {name.split("/")[1]: kept.dtype for name, kept in checkpoint.read_manifest(path).tensors.items()}
+    assert {dtypes[name] for name in ("exp_avg", "exp_avg_sq", "momentum_buffer") if name in dtypes} == {"float32"}
+    resumed = Run(run.optimizer.config).load(path)
+    assert same(resumed.values(), run.values())
+    assert resumed.save(tmp_path / "again", 3).joinpath("rank_00000.safetensors").read_bytes() == (
+        path.joinpath("rank_00000.safetensors").read_bytes()
+    )
+    for each in (run, resumed):
+        each.train(3, 5)
+    assert same(resumed.values(), run.values())
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_a_checkpoint_without_8_bits_begins_and_ends_them(name: str, tmp_path: Path) -> None:
+    """Values are rounded where they are loaded, by half a step of a block's codes at the most."""
+    config = eight_bits(name)
+    wide, packed = Run(replace(config, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")), Run(config)
+    wide.train(0, 3)
+    packed.load(wide.save(tmp_path / "wide", 3))
+    for found, exact in zip(packed.optimizer.slices(), wide.optimizer.slices(), strict=True):
+        for state in found.state.keys() - {"master"}:
+            ours, theirs = (part.state[state] for part in (found, exact))
+            assert isinstance(ours, View)
+            values, wanted = (tensor.sqrt() if state == "exp_avg_sq" else tensor for tensor in (ours.read(), theirs))
+            block = max(exact.state[state].abs().max() for exact in wide.optimizer.slices())  # type: ignore[union-attr]
+            step = block.sqrt() if state == "exp_avg_sq" else block
+            assert (values - wanted).abs().max() <= 0.04 * step
+    back = Run(wide.optimizer.config).load(packed.save(tmp_path / "packed", 3))
+    assert same(back.values(), packed.values())
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_moments_in_8_bits_train_nearly_the_same(name: str) -> None:
+    """Of two runs on one course; the gradients are noise, so that a weight's way is its worst."""
+    config = eight_bits(name)
+    wide, packed = Run(replace(config, exp_avg_dtype="fp32", exp_avg_sq_dtype="fp32")), Run(config)
+    start = values(wide.optimizer)[0].double()
+    for run in (wide, packed):
+        run.train(0, 20)
+    ours, theirs = (values(run.optimizer)[0].double() - start for run in (packed, wide))
+    assert (ours - theirs).norm() <= 0.1 * theirs.norm()
+
+
+def test_an_update_draws_by_step_and_place() -> None:
+    """Two equal runs have the same bits, and one that counts from another step has not."""
+    runs = [Run(eight_bits("int8")) for _ in range(3)]
+    runs[2].optimizer.steps = 7
+    for run in runs:
+        run.train(0, 1)
+    found = [
+        [kept.read() for part in run.optimizer.slices() for kept in part.state.values() if isinstance(kept, View)]
+        for run in runs
+    ]
+    assert same(found[0], found[1])
+    assert not same(found[0], found[2])
+
+
+def test_moments_in_8_bits_take_a_byte_and_a_scale() -> None:
+    run = Run(eight_bits("int8 and remainders"))
+    measured = sum(tensor.nbytes for shard in run.optimizer.shards for tensor in shard.tensors())
+    elements = sum(bucket.length for bucket in run.optimizer.buckets)
+    runs = sum(len(shard.runs) for shard in run.optimizer.shards)
+    assert 0 <= measured - elements * (2 + 2 * (1 + 4 / 256)) <= 2 * 4 * runs
+    assert state_bytes(run.optimizer)[2] <= measured
