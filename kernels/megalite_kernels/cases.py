@@ -99,7 +99,7 @@ def _update_inputs(gradients: torch.dtype, moments: torch.dtype, tokens: int, de
 def _quantized(average: Tensor, squares: Tensor, format: torch.dtype) -> tuple[Quantized, Quantized]:
     kept = [Quantized.zeros(len(average), format, average.device, root=root) for root in (False, True)]
     for moment, values in zip(kept, (average, squares), strict=True):
-        moment.write(values)
+        moment.set(values, 0)
     return kept[0], kept[1]
 
 
