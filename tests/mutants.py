@@ -52,6 +52,10 @@ def _network(name: str) -> str:
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
 _UNIT = "tests/unit/test_parallel_"
 _KERNELS = "tests/kernels/test_norm.py::test_"
+_ROTARY = "tests/kernels/test_rotary.py::test_"
+_QUANTIZATION = "tests/kernels/test_quantization.py::test_"
+_OPTIMIZER = "tests/kernels/test_optimizer.py::test_"
+_PACKED = "tests/unit/test_optimizer_packed.py::test_"
 _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
 _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
@@ -194,6 +198,97 @@ MUTANTS = (
         "torch.zeros if shape.columns < width else torch.empty",
         "torch.empty",
         f"{_KERNELS}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "pairs of neighbours are not turned as such",
+        "megalite/model/attention.py",
+        "interleaved=self.rotary_interleaved",
+        "interleaved=False",
+        _network("llama, neighbours rotated"),
+    ),
+    Mutant(
+        "the rotary kernel turns gradients the way it turned heads",
+        "kernels/megalite_kernels/rotary.py",
+        "    if BACKWARD:\n        s = -s\n",
+        "",
+        f"{_ROTARY}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "the rotary kernel takes the heads of keys to lie side by side",
+        "kernels/megalite_kernels/rotary.py",
+        "+ head * head_stride",
+        "+ head * WIDTH",
+        f"{_ROTARY}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "the rotary kernel has one table for the whole batch",
+        "kernels/megalite_kernels/rotary.py",
+        "(position * sine_stride + batch * sine_batch_stride)",
+        "(position * sine_stride)",
+        f"{_ROTARY}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "the rotary kernel leaves the channels behind the rotated ones out",
+        "kernels/megalite_kernels/rotary.py",
+        "tl.static_range(2 * PAIRS, WIDTH, COLUMNS)",
+        "tl.static_range(COLUMNS, WIDTH, COLUMNS)",
+        f"{_ROTARY}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "the rotary kernel counts heads in 32 bits",
+        "kernels/megalite_kernels/rotary.py",
+        "program.to(tl.int64) * ROWS",
+        "program * ROWS",
+        f"{_ROTARY}heads_lie_beyond_2_to_the_31_elements",
+    ),
+    Mutant(
+        "the reference of quantisation keeps all bits of a scale",
+        "kernels/megalite_kernels/quantization.py",
+        "scales = (quotients.view(torch.int32) & -128)",
+        "scales = (quotients.view(torch.int32) & -1)",
+        f"{_QUANTIZATION}what_was_quantized_keeps_its_codes_and_scales",
+    ),
+    Mutant(
+        "the reference of quantisation has a scale for a block with an infinity",
+        "kernels/megalite_kernels/quantization.py",
+        'return kept, torch.where(finite, scales, float("nan"))',
+        "return kept, scales",
+        f"{_QUANTIZATION}blocks_of_no_numbers_of_zeros_and_of_next_to_nothing",
+    ),
+    Mutant(
+        "random bits come by their place in the shard",
+        "kernels/megalite_kernels/quantization.py",
+        "quantized(x, seed, offset + row * BLOCK,",
+        "quantized(x, seed, row * BLOCK,",
+        f"{_QUANTIZATION}a_shard_draws_what_the_whole_draws",
+    ),
+    Mutant(
+        "a kernel draws random words in another order",
+        "kernels/megalite_kernels/quantization.py",
+        "tl.join(tl.join(a, c), tl.join(b, d))",
+        "tl.join(tl.join(a, b), tl.join(c, d))",
+        f"{_QUANTIZATION}kernels_are_the_reference",
+    ),
+    Mutant(
+        "Philox has a round less",
+        "kernels/megalite_kernels/quantization.py",
+        "for _ in range(10):",
+        "for _ in range(9):",
+        f"{_QUANTIZATION}random_numbers_are_philoxs",
+    ),
+    Mutant(
+        "stochastic rounding is up by half a step more",
+        "kernels/megalite_kernels/quantization.py",
+        "steps = (steps + (random >> 2)) >> 14",
+        "steps = (steps + (random >> 2) + (1 << 13)) >> 14",
+        f"{_QUANTIZATION}stochastic_rounding_is_to_a_neighbour_and_right_on_average",
+    ),
+    Mutant(
+        "a kernel of another module stays a plain function",
+        "kernels/megalite_kernels/implementation.py",
+        "value in compiled}",
+        "value in compiled and value.__globals__ is names}",
+        f"{_QUANTIZATION}kernels_of_other_modules_call_these",
     ),
     Mutant(
         "float64 goes to kernels that compute in fp32",
@@ -607,6 +702,83 @@ MUTANTS = (
         "value=-by.rate / (1.0 - by.beta1**by.step)",
         "value=-by.rate",
         "tests/unit/test_optimizer_backends.py::test_torch_and_megalite_agree_to_rounding[adam]",
+    ),
+    Mutant(
+        "AdamW's kernel takes one beta for the other",
+        "kernels/megalite_kernels/optimizer.py",
+        "m += (g - m) * tl.cast(new1, tl.float32)",
+        "m += (g - m) * tl.cast(new2, tl.float32)",
+        f"{_OPTIMIZER}adamw_is_torchs[64]",
+    ),
+    Mutant(
+        "AdamW's kernel decays weights by the corrected rate",
+        "kernels/megalite_kernels/optimizer.py",
+        "numbers = (1.0 - by.rate * by.decay, rate,",
+        "numbers = (1.0 - rate * by.decay, rate,",
+        f"{_OPTIMIZER}adamw_is_torchs[64]",
+    ),
+    Mutant(
+        "megalite's AdamW does not clip",
+        "megalite/optim/elementwise.py",
+        "config.adam_eps, step, factor, seed)",
+        "config.adam_eps, step, 1.0, seed)",
+        "tests/unit/test_optimizer_backends.py::test_torch_and_megalite_agree_to_rounding[adam]",
+    ),
+    Mutant(
+        "a kernel cuts bf16 parameters off their masters",
+        "kernels/megalite_kernels/master_weights.py",
+        "upper = (bits + (1 << 15)) >> 16",
+        "upper = bits >> 16",
+        f"{_OPTIMIZER}remainders_change_no_bit",
+    ),
+    Mutant(
+        "a master that is no number rounds to zero",
+        "kernels/megalite_kernels/master_weights.py",
+        "tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)",
+        "value.to(tl.int32, bitcast=True) & 0x7FFF7FFF",
+        f"{_OPTIMIZER}a_weight_that_is_no_number_stays_none[bf16, fp32 masters]",
+    ),
+    Mutant(
+        "a small average of squares is rounded to zero",
+        "kernels/megalite_kernels/moments.py",
+        "0, tl.where((codes == 0) & (wide > 0.0) & there, 1, codes))",
+        "0, codes)",
+        f"{_OPTIMIZER}the_reference_has_the_kernels_codes",
+    ),
+    Mutant(
+        "squares too small for their root to come back are kept",
+        "kernels/megalite_kernels/moments.py",
+        "scales.masked_fill_(scales < least_scale(self.codes.dtype), 0.0)",
+        "scales.masked_fill_(scales < 0.0, 0.0)",
+        f"{_OPTIMIZER}squares_in_8_bits_come_back_and_none_is_lost",
+    ),
+    Mutant(
+        "moments in 8 bits are rounded by the same numbers in each step",
+        "megalite/optim/elementwise.py",
+        "<< 31 | step) * 2",
+        "<< 31) * 2",
+        f"{_PACKED}an_update_draws_by_step_and_place",
+    ),
+    Mutant(
+        "each process rounds moments in 8 bits by numbers of its own",
+        "megalite/optim/elementwise.py",
+        "name = run.slots[0].parameter.sharding.pieces[0].tensor.name",
+        "name = str(__import__('os').getpid())",
+        "tests/distributed/test_layouts_steps.py::test_copies_are_rounded_alike_in_8_bits[1-2-2]",
+    ),
+    Mutant(
+        "a load forgets what it has read of packed state",
+        "megalite/optim/shard.py",
+        "kept.write(run.unpacked[name])",
+        "kept.tensors()",
+        f"{_PACKED}moments_in_8_bits_go_on_to_the_bit_where_they_were_saved",
+    ),
+    Mutant(
+        "squares of large gradients overflow in the norm's kernel",
+        "kernels/megalite_kernels/l2_norm.py",
+        "largest > 2.0**40, 2.0**-90",
+        "largest > 2.0**40, 1.0",
+        "tests/kernels/test_l2_norm.py::test_no_square_overflows_or_vanishes[1e+20]",
     ),
     Mutant(
         "arithmetic is in the precision in which moments are kept",

@@ -19,9 +19,11 @@ from megalite_kernels.moments import Quantized
 from megalite_kernels.norm import layer_norm, rms_norm
 from megalite_kernels.optimizer import SGD, AdamW, Flat, Moment, adamw_, sgd_
 from megalite_kernels.quantization import FORMATS, dequantize, quantize
+from megalite_kernels.rotary import rotary_embedding
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
 HEAD = 128
+ROTARY_HEADS, ROTARY_GROUPS = 32, 8
 # of the activations and of the weights; a weight around one is fp32 beside every activation
 DTYPES = (
     (torch.bfloat16, torch.bfloat16),
@@ -147,6 +149,35 @@ def _norm_of(values: Tensor) -> Tensor:
     return sum_of_squares(values).sqrt()
 
 
+def _rotary_inputs(width: int, rotated: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    """A fused projection, as attention has it, and the tables."""
+    projected = torch.randn(tokens, 1, (ROTARY_HEADS + 2 * ROTARY_GROUPS) * width, dtype=dtype, device=device)
+    angles = torch.randn(tokens, 1, 1, rotated // 2, device=device)
+    return [projected.requires_grad_(), angles.cos(), angles.sin()]
+
+
+def _rotate(projected: Tensor, cosine: Tensor, sine: Tensor, *, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    query, key_value = projected.split([ROTARY_HEADS * width, 2 * ROTARY_GROUPS * width], dim=-1)
+    key, _ = key_value.unflatten(-1, (ROTARY_GROUPS, 2, width)).unbind(dim=-2)
+    return rotary_embedding(query.unflatten(-1, (ROTARY_HEADS, width)), key, cosine, sine, interleaved=interleaved)
+
+
+def _rotations() -> Iterator[Case]:
+    for width, rotated, dtype, interleaved in (
+        (HEAD, HEAD, torch.bfloat16, False),
+        (HEAD, HEAD, torch.float16, True),
+        (HEAD, HEAD, torch.float32, False),
+        (HEAD, HEAD // 4, torch.bfloat16, False),
+        (64, 64, torch.bfloat16, False),
+        (80, 80, torch.bfloat16, True),
+        (256, 256, torch.bfloat16, False),
+    ):
+        name = f"rotary_embedding {rotated}/{width} {_dtypes(dtype)}{' interleaved' if interleaved else ''}"
+        inputs = partial(_rotary_inputs, width, rotated, dtype)
+        run = partial(_rotate, width=width, interleaved=interleaved)
+        yield Case("rotary", name, (ROTARY_HEADS + 2 * ROTARY_GROUPS) * width, inputs, run, keeps_inputs=False)
+
+
 def _flat_inputs(width: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
     return [torch.randn(tokens * width, dtype=dtype, device=device)]
 
@@ -167,4 +198,5 @@ def _quantizations() -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     yield from _norms()
     yield from _updates()
+    yield from _rotations()
     yield from _quantizations()

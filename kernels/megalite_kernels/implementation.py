@@ -23,7 +23,7 @@ from torch import Tensor
 
 Choice = Literal["auto", "triton", "reference"]
 # Arguments that differ from launch to launch: no kernel is compiled anew for their value.
-RUNTIME_SIZES = ("rows", "elements", "units", "seed", "offset")
+RUNTIME_SIZES = ("rows", "positions", "elements", "units", "seed", "offset")
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _choice: Choice = "auto"

@@ -237,7 +237,7 @@ REFUSED: Mapping[str, str] = {
     POSITION: "override-ckpt-iteration",
     CONVERSION: "ckpt-convert-format ckpt-convert-save",
     FAMILIES: """
-    rotary-interleaved load-main-params-from-ckpt skip-train
+    load-main-params-from-ckpt skip-train
     """,
     KERNELS: """
     fused-residual-rmsnorm muon-use-syrk

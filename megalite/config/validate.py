@@ -245,7 +245,7 @@ def _rotary(model: ModelConfig) -> Iterator[str]:
     else:
         idle = [(name, "--position-embedding-type yarn") for name in _of_yarn(model)]
     if not model.rotary:
-        rope = ("rotary_base", "rotary_percent", "window_rotary_base", *scaling)
+        rope = ("rotary_base", "rotary_percent", "rotary_interleaved", "window_rotary_base", *scaling)
         idle += [(name, "--position-embedding-type rope") for name in rope]
     elif int(model.head_dim * model.rotary_percent) < 2:
         yield f"--rotary-percent {model.rotary_percent} of {model.head_dim} channels a head leaves no pair to rotate"

@@ -80,6 +80,7 @@ class Attention(nn.Module):
         self.windowed = config.keys_before[layer] is not None
         self.soft_cap, scalar = config.attn_logit_softcapping, config.query_pre_attn_scalar
         self.score_scale = None if scalar is None else 1.0 / math.sqrt(scalar)
+        self.rotary_interleaved = config.rotary_interleaved
         self.dropout, self.recompute = config.attention_dropout, recompute
         self.site = Site(layer, "attention", mesh.coordinate("tp"))
         name = f"layers.{layer}.attention"
@@ -165,7 +166,7 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         rotary = context.windowed_rotary if self.windowed else context.rotary
         if rotary is not None:
-            query, key = rotary_embedding(query, *rotary), rotary_embedding(key, *rotary)
+            query, key = rotary_embedding(query, key, *rotary, interleaved=self.rotary_interleaved)
         return query, key, value
 
     def _core(

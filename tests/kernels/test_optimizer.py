@@ -260,6 +260,25 @@ def test_remainders_change_no_bit() -> None:
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("masters", ["bf16, fp32 masters", "bf16, remainders"])
+def test_a_weight_that_is_no_number_stays_none(masters: str) -> None:
+    """Also where rounding its bits would make one of it."""
+    state = drawn(64, masters)
+    assert state.flat.master is not None
+    if masters == "bf16, remainders":
+        state.flat.parameters[5] = torch.nan
+        state.flat.gradients[7] = torch.nan
+    else:
+        bits = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32)
+        state.flat.master[5:8:2] = bits.view(torch.float32)
+    with nan_is_written():
+        adamw_(state.flat, state.average, state.squares, ADAMW)
+    lost = torch.zeros(64, dtype=torch.bool)
+    lost[5:8:2] = True
+    assert torch.equal(state.flat.parameters.isnan(), lost)
+    assert torch.equal(state.weights.isnan(), lost)
+
+
 @pytest.mark.parametrize("choice", ["triton", "reference"])
 def test_a_slice_is_updated_alone_and_twice_the_same(choice: str) -> None:
     choose(choice)  # type: ignore[arg-type]

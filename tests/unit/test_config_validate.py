@@ -66,6 +66,7 @@ def problems(flags: str, world_size: int = 1, base: str = VALID) -> list[str]:
         ("--exact-gelu --openai-gelu --apply-layernorm-1p --scale-embeddings --attn-logit-softcapping 50", 1),
         ("--position-embedding-type rope --rotary-seq-len-interpolation-factor 2.5", 1),
         (f"{YARN} --rotary-percent 0.5 --yarn-attention-factor 1.5 --max-position-embeddings None", 1),
+        ("--position-embedding-type rope --rotary-percent 0.5 --rotary-interleaved", 1),
         ("--position-embedding-type none --max-position-embeddings None", 1),
         ("--bf16 --grad-reduce-in-bf16 --swiglu", 1),
         ("--fp64 --recompute-granularity full --recompute-method block --recompute-num-layers 4", 1),
@@ -171,6 +172,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ),
         ("--seq-length 33", "--max-position-embeddings 32 is less than --seq-length 33"),
         ("--rotary-base 500000", "--rotary-base needs --position-embedding-type rope"),
+        ("--rotary-interleaved", "--rotary-interleaved needs --position-embedding-type rope"),
         ("--use-rope-scaling", "--use-rope-scaling needs --position-embedding-type rope"),
         (
             "--rotary-seq-len-interpolation-factor 2",

@@ -103,9 +103,10 @@ def test_a_master_is_its_parameter_and_a_remainder() -> None:
     distance = (parameters.double() - masters.double())[finite].abs()
     nearest = (masters.bfloat16().double() - masters.double())[finite].abs()
     assert torch.equal(distance, nearest)
-    split_(torch.tensor([torch.nan]), parameters[:1], remainders[:1])
-    assert parameters[0].isnan()
-    assert joined(parameters[:1], remainders[:1]).isnan()
+    not_numbers = torch.tensor([0x7FC00000, 0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    split_(not_numbers, parameters[:4], remainders[:4])
+    assert parameters[:4].isnan().all()
+    assert joined(parameters[:4], remainders[:4]).isnan().all()
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])

@@ -65,6 +65,14 @@ CONFIGS = {
     "llama, tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
     "llama, biases on queries, keys and values": replace(LLAMA, add_qkv_bias=True),
     "llama, part of each head rotated": replace(LLAMA, kv_channels=6, rotary_percent=0.7),
+    "llama, neighbours rotated": replace(
+        LLAMA,
+        kv_channels=10,
+        rotary_percent=0.6,
+        rotary_interleaved=True,
+        group_query_attention=True,
+        num_query_groups=2,
+    ),
     "llama, another base": replace(LLAMA, rotary_base=500.0),
     "llama 3.1": replace(LLAMA, kv_channels=16, rotary_base=500_000.0, use_rope_scaling=True, rope_scaling_factor=4.0),
     "llama 3.1, other ends": replace(
@@ -154,6 +162,7 @@ def oracle(config: ModelConfig) -> Oracle:
         rotary_base=config.rotary_base,
         window_rotary_base=config.window_rotary_base,
         rotary_percent=config.rotary_percent,
+        rotary_interleaved=config.rotary_interleaved,
         interpolation=config.rotary_seq_len_interpolation_factor or 1.0,
         use_rope_scaling=config.use_rope_scaling,
         rope_scaling_factor=config.rope_scaling_factor,
