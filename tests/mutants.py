@@ -783,8 +783,8 @@ MUTANTS = (
     Mutant(
         "arithmetic is in the precision in which moments are kept",
         "kernels/megalite_kernels/optimizer.py",
-        "values = [moment.to(wide) for moment in kept]",
-        "values = [moment.clone() for moment in kept]",
+        "values = [_read(moment, start, start + len(gradients)).to(wide) for moment in moments]",
+        "values = [_read(moment, start, start + len(gradients)).clone() for moment in moments]",
         "tests/unit/test_optimizer_backends.py::test_lower_precision_rounds_what_is_kept_and_no_more",
     ),
     Mutant(
@@ -797,7 +797,7 @@ MUTANTS = (
     Mutant(
         "a checkpoint leaves the optimizer's state out",
         "megalite/optim/shard.py",
-        'state = run.state | ({"master": run.master} if self.has_master else {})',
+        "state = run.kept() | run.unpacked",
         'state = {"master": run.master} if self.has_master else {}',
         "tests/unit/test_checkpoint.py::test_weights_state_and_place_in_training_come_back_bit_for_bit",
     ),
@@ -811,7 +811,7 @@ MUTANTS = (
     Mutant(
         "a load leaves the padding of the optimizer's state as it was",
         "megalite/checkpoint/loading.py",
-        "for values in (run.values, *run.state.values()):",
+        "for values in (run.values, *run.tensors.values()):",
         "for values in (run.values,):",
         _GOES_ON,
     ),

@@ -266,8 +266,7 @@ def test_a_weight_that_is_no_number_stays_none(masters: str) -> None:
     state = drawn(64, masters)
     assert state.flat.master is not None
     if masters == "bf16, remainders":
-        state.flat.parameters[5] = torch.nan
-        state.flat.gradients[7] = torch.nan
+        state.flat.parameters[5:8:2] = torch.nan
     else:
         bits = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32)
         state.flat.master[5:8:2] = bits.view(torch.float32)
