@@ -52,6 +52,9 @@ def _network(name: str) -> str:
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
 _UNIT = "tests/unit/test_parallel_"
 _KERNELS = "tests/kernels/test_norm.py::test_"
+_LOSS_KERNELS = "tests/kernels/test_cross_entropy.py::test_"
+_OUTPUT = "tests/distributed/test_output_layer.py::test_"
+_ACTIVATION = "tests/kernels/test_activation.py::test_"
 _ROTARY = "tests/kernels/test_rotary.py::test_"
 _QUANTIZATION = "tests/kernels/test_quantization.py::test_"
 _OPTIMIZER = "tests/kernels/test_optimizer.py::test_"
@@ -118,8 +121,8 @@ MUTANTS = (
     Mutant(
         "of parallel residuals the feed-forward layer reads what attention has changed",
         "megalite/model/block.py",
-        "hidden if self.parallel_residual else after_attention",
-        "after_attention",
+        "if self.parallel_residual:",
+        "if False:",
         _network("gpt-neox"),
     ),
     Mutant(
@@ -132,7 +135,7 @@ MUTANTS = (
     Mutant(
         "logits are not capped",
         "megalite/model/head.py",
-        "return logits if self.soft_cap is None else",
+        "return logits if self.evaluated.soft_cap is None else",
         "return logits if True else",
         _network("gpt2, capped logits"),
     ),
@@ -159,45 +162,115 @@ MUTANTS = (
     ),
     Mutant(
         "a kernel divides by the columns of its tile, not of the row",
-        "kernels/megalite_kernels/norm.py",
+        "kernels/megalite_kernels/norm_kernels.py",
         "squares / WIDTH",
         "squares / COLUMNS",
         f"{_KERNELS}output_and_gradients_are_those_of_float64",
     ),
     Mutant(
         "a kernel counts rows beyond the last into the bias's gradient",
-        "kernels/megalite_kernels/norm.py",
+        "kernels/megalite_kernels/norm_kernels.py",
         "present = row < rows\n        inverse",
         "present = row < rows + 1\n        inverse",
         f"{_KERNELS}output_and_gradients_are_those_of_float64",
     ),
     Mutant(
         "programs add up their weight gradients in one place",
-        "kernels/megalite_kernels/norm.py",
-        "weight_sums + program.to(tl.int64) * WIDTH + column",
-        "weight_sums + column",
+        "kernels/megalite_kernels/norm_kernels.py",
+        "place = program.to(tl.int64) * WIDTH + start + column",
+        "place = start + column",
         f"{_KERNELS}output_and_gradients_are_those_of_float64",
     ),
     Mutant(
         "a kernel takes rows for contiguous",
         "kernels/megalite_kernels/norm.py",
-        "(rows, flat.stride(0), epsilon,",
-        "(rows, width, epsilon,",
+        "inverses, rows, flat.stride(0),",
+        "inverses, rows, width,",
         f"{_KERNELS}strides_change_no_bit",
     ),
     Mutant(
         "a kernel counts its rows in 32 bits",
-        "kernels/megalite_kernels/norm.py",
+        "kernels/megalite_kernels/norm_kernels.py",
         "tl.program_id(0).to(tl.int64) * ROWS",
         "tl.program_id(0) * ROWS",
         f"{_KERNELS}rows_lie_beyond_2_to_the_31_elements",
     ),
     Mutant(
-        "wide rows start their weight gradient from what memory holds",
-        "kernels/megalite_kernels/norm.py",
-        "torch.zeros if shape.columns < width else torch.empty",
-        "torch.empty",
+        "the columns of a wide row have each other's weight gradients",
+        "kernels/megalite_kernels/norm_kernels.py",
+        "weight_sum[1:] + weight_part",
+        "weight_part + weight_sum[1:]",
         f"{_KERNELS}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "a fused norm has not the gradient of the sum",
+        "kernels/megalite_kernels/norm_kernels.py",
+        "if total_gradient is not None:",
+        "if False:",
+        f"{_KERNELS}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "a fused norm is of the sum before it is rounded",
+        "kernels/megalite_kernels/norm_kernels.py",
+        "x = x.to(residual.dtype.element_ty).to(tl.float32)",
+        "pass",
+        f"{_KERNELS}the_fused_addition_changes_no_bit",
+    ),
+    Mutant(
+        "a fused norm adds the sum's gradient before its own is rounded",
+        "kernels/megalite_kernels/norm_kernels.py",
+        "added = result.to(tl.float32) + ",
+        "added = (scaled * inverse - normed * along_row) + ",
+        f"{_KERNELS}the_fused_addition_changes_no_bit",
+    ),
+    Mutant(
+        "where the sum alone has a gradient, the fused norm's input has none",
+        "kernels/megalite_kernels/norm.py",
+        "return total_gradient, total_gradient, None",
+        "return None, total_gradient, None",
+        f"{_KERNELS}one_output_alone_has_a_gradient",
+    ),
+    Mutant(
+        "a kernel gives the up projection the slope of the gate",
+        "kernels/megalite_kernels/activation_kernels.py",
+        "up_gradient = g * value",
+        "up_gradient = g * slope",
+        f"{_ACTIVATION}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "a kernel gives the up projection's bias the gradient of the gate's",
+        "kernels/megalite_kernels/activation_kernels.py",
+        "tl.sum(up_sum, 0)",
+        "tl.sum(gate_sum, 0)",
+        f"{_ACTIVATION}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
+        "a relu's kernel hides what is no number",
+        "kernels/megalite_kernels/activation_kernels.py",
+        "tl.where(x < 0.0, 0.0, x)",
+        "tl.where(x > 0.0, x, 0.0)",
+        f"{_ACTIVATION}what_is_no_number_shows",
+    ),
+    Mutant(
+        "an operation waits for the GPU before it launches its kernel",
+        "kernels/megalite_kernels/activation.py",
+        "        if rows:",
+        "        if rows and input.any():",
+        "tests/kernels/test_tracing.py::test_no_operation_breaks_a_graph",
+    ),
+    Mutant(
+        "the feed-forward layer's first bias is added twice",
+        "megalite/model/mlp.py",
+        "adds_bias=False",
+        "adds_bias=True",
+        _network("gpt2"),
+    ),
+    Mutant(
+        "what the last layer leaves to be added is lost",
+        "megalite/model/gpt.py",
+        "return hidden if branch is None else hidden + branch",
+        "return hidden",
+        _network("llama"),
     ),
     Mutant(
         "pairs of neighbours are not turned as such",
@@ -293,8 +366,8 @@ MUTANTS = (
     Mutant(
         "float64 goes to kernels that compute in fp32",
         "kernels/megalite_kernels/implementation.py",
-        'if _choice == "reference" or any(tensor.dtype == torch.float64 for tensor in tensors):',
-        'if _choice == "reference":',
+        "or operation in _to_reference or any(tensor.dtype == torch.float64 for tensor in tensors):",
+        "or operation in _to_reference:",
         "tests/kernels/test_implementation.py::test_float64_has_the_reference",
     ),
     Mutant(
@@ -307,8 +380,8 @@ MUTANTS = (
     Mutant(
         "the exact GELU is the tanh form",
         "kernels/megalite_kernels/activation.py",
-        "return F.gelu(input)",
-        "return gelu(input)",
+        '"exact_gelu", F.gelu, input',
+        '"exact_gelu", _gelu, input',
         _network("gpt2, exact gelu"),
     ),
     Mutant(
@@ -446,10 +519,95 @@ MUTANTS = (
     ),
     Mutant(
         "the padding of the vocabulary takes part in the softmax",
-        "megalite/parallel/cross_entropy.py",
-        "valid = min(max(vocab_size - first, 0), columns)",
-        "valid = columns",
+        "kernels/megalite_kernels/cross_entropy.py",
+        "min(max(vocab_size - rank * width, 0), width)",
+        "width",
         "tests/distributed/test_parallel_regions.py::test_cross_entropy_over_a_split_vocabulary[padded]",
+    ),
+    Mutant(
+        "the loss sees the log-sum-exp of each rank's own columns",
+        "megalite/parallel/cross_entropy.py",
+        "if group.size == 1:",
+        "if group.size >= 1:",
+        f"{_OUTPUT}losses_and_gradients_are_torchs[2-False-apart-training]",
+    ),
+    Mutant(
+        "the loss shares the smoothed part of a label among this rank's columns",
+        "kernels/megalite_kernels/cross_entropy.py",
+        "gradient.sub_((scales[tokens] * (terms.label_smoothing / columns.vocab_size)).unsqueeze(1))",
+        "gradient.sub_((scales[tokens] * (terms.label_smoothing / columns.valid)).unsqueeze(1))",
+        f"{_OUTPUT}losses_and_gradients_are_torchs[2-False-apart-training]",
+    ),
+    Mutant(
+        "the loss has its terms in evaluation too",
+        "megalite/model/head.py",
+        "self.trained if self.training else self.evaluated",
+        "self.trained",
+        f"{_UNIT}model.py::test_terms_of_the_loss_are_for_training_alone[apart]",
+    ),
+    Mutant(
+        "the fused loss does not sum the gradient of its input over ranks",
+        "megalite/parallel/linear_cross_entropy.py",
+        "collectives.all_reduce_(hidden_gradient, ctx.group)",
+        "pass",
+        f"{_OUTPUT}losses_and_gradients_are_torchs[2-False-fused-training]",
+    ),
+    Mutant(
+        "the fused loss keeps the weight gradient of its last chunk alone",
+        "megalite/parallel/linear_cross_entropy.py",
+        "overwrite=overwrite and tokens.start == 0)",
+        "overwrite=overwrite)",
+        f"{_OUTPUT}losses_and_gradients_are_torchs[1-False-fused-training]",
+    ),
+    Mutant(
+        "the fused loss adds its chunks up in the weight's own precision",
+        "megalite/parallel/linear_cross_entropy.py",
+        "if target.dtype != dtype:",
+        "if False:",
+        f"{_OUTPUT}many_chunks_add_up_in_fp32[bfloat16]",
+    ),
+    Mutant(
+        "the fused loss reads a weight that ZeRO 3 has freed",
+        "megalite/parallel/linear_cross_entropy.py",
+        "if weight.gradient_buffer.frees_parameters:",
+        "if False:",
+        f"{_DEFERRED}split_backward_changes_no_bit["
+        "tp=2-dp=2-zero=3-overlap=reduce and gather-tied=False-fused_loss=True]",
+    ),
+    Mutant(
+        "the fused loss makes all logits at once",
+        "megalite/parallel/linear_cross_entropy.py",
+        "step = min(max(elements // width, least), tokens)",
+        "step = tokens",
+        f"{_OUTPUT}logits_are_never_whole[fused]",
+    ),
+    Mutant(
+        "the loss's kernel does not scale its sum when it meets a larger logit",
+        "kernels/megalite_kernels/cross_entropy.py",
+        "exponentials * _exp(largest - larger) +",
+        "exponentials +",
+        f"{_LOSS_KERNELS}losses_and_gradient_are_torchs",
+    ),
+    Mutant(
+        "the loss's kernel gives padding a gradient",
+        "kernels/megalite_kernels/cross_entropy.py",
+        "gradient = tl.where(column < VALID, gradient, 0.0)",
+        "pass",
+        f"{_LOSS_KERNELS}losses_and_gradient_are_torchs",
+    ),
+    Mutant(
+        "the loss's kernel leaves the cap out of the gradient",
+        "kernels/megalite_kernels/cross_entropy.py",
+        "gradient *= 1.0 - bent * bent",
+        "pass",
+        f"{_LOSS_KERNELS}losses_and_gradient_are_torchs",
+    ),
+    Mutant(
+        "the loss's kernel counts its rows in 32 bits",
+        "kernels/megalite_kernels/cross_entropy.py",
+        "row = tl.program_id(0).to(tl.int64)\n    place",
+        "row = tl.program_id(0)\n    place",
+        f"{_LOSS_KERNELS}rows_lie_beyond_2_to_the_31_elements",
     ),
     Mutant(
         "the gradient of replicated keys and values is not summed over their replicas",
@@ -533,14 +691,14 @@ MUTANTS = (
         "megalite/parallel/linear.py",
         "later = ctx.sequence_parallel and is_deferred(weights[0])",
         "later = False",
-        f"{_DEFERRED}inputs_and_output_gradients_are_kept_and_no_more[2-True]",
+        f"{_DEFERRED}inputs_and_output_gradients_are_kept_and_no_more[2-True-False]",
     ),
     Mutant(
         "deferred weight gradients keep the graph",
         "megalite/parallel/linear.py",
         "ctx.saved_tensors[0].detach(), ctx.weights",
         "ctx.saved_tensors[0], ctx.weights",
-        f"{_DEFERRED}inputs_and_output_gradients_are_kept_and_no_more[1-False]",
+        f"{_DEFERRED}inputs_and_output_gradients_are_kept_and_no_more[1-False-False]",
     ),
     Mutant(
         "a tied weight's use in another chunk is not added",
@@ -1061,8 +1219,8 @@ MUTANTS = (
     Mutant(
         "the head's use of a tied weight is given to the embedding's",
         "megalite/model/head.py",
-        "use=1 if isinstance(tied, Parameter) else 0",
-        "use=0",
+        "use = 1 if isinstance(weight, Parameter) else 0",
+        "use = 0",
         "tests/distributed/test_chunks.py::test_two_chunks_give_the_bits_of_one[none-True]",
     ),
     Mutant(

@@ -205,8 +205,17 @@ def project(weights: Weights, name: str, hidden: Tensor) -> Tensor:
     return F.linear(hidden, weight.flatten(0, -2)).unflatten(-1, weight.shape[:-1]) + weights.get(name + "_bias", 0)
 
 
-def loss_sum_and_count(logits: Tensor, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of cross entropy times mask, and the sum of the mask; labels and mask `[batch, sequence]`."""
-    losses = logits.logsumexp(-1) - logits.gather(-1, labels[..., None]).squeeze(-1)
+def loss_sum_and_count(
+    logits: Tensor, labels: Tensor, loss_mask: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The sum of cross entropy times mask, and the sum of the mask; labels and mask `[batch, sequence]`.
+
+    Smoothing takes a share of each label's probability and gives all entries of the vocabulary the same of it; z-loss
+    adds so much of the square of the log of the softmax's denominator (arXiv:2204.02311).
+    """
+    log_denominators = logits.logsumexp(-1)
+    surprise = log_denominators[..., None] - logits
+    of_labels = surprise.gather(-1, labels[..., None]).squeeze(-1)
+    losses = (1 - label_smoothing) * of_labels + label_smoothing * surprise.mean(-1) + z_loss * log_denominators**2
     mask = loss_mask.to(losses.dtype)
     return (losses * mask).sum(), mask.sum()

@@ -6,6 +6,8 @@ benchmarks/kernels.py times it.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,16 +15,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
+from megalite_kernels.cross_entropy import Columns, Terms, gradient_, statistics
 from megalite_kernels.l2_norm import sum_of_squares
 from megalite_kernels.master_weights import keep_weights_, wide_weights
 from megalite_kernels.moments import Quantized
-from megalite_kernels.norm import layer_norm, rms_norm
+from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 from megalite_kernels.optimizer import SGD, AdamW, Flat, Moment, adamw_, sgd_
 from megalite_kernels.quantization import FORMATS, dequantize, quantize
 from megalite_kernels.rotary import rotary_embedding
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
+CENTERED_HIDDEN = (2048, 4096, 5120, 8192, 12288)  # of models with LayerNorm; its sums take twice the registers
 HEAD = 128
+# columns of a rank: a large vocabulary, a small one, and the last of 8 ranks, which holds padding
+COLUMNS = (Columns(0, 131072, 131072), Columns(0, 32000, 32000), Columns(44016, 6241, 50257))
+WIDTHS = (131072, 32000, 6288)
+EVERY_TERM = Terms(label_smoothing=0.1, z_loss=1e-4, soft_cap=30.0)
 ROTARY_HEADS, ROTARY_GROUPS = 32, 8
 # of the activations and of the weights; a weight around one is fp32 beside every activation
 DTYPES = (
@@ -59,21 +68,72 @@ def _dtypes(*dtypes: torch.dtype) -> str:
     return "/".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
-def _norm_inputs(
-    width: int, vectors: int, dtypes: tuple[torch.dtype, torch.dtype], tokens: int, device: str
+def _rows_and_vectors(
+    width: int, tensors: int, vectors: int, dtypes: tuple[torch.dtype, torch.dtype], tokens: int, device: str
 ) -> list[Tensor]:
-    input = torch.randn(tokens, width, dtype=dtypes[0], device=device)
-    weights = [torch.randn(width, dtype=dtypes[1], device=device) for _ in range(vectors)]
-    return [tensor.requires_grad_() for tensor in (input, *weights)]
+    found = [torch.randn(tokens, width, dtype=dtypes[0], device=device) for _ in range(tensors)]
+    found += [torch.randn(width, dtype=dtypes[1], device=device) for _ in range(vectors)]
+    return [tensor.requires_grad_() for tensor in found]
 
 
 def _norms() -> Iterator[Case]:
-    for function, vectors in ((rms_norm, 1), (layer_norm, 2)):
-        for width in (HEAD, *HIDDEN) if vectors == 1 else HIDDEN:
-            for dtypes in DTYPES:
-                name = f"{function.__name__} {width} {_dtypes(*dtypes)}"
-                inputs = partial(_norm_inputs, width, vectors, dtypes)
-                yield Case("norm", name, width, inputs, partial(function, epsilon=1e-5))
+    for function, tensors, vectors, widths, kinds in (
+        (rms_norm, 1, 1, (HEAD, *HIDDEN), DTYPES),
+        (layer_norm, 1, 2, CENTERED_HIDDEN, DTYPES),
+        (residual_rms_norm, 2, 1, HIDDEN, DTYPES[::3]),
+        (residual_layer_norm, 2, 2, CENTERED_HIDDEN, DTYPES[::3]),
+    ):
+        for width, dtypes in itertools.product(widths, kinds):
+            name = f"{function.__name__} {width} {_dtypes(*dtypes)}"
+            inputs = partial(_rows_and_vectors, width, tensors, vectors, dtypes)
+            operation = "norm" if tensors == 1 else "residual_norm"
+            yield Case(operation, name, width, inputs, partial(function, epsilon=1e-5))
+
+
+def _activations() -> Iterator[Case]:
+    for function, ffn, biases, kinds in (
+        (swiglu, 5632, 0, DTYPES[::3]),
+        (swiglu, 14336, 0, DTYPES[:1]),
+        (swiglu, 28672, 1, DTYPES[:1]),
+        (geglu, 14336, 0, DTYPES[:1]),
+        (exact_geglu, 14336, 1, DTYPES[::3]),
+        (gelu, 12288, 1, DTYPES[:1]),
+        (exact_gelu, 20480, 1, DTYPES[::3]),
+        (squared_relu, 24576, 0, DTYPES[:1]),
+    ):
+        gated = function in (swiglu, geglu, exact_geglu)
+        for dtypes in kinds:
+            name = f"{function.__name__} {ffn}{' bias' * biases} {_dtypes(*dtypes)}"
+            inputs = partial(_rows_and_vectors, ffn * (1 + gated), 1, biases, dtypes)
+            yield Case("swiglu" if gated else "gelu", name, ffn * (1 + gated), inputs, function)
+
+
+def _logits(width: int, columns: Columns, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    """Logits, labels, and for each token the log of the sum of exponentials and the loss's weight."""
+    logits = torch.randn(tokens, width, dtype=dtype, device=device)
+    labels = torch.randint(columns.vocab_size, (tokens,), device=device)
+    log_sums = torch.full((tokens,), math.log(columns.vocab_size) + 0.5, device=device)
+    return [logits, labels, log_sums, torch.rand(tokens, device=device)]
+
+
+def _statistics(columns: Columns, terms: Terms, *inputs: Tensor) -> Tensor:
+    return statistics(inputs[0], inputs[1], columns, terms)
+
+
+def _gradient(columns: Columns, terms: Terms, *inputs: Tensor) -> Tensor:
+    """Written over the logits."""
+    logits, labels, log_sums, scales = inputs
+    gradient_(logits, labels, log_sums, scales, columns, terms)
+    return logits
+
+
+def _cross_entropies() -> Iterator[Case]:
+    for (width, columns), terms in itertools.product(zip(WIDTHS, COLUMNS, strict=True), (Terms(), EVERY_TERM)):
+        for dtype in (torch.bfloat16, torch.float32) if width == WIDTHS[0] else (torch.bfloat16,):
+            inputs = partial(_logits, width, columns, dtype)
+            what = f"{'every term' if terms is EVERY_TERM else 'plain'} {width} {_dtypes(dtype)}"
+            for name, run in (("statistics", _statistics), ("gradient_", _gradient)):
+                yield Case("cross_entropy", f"{name} {what}", width, inputs, partial(run, columns, terms))
 
 
 # Of parameters, of masters beside them (int16: remainders), of gradients and of both moments.
@@ -198,5 +258,7 @@ def _quantizations() -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     yield from _norms()
     yield from _updates()
+    yield from _cross_entropies()
+    yield from _activations()
     yield from _rotations()
     yield from _quantizations()

@@ -26,11 +26,13 @@ class Tile(NamedTuple):
 def tile(width: int, *, largest: int) -> Tile:
     """The tile for rows of `width` elements: whole rows, several where they are short, and at most `largest` columns.
 
-    What is wider goes through the kernel in columns, half as many at once.
+    What is wider goes through the kernel in columns, half as many at once, and half as many a thread: it is read again.
     """
-    columns = 1 << (width - 1).bit_length() if width <= largest else largest // 2
+    wide = width > largest
+    columns = largest // 2 if wide else 1 << (width - 1).bit_length()
     rows = max(FEWEST_WARPS * LANES * ELEMENTS // columns, 1)
-    return Tile(rows, columns, min(rows * columns // (LANES * ELEMENTS), 16))
+    warps = rows * columns // (LANES * (ELEMENTS // 2 if wide else ELEMENTS))
+    return Tile(rows, columns, min(warps, 16))
 
 
 def unit(elements: int) -> int:

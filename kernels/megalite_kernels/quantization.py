@@ -2,8 +2,8 @@
 
 An element is code * scale, and the largest of a block has the largest code: 127 of int8, 448 of fp8 e4m3fn, 57344 of
 e5m2 (arXiv:2110.02861 and arXiv:2209.05433 tell where that is enough). A scale has 17 significant bits, so that code *
-scale is exact in fp32, and what was quantised once and comes again keeps each code and scale, however it is rounded.
-The same code is for int8 and fp8: an integer is a number whose exponent is its lowest.
+scale is exact in fp32, whatever a compiler fuses it with. What was quantised once and comes again keeps each code and
+scale, however it is rounded. The same code is for int8 and fp8: an integer is a number whose exponent is its lowest.
 
 Rounding is to nearest, ties to even, or stochastic: up with a probability of the distance from the code below, in
 steps of 2^-14, by the random numbers of Philox-4x32-10 (Salmon et al., SC'11) with the seed as the key. Element i of

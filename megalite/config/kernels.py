@@ -12,3 +12,5 @@ class KernelsConfig:
 
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
+    fused_linear_cross_entropy: bool = False
+    """Compute the loss with the output layer, over chunks of tokens: logits are made twice, and take no memory."""

@@ -1,8 +1,9 @@
 """Megatron-LM's flags that are no field here: what becomes of each, in one place.
 
-A flag of Megatron-LM is a field of the dataclasses, another spelling of one (`ALIASES`, `SHORTHANDS`), accepted because
-it is already so (`ALREADY_SO`, and `ACCEPTED_VALUES` at the values given there), or refused with a reason. None is
-ignored. Names are those of Megatron-LM d98e8a64 (2026-08-22), without the leading dashes and with hyphens.
+A flag of Megatron-LM is a field of the dataclasses, another spelling of one (`ALIASES`, `SHORTHANDS`,
+`VALUE_SHORTHANDS`), accepted because it is already so (`ALREADY_SO`, and `ACCEPTED_VALUES` at the values given there),
+or refused with a reason. None is ignored. Names are those of Megatron-LM d98e8a64 (2026-08-22), without the leading
+dashes and with hyphens.
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ SHORTHANDS: Mapping[str, Sequence[str]] = {
     "use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
 }
 """Flags without a value that stand for another flag and its value."""
+
+VALUE_SHORTHANDS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "cross-entropy-fusion-impl": {"linear": ("--fused-linear-cross-entropy",)},
+}
+"""Values at which a flag stands for another."""
 
 NO_POSITION_EMBEDDING = "no-position-embedding"
 """Turns the learned table off and leaves rotary embeddings alone: so it is applied after all other flags."""
@@ -392,11 +398,12 @@ def settled(flag: str, values: Sequence[str]) -> str | None:
         return f"--{flag}: already so, {why}"
     if flag in ACCEPTED_VALUES:
         accepted, why = ACCEPTED_VALUES[flag]
+        taken = " ".join([accepted, *VALUE_SHORTHANDS.get(flag, ())])
         if not values:
-            raise ConfigurationError(f"--{flag} needs a value: {_one_of(accepted)}")
+            raise ConfigurationError(f"--{flag} needs a value: {_one_of(taken)}")
         others = [value for value in values if value not in accepted.split()]
         if others:
-            raise ConfigurationError(f"--{flag} {' '.join(others)}: {why}; it takes {_one_of(accepted)}")
+            raise ConfigurationError(f"--{flag} {' '.join(others)}: {why}; it takes {_one_of(taken)}")
         return f"--{flag} {' '.join(values)}: already so"
     reason = refusal(flag)
     if reason:

@@ -127,6 +127,9 @@ def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:
     last = megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.NO_BIAS_GELU_FUSION
     if flag in megatron_flags.SHORTHANDS or flag in last:
         return [*megatron_flags.SHORTHANDS.get(flag, ()), *_none(flag, values)], None
+    meant = megatron_flags.VALUE_SHORTHANDS.get(flag, {}).get(" ".join(values))
+    if meant is not None:
+        return list(meant), None
     flag = megatron_flags.ALIASES.get(flag, flag)
     places = fields_by_name()
     if flag.replace("-", "_") in places:

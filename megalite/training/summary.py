@@ -95,6 +95,7 @@ def expected_memory(trainer: Trainer) -> memory.Memory:
             tensor_parallel_size=trainer.mesh.size("tp"),
             sequence_parallel=config.parallel.sequence_parallel,
             recompute=make_recompute(config),
+            fused_loss=config.kernels.fused_linear_cross_entropy,
             part=chunk.part,
         )
         for chunk in trainer.chunks

@@ -46,6 +46,7 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "overlap": ("none", "reduce", "reduce and gather"),
     "recompute": tuple(RECOMPUTE),
     "micro_batch_size": (1, 2),
+    "fused_loss": (False, True),
 }
 """What must not change the training."""
 MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
@@ -56,6 +57,7 @@ MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "vocabulary": tuple(VOCABULARIES),
     "documents": (False, True),
     "loss_mask": ("ones", "random"),
+    "loss_terms": (False, True),
 }
 
 
@@ -80,11 +82,13 @@ class Cell:
     overlap: str = "none"
     recompute: str = "none"
     micro_batch_size: int = 1
+    fused_loss: bool = False  # with the output layer
     # the data
     samples: int = 4  # a step, over all ranks
     documents: bool = False
     loss_mask: str = "ones"  # random: whole samples masked, too; nothing: no token counts
     # the training
+    loss_terms: bool = False  # label smoothing and z-loss
     optimizer: str = "sgd"
     steps: int = 1
     first_step: int = 0
@@ -238,6 +242,10 @@ def optimizer_config(cell: Cell) -> OptimizerConfig:
         exp_avg_sq_dtype="bf16" if cell.narrow else "fp8" if cell.eight_bits else "fp32",
         store_param_remainders=cell.eight_bits,
     )
+
+
+def loss_terms(cell: Cell) -> dict[str, float]:
+    return {"label_smoothing": 0.1, "z_loss": 0.02} if cell.loss_terms else {}
 
 
 def rates(cell: Cell, step: int) -> Rates:

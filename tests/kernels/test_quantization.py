@@ -141,6 +141,8 @@ def test_what_was_quantized_keeps_its_codes_and_scales(format: torch.dtype, seed
     first = quantize_reference(values, format, 256, seed, 0)
     assert (first[1] > 0).all()
     back = dequantize_reference(*first, 256, torch.float32)
+    exact = first[0].float().double().view(-1, 256) * first[1].double()[:, None]
+    assert torch.equal(back.double().view(-1, 256), exact)
     assert bits(*quantize_reference(back, format, 256, seed, 0)) == bits(*first)
     assert bits(*quantize_reference(back, format, 256, 7, 0)) == bits(*first)
 
@@ -241,6 +243,7 @@ def _halve(
 
 @ALL_FORMATS
 def test_kernels_of_other_modules_call_these(format: torch.dtype) -> None:
+    assert type(quantized) is type(dequantized) is type(_halve)  # only the interpreter would call a plain function
     values = numbers(4, 128)
     expected = quantize(values, format, 128, seed=SEED)
     codes, scales = torch.empty_like(expected[0]), torch.empty_like(expected[1])

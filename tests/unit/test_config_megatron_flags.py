@@ -92,6 +92,16 @@ def test_flags_bound_to_some_values_take_those_alone(flag: str) -> None:
         parse_arguments([*MINIMAL, f"--{flag}"])
 
 
+def test_values_that_stand_for_another_flag() -> None:
+    (flag, values), *others = megatron_flags.VALUE_SHORTHANDS.items()
+    assert not others
+    for value, arguments in values.items():
+        assert parse_arguments([*MINIMAL, f"--{flag}", value]) == parse_arguments([*MINIMAL, *arguments])
+        assert parse_arguments([*MINIMAL, *arguments]) != parse_arguments(MINIMAL)
+    with pytest.raises(ConfigurationError, match=r"te: needs Transformer Engine, .*; it takes native or linear"):
+        parse_arguments([*MINIMAL, f"--{flag}", "te"])
+
+
 def test_every_refused_option_says_why_and_all_are_named_at_once() -> None:
     refused = {flag: reason for reason, flags in megatron_flags.REFUSED.items() for flag in flags.split()}
     refused |= {flag: f"was removed, use {use}" for flag, use in megatron_flags.REMOVED.items()}

@@ -165,6 +165,9 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ("--squared-relu --exact-gelu", "--exact-gelu needs GELU: leave --squared-relu out"),
         ("--attn-logit-softcapping 0", "--attn-logit-softcapping 0.0: must be above 0"),
         ("--final-logit-softcapping -1", "--final-logit-softcapping -1.0: must be above 0"),
+        ("--label-smoothing 1", "--label-smoothing 1.0: must be at least 0 and below 1"),
+        ("--label-smoothing -0.1", "--label-smoothing -0.1: must be at least 0 and below 1"),
+        ("--z-loss-coeff -1", "--z-loss-coeff -1.0: must be at least 0"),
         ("--query-pre-attn-scalar 0", "--query-pre-attn-scalar 0.0: must be above 0"),
         (
             "--max-position-embeddings None",

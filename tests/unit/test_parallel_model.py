@@ -13,6 +13,7 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
+from megalite.model.head import Loss
 from megalite.model.norm import Norm
 from megalite.model.recompute import Recompute
 from megalite.parallel.initialization import initialize
@@ -234,6 +235,18 @@ def test_dropout_is_for_training_alone() -> None:
     assert made(None, batch).item() != without(None, batch).item()
     made.eval()
     assert made(None, batch).item() == without(None, batch).item()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+def test_terms_of_the_loss_are_for_training_alone(fused: bool) -> None:
+    terms = {"label_smoothing": 0.2, "z_loss": 0.1}
+    made = network(GEMMA, loss=Loss(fused=fused, **terms))
+    batch = micro_batch(documents=False)
+    logits = oracle(GEMMA).logits(weights(made), batch.tokens, batch.positions)
+    trained, _ = loss_sum_and_count(logits, batch.labels, batch.loss_mask, **terms)
+    evaluated, _ = loss_sum_and_count(logits, batch.labels, batch.loss_mask)
+    torch.testing.assert_close(made(None, batch), trained, rtol=1e-10, atol=0)
+    torch.testing.assert_close(made.eval()(None, batch), evaluated, rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize(
