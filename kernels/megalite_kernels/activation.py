@@ -21,7 +21,7 @@ from megalite_kernels.implementation import Operation, runs_triton
 from megalite_kernels.launch import as_rows, looping_programs, tile
 from megalite_kernels.products import product_into
 
-COLUMNS = 2048  # a wider row is shared by several programs
+COLUMNS = 4096  # a wider row is shared by several programs
 
 
 # ------------------------------------------------------------------------------------------------- the references
