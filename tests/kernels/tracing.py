@@ -1,4 +1,4 @@
-"""Trace every operation of a network under torch.compile without a graph break, forward and backward, on fake tensors; and layers.
+"""Trace every operation of a network under torch.compile, forward and backward, without a graph break; and layers.
 
     python -m tests.kernels.tracing
 
