@@ -57,6 +57,7 @@ _OUTPUT = "tests/distributed/test_output_layer.py::test_"
 _ACTIVATION = "tests/kernels/test_activation.py::test_"
 _ROTARY = "tests/kernels/test_rotary.py::test_"
 _QUANTIZATION = "tests/kernels/test_quantization.py::test_"
+_SELFTEST = "tests/kernels/test_selftest.py::test_"
 _OPTIMIZER = "tests/kernels/test_optimizer.py::test_"
 _PACKED = "tests/unit/test_optimizer_packed.py::test_"
 _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
@@ -366,9 +367,58 @@ MUTANTS = (
     Mutant(
         "float64 goes to kernels that compute in fp32",
         "kernels/megalite_kernels/implementation.py",
-        "or operation in _to_reference or any(tensor.dtype == torch.float64 for tensor in tensors):",
-        "or operation in _to_reference:",
+        'if _choice == "reference" or any(tensor.dtype == torch.float64 for tensor in tensors):',
+        'if _choice == "reference":',
         "tests/kernels/test_implementation.py::test_float64_has_the_reference",
+    ),
+    Mutant(
+        "the self-test does not compare two runs",
+        "kernels/megalite_kernels/selftest.py",
+        "if not torch.equal(ours, again):",
+        "if ours.shape != again.shape:",
+        f"{_SELFTEST}what_is_wrong_is_found[one of two runs]",
+    ),
+    Mutant(
+        "the self-test compares outputs alone",
+        "kernels/megalite_kernels/selftest.py",
+        "return [*outputs, *torch.autograd.grad(",
+        "return [*outputs] if arriving else [*torch.autograd.grad(",
+        f"{_SELFTEST}what_is_wrong_is_found[gradient]",
+    ),
+    Mutant(
+        "what backward reads again is no traffic",
+        "kernels/megalite_kernels/measure.py",
+        "inputs if case.keeps_inputs else ()",
+        "()",
+        f"{_SELFTEST}traffic_is_what_cannot_be_left_out",
+    ),
+    Mutant(
+        "rotations are fused whatever a flag says",
+        "megalite/config/kernels.py",
+        '"rotary": self.rope_fusion',
+        '"rotary": True',
+        "tests/kernels/test_implementation.py::test_flags_leave_operations_to_the_reference[--no-rope-fusion-left5]",
+    ),
+    Mutant(
+        "operations that there are not can be left to the reference",
+        "kernels/megalite_kernels/implementation.py",
+        "    if unknown:",
+        "    if None in unknown:",
+        "tests/kernels/test_implementation.py::test_an_unknown_operation_is_refused",
+    ),
+    Mutant(
+        "compiled, a product is not written where it belongs",
+        "kernels/megalite_kernels/products.py",
+        "return place.copy_(first * second)",
+        "return first * second",
+        "tests/distributed/test_compiled.py::test_every_layout_is_the_oracles_with_what_one_has_compiled",
+    ),
+    Mutant(
+        "the compiler draws the random numbers of dropout",
+        "megalite/training/compiled.py",
+        '    (randomness, "drop"),\n',
+        "",
+        "tests/end_to_end/test_compile.py::test_compiled_layers_train_the_same_model",
     ),
     Mutant(
         "the gate of GeGLU has the gradient of the other GELU",

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite_kernels import activation_kernels
-from megalite_kernels.implementation import runs_triton
+from megalite_kernels.implementation import Operation, runs_triton
 from megalite_kernels.launch import as_rows, looping_programs, tile
+from megalite_kernels.products import product_into
 
-COLUMNS = 2048  # a wider row is shared by several programs
+COLUMNS = 4096  # a wider row is shared by several programs
 
 
 # ------------------------------------------------------------------------------------------------- the references
@@ -49,7 +50,7 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=-1)
         result = torch.empty_like(gate_up)
         gate_gradient, up_gradient = result.chunk(2, dim=-1)
-        torch.mul(gradients[0], F.silu(gate), out=up_gradient)
+        product_into(up_gradient, gradients[0], F.silu(gate))
         torch.ops.aten.silu_backward.grad_input(gradients[0] * up, gate, grad_input=gate_gradient)
         return result
 
@@ -70,7 +71,7 @@ class _GeGLU(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=-1)
         result = torch.empty_like(gate_up)
         gate_gradient, up_gradient = result.chunk(2, dim=-1)
-        torch.mul(gradients[0], F.gelu(gate, approximate=ctx.approximate), out=up_gradient)
+        product_into(up_gradient, gradients[0], F.gelu(gate, approximate=ctx.approximate))
         torch.ops.aten.gelu_backward.grad_input(
             gradients[0] * up, gate, approximate=ctx.approximate, grad_input=gate_gradient
         )
@@ -130,7 +131,7 @@ class _Activation(torch.autograd.Function):
 
 
 def _activate(
-    operation: str, function: str, reference: Callable[[Tensor], Tensor], input: Tensor, bias: Tensor | None
+    operation: Operation, function: str, reference: Callable[[Tensor], Tensor], input: Tensor, bias: Tensor | None
 ) -> Tensor:
     if runs_triton(operation, input, *(() if bias is None else (bias,))):
         output: Tensor = _Activation.apply(input, bias, function, operation == "swiglu")

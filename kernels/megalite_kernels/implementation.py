@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+Operation = Literal["norm", "residual_norm", "gelu", "swiglu", "rotary", "cross_entropy", "optimizer", "quantization"]
 Choice = Literal["auto", "triton", "reference"]
 # Arguments that differ from launch to launch: no kernel is compiled anew for their value.
 RUNTIME_SIZES = ("rows", "positions", "elements", "units", "seed", "offset")
@@ -35,12 +36,16 @@ def choose(choice: Choice, *, to_reference: Collection[str] = ()) -> None:
     """Decide for all operations of this process; those of `to_reference` run as their reference under each choice.
 
     Raises:
-        ValueError: there is no such choice.
+        ValueError: there is no such choice, or no such operation.
         ModuleNotFoundError: `triton` was chosen and is not installed.
     """
     global _choice, _to_reference
     if choice not in get_args(Choice):
         raise ValueError(f"there are no kernels named {choice!r}; choose one of {', '.join(get_args(Choice))}")
+    unknown = sorted(set(to_reference) - set(get_args(Operation)))
+    if unknown:
+        known = ", ".join(get_args(Operation))
+        raise ValueError(f"no operation is named {', '.join(unknown)}; choose of {known}")
     if choice == "triton" and not _INSTALLED:
         raise ModuleNotFoundError("Triton is not installed, and the chosen kernels need it: pip install triton")
     _choice, _to_reference = choice, frozenset(to_reference)
@@ -52,9 +57,13 @@ def chosen() -> Choice:
     return _choice
 
 
-def runs_triton(operation: str, *tensors: Tensor) -> bool:
+def runs_triton(operation: Operation, *tensors: Tensor) -> bool:
     """Whether the operation on these tensors runs as Triton kernels, which are then ready."""
-    if _choice == "reference" or operation in _to_reference or any(tensor.dtype == torch.float64 for tensor in tensors):
+    return operation not in _to_reference and _suit_triton(*tensors)
+
+
+def _suit_triton(*tensors: Tensor) -> bool:
+    if _choice == "reference" or any(tensor.dtype == torch.float64 for tensor in tensors):
         return False
     if _choice == "auto" and not (all(tensor.device.type == "cuda" for tensor in tensors) and _INSTALLED):
         return False
@@ -65,7 +74,7 @@ def runs_triton(operation: str, *tensors: Tensor) -> bool:
 
 def description(device: torch.device, dtype: torch.dtype) -> str:
     """For a person: what runs on tensors of this device and dtype, and why where one might have expected Triton."""
-    if runs_triton("", torch.empty(0, device=device, dtype=dtype)):
+    if _suit_triton(torch.empty(0, device=device, dtype=dtype)):
         left = f", but for {', '.join(sorted(_to_reference))}" if _to_reference else ""
         return f"Triton {importlib.metadata.version('triton')}{left}"
     if _choice == "reference":

@@ -30,9 +30,9 @@ def tile(width: int, *, largest: int) -> Tile:
     """
     wide = width > largest
     columns = largest // 2 if wide else 1 << (width - 1).bit_length()
-    rows = max(FEWEST_WARPS * LANES * ELEMENTS // columns, 1)
-    warps = rows * columns // (LANES * (ELEMENTS // 2 if wide else ELEMENTS))
-    return Tile(rows, columns, min(warps, 16))
+    warp = LANES * (ELEMENTS // 2 if wide else ELEMENTS)
+    rows = max(FEWEST_WARPS * warp // columns, 1)
+    return Tile(rows, columns, min(rows * columns // warp, 16))
 
 
 def unit(elements: int) -> int:

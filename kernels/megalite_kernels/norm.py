@@ -24,7 +24,8 @@ from megalite_kernels.implementation import runs_triton
 from megalite_kernels.launch import as_rows, looping_programs, tile
 
 FORWARD_COLUMNS = 16384  # a wider row is read again from the cache for each of its statistics
-BACKWARD_COLUMNS = 8192  # likewise
+# Likewise. The sums of a whole row stay in registers: beyond 16384 columns, or 12288 in LayerNorm, some of them spill.
+BACKWARD_COLUMNS = 8192
 
 # ------------------------------------------------------------------------------------------------- the reference
 

@@ -117,18 +117,18 @@ def normalize_backward(
         mean = tl.zeros((ROWS, 1), tl.float32)
         if CENTERED:
             mean = tl.load(means + row, mask=present, other=0.0)[:, None]
-        along = tl.zeros((ROWS, COLUMNS), tl.float32)
-        common = tl.zeros((ROWS, COLUMNS), tl.float32)
+        along = tl.zeros((ROWS,), tl.float32)
+        common = tl.zeros((ROWS,), tl.float32)
         for start in tl.static_range(0, WIDTH, COLUMNS):
             inside = present[:, None] & (start + column < WIDTH)[None, :]
             x = tl.load(input + row[:, None] * stride + (start + column)[None, :], mask=inside, other=0.0)
             g = tl.load(gradient + row[:, None] * gradient_stride + (start + column)[None, :], mask=inside, other=0.0)
             scale = tl.load(weight + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
             scaled = g.to(tl.float32) * scale[None, :]
-            along += scaled * (x.to(tl.float32) - mean) * inverse
-            common += scaled
-        along_row = tl.sum(along, 1)[:, None] / WIDTH * inverse
-        common_row = tl.sum(common, 1)[:, None] / WIDTH * inverse
+            along += tl.sum(scaled * (x.to(tl.float32) - mean) * inverse, 1)
+            common += tl.sum(scaled, 1)
+        along_row = along[:, None] / WIDTH * inverse
+        common_row = common[:, None] / WIDTH * inverse
         for start in tl.static_range(0, WIDTH, COLUMNS):
             inside = present[:, None] & (start + column < WIDTH)[None, :]
             if COLUMNS < WIDTH:

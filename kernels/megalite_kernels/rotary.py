@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite_kernels.implementation import kernel, runs_triton
 from megalite_kernels.launch import tile
+from megalite_kernels.products import product_into
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -40,8 +41,8 @@ def _rotated(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> 
     output = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
     first, second = _pairs(wide, rotated, interleaved)
     first_output, second_output = _pairs(output, rotated, interleaved)
-    torch.mul(first, cosine, out=first_output).addcmul_(second, sine, value=-1.0)
-    torch.mul(second, cosine, out=second_output).addcmul_(first, sine)
+    product_into(first_output, first, cosine).addcmul_(second, sine, value=-1.0)
+    product_into(second_output, second, cosine).addcmul_(first, sine)
     if rotated < input.shape[-1]:
         output[..., rotated:] = wide[..., rotated:]
     return output.to(input.dtype)

@@ -44,21 +44,22 @@ NO_POSITION_EMBEDDING = "no-position-embedding"
 """Turns the learned table off and leaves rotary embeddings alone: so it is applied after all other flags."""
 
 NO_BIAS_GELU_FUSION = "no-bias-gelu-fusion"
-"""Makes GELU exact, as Megatron-LM's is unless fused, and leaves other activations alone: applied last, too."""
+"""A field, which also makes GELU exact, as Megatron-LM's is unless fused, and leaves other activations alone: applied
+last, too."""
 
 ALREADY_SO: Mapping[str, str] = {
     "attention runs through torch's fused kernels, with its softmax in fp32": """
     use-flash-attn attention-softmax-in-fp32 apply-query-key-layer-scaling""",
     "one engine shards, as --data-parallel-sharding-strategy says": "use-megatron-fsdp",
     "the model has one implementation": "use-mcore-models",
-    "no kernel is fused or compiled that this would switch off": """
-    no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
-    no-gradient-accumulation-fusion no-persist-layer-norm disable-jit-fuser""",
+    "the softmax is part of attention, and has no kernel of its own": "no-masked-softmax-fusion",
+    "torch's own matrix products add weight gradients up": "no-gradient-accumulation-fusion",
+    "layers are compiled by --compile alone": "disable-jit-fuser",
+    "a residual is added in the norm's kernel, unless --no-bias-dropout-fusion": "fused-residual-rmsnorm",
     "GELU is in its tanh form, unless --exact-gelu": "openai-gelu",
     "a rank posts every receive from its neighbours ahead, also while a pipeline fills and drains": """
     overlap-p2p-communication-warmup-flush""",
     "each module waits for the gather of its own parameters, whatever other pipeline ranks do": "no-align-param-gather",
-    "the vocabulary-parallel cross entropy is one fused function": "cross-entropy-loss-fusion",
     "the loss is the sum over the tokens of the global batch over their count": "calculate-per-token-loss",
     "initial weights are drawn on the CPU, the same for every layout": "use-cpu-initialization",
     "gradients are accumulated and reduced in fp32 unless --grad-reduce-in-bf16": "accumulate-allreduce-grads-in-fp32",
@@ -246,7 +247,7 @@ REFUSED: Mapping[str, str] = {
     load-main-params-from-ckpt skip-train
     """,
     KERNELS: """
-    fused-residual-rmsnorm muon-use-syrk
+    muon-use-syrk
     """,
     CLUSTER: """
     profile profile-step-start profile-step-end use-pytorch-profiler pytorch-profiler-collect-shapes
@@ -423,8 +424,7 @@ def refused_value(flag: str, value: str) -> str | None:
 
 def names() -> list[str]:
     """Every flag of the tables."""
-    applied_last = NO_POSITION_EMBEDDING, NO_BIAS_GELU_FUSION
-    return [*ALIASES, *SHORTHANDS, *applied_last, *_already_so(), *ACCEPTED_VALUES, *REMOVED, *_refused()]
+    return [*ALIASES, *SHORTHANDS, NO_POSITION_EMBEDDING, *_already_so(), *ACCEPTED_VALUES, *REMOVED, *_refused()]
 
 
 @cache

@@ -143,16 +143,18 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[sequence (/ size under sequence parallelism), batch, hidden] to the same."""
         query, key, value = self._project(hidden, context)
+        return self.output(self.attend(query, key, value, context))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> Tensor:
+        """Queries, keys and values as of `_project` to [sequence, batch, heads * head_dim]."""
         if context.cache is not None:
             key, value = context.cache.extend(self.site.layer, key, value)
         dropout = self.dropout if self.training else 0.0
         mask = context.windowed_mask if self.windowed else context.mask
         core = functools.partial(self._core, context=context, mask=mask, dropout=dropout)
         if (self.recompute or keeps_scores(mask, self.soft_cap)) and torch.is_grad_enabled():
-            mixed = checkpoint(core, query, key, value, use_reentrant=False, preserve_rng_state=False)
-        else:
-            mixed = core(query, key, value)
-        return self.output(mixed)
+            return checkpoint(core, query, key, value, use_reentrant=False, preserve_rng_state=False)
+        return core(query, key, value)
 
     def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [sequence, batch, heads, head_dim], keys and values [sequence, batch, groups, head_dim]."""

@@ -98,6 +98,7 @@ class Cell:
     dtype: str = "float64"
     gradient_dtype: str | None = None  # where it is not dtype, or fp32 for what is narrower
     narrow: bool = False  # moments in bf16, masters in fp16
+    compiled: str | None = None  # torch.compile's backend, for the layers
     eight_bits: bool = False  # moments in fp8, masters by their remainders
     infinity_on: int | None = None  # the rank on which step 0 meets an infinite gradient
 
@@ -143,7 +144,7 @@ class Cell:
     def alone(self) -> Cell:
         """The same training on one process, in the plainest way: the same for all cells that must agree."""
         plain = {name: getattr(Cell, name) for name in LAYOUT_FACTORS}
-        return replace(self, **plain, infinity_on=None)
+        return replace(self, **plain, compiled=None, infinity_on=None)
 
     def __str__(self) -> str:
         """The factors that are not the plainest."""

@@ -35,6 +35,7 @@ from megalite.pipeline.engine import HiddenStates, PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.steps import Steps
+from megalite.training.compiled import compile_layers
 from tests.distributed.layout_cell import (
     HIDDEN,
     RECOMPUTE,
@@ -131,6 +132,8 @@ class Training:
 
     def __init__(self, mesh: ParallelMesh, cell: Cell, chunks: Sequence[GPT]) -> None:
         self.mesh, self.cell = mesh, cell
+        if cell.compiled is not None:
+            compile_layers(chunks, cell.compiled)
         self.network = nn.ModuleList(chunks)
         self.optimizer = make_optimizer(chunks, mesh, cell)
         self.plan = make_plan(mesh, cell)

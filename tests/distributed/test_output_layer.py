@@ -130,6 +130,17 @@ def test_statistics_are_gathered_once(sequence_parallel: bool, counts: tuple[int
     assert rank_pools(2).run(gathers, sequence_parallel) == [counts] * 2
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+def test_they_can_be_compiled_whole(fused: bool) -> None:
+    layer = make_layer(1, False, Loss(label_smoothing=0.1, z_loss=0.02, fused=fused))
+    hidden, ids = input_of(layer), labels()
+    found = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        losses = function(hidden, ids)
+        found.append([losses, *torch.autograd.grad(losses.sum(), [hidden, *layer.weights])])
+    assert all(torch.equal(compiled, plain) for plain, compiled in zip(*found, strict=True))
+
+
 class _Largest(TorchDispatchMode):
     """Elements of the largest tensor that an operation gives."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -23,7 +21,7 @@ SHAPES = [
     (7, 1, 3, 3, 96, 24),
     (3, 2, 2, 1, 256, 128),
     (9, 2, 3, 2, 50, 14),
-    (70, 1, 8, 2, 128, 128),
+    (17, 1, 8, 2, 128, 128),
 ]
 PAIRINGS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 
@@ -182,17 +180,3 @@ def test_heads_lie_beyond_2_to_the_31_elements(interleaved: bool) -> None:
     with only_programs(-1):
         _, many = rotate(interleaved)(whole[:, :, :1], whole, *tables_of_all)
     assert torch.equal(many[-1], rotate(interleaved)(near[:1], near[:1], turns[0][:1], turns[1][:1])[1][0])
-
-
-def test_torch_compile_traces_it() -> None:
-    code = """
-import torch
-from functools import partial
-from megalite_kernels.rotary import rotary_embedding
-from tests.kernels.traced import traced_launches
-
-whole, tables = torch.empty(5, 2, 7, 16, device="meta", requires_grad=True), torch.empty(2, 5, 2, 1, 4, device="meta")
-parts = whole[:, :, :4], whole[:, :, 5:], tables[0], tables[1]
-assert traced_launches(partial(rotary_embedding, interleaved=True), parts) == [1, 1]
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
