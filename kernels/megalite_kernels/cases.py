@@ -162,11 +162,11 @@ def _cross_entropies() -> Iterator[Case]:
 
 # Of parameters, of masters beside them (int16: remainders), of gradients and of both moments.
 UPDATES = (
-    (torch.float32, None, torch.float32, torch.float32),
-    (torch.bfloat16, torch.float32, torch.float32, torch.float32),
-    (torch.bfloat16, torch.int16, torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.int16, torch.bfloat16, torch.int8),
     (torch.bfloat16, torch.int16, torch.bfloat16, torch.float8_e4m3fn),
+    (torch.bfloat16, torch.int16, torch.bfloat16, torch.int8),
+    (torch.bfloat16, torch.int16, torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32, torch.float32, torch.float32),
+    (torch.float32, None, torch.float32, torch.float32),
 )
 ADAMW = AdamW(rate=1e-2, decay=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, step=2, factor=0.5)
 
