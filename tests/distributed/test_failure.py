@@ -15,7 +15,7 @@ from tests.harness.job import Job
 
 PREAMBLE = """
 import os, signal, sys, time
-from megalite.errors import CheckpointError, ConfigurationError
+from megalite.errors import CheckpointError, CommunicationError, ConfigurationError
 from megalite.training import failure
 from megalite.training.failure import run_main
 rank = int(os.environ["RANK"])
@@ -90,6 +90,21 @@ def main():
 run_main(main)
 """
     assert ended(start(GROUP + program, 3)) == ([93, 93, 93], "error on rank 1: disk full 1\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("return 0", 0),
+        ("return 85", 85),
+        ("if rank: raise CheckpointError('disk full')\n    dist.all_reduce(torch.ones(1))", 93),
+        ("if rank: os.kill(os.getpid(), signal.SIGKILL)\n    raise CommunicationError('where is rank 1?')", 85),
+    ],
+)
+def test_the_code_that_launchers_hide_is_left_in_a_file(body: str, code: int, start: Start, tmp_path: Path) -> None:
+    program = f"os.environ['MEGALITE_EXIT_FILE'] = {str(tmp_path / 'code')!r}\n{GROUP}def main():\n    {body}\n"
+    start(program + "run_main(main)", 2).wait_as_launcher(timeout=120)
+    assert (tmp_path / "code").read_text() == f"{code}\n"
 
 
 def test_before_there_is_a_group_the_launcher_lets_one_rank_speak(start: Start) -> None:
