@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path("/run/megalite-slurm")
 CGROUPS = Path("/sys/fs/cgroup")
 BRIDGE, NETWORK = "megalite0", "10.77.0"
@@ -263,6 +264,26 @@ class Cluster:
             self.heal(node)
         self._daemon(["slurmd"], node)
 
+    def restore(self) -> None:
+        """Cancel all jobs, and make every node well again. Raises ClusterError where that takes too long."""
+        ask("scancel", "--state=PENDING", "--user=root")
+        ask("scancel", "--user=root")
+        for node in self.nodes:
+            (FOLDER / node / "sick").unlink(missing_ok=True)
+            if self.namespaces:
+                self.heal(node)
+            if not self._is_on(node):
+                self.restart(node)
+        ask("scontrol", "update", f"NodeName={','.join(self.nodes)}", "State=RESUME", check=False)
+        self.wait_until_idle()
+
+    def _is_on(self, node: str) -> bool:
+        try:
+            os.kill(int((FOLDER / node / "slurmd.pid").read_text()), 0)
+        except (OSError, ValueError):
+            return False
+        return True
+
     def _require_namespaces(self) -> None:
         if not self.namespaces:
             raise ClusterError("nodes that share one address cannot be cut off")
@@ -289,9 +310,15 @@ def environment() -> dict[str, str]:
 
 
 def ask(*command: str, check: bool = True, **variables: str) -> str:
-    """What a command of SLURM's prints. Raises ClusterError, with what it says, where it fails."""
+    """What a command of SLURM's prints, run in megalite's folder. Raises ClusterError with its errors where it fails."""
     result = subprocess.run(
-        command, env=os.environ | environment() | variables, capture_output=True, text=True, check=False, timeout=60
+        command,
+        cwd=ROOT,
+        env=os.environ | environment() | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
     if check and result.returncode:
         raise ClusterError(f"{' '.join(command)}: {result.stderr.strip()}")
