@@ -310,7 +310,7 @@ def environment() -> dict[str, str]:
 
 
 def ask(*command: str, check: bool = True, **variables: str) -> str:
-    """What a command of SLURM's prints, run in megalite's folder. Raises ClusterError with its errors where it fails."""
+    """What a command of SLURM's prints, run in megalite's folder. Raises ClusterError, with its errors, if it fails."""
     result = subprocess.run(
         command,
         cwd=ROOT,

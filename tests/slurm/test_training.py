@@ -37,7 +37,7 @@ def test_two_nodes_train_to_the_end(launcher: str, cluster: Cluster, training: T
     training.assert_whole()
     logs = training.logs(job)
     assert len(logs) == 2
-    assert sum("step   120/120" in log for log in logs.values()) == 1
+    assert sum("step 120/120" in log for log in logs.values()) == 1
 
 
 def test_at_the_time_limit_the_job_saves_and_is_requeued(cluster: Cluster, training: Training) -> None:
