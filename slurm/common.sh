@@ -26,14 +26,32 @@ about_job() { scontrol show job --oneliner "$SLURM_JOB_ID" | grep -oP "(?<= $1=)
 
 # The nodes that this job still has and that pass the check, in SLURM's order, a line each.
 healthy_nodes() {
-    local list
-    list=$(about_job NodeList)
-    timeout 60 srun --overlap --no-kill --nodelist="$list" --ntasks-per-node=1 --cpu-bind=none --quiet \
-        bash -c "{ $HEALTH_CHECK; } >/dev/null 2>&1 && echo \$SLURMD_NODENAME" 2>/dev/null |
-        grep -Fx -f - <(scontrol show hostnames "$list")
+    local all
+    mapfile -t all < <(scontrol show hostnames "$(about_job NodeList)")
+    timeout 60 srun --overlap --no-kill "$(nodelist "${all[@]}")" --ntasks="${#all[@]}" --ntasks-per-node=1 \
+        --cpu-bind=none --quiet bash -c "{ $HEALTH_CHECK; } >/dev/null 2>&1 && echo \$SLURMD_NODENAME" 2>/dev/null |
+        grep -Fx -f - <(printf '%s\n' "${all[@]}")
 }
 
-# launch LOGS ATTEMPT PROGRAM FLAGS...: a program on every rank of "${nodes[@]}"; each node's output goes to LOGS/NODE.log
+nodelist() { (IFS=, && echo "--nodelist=$*"); }
+
+# with_container COMMAND...: a step of one task on this node
+with_container() {
+    split_container
+    srun --ntasks=1 --nodes=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "${container_options[@]}" \
+        "${container[@]}" "$@"
+}
+
+# Make of CONTAINER the options of srun, or the command.
+split_container() {
+    container=() container_options=()
+    case ${CONTAINER:-} in
+        -*) read -ra container_options <<<"$CONTAINER" ;;
+        *) read -ra container <<<"${CONTAINER:-}" ;;
+    esac
+}
+
+# launch LOGS ATTEMPT PROGRAM FLAGS...: a program on every rank of "${nodes[@]}"; each node writes LOGS/NODE.log
 launch() {
     local logs=$1 attempt=$2 address port
     shift 2
@@ -41,27 +59,26 @@ launch() {
     address=$(scontrol show node --oneliner "${nodes[0]}" | grep -oP '(?<= NodeAddr=)\S+')
     # Below the ports that systems hand out, and another one for each attempt.
     port=$((20000 + (SLURM_JOB_ID * 101 + ${SLURM_RESTART_COUNT:-0} * 11 + attempt) % 10000))
-    local -a container=() options=(
-        --overlap --nodes="${#nodes[@]}" --nodelist="$(IFS=,; echo "${nodes[*]}")" --cpu-bind=none
-        --kill-on-bad-exit=0 --wait=60 # ranks that have lost a peer end by themselves, and save before if they were asked to
+    split_container
+    local options=(
+        "${container_options[@]}"
+        --overlap --nodes="${#nodes[@]}" "$(nodelist "${nodes[@]}")" --cpu-bind=none
+        --kill-on-bad-exit=0 --wait=60 # ranks that have lost a peer end by themselves
         --label --open-mode=append --output="$logs/%N.log"
     )
-    case ${CONTAINER:-} in
-        -*) read -ra container <<<"$CONTAINER" && options+=("${container[@]}") && container=() ;;
-        *) read -ra container <<<"${CONTAINER:-}" ;;
-    esac
     # shellcheck disable=SC2016 # each task fills in values of its own
     if [ "${LAUNCHER:-torchrun}" = srun ]; then
         export MASTER_ADDR=$address MASTER_PORT=$port
-        srun "${options[@]}" --ntasks-per-node="$RANKS_PER_NODE" bash -c \
+        srun "${options[@]}" --ntasks=$((${#nodes[@]} * RANKS_PER_NODE)) --ntasks-per-node="$RANKS_PER_NODE" bash -c \
             'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec "$@"' - \
             "${container[@]}" python "$@" &
     else
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 srun "${options[@]}" --ntasks-per-node=1 bash -c \
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 srun "${options[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 bash -c \
             'PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)) exec "$@"' - \
             "${container[@]}" torchrun --nnodes="${#nodes[@]}" --nproc-per-node="$RANKS_PER_NODE" --max-restarts=0 \
             --rdzv-backend=c10d --rdzv-endpoint="$address:$port" \
             --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$attempt" "$@" &
     fi
+    # shellcheck disable=SC2034 # the scripts wait for it
     step=$!
 }

@@ -133,8 +133,9 @@ class Cluster:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(0.1)
-        for node in _namespaces():
-            _quietly("ip", "netns", "delete", node)  # takes the node's end of its cable along, and so the cable
+        for space in _namespaces():
+            _quietly("ip", "link", "delete", space)  # the cable, first: it would go after the namespace, but later
+            _quietly("ip", "netns", "delete", space)
         _quietly("ip", "link", "delete", BRIDGE)
         _remove_cgroups()
         shutil.rmtree(FOLDER, ignore_errors=True)
@@ -200,8 +201,8 @@ class Cluster:
         for node in self.nodes:
             space = _namespace(node)
             _run("ip", "netns", "add", space)
-            _run("ip", "link", "add", _cable(node), "type", "veth", "peer", "name", "eth0", "netns", space)
-            _run("ip", "link", "set", _cable(node), "master", BRIDGE, "up")
+            _run("ip", "link", "add", _namespace(node), "type", "veth", "peer", "name", "eth0", "netns", space)
+            _run("ip", "link", "set", _namespace(node), "master", BRIDGE, "up")
             _run("ip", "-netns", space, "address", "add", f"{self._address(node)}/24", "dev", "eth0")
             for device in ("eth0", "lo"):
                 _run("ip", "-netns", space, "link", "set", device, "up")
@@ -243,12 +244,12 @@ class Cluster:
     def fail(self, node: str) -> None:
         """Cut the node off: its processes go on, and nothing that they send arrives."""
         self._require_namespaces()
-        _run("ip", "link", "set", _cable(node), "down")
+        _run("ip", "link", "set", _namespace(node), "down")
 
     def heal(self, node: str) -> None:
         """Connect a node that was cut off."""
         self._require_namespaces()
-        _run("ip", "link", "set", _cable(node), "up")
+        _run("ip", "link", "set", _namespace(node), "up")
 
     def kill(self, node: str) -> None:
         """Power off: every process on the node is gone, and no connection of theirs is closed."""
@@ -257,6 +258,10 @@ class Cluster:
         for process in self._processes(node):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+
+    def sicken(self, node: str) -> None:
+        """Have the prolog of the next job on the node fail."""
+        (FOLDER / node / "sick").touch()
 
     def restart(self, node: str) -> None:
         """Start the node, for the first time or after `kill`."""
@@ -350,10 +355,7 @@ def can_make_namespaces() -> bool:
 
 
 def _namespace(node: str) -> str:
-    return f"megalite-{node}"
-
-
-def _cable(node: str) -> str:
+    """The name of a node's network namespace, and of this machine's end of its cable."""
     return f"megalite-{node}"
 
 

@@ -26,11 +26,11 @@ class Training:
         self.hold = directory / "hold"
         self.hold.touch()
 
-    def submit(self, *options: object, **variables: object) -> SlurmJob:
+    def submit(self, *options: object, flags: tuple[object, ...] = (), **variables: object) -> SlurmJob:
         """Submit it, on two nodes with a rank each, and slow as long as `hold` is there."""
         settings = {"RUN": self.run, "HOLD": self.hold, "PROGRAM": PROGRAM, "RANKS_PER_NODE": 1} | variables
         script = "slurm/pretrain_gpt.sbatch"
-        return submit("--nodes=2", *options, script, *FLAGS, directory=self.directory, **settings)
+        return submit("--nodes=2", *options, script, *FLAGS, *flags, directory=self.directory, **settings)
 
     def wait_for_checkpoint(self, job: SlurmJob) -> None:
         """Return when the first one is there."""
@@ -45,6 +45,12 @@ class Training:
         assert (self.run / "DONE").read_text() == f"{STEPS}\n"
         assert latest_iteration(self.run) == STEPS
         assert metrics(self.run) == metrics(self.undisturbed)
+
+    def assert_goes_on(self) -> None:
+        """Asserts that the same, submitted again, comes to that end."""
+        self.hold.unlink()
+        self.submit().wait()
+        self.assert_whole()
 
 
 @pytest.fixture(scope="session")

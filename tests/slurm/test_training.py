@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.runs import iterations, latest_iteration
 from tests.slurm.cluster import Cluster, ask
 from tests.slurm.conftest import Training
+from tests.slurm.jobs import submit
 
 pytestmark = pytest.mark.slurm
 
@@ -76,4 +78,129 @@ def test_a_spare_takes_the_place_of_a_node_without_power(cluster: Cluster, train
     job.wait()
     assert job.restarts == 0
     assert " on n0 n2," in job.log
+    assert all(line.startswith("0: ") for line in training.logs(job)["n0"].splitlines())  # one task on a node
     training.assert_whole()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_a_preempted_job_saves_and_is_requeued(launcher: str, cluster: Cluster, training: Training) -> None:
+    job = training.submit(LAUNCHER=launcher)
+    training.wait_for_checkpoint(job)
+    other = submit("--partition=high", "--nodes=4", "--wrap=sleep 1", directory=training.directory)
+    job.until(lambda: "requeued after" in job.log)
+    training.hold.unlink()
+    other.wait()
+    job.wait()
+    assert job.restarts == 1
+    assert "preempted" in job.log
+    assert "exit code 85" in job.log
+    training.assert_whole()
+
+
+def test_a_cancelled_job_saves_and_stays_cancelled(cluster: Cluster, training: Training) -> None:
+    job = training.submit()
+    training.wait_for_checkpoint(job)
+    ask("scancel", job.number)
+    job.wait(exit_code=None)
+    assert (job.state, job.restarts) == ("CANCELLED", 0)
+    assert "requeued" not in job.log
+    training.assert_goes_on()
+
+
+def test_a_file_ends_the_job_for_good(cluster: Cluster, training: Training) -> None:
+    job = training.submit()
+    training.wait_for_checkpoint(job)
+    (training.run / "STOP").touch()
+    job.wait(exit_code=85)
+    assert job.restarts == 0
+    assert latest_iteration(training.run) == iterations(training.run)[-1]
+    training.assert_goes_on()
+
+
+def test_a_node_that_is_cut_off_is_left_out(cluster: Cluster, training: Training) -> None:
+    if not cluster.namespaces:
+        pytest.skip("nodes that share one address cannot be cut off")
+    job = training.submit("--nodes=3", NODES=2)
+    training.wait_for_checkpoint(job)
+    cluster.fail("n1")
+    job.until(lambda: "the program ended" in job.log)
+    training.hold.unlink()
+    job.wait()
+    assert job.restarts == 0
+    assert " on n0 n2," in job.log
+    training.assert_whole()
+
+
+def test_the_loss_of_the_node_of_the_script_moves_the_job(cluster: Cluster, training: Training) -> None:
+    job = training.submit()
+    training.wait_for_checkpoint(job)
+    cluster.kill("n0")
+    training.hold.unlink()
+    job.wait()
+    assert job.restarts == 1
+    training.assert_whole()
+
+
+def test_a_node_whose_prolog_fails_is_drained_and_the_job_moves(cluster: Cluster, training: Training) -> None:
+    training.hold.unlink()
+    cluster.sicken("n0")
+    job = training.submit()
+    job.wait()
+    assert "drain" in cluster.states()["n0"]
+    assert job.restarts == 1
+    assert " on n0" not in job.log
+    training.assert_whole()
+
+
+def test_a_node_that_fails_its_check_is_left_out(cluster: Cluster, training: Training) -> None:
+    training.hold.unlink()
+    job = training.submit("--nodes=3", NODES=2, HEALTH_CHECK='test "$SLURMD_NODENAME" != n0')
+    job.wait()
+    assert " on n1 n2," in job.log
+    training.assert_whole()
+
+
+def test_a_node_that_runs_out_of_memory_costs_an_attempt(cluster: Cluster, training: Training) -> None:
+    if not cluster.limits_memory:
+        pytest.skip("this machine has no cgroup version 1 that limits memory")
+    job = training.submit("--mem=2G")
+    training.wait_for_checkpoint(job)
+    training.hold.write_text("n1")
+    job.until(lambda: "the program ended" in job.log)
+    training.hold.unlink()
+    job.wait()
+    assert "Out Of Memory" in job.log or "oom" in job.log
+    assert "attempt 2 after" in job.log
+    training.assert_whole()
+
+
+def test_a_chain_of_jobs_goes_on_where_one_has_stopped(cluster: Cluster, training: Training) -> None:
+    job = training.submit("--array=1-3%1", "--no-requeue")
+    training.wait_for_checkpoint(job)
+    first, *_ = (each["JobId"] for each in job.fields() if each["JobState"] == "RUNNING")
+    ask("scancel", "--batch", "--signal=USR1", first)
+    job.until(lambda: "cannot be requeued" in job.log)
+    training.hold.unlink()
+    job.wait(exit_code=None)
+    assert [each["ExitCode"] for each in sorted(job.fields(), key=lambda each: int(each["ArrayTaskId"]))] == [
+        "85:0",
+        "0:0",
+        "0:0",
+    ]
+    assert job.log.count("attempt 1 after") == 2
+    training.assert_whole()
+
+
+def test_a_job_without_progress_is_given_up(cluster: Cluster, training: Training) -> None:
+    program = training.directory / "program.py"
+    program.write_text("raise SystemExit(1)")
+    job = training.submit(PROGRAM=program)
+    job.wait(exit_code=93)
+    assert job.log.count("the program ended after step 0, exit code unknown") == 3
+
+
+def test_bad_flags_are_not_tried_again(cluster: Cluster, training: Training) -> None:
+    job = training.submit(flags=("--no-such-flag",))
+    job.wait(exit_code=64)
+    assert job.log.count("attempt") == 1
+    assert any("--no-such-flag" in log for log in training.logs(job).values())
