@@ -134,8 +134,10 @@ class Cluster:
                     os.kill(process, signal.SIGKILL)
             time.sleep(0.1)
         for space in _namespaces():
-            _quietly("ip", "link", "delete", space)  # the cable, first: it would go after the namespace, but later
-            _quietly("ip", "netns", "delete", space)
+            _quietly(
+                "ip", "link", "delete", space.name
+            )  # the cable first: with the namespace it would go some time later
+            _quietly("ip", "netns", "delete", space.name)
         _quietly("ip", "link", "delete", BRIDGE)
         _remove_cgroups()
         shutil.rmtree(FOLDER, ignore_errors=True)
@@ -218,24 +220,16 @@ class Cluster:
             command = [*command, "-N", name]
         _run(*command, MEGALITE_SLURM_NODE=name)
 
-    def _processes(self, node: str | None = None) -> Iterator[int]:
-        """Processes of a node, or of the whole cluster: started with its name, or for a job on it."""
-        names = (CONTROLLER, *self.nodes) if node is None else (node,)
-        marks = {f"MEGALITE_SLURM_NODE={name}".encode() for name in names}
-        space = Path(f"/run/netns/{_namespace(node)}").stat().st_ino if node and self.namespaces else None
+    def _processes(self, node: str = "") -> Iterator[int]:
+        """Processes of a node, or of all: in its network, or started with its name, or for a job on it."""
+        networks = {path.stat().st_ino for path in _namespaces() if path.name == _namespace(node) or not node}
+        daemon = f"MEGALITE_SLURM_NODE={node}".encode()
+        job = {f"SLURM_CONF={FOLDER}/slurm.conf".encode(), f"SLURMD_NODENAME={node}".encode()}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                variables = set((folder / "environ").read_bytes().split(b"\0"))
-                if space is not None:
-                    belongs = (folder / "ns" / "net").stat().st_ino == space
-                else:
-                    belongs = bool(marks & variables) or (
-                        f"SLURM_CONF={FOLDER}/slurm.conf".encode() in variables
-                        and any(f"SLURMD_NODENAME={name}".encode() in variables for name in names)
-                    )
-                if belongs and int(folder.name) != os.getpid():
+                if (folder / "ns" / "net").stat().st_ino in networks or _has(folder, daemon) or _has(folder, *job):
                     yield int(folder.name)
-        if node is None:
+        if not node:
             with suppress(OSError, ValueError):
                 yield int((FOLDER / "munge.pid").read_text())
 
@@ -359,8 +353,17 @@ def _namespace(node: str) -> str:
     return f"megalite-{node}"
 
 
-def _namespaces() -> list[str]:
-    return [path.name for path in Path("/run/netns").glob("megalite-n*")]
+def _namespaces() -> list[Path]:
+    return list(Path("/run/netns").glob("megalite-n*"))
+
+
+def _has(process: Path, *variables: bytes) -> bool:
+    """Whether a process was started with variables; the value of one that ends in `=` does not matter."""
+    found = (process / "environ").read_bytes().split(b"\0")
+    return all(
+        any(each == variable or (variable.endswith(b"=") and each.startswith(variable)) for each in found)
+        for variable in variables
+    )
 
 
 def _host_name() -> str:

@@ -56,9 +56,11 @@ def test_text_of_a_model_that_is_split_over_nodes(
     assert sorted((tmp_path / "entered").read_text().split()) == ["n0", "n1"]
 
 
-def test_an_error_of_a_tool_is_the_exit_code_of_the_job(cluster: Cluster, tmp_path: Path) -> None:
-    for script in ("generate", "preprocess_data"):
-        variables = {"RANKS_PER_NODE": 1, "LOGS": tmp_path / "logs", "INPUT": "nothing*", "OUTPUT": tmp_path / "out"}
-        submit("--ntasks=1", f"slurm/{script}.sbatch", "--load", tmp_path, directory=tmp_path, **variables).wait(
-            exit_code=64
-        )
+@pytest.mark.parametrize(("script", "code"), [("generate", 93), ("convert_checkpoint", 64), ("preprocess_data", 64)])
+def test_an_error_of_a_tool_is_the_exit_code_of_the_job(
+    script: str, code: int, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Where there is no checkpoint to load, a flag is missing, and no file is like the pattern."""
+    variables = {"RANKS_PER_NODE": 1, "LOGS": tmp_path / "logs", "INPUT": "nothing*", "OUTPUT": tmp_path / "out"}
+    options = ("--cpus-per-task=1", f"slurm/{script}.sbatch", "--load", tmp_path)
+    submit(*options, directory=tmp_path, **variables).wait(exit_code=code)

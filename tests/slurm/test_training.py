@@ -108,7 +108,7 @@ def test_a_cancelled_job_saves_and_stays_cancelled(cluster: Cluster, training: T
 
 
 def test_a_file_ends_the_job_for_good(cluster: Cluster, training: Training) -> None:
-    job = training.submit()
+    job = training.submit(LAUNCHER="srun")
     training.wait_for_checkpoint(job)
     (training.run / "STOP").touch()
     job.wait(exit_code=85)
@@ -132,7 +132,7 @@ def test_a_node_that_is_cut_off_is_left_out(cluster: Cluster, training: Training
 
 
 def test_the_loss_of_the_node_of_the_script_moves_the_job(cluster: Cluster, training: Training) -> None:
-    job = training.submit()
+    job = training.submit(LAUNCHER="srun")
     training.wait_for_checkpoint(job)
     cluster.kill("n0")
     training.hold.unlink()
@@ -144,7 +144,7 @@ def test_the_loss_of_the_node_of_the_script_moves_the_job(cluster: Cluster, trai
 def test_a_node_whose_prolog_fails_is_drained_and_the_job_moves(cluster: Cluster, training: Training) -> None:
     training.hold.unlink()
     cluster.sicken("n0")
-    job = training.submit()
+    job = training.submit(LAUNCHER="srun")
     job.wait()
     assert "drain" in cluster.states()["n0"]
     assert job.restarts == 1
@@ -154,7 +154,7 @@ def test_a_node_whose_prolog_fails_is_drained_and_the_job_moves(cluster: Cluster
 
 def test_a_node_that_fails_its_check_is_left_out(cluster: Cluster, training: Training) -> None:
     training.hold.unlink()
-    job = training.submit("--nodes=3", NODES=2, HEALTH_CHECK='test "$SLURMD_NODENAME" != n0')
+    job = training.submit("--nodes=3", NODES=2, HEALTH_CHECK='test "$SLURMD_NODENAME" != n0', LAUNCHER="srun")
     job.wait()
     assert " on n1 n2," in job.log
     training.assert_whole()
@@ -163,7 +163,7 @@ def test_a_node_that_fails_its_check_is_left_out(cluster: Cluster, training: Tra
 def test_a_node_that_runs_out_of_memory_costs_an_attempt(cluster: Cluster, training: Training) -> None:
     if not cluster.limits_memory:
         pytest.skip("this machine has no cgroup version 1 that limits memory")
-    job = training.submit("--mem=2G")
+    job = training.submit("--mem=2G", LAUNCHER="srun")
     training.wait_for_checkpoint(job)
     training.hold.write_text("n1")
     job.until(lambda: "the program ended" in job.log)
@@ -175,7 +175,7 @@ def test_a_node_that_runs_out_of_memory_costs_an_attempt(cluster: Cluster, train
 
 
 def test_a_chain_of_jobs_goes_on_where_one_has_stopped(cluster: Cluster, training: Training) -> None:
-    job = training.submit("--array=1-3%1", "--no-requeue")
+    job = training.submit("--array=1-3%1", "--no-requeue", LAUNCHER="srun")
     training.wait_for_checkpoint(job)
     first, *_ = (each["JobId"] for each in job.fields() if each["JobState"] == "RUNNING")
     ask("scancel", "--batch", "--signal=USR1", first)
@@ -194,7 +194,7 @@ def test_a_chain_of_jobs_goes_on_where_one_has_stopped(cluster: Cluster, trainin
 def test_a_job_without_progress_is_given_up(cluster: Cluster, training: Training) -> None:
     program = training.directory / "program.py"
     program.write_text("raise SystemExit(1)")
-    job = training.submit(PROGRAM=program)
+    job = training.submit(PROGRAM=program, LAUNCHER="srun")
     job.wait(exit_code=93)
     assert job.log.count("the program ended after step 0, exit code unknown") == 3
 
