@@ -1320,13 +1320,6 @@ MUTANTS = (
         f"{_STOP}a_stop_breaks_an_evaluation_off_and_the_next_start_makes_up_for_it[file]",
     ),
     Mutant(
-        "a rank breaks an evaluation off alone",
-        "megalite/training/trainer.py",
-        "if batch and stop is not None and self._on_any_rank(self._told_to_stop(stop))[0]:",
-        "if batch and stop is not None and self._told_to_stop(stop):",
-        f"{_STOP}a_stop_breaks_an_evaluation_off_and_the_next_start_makes_up_for_it[signal]",
-    ),
-    Mutant(
         "the exit code of an error is not left in the file",
         "megalite/training/failure.py",
         "    _leave_code(code)\n    where",

@@ -53,9 +53,9 @@ class Training:
         self.assert_whole()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def whole_cluster() -> Iterator[Cluster]:
-    """Four nodes for all tests."""
+    """Four nodes for the tests of a file."""
     try:
         require_programs()
     except ClusterError as error:

@@ -70,7 +70,7 @@ def test_a_killed_rank_costs_an_attempt(launcher: str, cluster: Cluster, trainin
 
 
 def test_a_spare_takes_the_place_of_a_node_without_power(cluster: Cluster, training: Training) -> None:
-    job = training.submit("--nodes=3", NODES=2)
+    job = training.submit("--nodes=3", "--no-kill", NODES=2)
     training.wait_for_checkpoint(job)
     cluster.kill("n1")
     job.until(lambda: "the program ended" in job.log)
@@ -120,7 +120,7 @@ def test_a_file_ends_the_job_for_good(cluster: Cluster, training: Training) -> N
 def test_a_node_that_is_cut_off_is_left_out(cluster: Cluster, training: Training) -> None:
     if not cluster.namespaces:
         pytest.skip("nodes that share one address cannot be cut off")
-    job = training.submit("--nodes=3", NODES=2)
+    job = training.submit("--nodes=3", "--no-kill", NODES=2)
     training.wait_for_checkpoint(job)
     cluster.fail("n1")
     job.until(lambda: "the program ended" in job.log)
@@ -131,8 +131,11 @@ def test_a_node_that_is_cut_off_is_left_out(cluster: Cluster, training: Training
     training.assert_whole()
 
 
-def test_the_loss_of_the_node_of_the_script_moves_the_job(cluster: Cluster, training: Training) -> None:
-    job = training.submit(LAUNCHER="srun")
+@pytest.mark.parametrize("options", [("--nodes=2",), ("--nodes=3", "--no-kill")], ids=["by SLURM", "by the guard"])
+def test_the_loss_of_the_node_of_the_script_moves_the_job(
+    options: tuple[str, ...], cluster: Cluster, training: Training
+) -> None:
+    job = training.submit(*options, NODES=2, LAUNCHER="srun")
     training.wait_for_checkpoint(job)
     cluster.kill("n0")
     training.hold.unlink()
@@ -204,3 +207,10 @@ def test_bad_flags_are_not_tried_again(cluster: Cluster, training: Training) -> 
     job.wait(exit_code=64)
     assert job.log.count("attempt") == 1
     assert any("--no-such-flag" in log for log in training.logs(job).values())
+
+
+def test_a_job_that_finds_no_healthy_nodes_is_given_up(cluster: Cluster, training: Training) -> None:
+    job = training.submit(HEALTH_CHECK="false")
+    job.wait(exit_code=93)
+    assert job.restarts == 2
+    assert job.log.count("only 0 of 2 nodes are well") == 2
