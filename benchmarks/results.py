@@ -7,33 +7,39 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+PACKAGES = "torch", "triton", "numpy", "numba", "megatron-core", "liger-kernel"
+RESULTS = Path(__file__).parent / "results"
 
-def write_results(name: str, figures: Mapping[str, Any]) -> Path:
+
+def write_results(name: str, figures: Mapping[str, Any], directory: Path = RESULTS) -> Path:
     """Write the figures of a benchmark and say on what they were measured; the path written to."""
     result = {
         "command": shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in ("torch", "numpy", "numba", "megatron-core")},
+        "versions": versions(PACKAGES),
         **figures,
     }
-    path = Path(__file__).parent / "results" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+    path = directory / f"{name}.json"
+    directory.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Of those that are installed, else None."""
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for package in found:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def _cpu() -> str:

@@ -48,6 +48,7 @@ class Oracle:
     rotary_base: float = 10000.0
     window_rotary_base: float | None = None  # of layers with a window, which then know of no scaling
     rotary_percent: float = 1.0
+    rotary_interleaved: bool = False  # a pair is of neighbours
     interpolation: float = 1.0  # rotary angles are divided by it
     use_rope_scaling: bool = False  # Llama 3's
     rope_scaling_factor: float = 8.0
@@ -127,11 +128,15 @@ class Oracle:
         return output + weights.get(name + "output_bias", 0)
 
     def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Rotary positions, half style: dimension i of the rotated part turns with dimension i + half."""
+        """Rotary positions: dimension i of the rotated part turns with i + half or, interleaved, 2i with 2i + 1."""
         half = int(states.shape[-1] * self.rotary_percent) // 2
         angles = positions[..., None, None].double() * self.rotary_frequencies(half)
         amplitude = self.rotary_amplitude()
         cosine, sine = (amplitude * angles.cos()).to(states.dtype), (amplitude * angles.sin()).to(states.dtype)
+        if self.rotary_interleaved:
+            plane = torch.view_as_complex(states[..., : 2 * half].unflatten(-1, (half, 2)).contiguous())
+            turned = torch.view_as_real(plane * torch.complex(cosine, sine)).flatten(-2)
+            return torch.cat((turned, states[..., 2 * half :]), dim=-1)
         first, second, rest = states.split([half, half, states.shape[-1] - 2 * half], dim=-1)
         return torch.cat((first * cosine - second * sine, second * cosine + first * sine, rest), dim=-1)
 
@@ -200,8 +205,17 @@ def project(weights: Weights, name: str, hidden: Tensor) -> Tensor:
     return F.linear(hidden, weight.flatten(0, -2)).unflatten(-1, weight.shape[:-1]) + weights.get(name + "_bias", 0)
 
 
-def loss_sum_and_count(logits: Tensor, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of cross entropy times mask, and the sum of the mask; labels and mask `[batch, sequence]`."""
-    losses = logits.logsumexp(-1) - logits.gather(-1, labels[..., None]).squeeze(-1)
+def loss_sum_and_count(
+    logits: Tensor, labels: Tensor, loss_mask: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The sum of cross entropy times mask, and the sum of the mask; labels and mask `[batch, sequence]`.
+
+    Smoothing takes a share of each label's probability and gives all entries of the vocabulary the same of it; z-loss
+    adds so much of the square of the log of the softmax's denominator (arXiv:2204.02311).
+    """
+    log_denominators = logits.logsumexp(-1)
+    surprise = log_denominators[..., None] - logits
+    of_labels = surprise.gather(-1, labels[..., None]).squeeze(-1)
+    losses = (1 - label_smoothing) * of_labels + label_smoothing * surprise.mean(-1) + z_loss * log_denominators**2
     mask = loss_mask.to(losses.dtype)
     return (losses * mask).sum(), mask.sum()

@@ -17,7 +17,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.training.failure import run_main
@@ -69,6 +69,8 @@ class Arguments:
     """A JSON file to write all figures to."""
     tokenizer_model: str | None = None
     """Where the tokenizer's file is now; unset: where it was when the model was trained."""
+    kernels: Literal["auto", "triton", "reference"] = "auto"
+    """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
 
 
 def main() -> int:
@@ -81,9 +83,12 @@ def main() -> int:
 
     from megalite.checkpoint import write_atomically
     from megalite.config import ParallelConfig
+    from megalite.config.kernels import KernelsConfig
     from megalite.inference.loading import find_model, load_network, load_tokenizer
+    from megalite.training.kernels import choose_kernels
     from megalite.training.launch import join, leave
 
+    choose_kernels(KernelsConfig(arguments.kernels))
     path = find_model(arguments.load)
     parallel = ParallelConfig(arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size)
     check_layout(parallel, path, place.world_size)

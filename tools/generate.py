@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
@@ -52,6 +52,8 @@ class Arguments:
     """Ranks that share each layer's matrices (short: --tp); unset: all of a stage."""
     pipeline_model_parallel_size: int = 1
     """Stages of layers, one after the other (short: --pp)."""
+    kernels: Literal["auto", "triton", "reference"] = "auto"
+    """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
 
 
 def main() -> int:
@@ -68,14 +70,17 @@ def main() -> int:
         raise ConfigurationError(f"--output {arguments.output} is there already: remove it, or name another file")
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
 
+    from megalite.config.kernels import KernelsConfig
     from megalite.inference.generation import check_prompts, generate
     from megalite.inference.loading import find_model, load_network, load_tokenizer, read_model
     from megalite.inference.network import choose_layout
     from megalite.inference.prompts import encode_prompt, of_rank_0, read_prompts
     from megalite.inference.text import in_order
+    from megalite.training.kernels import choose_kernels
     from megalite.training.launch import join, leave
     from megalite.training.place import place_from_environment
 
+    choose_kernels(KernelsConfig(arguments.kernels))
     place, path = place_from_environment(), find_model(arguments.load)
     model = read_model(path)
     layout = choose_layout(

@@ -3,27 +3,36 @@
 GELU, by the error function or in its tanh form (arXiv:1606.08415), squared ReLU (arXiv:2109.08668), and SwiGLU and
 GeGLU, silu(gate) * up and gelu(gate) * up (arXiv:2002.05202), over the fused layout in which the gate's columns stand
 before the up projection's.
+
+A bias is added to the input first. Its gradient is the sum over tokens of the input's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels import activation_kernels
+from megalite_kernels.implementation import Operation, runs_triton
+from megalite_kernels.launch import as_rows, looping_programs, tile
+from megalite_kernels.products import product_into
 
-def gelu(input: Tensor) -> Tensor:
-    return F.gelu(input, approximate="tanh")
+COLUMNS = 4096  # a wider row is shared by several programs
 
 
-def exact_gelu(input: Tensor) -> Tensor:
-    return F.gelu(input)
+# ------------------------------------------------------------------------------------------------- the references
 
 
-def squared_relu(input: Tensor) -> Tensor:
+def _squared_relu(input: Tensor) -> Tensor:
     return F.relu(input).square()
+
+
+def _gelu(input: Tensor) -> Tensor:
+    return F.gelu(input, approximate="tanh")
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -41,15 +50,9 @@ class _SwiGLU(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=-1)
         result = torch.empty_like(gate_up)
         gate_gradient, up_gradient = result.chunk(2, dim=-1)
-        torch.mul(gradients[0], F.silu(gate), out=up_gradient)
+        product_into(up_gradient, gradients[0], F.silu(gate))
         torch.ops.aten.silu_backward.grad_input(gradients[0] * up, gate, grad_input=gate_gradient)
         return result
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """[..., 2 * ffn] to [..., ffn]."""
-    output: Tensor = _SwiGLU.apply(gate_up)
-    return output
 
 
 class _GeGLU(torch.autograd.Function):
@@ -68,23 +71,105 @@ class _GeGLU(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=-1)
         result = torch.empty_like(gate_up)
         gate_gradient, up_gradient = result.chunk(2, dim=-1)
-        torch.mul(gradients[0], F.gelu(gate, approximate=ctx.approximate), out=up_gradient)
+        product_into(up_gradient, gradients[0], F.gelu(gate, approximate=ctx.approximate))
         torch.ops.aten.gelu_backward.grad_input(
             gradients[0] * up, gate, approximate=ctx.approximate, grad_input=gate_gradient
         )
         return result, None
 
 
-def geglu(gate_up: Tensor) -> Tensor:
-    """[..., 2 * ffn] to [..., ffn], with GELU in its tanh form."""
+def _geglu(gate_up: Tensor) -> Tensor:
     output: Tensor = _GeGLU.apply(gate_up, "tanh")
     return output
 
 
-def exact_geglu(gate_up: Tensor) -> Tensor:
-    """[..., 2 * ffn] to [..., ffn]."""
+def _exact_geglu(gate_up: Tensor) -> Tensor:
     output: Tensor = _GeGLU.apply(gate_up, "none")
     return output
+
+
+# ------------------------------------------------------------------------------------------------- around the kernels
+
+
+class _Activation(torch.autograd.Function):
+    """Keeps the input and the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, bias: Tensor | None, function: str, gated: bool) -> Tensor:
+        flat, width = as_rows(input), input.shape[-1] // (1 + gated)
+        rows, shape = flat.shape[0], tile(width, largest=COLUMNS)
+        output = torch.empty((rows, width), dtype=input.dtype, device=input.device)
+        if rows:
+            activation_kernels.activate[(-(-rows // shape.rows), -(-width // shape.columns))](
+                *(flat, None if bias is None else bias.contiguous(), output, rows, flat.stride(0)),
+                *(function, gated, width, shape.rows, shape.columns),
+                num_warps=shape.warps,
+            )
+        ctx.save_for_backward(input, bias)
+        ctx.function, ctx.gated = function, gated
+        return output.view(*input.shape[:-1], width)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        input, bias = ctx.saved_tensors
+        flat, gradient = as_rows(input), as_rows(gradients[0])
+        rows, width = gradient.shape
+        shape = tile(width, largest=COLUMNS)
+        programs, blocks = max(-(-rows // shape.rows), 1), -(-width // shape.columns)
+        sums = None
+        if bias is not None:
+            programs = max(looping_programs(programs * blocks, shape.warps, input.device) // blocks, 1)
+            sums = torch.empty((programs, flat.shape[1]), dtype=torch.float32, device=input.device)
+        input_gradient = torch.empty(flat.shape, dtype=input.dtype, device=input.device)
+        activation_kernels.activate_backward[(programs, blocks)](
+            *(gradient, flat, None if bias is None else bias.contiguous(), input_gradient, sums),
+            *(rows, gradient.stride(0), flat.stride(0), ctx.function, ctx.gated, width, shape.rows, shape.columns),
+            num_warps=shape.warps,
+        )
+        bias_gradient = None if sums is None else sums.sum(dim=0).to(bias.dtype)
+        return input_gradient.view(input.shape), bias_gradient, None, None
+
+
+def _activate(
+    operation: Operation, function: str, reference: Callable[[Tensor], Tensor], input: Tensor, bias: Tensor | None
+) -> Tensor:
+    if runs_triton(operation, input, *(() if bias is None else (bias,))):
+        output: Tensor = _Activation.apply(input, bias, function, operation == "swiglu")
+        return output
+    return reference(input if bias is None else input + bias)
+
+
+# ------------------------------------------------------------------------------------------------- what is called
+
+
+def gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The tanh form of GELU of input + bias; [..., ffn] to the same, the bias [ffn]."""
+    return _activate("gelu", "gelu", _gelu, input, bias)
+
+
+def exact_gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
+    """GELU of input + bias; [..., ffn] to the same, the bias [ffn]."""
+    return _activate("gelu", "exact_gelu", F.gelu, input, bias)
+
+
+def squared_relu(input: Tensor, bias: Tensor | None = None) -> Tensor:
+    """max(input + bias, 0) squared; [..., ffn] to the same, the bias [ffn]."""
+    return _activate("gelu", "squared_relu", _squared_relu, input, bias)
+
+
+def swiglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
+    """SwiGLU of gate_up + bias; [..., 2 * ffn] to [..., ffn], the bias [2 * ffn]."""
+    return _activate("swiglu", "silu", _SwiGLU.apply, gate_up, bias)
+
+
+def geglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
+    """GeGLU of gate_up + bias, with GELU in its tanh form; [..., 2 * ffn] to [..., ffn], the bias [2 * ffn]."""
+    return _activate("swiglu", "gelu", _geglu, gate_up, bias)
+
+
+def exact_geglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
+    """GeGLU of gate_up + bias; [..., 2 * ffn] to [..., ffn], the bias [2 * ffn]."""
+    return _activate("swiglu", "exact_gelu", _exact_geglu, gate_up, bias)
 
 
 def soft_cap(input: Tensor, cap: float) -> Tensor:

@@ -6,6 +6,8 @@ benchmarks/kernels.py times it.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +15,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megalite_kernels.norm import layer_norm, rms_norm
+from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
+from megalite_kernels.cross_entropy import Columns, Terms, gradient_, statistics
+from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
+from megalite_kernels.quantization import dequantize, quantize
+from megalite_kernels.rotary import rotary_embedding
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
+CENTERED_HIDDEN = (2048, 4096, 5120, 8192, 12288)  # of models with LayerNorm; its sums take twice the registers
 HEAD = 128
+# columns of a rank: a large vocabulary, a small one, and the last of 8 ranks, which holds padding
+COLUMNS = (Columns(0, 131072, 131072), Columns(0, 32000, 32000), Columns(44016, 6241, 50257))
+WIDTHS = (131072, 32000, 6288)
+EVERY_TERM = Terms(label_smoothing=0.1, z_loss=1e-4, soft_cap=30.0)
+ROTARY_HEADS, ROTARY_GROUPS = 32, 8
 # of the activations and of the weights; a weight around one is fp32 beside every activation
 DTYPES = (
     (torch.bfloat16, torch.bfloat16),
@@ -39,9 +51,15 @@ class Case:
     make_inputs: Callable[[int, str], list[Tensor]]
     """Random ones, of so many tokens, on a device. Those that require a gradient get one."""
     run: Callable[..., Tensor | tuple[Tensor, ...]]
-    """The operation on the inputs. In float64 it is what the kernels are compared with."""
+    """The operation on the inputs, which it may write over. In float64 it is what the kernels are compared with."""
     keeps_inputs: bool = True
     """Whether backward reads the inputs again: they count as traffic there."""
+    traffic: Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[int, int]] | None = None
+    """Bytes that forward and backward cannot but move, of inputs and outputs; None: as `measure.traffic` says."""
+    tolerance: float | None = None
+    """Of the error's norm over the result's; None: that of each output's dtype, as `selftest` has it."""
+    timed: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
+    """What is timed where `run` does more than the operation, such as copies of what is written over."""
 
     def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         found = self.run(*inputs)
@@ -52,22 +70,145 @@ def _dtypes(*dtypes: torch.dtype) -> str:
     return "/".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
-def _norm_inputs(
-    width: int, vectors: int, dtypes: tuple[torch.dtype, torch.dtype], tokens: int, device: str
+def _rows_and_vectors(
+    width: int, tensors: int, vectors: int, dtypes: tuple[torch.dtype, torch.dtype], tokens: int, device: str
 ) -> list[Tensor]:
-    input = torch.randn(tokens, width, dtype=dtypes[0], device=device)
-    weights = [torch.randn(width, dtype=dtypes[1], device=device) for _ in range(vectors)]
-    return [tensor.requires_grad_() for tensor in (input, *weights)]
+    found = [torch.randn(tokens, width, dtype=dtypes[0], device=device) for _ in range(tensors)]
+    found += [torch.randn(width, dtype=dtypes[1], device=device) for _ in range(vectors)]
+    return [tensor.requires_grad_() for tensor in found]
 
 
 def _norms() -> Iterator[Case]:
-    for function, vectors in ((rms_norm, 1), (layer_norm, 2)):
-        for width in (HEAD, *HIDDEN) if vectors == 1 else HIDDEN:
-            for dtypes in DTYPES:
-                name = f"{function.__name__} {width} {_dtypes(*dtypes)}"
-                inputs = partial(_norm_inputs, width, vectors, dtypes)
-                yield Case("norm", name, width, inputs, partial(function, epsilon=1e-5))
+    for function, tensors, vectors, widths, kinds in (
+        (rms_norm, 1, 1, (HEAD, *HIDDEN), DTYPES),
+        (layer_norm, 1, 2, CENTERED_HIDDEN, DTYPES),
+        (residual_rms_norm, 2, 1, HIDDEN, DTYPES[::3]),
+        (residual_layer_norm, 2, 2, CENTERED_HIDDEN, DTYPES[::3]),
+    ):
+        for width, dtypes in itertools.product(widths, kinds):
+            if width > 8192 and dtypes[0] == torch.float32:
+                continue  # nobody's, and the sums' registers spill there
+            name = f"{function.__name__} {width} {_dtypes(*dtypes)}"
+            inputs = partial(_rows_and_vectors, width, tensors, vectors, dtypes)
+            run = partial(function, epsilon=1e-5)
+            if tensors == 1:
+                yield Case("norm", name, width, inputs, run)
+            else:
+                yield Case("residual_norm", name, width, inputs, run, traffic=_residual_traffic)
+
+
+def _residual_traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, int]:
+    """Backward reads both gradients and the sum that was kept, and writes one gradient, which both inputs have."""
+    return 4 * outputs[0].nbytes, 4 * outputs[0].nbytes
+
+
+def _activations() -> Iterator[Case]:
+    for function, ffn, biases, kinds in (
+        (swiglu, 5632, 0, DTYPES[::3]),
+        (swiglu, 14336, 0, DTYPES[:1]),
+        (swiglu, 28672, 1, DTYPES[:1]),
+        (geglu, 14336, 0, DTYPES[:1]),
+        (exact_geglu, 14336, 1, DTYPES[::3]),
+        (gelu, 12288, 1, DTYPES[:1]),
+        (exact_gelu, 20480, 1, DTYPES[::3]),
+        (squared_relu, 24576, 0, DTYPES[:1]),
+    ):
+        gated = function in (swiglu, geglu, exact_geglu)
+        for dtypes in kinds:
+            name = f"{function.__name__} {ffn}{' bias' * biases} {_dtypes(*dtypes)}"
+            inputs = partial(_rows_and_vectors, ffn * (1 + gated), 1, biases, dtypes)
+            yield Case("swiglu" if gated else "gelu", name, ffn * (1 + gated), inputs, function)
+
+
+def _logits(width: int, columns: Columns, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    """Logits, labels, and for each token the log of the sum of exponentials and the loss's weight."""
+    logits = torch.randn(tokens, width, dtype=dtype, device=device)
+    labels = torch.randint(columns.vocab_size, (tokens,), device=device)
+    log_sums = torch.full((tokens,), math.log(columns.vocab_size) + 0.5, device=device)
+    return [logits, labels, log_sums, torch.rand(tokens, device=device)]
+
+
+def _statistics(columns: Columns, terms: Terms, *inputs: Tensor) -> Tensor:
+    return statistics(inputs[0], inputs[1], columns, terms)
+
+
+def _gradient(columns: Columns, terms: Terms, *inputs: Tensor) -> Tensor:
+    """Written over the logits."""
+    logits, labels, log_sums, scales = inputs
+    gradient_(logits, labels, log_sums, scales, columns, terms)
+    return logits
+
+
+def _cross_entropies() -> Iterator[Case]:
+    for (width, columns), terms in itertools.product(zip(WIDTHS, COLUMNS, strict=True), (Terms(), EVERY_TERM)):
+        for dtype in (torch.bfloat16, torch.float32) if width == WIDTHS[0] else (torch.bfloat16,):
+            inputs = partial(_logits, width, columns, dtype)
+            what = f"{'every term' if terms is EVERY_TERM else 'plain'} {width} {_dtypes(dtype)}"
+            for name, run in (("statistics", _statistics), ("gradient_", _gradient)):
+                # The sum of logits cancels: what is left of it has many times its terms' relative error.
+                tolerance = 3e-4 if name == "statistics" and terms is EVERY_TERM else None
+                run = partial(run, columns, terms)
+                yield Case("cross_entropy", f"{name} {what}", width, inputs, run, tolerance=tolerance)
+
+
+def _rotary_inputs(width: int, rotated: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    """A fused projection, as attention has it, and the tables."""
+    projected = torch.randn(tokens, 1, (ROTARY_HEADS + 2 * ROTARY_GROUPS) * width, dtype=dtype, device=device)
+    angles = torch.randn(tokens, 1, 1, rotated // 2, device=device)
+    return [projected.requires_grad_(), angles.cos(), angles.sin()]
+
+
+def _rotate(projected: Tensor, cosine: Tensor, sine: Tensor, *, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    query, key_value = projected.split([ROTARY_HEADS * width, 2 * ROTARY_GROUPS * width], dim=-1)
+    key, _ = key_value.unflatten(-1, (ROTARY_GROUPS, 2, width)).unbind(dim=-2)
+    return rotary_embedding(query.unflatten(-1, (ROTARY_HEADS, width)), key, cosine, sine, interleaved=interleaved)
+
+
+def _rotations() -> Iterator[Case]:
+    for width, rotated, dtype, interleaved in (
+        (HEAD, HEAD, torch.bfloat16, False),
+        (HEAD, HEAD, torch.float16, True),
+        (HEAD, HEAD, torch.float32, False),
+        (HEAD, HEAD // 4, torch.bfloat16, False),
+        (80, 80, torch.bfloat16, True),
+        (256, 256, torch.bfloat16, False),
+    ):
+        name = f"rotary_embedding {rotated}/{width} {_dtypes(dtype)}{' interleaved' if interleaved else ''}"
+        inputs = partial(_rotary_inputs, width, rotated, dtype)
+        run = partial(_rotate, width=width, interleaved=interleaved)
+        yield Case("rotary", name, (ROTARY_HEADS + 2 * ROTARY_GROUPS) * width, inputs, run, keeps_inputs=False)
+
+
+def _flat_inputs(width: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:
+    return [torch.randn(tokens * width, dtype=dtype, device=device)]
+
+
+def _quantized_and_back(values: Tensor, *, format: torch.dtype, block: int, seed: int | None) -> Tensor:
+    return dequantize(*quantize(values, format, block, seed=seed), block, values.dtype)
+
+
+def _quantizations() -> Iterator[Case]:
+    for format, dtype, block, seed in (
+        (torch.int8, torch.float32, 256, None),
+        (torch.int8, torch.float32, 256, 1),
+        (torch.int8, torch.bfloat16, 2048, 1),
+        (torch.float8_e4m3fn, torch.float32, 256, 1),
+        (torch.float8_e5m2, torch.float32, 256, 1),
+    ):
+        name = f"quantize {block} {_dtypes(dtype, format)} {'to nearest' if seed is None else 'stochastic'}"
+        run = partial(_quantized_and_back, format=format, block=block, seed=seed)
+        inputs = partial(_flat_inputs, 2048, dtype)
+        yield Case("quantization", name, 2048, inputs, run, traffic=_quantization_traffic)
+
+
+def _quantization_traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, int]:
+    """Values are read and codes of a byte written, and the other way round."""
+    return 2 * (inputs[0].nbytes + inputs[0].numel()), 0
 
 
 def cases() -> Iterator[Case]:
     yield from _norms()
+    yield from _cross_entropies()
+    yield from _activations()
+    yield from _rotations()
+    yield from _quantizations()

@@ -21,8 +21,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+Operation = Literal["norm", "residual_norm", "gelu", "swiglu", "rotary", "cross_entropy", "optimizer", "quantization"]
 Choice = Literal["auto", "triton", "reference"]
-RUNTIME_SIZES = ("rows",)  # arguments that differ from batch to batch: no kernel is compiled anew for their value
+# Arguments that differ from launch to launch: no kernel is compiled anew for their value.
+RUNTIME_SIZES = ("rows", "positions", "elements", "seed", "offset")
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _choice: Choice = "auto"
@@ -34,12 +36,16 @@ def choose(choice: Choice, *, to_reference: Collection[str] = ()) -> None:
     """Decide for all operations of this process; those of `to_reference` run as their reference under each choice.
 
     Raises:
-        ValueError: there is no such choice.
+        ValueError: there is no such choice, or no such operation.
         ModuleNotFoundError: `triton` was chosen and is not installed.
     """
     global _choice, _to_reference
     if choice not in get_args(Choice):
         raise ValueError(f"there are no kernels named {choice!r}; choose one of {', '.join(get_args(Choice))}")
+    unknown = sorted(set(to_reference) - set(get_args(Operation)))
+    if unknown:
+        known = ", ".join(get_args(Operation))
+        raise ValueError(f"no operation is named {', '.join(unknown)}; choose of {known}")
     if choice == "triton" and not _INSTALLED:
         raise ModuleNotFoundError("Triton is not installed, and the chosen kernels need it: pip install triton")
     _choice, _to_reference = choice, frozenset(to_reference)
@@ -51,9 +57,13 @@ def chosen() -> Choice:
     return _choice
 
 
-def runs_triton(operation: str, *tensors: Tensor) -> bool:
+def runs_triton(operation: Operation, *tensors: Tensor) -> bool:
     """Whether the operation on these tensors runs as Triton kernels, which are then ready."""
-    if _choice == "reference" or operation in _to_reference or any(tensor.dtype == torch.float64 for tensor in tensors):
+    return operation not in _to_reference and _suit_triton(*tensors)
+
+
+def _suit_triton(*tensors: Tensor) -> bool:
+    if _choice == "reference" or any(tensor.dtype == torch.float64 for tensor in tensors):
         return False
     if _choice == "auto" and not (all(tensor.device.type == "cuda" for tensor in tensors) and _INSTALLED):
         return False
@@ -64,7 +74,7 @@ def runs_triton(operation: str, *tensors: Tensor) -> bool:
 
 def description(device: torch.device, dtype: torch.dtype) -> str:
     """For a person: what runs on tensors of this device and dtype, and why where one might have expected Triton."""
-    if runs_triton("", torch.empty(0, device=device, dtype=dtype)):
+    if _suit_triton(torch.empty(0, device=device, dtype=dtype)):
         left = f", but for {', '.join(sorted(_to_reference))}" if _to_reference else ""
         return f"Triton {importlib.metadata.version('triton')}{left}"
     if _choice == "reference":
@@ -74,10 +84,11 @@ def description(device: torch.device, dtype: torch.dtype) -> str:
     return "plain PyTorch" + (": Triton is not installed" if device.type == "cuda" else "")
 
 
-def kernel(function: Callable[..., None]) -> Any:
+def kernel(function: Callable[..., Any]) -> Any:
     """Mark a module's function as a Triton kernel, `function[grid](...)` once `runs_triton` has said yes.
 
-    In it, `tl` is triton.language. Arguments named as RUNTIME_SIZES are not specialised.
+    In it, `tl` is triton.language, and other kernels may be called, also those of modules it imports them from.
+    Arguments named as RUNTIME_SIZES are not specialised.
     """
     assert isinstance(function, FunctionType)
     _waiting.append(function)
@@ -85,12 +96,16 @@ def kernel(function: Callable[..., None]) -> Any:
 
 
 def _import_triton() -> None:
-    """Put the compiled kernels in the place of the functions that wait, each in its module."""
+    """Put the compiled kernels in the place of the functions that wait, in each of their modules."""
     import triton
     import triton.language
 
-    while _waiting:
-        function = _waiting.pop()
+    compiled = {}
+    for function in _waiting:
         sizes = [name for name in RUNTIME_SIZES if name in inspect.signature(function).parameters]
-        function.__globals__["tl"] = triton.language
-        function.__globals__[function.__name__] = triton.jit(function, do_not_specialize=sizes)
+        compiled[function] = triton.jit(function, do_not_specialize=sizes)
+    for function in _waiting:
+        names = function.__globals__
+        found = {name: value for name, value in names.items() if isinstance(value, FunctionType) and value in compiled}
+        names |= {"tl": triton.language} | {name: compiled[function] for name, function in found.items()}
+    _waiting.clear()

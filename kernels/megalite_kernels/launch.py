@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 ELEMENTS = 16  # of each tensor that a thread holds: two accesses of 128 bits in bf16; with 8 or 32 registers spill
+FEWEST_WARPS = 4  # of a program
 LANES = 64 if torch.version.hip else 32  # threads of a warp
 LOOPING_WARPS = 32  # of a multiprocessor: enough loads under way to fill the memory's latency
 INTERPRETED_MULTIPROCESSORS = 1  # where there is no GPU: few, so that programs loop as they do on one
@@ -24,12 +25,13 @@ class Tile(NamedTuple):
 def tile(width: int, *, largest: int) -> Tile:
     """The tile for rows of `width` elements: whole rows, several where they are short, and at most `largest` columns.
 
-    What is wider goes through the kernel in columns, half as many at once.
+    What is wider goes through the kernel in columns, half as many at once, and half as many a thread: it is read again.
     """
-    columns = 1 << (width - 1).bit_length() if width <= largest else largest // 2
-    rows = max(2048 // columns, 1)
-    warps = rows * columns // (LANES * ELEMENTS)
-    return Tile(rows, columns, min(max(warps, 4), 16))
+    wide = width > largest
+    columns = largest // 2 if wide else 1 << (width - 1).bit_length()
+    warp = LANES * (ELEMENTS // 2 if wide else ELEMENTS)
+    rows = max(FEWEST_WARPS * warp // columns, 1)
+    return Tile(rows, columns, min(rows * columns // warp, 16))
 
 
 def as_rows(tensor: Tensor) -> Tensor:

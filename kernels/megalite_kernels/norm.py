@@ -6,24 +6,26 @@ RMSNorm (arXiv:1910.07467): x / sqrt(mean(x^2) + epsilon) * weight. LayerNorm (a
 Input and output [..., hidden], weight and bias [hidden]. With n = (x - mean) * r, r = 1 / sqrt(... + epsilon), no mean
 in RMSNorm, and g the incoming gradient, those of weight and bias are the sums over tokens of g * n and of g, and the
 input's is r * (g * weight - n * mean(g * weight * n) - mean(g * weight)), the last term in LayerNorm alone.
+
+With a residual the norm is of input + residual, rounded to their dtype, and that sum is returned beside it. The two
+share one gradient, the above and the sum's own: an addition that is fused gives the same bits as one that is not.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels.implementation import kernel, runs_triton
+from megalite_kernels import norm_kernels
+from megalite_kernels.implementation import runs_triton
 from megalite_kernels.launch import as_rows, looping_programs, tile
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
 FORWARD_COLUMNS = 16384  # a wider row is read again from the cache for each of its statistics
-BACKWARD_COLUMNS = 8192  # likewise, and its weight gradient is added up in memory
+# Likewise. The sums of a whole row stay in registers: beyond 16384 columns, or 12288 in LayerNorm, some of them spill.
+BACKWARD_COLUMNS = 8192
 
 # ------------------------------------------------------------------------------------------------- the reference
 
@@ -61,178 +63,65 @@ def layer_norm_reference(input: Tensor, weight: Tensor, bias: Tensor, epsilon: f
     return F.layer_norm(wide, weight.shape, weight, bias.to(weight.dtype), epsilon).to(input.dtype)
 
 
-# ------------------------------------------------------------------------------------------------- the kernels
-
-
-@kernel
-def _normalize(
-    input: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    output: tl.tensor,
-    means: tl.tensor,
-    inverses: tl.tensor,
-    rows: tl.tensor,
-    stride: tl.tensor,
-    epsilon: tl.tensor,
-    WIDTH: tl.constexpr,
-    CENTERED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Each program has ROWS rows, and goes over their columns once a statistic where they are more than COLUMNS."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    present = row < rows
-    column = tl.arange(0, COLUMNS)
-    mean = tl.zeros((ROWS,), tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)
-    if CENTERED:
-        for start in tl.static_range(0, WIDTH, COLUMNS):
-            inside = present[:, None] & (start + column < WIDTH)[None, :]
-            x = tl.load(input + row[:, None] * stride + (start + column)[None, :], mask=inside, other=0.0)
-            mean += tl.sum(x.to(tl.float32), 1)
-        mean /= WIDTH
-        tl.store(means + row, mean, mask=present)
-    for start in tl.static_range(0, WIDTH, COLUMNS):
-        inside = present[:, None] & (start + column < WIDTH)[None, :]
-        if not CENTERED or COLUMNS < WIDTH:
-            x = tl.load(input + row[:, None] * stride + (start + column)[None, :], mask=inside, other=0.0)
-        distance = tl.where(inside, x.to(tl.float32) - mean[:, None], 0.0)
-        squares += tl.sum(distance * distance, 1)
-    inverse = tl.rsqrt(squares / WIDTH + tl.cast(epsilon, tl.float32))
-    tl.store(inverses + row, inverse, mask=present)
-    for start in tl.static_range(0, WIDTH, COLUMNS):
-        inside = present[:, None] & (start + column < WIDTH)[None, :]
-        if COLUMNS < WIDTH:
-            x = tl.load(input + row[:, None] * stride + (start + column)[None, :], mask=inside, other=0.0)
-        scale = tl.load(weight + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
-        y = (x.to(tl.float32) - mean[:, None]) * inverse[:, None] * scale[None, :]
-        if CENTERED:
-            y += tl.load(bias + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)[None, :]
-        place = output + row[:, None] * WIDTH + (start + column)[None, :]
-        tl.store(place, y.to(output.dtype.element_ty), mask=inside)
-
-
-@kernel
-def _normalize_backward(
-    gradient: tl.tensor,
-    input: tl.tensor,
-    weight: tl.tensor,
-    means: tl.tensor,
-    inverses: tl.tensor,
-    input_gradient: tl.tensor,
-    weight_sums: tl.tensor,
-    bias_sums: tl.tensor,
-    rows: tl.tensor,
-    gradient_stride: tl.tensor,
-    stride: tl.tensor,
-    WIDTH: tl.constexpr,
-    CENTERED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:
-    """Each program adds up over its tiles of rows, in their order: [programs, WIDTH] sums of each parameter's gradient.
-
-    Where rows are wider than COLUMNS, the sums must hold zeros at the start.
-    """
-    program = tl.program_id(0)
-    column = tl.arange(0, COLUMNS)
-    weight_sum = tl.zeros((COLUMNS,), tl.float32)
-    bias_sum = tl.zeros((COLUMNS,), tl.float32)
-    for index in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
-        row = tl.cast(index, tl.int64) * ROWS + tl.arange(0, ROWS)
-        present = row < rows
-        inverse = tl.load(inverses + row, mask=present, other=0.0)[:, None]
-        mean = tl.zeros((ROWS, 1), tl.float32)
-        if CENTERED:
-            mean = tl.load(means + row, mask=present, other=0.0)[:, None]
-        along = tl.zeros((ROWS,), tl.float32)
-        common = tl.zeros((ROWS,), tl.float32)
-        for start in tl.static_range(0, WIDTH, COLUMNS):
-            inside = present[:, None] & (start + column < WIDTH)[None, :]
-            x = tl.load(input + row[:, None] * stride + (start + column)[None, :], mask=inside, other=0.0)
-            g = tl.load(gradient + row[:, None] * gradient_stride + (start + column)[None, :], mask=inside, other=0.0)
-            scale = tl.load(weight + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
-            scaled = g.to(tl.float32) * scale[None, :]
-            along += tl.sum(scaled * (x.to(tl.float32) - mean) * inverse, 1)
-            if CENTERED:
-                common += tl.sum(scaled, 1)
-        along /= WIDTH
-        common /= WIDTH
-        for start in tl.static_range(0, WIDTH, COLUMNS):
-            inside = present[:, None] & (start + column < WIDTH)[None, :]
-            if COLUMNS < WIDTH:
-                x = tl.load(input + row[:, None] * stride + (start + column)[None, :], mask=inside, other=0.0)
-                g = tl.load(
-                    gradient + row[:, None] * gradient_stride + (start + column)[None, :], mask=inside, other=0.0
-                )
-                scale = tl.load(weight + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
-            normed = (x.to(tl.float32) - mean) * inverse
-            result = (g.to(tl.float32) * scale[None, :] - normed * along[:, None] - common[:, None]) * inverse
-            place = input_gradient + row[:, None] * WIDTH + (start + column)[None, :]
-            tl.store(place, result.to(input_gradient.dtype.element_ty), mask=inside)
-            weight_part = tl.sum(g.to(tl.float32) * normed, 0)
-            bias_part = tl.sum(g.to(tl.float32), 0)
-            if COLUMNS < WIDTH:
-                valid = start + column < WIDTH
-                sums = weight_sums + program.to(tl.int64) * WIDTH + start + column
-                tl.store(sums, tl.load(sums, mask=valid, other=0.0) + weight_part, mask=valid)
-                if CENTERED:
-                    sums = bias_sums + program.to(tl.int64) * WIDTH + start + column
-                    tl.store(sums, tl.load(sums, mask=valid, other=0.0) + bias_part, mask=valid)
-            else:
-                weight_sum += weight_part
-                bias_sum += bias_part
-        if COLUMNS < WIDTH:
-            tl.debug_barrier()  # another thread may add to a sum in the next tile
-    if COLUMNS >= WIDTH:
-        tl.store(weight_sums + program.to(tl.int64) * WIDTH + column, weight_sum, mask=column < WIDTH)
-        if CENTERED:
-            tl.store(bias_sums + program.to(tl.int64) * WIDTH + column, bias_sum, mask=column < WIDTH)
-
-
-# ------------------------------------------------------------------------------------------------- their gradient
+# ------------------------------------------------------------------------------------------------- around the kernels
 
 
 class _Norm(torch.autograd.Function):
-    """LayerNorm, or RMSNorm where there is no bias. Keeps the input and one or two numbers a token."""
+    """LayerNorm, or RMSNorm where there is no bias, of the input; or of input + residual, and then that sum, too.
+
+    Keeps what is normalised and one or two numbers a token.
+    """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-        flat, width = as_rows(input), input.shape[-1]
-        rows, centered = flat.shape[0], bias is not None
+    def forward(
+        ctx: Any, input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        flat, width, centered = as_rows(input), input.shape[-1], bias is not None
+        rows, added = flat.shape[0], None if residual is None else as_rows(residual)
         output = torch.empty((rows, width), dtype=input.dtype, device=input.device)
+        total = None if residual is None else torch.empty_like(output)
         inverses = torch.empty(rows, dtype=torch.float32, device=input.device)
         means = torch.empty_like(inverses) if centered else None
         if rows:
             shape = tile(width, largest=FORWARD_COLUMNS)
-            _normalize[(-(-rows // shape.rows),)](
-                *(flat, weight.contiguous(), None if bias is None else bias.contiguous(), output, means, inverses),
-                *(rows, flat.stride(0), epsilon, width, centered, shape.rows, shape.columns),
+            norm_kernels.normalize[(-(-rows // shape.rows),)](
+                *(flat, added, weight.contiguous(), None if bias is None else bias.contiguous()),
+                *(total, output, means, inverses, rows, flat.stride(0), 0 if added is None else added.stride(0)),
+                *(epsilon, width, centered, shape.rows, shape.columns),
                 num_warps=shape.warps,
             )
-        ctx.save_for_backward(input, weight, bias, means, inverses)
-        return output.view(input.shape)
+        ctx.set_materialize_grads(False)
+        if total is None:
+            ctx.save_for_backward(input, weight, bias, means, inverses)
+            return output.view(input.shape)
+        total = total.view(input.shape)
+        ctx.save_for_backward(total, weight, bias, means, inverses)
+        return output.view(input.shape), total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         input, weight, bias, means, inverses = ctx.saved_tensors
+        total_gradient = gradients[1] if len(gradients) == 2 else None
+        if gradients[0] is None:
+            return total_gradient, total_gradient, None, None, None
         flat, gradient, width = as_rows(input), as_rows(gradients[0]), input.shape[-1]
         rows, centered = flat.shape[0], bias is not None
+        added = None if total_gradient is None else as_rows(total_gradient)
         shape = tile(width, largest=BACKWARD_COLUMNS)
         programs = looping_programs(-(-rows // shape.rows), shape.warps, input.device)
         input_gradient = torch.empty((rows, width), dtype=input.dtype, device=input.device)
-        create = torch.zeros if shape.columns < width else torch.empty
-        sums = create((1 + centered, programs, width), dtype=torch.float32, device=input.device)
-        _normalize_backward[(programs,)](
-            *(gradient, flat, weight.contiguous(), means, inverses),
+        sums = torch.empty((1 + centered, programs, width), dtype=torch.float32, device=input.device)
+        norm_kernels.normalize_backward[(programs,)](
+            *(gradient, added, flat, weight.contiguous(), means, inverses),
             *(input_gradient, sums[0], sums[1] if centered else None),
-            *(rows, gradient.stride(0), flat.stride(0), width, centered, shape.rows, shape.columns),
+            *(rows, gradient.stride(0), 0 if added is None else added.stride(0), flat.stride(0)),
+            *(width, centered, shape.rows, shape.columns),
             num_warps=shape.warps,
         )
-        totals = sums.sum(dim=1)
+        totals, input_gradient = sums.sum(dim=1), input_gradient.view(input.shape)
         bias_gradient = None if bias is None else totals[1].to(bias.dtype)
-        return input_gradient.view(input.shape), totals[0].to(weight.dtype), bias_gradient, None
+        residual_gradient = input_gradient if len(gradients) == 2 else None
+        return input_gradient, residual_gradient, totals[0].to(weight.dtype), bias_gradient, None
 
 
 # ------------------------------------------------------------------------------------------------- what is called
@@ -242,7 +131,7 @@ def rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """[..., hidden] to [..., hidden], in the dtype of the input; the weight may be wider."""
     if not runs_triton("norm", input, weight):
         return rms_norm_reference(input, weight, epsilon)
-    output: Tensor = _Norm.apply(input, weight, None, epsilon)
+    output: Tensor = _Norm.apply(input, None, weight, None, epsilon)
     return output
 
 
@@ -250,5 +139,27 @@ def layer_norm(input: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> T
     """[..., hidden] to [..., hidden], in the dtype of the input; the weight may be wider."""
     if not runs_triton("norm", input, weight, bias):
         return layer_norm_reference(input, weight, bias, epsilon)
-    output: Tensor = _Norm.apply(input, weight, bias, epsilon)
+    output: Tensor = _Norm.apply(input, None, weight, bias, epsilon)
     return output
+
+
+def residual_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The norm of input + residual, both [..., hidden] of one dtype, and that sum: the norm is of the rounded one."""
+    tensors = (input, residual, weight)
+    if not (runs_triton("norm", *tensors) and runs_triton("residual_norm", *tensors)):
+        total = residual + input
+        return rms_norm(total, weight, epsilon), total
+    outputs: tuple[Tensor, Tensor] = _Norm.apply(input, residual, weight, None, epsilon)
+    return outputs
+
+
+def residual_layer_norm(
+    input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """The norm of input + residual, both [..., hidden] of one dtype, and that sum: the norm is of the rounded one."""
+    tensors = (input, residual, weight, bias)
+    if not (runs_triton("norm", *tensors) and runs_triton("residual_norm", *tensors)):
+        total = residual + input
+        return layer_norm(total, weight, bias, epsilon), total
+    outputs: tuple[Tensor, Tensor] = _Norm.apply(input, residual, weight, bias, epsilon)
+    return outputs

@@ -58,8 +58,8 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
         values["window_rotary_base"] = None
     del values["group_query_attention"], values["window_attn_skip_freq"]
     if not model.rotary:
-        rotary = ("rotary_base", "rotary_percent", "window_rotary_base", "rotary_seq_len_interpolation_factor")
-        values |= dict.fromkeys([*rotary, "use_rope_scaling"])
+        values |= dict.fromkeys(name for name in values if name.startswith("rotary_"))
+        values |= dict.fromkeys(("window_rotary_base", "use_rope_scaling"))
     if not values["use_rope_scaling"]:
         values |= dict.fromkeys(name for name in values if name.startswith("rope_scaling_"))
     if model.position_embedding_type != "yarn":

@@ -1,4 +1,4 @@
-"""Which implementation of the fused operations runs."""
+"""Which implementation of the fused operations runs, and whether what is between them is compiled."""
 
 from __future__ import annotations
 
@@ -12,3 +12,32 @@ class KernelsConfig:
 
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
+    persist_layer_norm: bool = True
+    """Off: norms in plain PyTorch, whatever kernels says; so with each fusion that follows."""
+    bias_dropout_fusion: bool = True
+    """Add a residual in the kernel of the norm behind it."""
+    bias_gelu_fusion: bool = True
+    """GELU by its kernels. --no-bias-gelu-fusion also makes it exact, as in Megatron-LM."""
+    bias_swiglu_fusion: bool = True
+    """SwiGLU and GeGLU by their kernels."""
+    rope_fusion: bool = True
+    """Rotary position embeddings by their kernel."""
+    cross_entropy_loss_fusion: bool = True
+    """The loss by its kernels."""
+    fused_linear_cross_entropy: bool = False
+    """Compute the loss with the output layer, over chunks of tokens: logits are made twice, and take no memory."""
+    compile: bool = False
+    """Compile each layer by torch.compile: what is between its matrix products, attention and Triton's kernels."""
+
+    @property
+    def to_reference(self) -> tuple[str, ...]:
+        """The operations of megalite_kernels that are left to plain PyTorch."""
+        operations = {
+            "norm": self.persist_layer_norm,
+            "residual_norm": self.persist_layer_norm and self.bias_dropout_fusion,
+            "gelu": self.bias_gelu_fusion,
+            "swiglu": self.bias_swiglu_fusion,
+            "rotary": self.rope_fusion,
+            "cross_entropy": self.cross_entropy_loss_fusion,
+        }
+        return tuple(operation for operation, fused in operations.items() if not fused)

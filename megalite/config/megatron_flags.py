@@ -1,8 +1,9 @@
 """Megatron-LM's flags that are no field here: what becomes of each, in one place.
 
-A flag of Megatron-LM is a field of the dataclasses, another spelling of one (`ALIASES`, `SHORTHANDS`), accepted because
-it is already so (`ALREADY_SO`, and `ACCEPTED_VALUES` at the values given there), or refused with a reason. None is
-ignored. Names are those of Megatron-LM d98e8a64 (2026-08-22), without the leading dashes and with hyphens.
+A flag of Megatron-LM is a field of the dataclasses, another spelling of one (`ALIASES`, `SHORTHANDS`,
+`VALUE_SHORTHANDS`), accepted because it is already so (`ALREADY_SO`, and `ACCEPTED_VALUES` at the values given there),
+or refused with a reason. None is ignored. Names are those of Megatron-LM d98e8a64 (2026-08-22), without the leading
+dashes and with hyphens.
 """
 
 from __future__ import annotations
@@ -34,25 +35,31 @@ SHORTHANDS: Mapping[str, Sequence[str]] = {
 }
 """Flags without a value that stand for another flag and its value."""
 
+VALUE_SHORTHANDS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "cross-entropy-fusion-impl": {"linear": ("--fused-linear-cross-entropy",)},
+}
+"""Values at which a flag stands for another."""
+
 NO_POSITION_EMBEDDING = "no-position-embedding"
 """Turns the learned table off and leaves rotary embeddings alone: so it is applied after all other flags."""
 
 NO_BIAS_GELU_FUSION = "no-bias-gelu-fusion"
-"""Makes GELU exact, as Megatron-LM's is unless fused, and leaves other activations alone: applied last, too."""
+"""A field, which also makes GELU exact, as Megatron-LM's is unless fused, and leaves other activations alone: applied
+last, too."""
 
 ALREADY_SO: Mapping[str, str] = {
     "attention runs through torch's fused kernels, with its softmax in fp32": """
     use-flash-attn attention-softmax-in-fp32 apply-query-key-layer-scaling""",
     "one engine shards, as --data-parallel-sharding-strategy says": "use-megatron-fsdp",
     "the model has one implementation": "use-mcore-models",
-    "no kernel is fused or compiled that this would switch off": """
-    no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion no-rope-fusion
-    no-gradient-accumulation-fusion no-persist-layer-norm disable-jit-fuser""",
+    "the softmax is part of attention, and has no kernel of its own": "no-masked-softmax-fusion",
+    "torch's own matrix products add weight gradients up": "no-gradient-accumulation-fusion",
+    "layers are compiled by --compile alone": "disable-jit-fuser",
+    "a residual is added in the norm's kernel, unless --no-bias-dropout-fusion": "fused-residual-rmsnorm",
     "GELU is in its tanh form, unless --exact-gelu": "openai-gelu",
     "a rank posts every receive from its neighbours ahead, also while a pipeline fills and drains": """
     overlap-p2p-communication-warmup-flush""",
     "each module waits for the gather of its own parameters, whatever other pipeline ranks do": "no-align-param-gather",
-    "the vocabulary-parallel cross entropy is one fused function": "cross-entropy-loss-fusion",
     "the loss is the sum over the tokens of the global batch over their count": "calculate-per-token-loss",
     "initial weights are drawn on the CPU, the same for every layout": "use-cpu-initialization",
     "gradients are accumulated and reduced in fp32 unless --grad-reduce-in-bf16": "accumulate-allreduce-grads-in-fp32",
@@ -239,10 +246,10 @@ REFUSED: Mapping[str, str] = {
     POSITION: "override-ckpt-iteration",
     CONVERSION: "ckpt-convert-format ckpt-convert-save",
     FAMILIES: """
-    rotary-interleaved load-main-params-from-ckpt skip-train
+    load-main-params-from-ckpt skip-train
     """,
     KERNELS: """
-    fused-residual-rmsnorm muon-use-syrk
+    muon-use-syrk
     """,
     CLUSTER: """
     profile profile-step-start profile-step-end use-pytorch-profiler pytorch-profiler-collect-shapes
@@ -394,11 +401,12 @@ def settled(flag: str, values: Sequence[str]) -> str | None:
         return f"--{flag}: already so, {why}"
     if flag in ACCEPTED_VALUES:
         accepted, why = ACCEPTED_VALUES[flag]
+        taken = " ".join([accepted, *VALUE_SHORTHANDS.get(flag, ())])
         if not values:
-            raise ConfigurationError(f"--{flag} needs a value: {_one_of(accepted)}")
+            raise ConfigurationError(f"--{flag} needs a value: {_one_of(taken)}")
         others = [value for value in values if value not in accepted.split()]
         if others:
-            raise ConfigurationError(f"--{flag} {' '.join(others)}: {why}; it takes {_one_of(accepted)}")
+            raise ConfigurationError(f"--{flag} {' '.join(others)}: {why}; it takes {_one_of(taken)}")
         return f"--{flag} {' '.join(values)}: already so"
     reason = refusal(flag)
     if reason:
@@ -418,8 +426,7 @@ def refused_value(flag: str, value: str) -> str | None:
 
 def names() -> list[str]:
     """Every flag of the tables."""
-    applied_last = NO_POSITION_EMBEDDING, NO_BIAS_GELU_FUSION
-    return [*ALIASES, *SHORTHANDS, *applied_last, *_already_so(), *ACCEPTED_VALUES, *REMOVED, *_refused()]
+    return [*ALIASES, *SHORTHANDS, NO_POSITION_EMBEDDING, *_already_so(), *ACCEPTED_VALUES, *REMOVED, *_refused()]
 
 
 @cache

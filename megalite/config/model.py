@@ -36,6 +36,8 @@ class ModelConfig:
     """Base of the rotary frequencies (theta)."""
     rotary_percent: float = 1.0
     """Share of each head's channels that is rotated, above 0 up to 1."""
+    rotary_interleaved: bool = False
+    """Rotate channel 2i with 2i + 1, instead of channels that are half of the rotated ones apart."""
     rotary_seq_len_interpolation_factor: float | None = None
     """Divide the rotary angles by this: so many times the trained positions fit in (linear scaling); unset: 1."""
     use_rope_scaling: bool = False

@@ -124,9 +124,11 @@ def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:
     """What a flag means: arguments for tyro, or a note that it changes nothing."""
     if not flag:
         raise ConfigurationError(f"{' '.join(values)!r} stands before any flag")
-    last = megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.NO_BIAS_GELU_FUSION
-    if flag in megatron_flags.SHORTHANDS or flag in last:
+    if flag in megatron_flags.SHORTHANDS or flag == megatron_flags.NO_POSITION_EMBEDDING:
         return [*megatron_flags.SHORTHANDS.get(flag, ()), *_none(flag, values)], None
+    meant = megatron_flags.VALUE_SHORTHANDS.get(flag, {}).get(" ".join(values))
+    if meant is not None:
+        return list(meant), None
     flag = megatron_flags.ALIASES.get(flag, flag)
     places = fields_by_name()
     if flag.replace("-", "_") in places:

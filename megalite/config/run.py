@@ -31,7 +31,7 @@ class RunConfig:
     training: TrainingConfig
     """Batches, length, evaluation, precision."""
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
-    """Implementation of the fused operations."""
+    """Implementation of the fused operations, and compilation."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving and loading."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)

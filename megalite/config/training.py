@@ -44,6 +44,10 @@ class TrainingConfig:
     """Steps without an overflow after which a dynamic loss scale doubles."""
     hysteresis: int = 2
     """Overflows since a dynamic loss scale last grew before it halves."""
+    label_smoothing: float = 0.0
+    """In training, of each label's probability the share that all tokens get alike; evaluation is without."""
+    z_loss_coeff: float = 0.0
+    """In training, this times the square of log(sum(exp(logits))) is added to a token's loss; evaluation is without."""
     fp64: bool = False
     """Compute in float64, to compare layouts to the last digits."""
     deterministic_mode: bool = False

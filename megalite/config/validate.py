@@ -34,7 +34,7 @@ _AT_LEAST_ZERO = """tiktoken_num_special_tokens
     norm_epsilon init_method_std num_workers lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init
     decoupled_lr decoupled_min_lr weight_decay start_weight_decay end_weight_decay
     clip_grad eval_iters seed ckpt_step tolerated_save_failures manual_gc_interval mid_level_dataset_surplus
-    mscale mscale_all_dim"""
+    mscale mscale_all_dim z_loss_coeff"""
 _ABOVE_ZERO = """loss_scale initial_loss_scale min_loss_scale rotary_base exit_duration_in_mins
     window_rotary_base query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
     rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor rotary_seq_len_interpolation_factor
@@ -56,7 +56,8 @@ _IDLE_WITHOUT_PIPELINE = {
     "align_grad_reduce": "no-align-grad-reduce",
 }
 _SHARES = "lr_warmup_fraction fim_rate fim_spm_rate fim_fragment_rate"
-_FROM_ZERO_BELOW_ONE = "hidden_dropout attention_dropout adam_beta1 adam_beta2 sgd_momentum muon_momentum"
+_FROM_ZERO_BELOW_ONE = """hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum
+    muon_momentum"""
 
 
 def resolve(config: RunConfig, world_size: int) -> RunConfig:
@@ -245,7 +246,7 @@ def _rotary(model: ModelConfig) -> Iterator[str]:
     else:
         idle = [(name, "--position-embedding-type yarn") for name in _of_yarn(model)]
     if not model.rotary:
-        rope = ("rotary_base", "rotary_percent", "window_rotary_base", *scaling)
+        rope = ("rotary_base", "rotary_percent", "rotary_interleaved", "window_rotary_base", *scaling)
         idle += [(name, "--position-embedding-type rope") for name in rope]
     elif int(model.head_dim * model.rotary_percent) < 2:
         yield f"--rotary-percent {model.rotary_percent} of {model.head_dim} channels a head leaves no pair to rotate"

@@ -12,8 +12,8 @@ from megalite.config.tokenizer import TokenizerType
 from megalite.errors import CheckpointError
 
 _SAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention
-    max_position_embeddings rotary_base rotary_percent rotary_seq_len_interpolation_factor use_rope_scaling
-    rope_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
+    max_position_embeddings rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor
+    use_rope_scaling rope_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
     yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p qk_layernorm swiglu squared_relu
     add_bias_linear add_qkv_bias untie_embeddings_and_output_weights make_vocab_size_divisible_by init_method_std
     hidden_dropout attention_dropout normalization position_embedding_type"""
@@ -35,7 +35,6 @@ _NOT_OURS: Mapping[str, tuple[object, ...]] = {
     "qk_l2_norm": (None, False),
     "softmax_type": (None, "vanilla"),
     "softmax_scale": (None,),
-    "rotary_interleaved": (None, False),
     "no_rope_freq": (None,),
     "mrope_section": (None,),
     "quick_geglu": (None, False),
@@ -103,6 +102,8 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
         problems.append(f"  --rotary-percent {model.rotary_percent}: an odd number of {model.head_dim} channels")
     if model.rotary and model.use_rope_scaling and model.rotary_seq_len_interpolation_factor not in (None, 1):
         problems.append("  --use-rope-scaling with --rotary-seq-len-interpolation-factor: megalite scales once")
+    if model.rotary_interleaved and model.position_embedding_type == "yarn":
+        problems.append("  --rotary-interleaved with --position-embedding-type yarn: Megatron-LM has no such network")
     if problems:
         raise CheckpointError("\n".join(problems))
     # Megatron-LM's GELU is exact, but for the one that is fused with a bias.
@@ -160,7 +161,6 @@ def arguments_of(
         "bias_gelu_fusion": not (model.gated or model.squared_relu or model.exact_gelu),
         "add_position_embedding": True,
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
-        "rotary_interleaved": False,
         "window_size": next(((before, 0) for before in windows if before is not None), None),
         "window_attn_skip_freq": [int(before is not None) for before in windows] if None in windows else None,
         "seq_length": sequence_length or model.max_position_embeddings,

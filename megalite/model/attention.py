@@ -80,6 +80,7 @@ class Attention(nn.Module):
         self.windowed = config.keys_before[layer] is not None
         self.soft_cap, scalar = config.attn_logit_softcapping, config.query_pre_attn_scalar
         self.score_scale = None if scalar is None else 1.0 / math.sqrt(scalar)
+        self.rotary_interleaved = config.rotary_interleaved
         self.dropout, self.recompute = config.attention_dropout, recompute
         self.site = Site(layer, "attention", mesh.coordinate("tp"))
         name = f"layers.{layer}.attention"
@@ -142,16 +143,18 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[sequence (/ size under sequence parallelism), batch, hidden] to the same."""
         query, key, value = self._project(hidden, context)
+        return self.output(self.attend(query, key, value, context))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> Tensor:
+        """Queries, keys and values as of `_project` to [sequence, batch, heads * head_dim]."""
         if context.cache is not None:
             key, value = context.cache.extend(self.site.layer, key, value)
         dropout = self.dropout if self.training else 0.0
         mask = context.windowed_mask if self.windowed else context.mask
         core = functools.partial(self._core, context=context, mask=mask, dropout=dropout)
         if (self.recompute or keeps_scores(mask, self.soft_cap)) and torch.is_grad_enabled():
-            mixed = checkpoint(core, query, key, value, use_reentrant=False, preserve_rng_state=False)
-        else:
-            mixed = core(query, key, value)
-        return self.output(mixed)
+            return checkpoint(core, query, key, value, use_reentrant=False, preserve_rng_state=False)
+        return core(query, key, value)
 
     def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [sequence, batch, heads, head_dim], keys and values [sequence, batch, groups, head_dim]."""
@@ -165,7 +168,7 @@ class Attention(nn.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         rotary = context.windowed_rotary if self.windowed else context.rotary
         if rotary is not None:
-            query, key = rotary_embedding(query, *rotary), rotary_embedding(key, *rotary)
+            query, key = rotary_embedding(query, key, *rotary, interleaved=self.rotary_interleaved)
         return query, key, value
 
     def _core(

@@ -47,14 +47,22 @@ class Block(nn.Module):
         self.attention_site = Site(layer, "attention output", shard)
         self.mlp_site = Site(layer, "mlp output", shard)
 
-    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """[sequence (/ size under sequence parallelism), batch, hidden] to the same."""
+    def forward(self, hidden: Tensor, branch: Tensor | None, context: LayerContext) -> tuple[Tensor, Tensor]:
+        """Hidden states, and what the layer before leaves to be added to them, to the same two.
+
+        [sequence (/ size under sequence parallelism), batch, hidden] each: so additions go with the norms after them.
+        """
         probability = self.dropout if self.training else 0.0
-        attended = self.attention(self.input_norm(hidden), context)
+        normed, hidden = (self.input_norm(hidden), hidden) if branch is None else self.input_norm(branch, hidden)
+        attended = self.attention(normed, context)
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
-        after_attention = hidden + dropout(attended, probability, context.key, self.attention_site)
-        transformed = self.mlp(self.mlp_norm(hidden if self.parallel_residual else after_attention))
+        attended = dropout(attended, probability, context.key, self.attention_site)
+        if self.parallel_residual:
+            normed, hidden = self.mlp_norm(hidden), hidden + attended
+        else:
+            normed, hidden = self.mlp_norm(attended, hidden)
+        transformed = self.mlp(normed)
         if self.mlp_output_norm is not None:
             transformed = self.mlp_output_norm(transformed)
-        return after_attention + dropout(transformed, probability, context.key, self.mlp_site)
+        return hidden, dropout(transformed, probability, context.key, self.mlp_site)

@@ -17,10 +17,9 @@ from megalite.model.batch import LayerContext, MicroBatch, first_visible
 from megalite.model.block import Block
 from megalite.model.cache import KeyValueCache
 from megalite.model.embedding import Embedding, word_sharding
-from megalite.model.head import Head
+from megalite.model.head import Head, Loss
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
-from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite_kernels.attention import block_mask, dense_mask, goes_in_blocks
@@ -46,6 +45,7 @@ class GPT(nn.Module):
         tied: Parameter | None = None,
         sequence_parallel: bool = False,
         recompute: Recompute | None = None,
+        loss: Loss | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Build this rank's share on the mesh's device, its values not yet set (see `initialize`).
@@ -75,7 +75,7 @@ class GPT(nn.Module):
             if own is not None and not config.untie_embeddings_and_output_weights:
                 own.sharding = replace(own.sharding, uses=2)
             weight = None if config.untie_embeddings_and_output_weights else own if own is not None else word
-            self.head = Head(config, mesh, self.vocab_size, weight, **rest)
+            self.head = Head(config, mesh, self.vocab_size, weight, loss or Loss(), **rest)
 
     def blocks(self) -> list[nn.Module]:
         """The parts that forward runs one after the other; together they hold every parameter."""
@@ -88,7 +88,13 @@ class GPT(nn.Module):
         where it has no labels its logits [sequence, batch, padded vocabulary / tensor-parallel size].
         """
         hidden = self.hidden_states(hidden, micro_batch)
-        return hidden if self.head is None else self._loss(self.head(hidden), micro_batch)
+        if self.head is None:
+            return hidden
+        labels, mask = micro_batch.labels, micro_batch.loss_mask
+        if labels is None or mask is None:
+            logits: Tensor = self.head(hidden)
+            return logits
+        return (self.head(hidden, labels.t()) * mask.t()).sum()
 
     def hidden_states(
         self, hidden: Tensor | None, micro_batch: MicroBatch, cache: KeyValueCache | None = None
@@ -99,12 +105,6 @@ class GPT(nn.Module):
         if hidden is None:
             raise ValueError("a stage without the embedding needs hidden states")
         return self._run_layers(hidden, self._context(micro_batch, cache)) if len(self.layers) else hidden
-
-    def _loss(self, logits: Tensor, micro_batch: MicroBatch) -> Tensor:
-        if micro_batch.labels is None or micro_batch.loss_mask is None:
-            return logits
-        losses = vocab_parallel_cross_entropy(logits, micro_batch.labels.t(), self.mesh.group("tp"), self.vocab_size)
-        return (losses * micro_batch.loss_mask.t()).sum()
 
     def _context(self, micro_batch: MicroBatch, cache: KeyValueCache | None) -> LayerContext:
         rotary = windowed_rotary = None
@@ -145,9 +145,10 @@ class GPT(nn.Module):
 
 
 def _run(layers: Sequence[nn.Module], hidden: Tensor, context: LayerContext) -> Tensor:
+    branch = None
     for layer in layers:
-        hidden = layer(hidden, context)
-    return hidden
+        hidden, branch = layer(hidden, branch, context)
+    return hidden if branch is None else hidden + branch
 
 
 def make_chunks(
@@ -158,6 +159,7 @@ def make_chunks(
     *,
     sequence_parallel: bool = False,
     recompute: Recompute | None = None,
+    loss: Loss | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[GPT]:
     """The stages that one rank holds. `word_copies`: the ranks with the first stage and the last, for tied weights."""
@@ -172,6 +174,7 @@ def make_chunks(
             tied=tied,
             sequence_parallel=sequence_parallel,
             recompute=recompute,
+            loss=loss,
             dtype=dtype,
         )
         if chunk.embedding is not None:

@@ -1,18 +1,70 @@
-"""The end of a GPT: final norm and output layer."""
+"""The end of a GPT: final norm, output layer and loss."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
 from megalite.model.norm import Norm
+from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.linear import ColumnParallelLinear
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.linear_cross_entropy import linear_cross_entropy
+from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import split
 from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
 from megalite_kernels.activation import soft_cap
+from megalite_kernels.cross_entropy import Terms
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What is trained on beside the cross entropy, and how it is computed."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    fused: bool = False
+    """Together with the output layer, over chunks of tokens: logits are never whole."""
+
+
+class OutputLayer(ColumnParallelLinear):
+    """From hidden states to logits, or to the losses of labels."""
+
+    def __init__(
+        self,
+        weight: Parameter | Sharding,
+        group: Group,
+        vocab_size: int,
+        soft_cap: float | None,
+        loss: Loss,
+        *,
+        sequence_parallel: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`weight`: of a layer of its own, its placement; else that of the word embedding."""
+        use = 1 if isinstance(weight, Parameter) else 0
+        super().__init__([weight], [], group, sequence_parallel=sequence_parallel, dtype=dtype, device=device, use=use)
+        self.vocab_size, self.fused, self.evaluated = vocab_size, loss.fused, Terms(soft_cap=soft_cap)
+        self.trained = replace(self.evaluated, label_smoothing=loss.label_smoothing, z_loss=loss.z_loss)
+
+    def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
+        """[sequence (/ size under sequence parallelism), batch, hidden] to logits [sequence, batch, columns], or with
+        labels [sequence, batch] to losses of their shape. Outside training these are the cross entropy alone.
+        """
+        if labels is None:
+            logits = super().forward(input)
+            return logits if self.evaluated.soft_cap is None else soft_cap(logits, self.evaluated.soft_cap)
+        terms = self.trained if self.training else self.evaluated
+        if not self.fused:
+            return vocab_parallel_cross_entropy(super().forward(input), labels, self.group, self.vocab_size, terms)
+        weight, group, split = self.weights[0], self.group, self.sequence_parallel
+        return linear_cross_entropy(
+            input, weight, labels, group, self.vocab_size, terms, sequence_parallel=split, use=self.use
+        )
 
 
 class Head(nn.Module):
@@ -24,13 +76,13 @@ class Head(nn.Module):
         mesh: ParallelMesh,
         vocab_size: int,
         tied: Parameter | Sharding | None,
+        loss: Loss,
         *,
         sequence_parallel: bool,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.norm = Norm(config, mesh, "final_norm", config.hidden_size, summed=sequence_parallel, dtype=dtype)
-        self.soft_cap = config.final_logit_softcapping
         weight: Parameter | Sharding
         if tied is None:
             shape = (vocab_size, config.hidden_size)
@@ -38,17 +90,18 @@ class Head(nn.Module):
             weight = split(mesh, output, 0, padded=config.padded_vocab_size(mesh.size("tp")))
         else:
             weight = tied
-        self.output = ColumnParallelLinear(
-            [weight],
-            [],
+        self.output = OutputLayer(
+            weight,
             mesh.group("tp"),
+            vocab_size,
+            config.final_logit_softcapping,
+            loss,
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=mesh.device,
-            use=1 if isinstance(tied, Parameter) else 0,
         )
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[sequence (/ size under sequence parallelism), batch, hidden] to logits [sequence, batch, columns]."""
-        logits: Tensor = self.output(self.norm(hidden))
-        return logits if self.soft_cap is None else soft_cap(logits, self.soft_cap)
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        """As the output layer, from what leaves the last layer of the network."""
+        found: Tensor = self.output(self.norm(hidden), labels)
+        return found

@@ -16,7 +16,7 @@ from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
 
 
-def _activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+def _activation(config: ModelConfig) -> Callable[[Tensor, Tensor | None], Tensor]:
     if config.swiglu:
         return swiglu
     if config.geglu:
@@ -50,6 +50,7 @@ class MLP(nn.Module):
             sequence_parallel=sequence_parallel,
             dtype=dtype,
             device=mesh.device,
+            adds_bias=False,
         )
         down = LogicalTensor(
             f"{name}.down",
@@ -70,4 +71,4 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[sequence (/ size under sequence parallelism), batch, hidden] to the same."""
-        return self.down(self.activation(self.up(hidden)))
+        return self.down(self.activation(self.up(hidden), self.up.bias))

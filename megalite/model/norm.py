@@ -10,7 +10,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import replicated
 from megalite.parallel.sharding import Constant, LogicalTensor
-from megalite_kernels.norm import layer_norm, rms_norm
+from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 
 
 class Norm(nn.Module):
@@ -32,11 +32,15 @@ class Norm(nn.Module):
         self.weight = vector("weight", 0.0 if self.around_one else 1.0)
         self.bias = vector("bias", 0.0) if config.normalization == "LayerNorm" else None
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[..., width] to [..., width]."""
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of the input [..., width]; or, with a residual like it, that of their sum, and the sum."""
         weight: Tensor = self.weight
         if self.around_one:  # what is close to 1 would lose the digits that its distance from 1 has
             weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        if residual is None:
+            if self.bias is None:
+                return rms_norm(input, weight, self.epsilon)
+            return layer_norm(input, weight, self.bias, self.epsilon)
         if self.bias is None:
-            return rms_norm(input, weight, self.epsilon)
-        return layer_norm(input, weight, self.bias, self.epsilon)
+            return residual_rms_norm(input, residual, weight, self.epsilon)
+        return residual_layer_norm(input, residual, weight, self.bias, self.epsilon)

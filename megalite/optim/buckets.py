@@ -125,17 +125,21 @@ class Bucket:
             accumulator.begin_step(micro_batches)
 
     def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
-        """Add the gradient of a use, or keep it where gradients are deferred. With a micro-batch's last of a chunk the
-        parameters have been used, added or not.
+        """Add the gradient of a use, which may read the parameter, or keep it where gradients are deferred. With a
+        micro-batch's last of a chunk the parameters have been used, added or not.
         """
         accumulator = self._accumulator_of[use]
-        self._handed_over[accumulator.chunk] += 1
-        if self._handed_over[accumulator.chunk] % accumulator.gradients_a_micro_batch == 0:
-            self.free_parameters()
         if self.deferred is not None:
             self.deferred.keep(partial(accumulator.add, parameter, gradient, use))
         else:
             accumulator.add(parameter, gradient, use)
+        self._handed_over[accumulator.chunk] += 1
+        if self._handed_over[accumulator.chunk] % accumulator.gradients_a_micro_batch == 0:
+            self.free_parameters()
+
+    @property
+    def frees_parameters(self) -> bool:
+        return self.stage == 3
 
     def begin_reduction(self, chunk: int, micro_batches: int) -> None:
         """Reduce what so many micro-batches of a chunk complete, unless that has begun."""

@@ -53,12 +53,13 @@ class BlockGathers:
 
         return hook
 
-    def _after_forward(self, index: int) -> Callable[[nn.Module, object, Tensor], None]:
-        def hook(module: nn.Module, arguments: object, output: Tensor) -> None:
+    def _after_forward(self, index: int) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, arguments: object, outputs: Tensor | tuple[Tensor, ...]) -> None:
             if self._in_backward:
                 return
             for bucket in self._buckets[index]:
                 bucket.free_parameters()
+            output = outputs[-1] if isinstance(outputs, tuple) else outputs  # backward comes to the last one first
             if output.requires_grad:
                 output.register_hook(lambda gradient: self._make_whole(index, following=index - 1))
 

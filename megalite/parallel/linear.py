@@ -133,22 +133,32 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         use: int = 0,
+        adds_bias: bool = True,
     ) -> None:
-        """A weight that is tied to another layer's is given as that `Parameter`, with the number of its use here."""
+        """A weight that is tied to another layer's is given as that `Parameter`, with the number of its use here.
+
+        `adds_bias`: or leaves `bias` to be added by what comes next.
+        """
         super().__init__()
         self.weights = nn.ParameterList(
             [weight if isinstance(weight, Parameter) else Parameter(weight, dtype, device) for weight in weights]
         )
         self.biases = nn.ParameterList([Parameter(sharding, dtype, device) for sharding in biases])
-        self.group, self.use = group, use
+        self.group, self.use, self.adds_bias = group, use, adds_bias
         self.sequence_parallel = sequence_parallel and group.size > 1
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out / size]"""
+        if len(self.biases) < 2:
+            return self.biases[0] if self.biases else None
+        return torch.cat(list(self.biases))
 
     def forward(self, input: Tensor) -> Tensor:
         """[sequence (/ size under sequence parallelism), batch, in] to [sequence, batch, out / size]."""
         output: Tensor = _ColumnParallel.apply(input, self.group, self.sequence_parallel, self.use, *self.weights)
-        if len(self.biases) == 0:
-            return output
-        return output + (self.biases[0] if len(self.biases) == 1 else torch.cat(list(self.biases)))
+        bias = self.bias if self.adds_bias else None
+        return output if bias is None else output + bias
 
 
 class RowParallelLinear(nn.Module):

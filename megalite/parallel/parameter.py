@@ -93,6 +93,10 @@ class GradientBuffer(Protocol):
     def deferred(self) -> DeferredGradients | None:
         """What keeps gradients that arrive now; None: they are added."""
 
+    @property
+    def frees_parameters(self) -> bool:
+        """Whether a parameter's values may be gone once its gradient has been added or kept."""
+
     def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
         """Take a gradient of one of the parameter's uses in a forward pass, by number."""
 

@@ -47,5 +47,10 @@ def dropout(input: Tensor, probability: float, key: RandomKey, site: Site) -> Te
     """Zero elements with `probability` and scale the rest by 1 / (1 - probability); the identity at 0."""
     if probability == 0.0:
         return input
+    return drop(input, probability, key, site)
+
+
+def drop(input: Tensor, probability: float, key: RandomKey, site: Site) -> Tensor:
+    """As `dropout`, at a probability above 0."""
     key.seed_site(site, input.device)
     return F.dropout(input, probability)

@@ -19,6 +19,7 @@ from megalite.data.tokenizers import Tokenizer
 from megalite.model import gpt
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
+from megalite.model.head import Loss
 from megalite.model.recompute import Recompute
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import DataParallel, plan_buckets
@@ -63,6 +64,11 @@ def make_recompute(config: RunConfig) -> Recompute:
     return Recompute(attention=training.recompute_granularity == "selective")
 
 
+def make_loss(config: RunConfig) -> Loss:
+    training = config.training
+    return Loss(training.label_smoothing, training.z_loss_coeff, config.kernels.fused_linear_cross_entropy)
+
+
 def make_stages(config: RunConfig) -> Stages:
     """How the model's stages lie on the pipeline's ranks."""
     schedule = SCHEDULES[schedule_name(config.model, config.parallel)]
@@ -80,6 +86,7 @@ def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stage
         tuple(ranks[rank] for rank in stages.ends),
         sequence_parallel=config.parallel.sequence_parallel,
         recompute=make_recompute(config),
+        loss=make_loss(config),
         dtype=model_dtype(config),
     )
 

@@ -126,6 +126,7 @@ def activation_bytes(
     tensor_parallel_size: int,
     sequence_parallel: bool,
     recompute: Recompute,
+    fused_loss: bool = False,
     part: StageLayers | None = None,
 ) -> int:
     """What one micro-batch of `tokens` keeps for backward in a stage (None: in all), without dropout and masks of
@@ -134,7 +135,8 @@ def activation_bytes(
     Of each layer: both norms' inputs and outputs and their statistics; the fused projection (of which the values are
     needed), the rotated queries and keys, the core's output and its log-sums; the feed-forward's two inner tensors. A
     recomputed run of layers keeps its input, a recomputed core no log-sums; what they make again, one at a time, is
-    not counted. Then the final norm, the logits, and a few numbers a token.
+    not counted. Then the final norm, the logits unless the loss is fused with the output layer, and a few numbers a
+    token.
     """
     item, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     tp = tensor_parallel_size
@@ -165,10 +167,8 @@ def activation_bytes(
     part = part or StageLayers(0, model.num_layers, embedding=True, loss=True)
     spans = recompute.spans(part.layers)
     kept = sum(hidden / sp * item if again else (stop - start) * layer for start, stop, again in spans)
-    logits = model.padded_vocab_size(tp) / tp * item
-    if model.final_logit_softcapping is not None:
-        logits *= 2  # and as they are before the cap's factor
-    labels = 8 + 1 + wide + wide  # ids here and whether they are of this rank's columns; log-sum and loss mask
+    logits = 0 if fused_loss else model.padded_vocab_size(tp) / tp * item
+    labels = 8 + wide + wide  # log-sum and loss mask
     loss = (norm + logits + labels) if part.loss else 0
     words = (8 + 1 if rotary else 8 + 1 + 8) if part.embedding else 0
     windows = model.keys_before[part.first_layer : part.first_layer + part.layers]

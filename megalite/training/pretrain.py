@@ -11,24 +11,24 @@ from megalite.checkpoint import AnyPath, write_atomically
 from megalite.config import RunConfig
 from megalite.config.yaml_file import dump
 from megalite.conversion.huggingface import open_huggingface
-from megalite.errors import EXIT_FINISHED, CheckpointError, ConfigurationError
+from megalite.errors import EXIT_FINISHED, CheckpointError
 from megalite.optim.elementwise import require_backend
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.control_files import ControlFiles
 from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
+from megalite.training.kernels import choose_kernels
 from megalite.training.launch import join, leave
 from megalite.training.place import Place
 from megalite.training.start import find_start
 from megalite.training.summary import summary
 from megalite.training.trainer import Trainer
-from megalite_kernels import implementation
 
 
 def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Place) -> int:
     """Build, resume, train and save; the same on every rank. Returns the exit code."""
     require_backend(config.optimizer)
-    _choose_kernels(config)
+    choose_kernels(config.kernels)
     directory = None if config.checkpoint.save is None else checkpoint.open_directory(config.checkpoint.save)
     mesh = join(config.parallel, place, dump(config))
     with ExitStack() as stack:
@@ -95,13 +95,6 @@ def _train(trainer: Trainer, origin: str, display: Display) -> int:
     if code == EXIT_FINISHED:
         display.message(f"finished after step {trainer.iteration}")
     return code
-
-
-def _choose_kernels(config: RunConfig) -> None:
-    try:
-        implementation.choose(config.kernels.kernels)
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(f"--kernels {config.kernels.kernels}: {error}") from error
 
 
 def _anew(config: RunConfig) -> str:

@@ -43,7 +43,8 @@ def summary(trainer: Trainer) -> dict[str, object]:
         "layout": f"{layout}, {zero}, {micro_batches} a rank",
         **_pipeline(trainer),
         "precision": config.training.dtype,
-        "kernels": implementation.description(mesh.device, trainer.dtype),
+        "kernels": implementation.description(mesh.device, trainer.dtype)
+        + (", layers compiled" if config.kernels.compile else ""),
         "memory": f"{memory.in_words(measured.total)} {whose}, {memory.in_words(formula.total)} by formula",
         **{f"  {kind}": line for kind, line in kinds.items()},
         "device": f"{mesh.world_size} x {device.device_name(mesh.device)}",
@@ -95,6 +96,7 @@ def expected_memory(trainer: Trainer) -> memory.Memory:
             tensor_parallel_size=trainer.mesh.size("tp"),
             sequence_parallel=config.parallel.sequence_parallel,
             recompute=make_recompute(config),
+            fused_loss=config.kernels.fused_linear_cross_entropy,
             part=chunk.part,
         )
         for chunk in trainer.chunks

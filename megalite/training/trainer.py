@@ -26,6 +26,7 @@ from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.batches import to_micro_batches, valid_tokens
 from megalite.training.checkpoints import Checkpoints
+from megalite.training.compiled import compile_layers
 from megalite.training.construction import (
     make_chunks,
     make_engine,
@@ -82,6 +83,8 @@ class Trainer:
         device.make_deterministic(config.training.deterministic_mode)
         stages = make_stages(config)
         self.chunks = make_chunks(config, self.model_config, mesh, stages)
+        if config.kernels.compile:
+            compile_layers(self.chunks)
         self.network = nn.ModuleList(self.chunks)
         self.optimizer = make_optimizer(config, self.chunks, mesh)
         self.engine = make_engine(config, self.chunks, mesh, stages)

@@ -12,6 +12,7 @@ from torch import nn
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model import gpt
 from megalite.model.batch import MicroBatch
+from megalite.model.head import Loss
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer
@@ -20,8 +21,15 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.engine import HiddenStates, PipelineEngine
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
-from tests.distributed.layout_cell import LAYERS, RECOMPUTE, Cell, model_config, optimizer_config, rates
-from tests.distributed.layout_run import Held, held, hidden_shape, local_micro_batches, perturb_constants
+from tests.distributed.layout_cell import LAYERS, RECOMPUTE, Cell, loss_terms, model_config, optimizer_config, rates
+from tests.distributed.layout_run import (
+    Held,
+    held,
+    hidden_shape,
+    local_micro_batches,
+    perturb_constants,
+    several_chunks_of_logits,
+)
 
 Observe = Callable[[Action], None]
 
@@ -49,6 +57,7 @@ class Rank:
             (mesh.rank,),
             sequence_parallel=cell.sequence_parallel,
             recompute=RECOMPUTE[cell.recompute],
+            loss=Loss(fused=cell.fused_loss, **loss_terms(cell)),
             dtype=cell.torch_dtype,
         )
         network = nn.ModuleList(made)
@@ -78,7 +87,8 @@ class Rank:
     ) -> None:
         """Up to the optimizer's step; `observe` is called behind every action."""
         self.optimizer.begin_step(len(batches))
-        self.engine.run(actions, batches, 1.0, self.optimizer, _Observer(observe))
+        with several_chunks_of_logits():
+            self.engine.run(actions, batches, 1.0, self.optimizer, _Observer(observe))
 
     def finals(self) -> list[Held]:
         with self.optimizer.whole_parameters():

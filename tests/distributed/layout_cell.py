@@ -46,6 +46,7 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "overlap": ("none", "reduce", "reduce and gather"),
     "recompute": tuple(RECOMPUTE),
     "micro_batch_size": (1, 2),
+    "fused_loss": (False, True),
 }
 """What must not change the training."""
 MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
@@ -56,6 +57,7 @@ MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
     "vocabulary": tuple(VOCABULARIES),
     "documents": (False, True),
     "loss_mask": ("ones", "random"),
+    "loss_terms": (False, True),
 }
 
 
@@ -80,11 +82,13 @@ class Cell:
     overlap: str = "none"
     recompute: str = "none"
     micro_batch_size: int = 1
+    fused_loss: bool = False  # with the output layer
     # the data
     samples: int = 4  # a step, over all ranks
     documents: bool = False
     loss_mask: str = "ones"  # random: whole samples masked, too; nothing: no token counts
     # the training
+    loss_terms: bool = False  # label smoothing and z-loss
     optimizer: str = "sgd"
     steps: int = 1
     first_step: int = 0
@@ -94,6 +98,7 @@ class Cell:
     dtype: str = "float64"
     gradient_dtype: str | None = None  # where it is not dtype, or fp32 for what is narrower
     narrow: bool = False  # moments in bf16, masters in fp16
+    compiled: str | None = None  # torch.compile's backend, for the layers
     infinity_on: int | None = None  # the rank on which step 0 meets an infinite gradient
 
     @property
@@ -138,7 +143,7 @@ class Cell:
     def alone(self) -> Cell:
         """The same training on one process, in the plainest way: the same for all cells that must agree."""
         plain = {name: getattr(Cell, name) for name in LAYOUT_FACTORS}
-        return replace(self, **plain, infinity_on=None)
+        return replace(self, **plain, compiled=None, infinity_on=None)
 
     def __str__(self) -> str:
         """The factors that are not the plainest."""
@@ -236,6 +241,10 @@ def optimizer_config(cell: Cell) -> OptimizerConfig:
         exp_avg_dtype="bf16" if cell.narrow else "fp32",
         exp_avg_sq_dtype="bf16" if cell.narrow else "fp32",
     )
+
+
+def loss_terms(cell: Cell) -> dict[str, float]:
+    return {"label_smoothing": 0.1, "z_loss": 0.02} if cell.loss_terms else {}
 
 
 def rates(cell: Cell, step: int) -> Rates:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.sharding import Box
-from tests.distributed.layout_cell import Cell, batch, optimizer_config, oracle, rates
+from tests.distributed.layout_cell import Cell, batch, loss_terms, optimizer_config, oracle, rates
 from tests.distributed.layout_run import Held, RankResult, run_cells
 from tests.harness.close import (
     assert_bits_equal,
@@ -130,7 +130,7 @@ def expected(alone: Cell) -> Expected:
     for step in alone.step_numbers:
         whole = batch(alone, step)
         logits = oracle(alone).logits(weights, whole.tokens, whole.positions, whole.document_ids)
-        total, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask)
+        total, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask, **loss_terms(alone))
         loss = total / count.clamp(min=1.0)
         for weight in weights.values():
             weight.grad = None

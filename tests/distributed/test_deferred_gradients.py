@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from megalite.model.head import OutputLayer
 from megalite.parallel import collectives
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.parameter import DeferredGradients
@@ -38,6 +39,8 @@ def assert_same_bits(results: list[Any], wanted: list[Any]) -> None:
 CELLS = [
     {"tp": 2, "dp": 1, "sequence_parallel": True, "family": "gpt2", "recompute": "uniform", "key_values": "mqa"},
     {"tp": 2, "dp": 1, "sequence_parallel": True, "family": "llama", "recompute": "selective", "dtype": "bfloat16"},
+    {"tp": 2, "dp": 1, "sequence_parallel": True, "family": "llama", "fused_loss": True, "dtype": "bfloat16"},
+    {"tp": 2, "dp": 2, "zero": 3, "overlap": "reduce and gather", "tied": False, "fused_loss": True},
     {"tp": 2, "dp": 1, "family": "gpt2"},
     {"tp": 1, "dp": 2, "zero": 1, "overlap": "reduce", "family": "llama"},
     {"tp": 2, "dp": 2, "zero": 2, "overlap": "reduce", "sequence_parallel": True, "family": "gpt2"},
@@ -62,10 +65,10 @@ class Packed:
         self.tensor = tensor
 
 
-def kept_between(tp: int, sequence_parallel: bool) -> dict[str, Any]:
+def kept_between(tp: int, sequence_parallel: bool, fused_loss: bool) -> dict[str, Any]:
     """Bytes that a micro-batch's I leaves alive, and what the formula says; what the graph keeps; and what is left."""
     parallel = {"tp": tp, "sequence_parallel": sequence_parallel}
-    cell = Cell(family="llama", tied=False, dtype="float32", micro_batch_size=4, **parallel)
+    cell = Cell(family="llama", tied=False, dtype="float32", micro_batch_size=4, fused_loss=fused_loss, **parallel)
     rank = Rank.build(cell, chunks=1)
     (network,) = rank.network
     (batch,) = local_micro_batches(cell, 0, 0)
@@ -75,6 +78,9 @@ def kept_between(tp: int, sequence_parallel: bool) -> dict[str, Any]:
     def count(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
         nonlocal wanted
         wanted += arguments[0].nbytes + output.nbytes
+        if isinstance(module, OutputLayer):  # whose output, the losses, is not the product
+            columns = module.weights[0].shape[0]
+            wanted += output.numel() * (8 + 4 if fused_loss else 4 * columns - 4)  # labels, log-sums and weights
 
     for module in network.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
@@ -105,12 +111,13 @@ def kept_between(tp: int, sequence_parallel: bool) -> dict[str, Any]:
     return found | {"left": settled_bytes(0)}
 
 
+@pytest.mark.parametrize("fused_loss", [False, True])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_inputs_and_output_gradients_are_kept_and_no_more(
-    tp: int, sequence_parallel: bool, rank_pools: RankPools
+    tp: int, sequence_parallel: bool, fused_loss: bool, rank_pools: RankPools
 ) -> None:
-    """Split under sequence parallelism; of vectors their gradients."""
-    for found in rank_pools(2).run(kept_between, tp, sequence_parallel):
+    """Split under sequence parallelism; of vectors their gradients; of a fused loss three numbers a token."""
+    for found in rank_pools(2).run(kept_between, tp, sequence_parallel, fused_loss):
         assert found["saved"] > 0
         assert found["still saved"] == found["nodes"] == 0
         assert found["kept"] == found["wanted"]

@@ -18,7 +18,9 @@ from tests.harness.rank_pool import RankPools
 
 RANKS = ("tp", "sequence_parallel", "dp")
 COMMUNICATION = ("zero", "instances", "overlap")
-VARIANT_FACTORS = MODEL_FACTORS | {name: LAYOUT_FACTORS[name] for name in ("recompute", "micro_batch_size")}
+VARIANT_FACTORS = MODEL_FACTORS | {
+    name: LAYOUT_FACTORS[name] for name in ("recompute", "micro_batch_size", "fused_loss")
+}
 VARIANTS = covering_array(VARIANT_FACTORS, lambda row: True)
 
 

@@ -77,10 +77,10 @@ def assert_same_bits(actual: Result, expected: Result, name: str) -> None:
     "layout",
     [
         {"pp": 2, "zero": 1, "tied": False},
-        {"pp": 3, "recompute": "uniform"},
+        {"pp": 3, "recompute": "uniform", "fused_loss": True},
         {"pp": 4, "dp": 2, "overlap": "reduce"},
         {"pp": 2, "dp": 2, "zero": 3, "overlap": "reduce and gather", "tied": False},
-        {"pp": 2, "dp": 2, "zero": 3, "overlap": "reduce and gather"},
+        {"pp": 2, "dp": 2, "zero": 3, "overlap": "reduce and gather", "fused_loss": True},
         {"pp": 2, "tp": 2, "dp": 2, "sequence_parallel": True, "zero": 2},
     ],
     ids=lambda layout: "-".join(f"{name}{value}" for name, value in layout.items()),

@@ -15,6 +15,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
+from megalite.model.head import Loss
 from megalite.optim.accumulator import REDUCTIONS_IN_FLIGHT
 from megalite.optim.buckets import DataParallel
 from megalite.optim.learning_rate import Rates
@@ -160,10 +161,11 @@ def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[
     mesh = ParallelMesh(rank=dist.get_rank(), world_size=world_size, tensor_parallel_size=tp)
     zeros = torch.zeros(TOKENS, dtype=torch.int64)
     found = []
-    for (name, model), (way, recompute), dtype in itertools.product(
-        MODELS.items(), RECOMPUTE.items(), (torch.float32, torch.bfloat16)
+    for number, ((name, model), (way, recompute), dtype) in enumerate(
+        itertools.product(MODELS.items(), RECOMPUTE.items(), (torch.float32, torch.bfloat16))
     ):
-        network = GPT(model, mesh, sequence_parallel=sequence_parallel, recompute=recompute, dtype=dtype)
+        loss = Loss(fused=number % 3 == 0)
+        network = GPT(model, mesh, sequence_parallel=sequence_parallel, recompute=recompute, loss=loss, dtype=dtype)
         initialize(network, seed=1)
         options = DataParallel(torch.float32, stage)
         config = OptimizerConfig(lr=0.01, optimizer="muon" if dtype == torch.bfloat16 else "adam")
@@ -178,8 +180,9 @@ def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[
             tensor_parallel_size=tp,
             sequence_parallel=sequence_parallel,
             recompute=recompute,
+            fused_loss=loss.fused,
         )
-        found.append((f"{name} {way} {dtype}", seen, Memory(*memory.state_bytes(optimizer), activations)))
+        found.append((f"{name} {way} {dtype} {loss}", seen, Memory(*memory.state_bytes(optimizer), activations)))
     return found
 
 

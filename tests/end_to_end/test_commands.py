@@ -97,6 +97,17 @@ def test_every_command_of_the_readme_runs_in_its_order(checkout: Path) -> None:
     assert latest_iteration(checkout / "run/mine-llama") == 20
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux alone")
+def test_every_command_on_kernels_runs(tmp_path: Path) -> None:
+    """Those that need no GPU."""
+    (tmp_path / "run").mkdir()
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs/kernels.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        shell(block, tmp_path)
+    assert (tmp_path / "run/kernels/kernels.svg").exists()
+
+
 def test_every_flag_that_the_readme_names_is_one(checkout: Path) -> None:
     """Also those in the text around the commands."""
     known = shell("python pretrain_gpt.py --help; cat tools/*.py examples/*", checkout)

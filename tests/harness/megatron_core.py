@@ -106,6 +106,7 @@ def _build(model: ModelConfig, tensor_parallel_size: int) -> Any:
         bias_activation_fusion=not (model.swiglu or model.squared_relu or model.exact_gelu),
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
+        rotary_interleaved=model.rotary_interleaved,
     )
     if model.position_embedding_type == "yarn":
         config.yarn_rotary_scaling_factor = model.rotary_scaling_factor

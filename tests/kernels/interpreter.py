@@ -4,12 +4,14 @@ The stock interpreter (3.5 to 3.9) computes bf16 on raw bits and truncates where
 that no argument holds, and runs one program after the other. Under this one
 
 - bf16 is held as fp32, rounded to nearest even after each operation;
+- fp8 e4m3fn and e5m2 are cast as NVIDIA's GPUs do it, and no arithmetic is done in them;
 - an access outside what the arguments' views hold is an error, also between the rows of a slice;
 - so is an element that one program stores and another loads or stores, and every atomic operation, whose order changes
   from run to run;
 - integers of 32 bits that overflow are an error;
 - so is a load of what nothing was written to: `hardened` fills fresh memory with NaN (integers: their largest value),
-  which inputs therefore must not hold; lanes that are masked and have no `other` are NaN as well.
+  which inputs therefore must not hold, but within `nan_is_written`; lanes that are masked and have no `other` are NaN
+  as well.
 
 It replaces private parts of Triton: what another version has elsewhere fails at import, not silently.
 """
@@ -24,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 if "triton" in sys.modules:
     assert sys.modules["triton"].knobs.runtime.interpret, "Triton was imported before its interpreter"
@@ -33,97 +34,17 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter as stock
 
-del os.environ["TRITON_INTERPRET"]  # what the tests start has none of this
+from tests.kernels.memory import KernelFault, Launch
+from tests.kernels.number_formats import from_bf16, from_fp8, rounded, to_bf16, to_fp8
+
 triton.knobs.runtime.interpret = True
+del os.environ["TRITON_INTERPRET"]  # what the tests start has none of this
 
-LARGEST_TRACKED = 1 << 24  # elements; of a larger tensor only the ends are watched
-NOBODY, SEVERAL = -1, -2  # beside the number of a program
-
-
-class KernelFault(Exception):
-    """A kernel did what a GPU would not have told."""
-
-
-# ------------------------------------------------------------------------------------------------- memory
-
-
-class Storage:
-    """The memory behind one or several arguments, and which program touched which of its elements."""
-
-    def __init__(self, name: str, tensor: Tensor) -> None:
-        self.names = [name]
-        self.start, self.bytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        self.itemsize = tensor.element_size()
-        count = self.bytes // self.itemsize
-        self.tracked = count <= LARGEST_TRACKED
-        if self.tracked:
-            self.held = np.zeros(count, bool)
-            self.stored, self.loaded = (np.full(count, NOBODY, np.int64) for _ in range(2))
-        self.hold(tensor)
-
-    def hold(self, tensor: Tensor) -> None:
-        if self.tracked and tensor.numel():
-            places = np.array([tensor.storage_offset()])
-            for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-                places = np.add.outer(places, np.arange(size if stride else 1) * stride)
-            self.held[places.ravel()] = True
-
-    def touch(self, addresses: np.ndarray, program: int, *, store: bool) -> None:
-        places = (addresses - np.uint64(self.start)).astype(np.int64) // self.itemsize
-        does = "stores" if store else "loads"
-        name = " and ".join(self.names)
-        if not self.tracked:
-            return
-        if not self.held[places].all():
-            place = places[~self.held[places]][0]
-            raise KernelFault(f"out of bounds: program {program} {does} element {place} of the memory of {name}")
-        for verb, others in (("stored", self.stored), ("loaded", self.loaded))[: 1 + store]:
-            owners = others[places]
-            strange = (owners != NOBODY) & (owners != program)
-            if strange.any():
-                raise KernelFault(
-                    f"two programs: {program} {does} element {places[strange][0]} of {name}, "
-                    f"which another program {verb} (number {owners[strange][0]}; {SEVERAL} for several)"
-                )
-        if store:
-            self.stored[places] = program
-        else:
-            readers = self.loaded[places]
-            self.loaded[places] = np.where((readers == NOBODY) | (readers == program), program, SEVERAL)
-
-
-class Launch:
-    """The memory of one launch's arguments, and the program that runs."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self.program = 0
-        storages: dict[int, Storage] = {}
-        for name, tensor in arguments.items():
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes():
-                known = storages.get(tensor.untyped_storage().data_ptr())
-                if known is None:
-                    storages[tensor.untyped_storage().data_ptr()] = Storage(name, tensor)
-                else:
-                    known.names.append(name)
-                    known.hold(tensor)
-        self.storages = sorted(storages.values(), key=lambda storage: storage.start)
-        self.starts = np.array([storage.start for storage in self.storages], np.uint64)
-        self.ends = np.array([storage.start + storage.bytes for storage in self.storages], np.uint64)
-
-    def touch(self, addresses: np.ndarray, mask: np.ndarray, *, store: bool) -> None:
-        active = np.broadcast_to(addresses, mask.shape)[mask]
-        if not active.size:
-            return
-        index = np.searchsorted(self.starts, active, side="right") - 1
-        if not self.storages or (index < 0).any() or (active >= self.ends[index]).any():
-            does = "stores to" if store else "loads from"
-            raise KernelFault(f"out of bounds: program {self.program} {does} memory that no argument has")
-        for number in np.unique(index):
-            self.storages[number].touch(active[index == number], self.program, store=store)
-
+# ------------------------------------------------------------------------------------------------- launches
 
 _launch: Launch | None = None
 _runs: tuple[int, ...] | None = None
+_finds_unwritten = True
 
 
 @contextmanager
@@ -138,6 +59,17 @@ def only_programs(*numbers: int) -> Iterator[None]:
         yield
     finally:
         _runs = None
+
+
+@contextmanager
+def nan_is_written() -> Iterator[None]:
+    """Here inputs may hold NaN, and a load of what nothing was written to is not found."""
+    global _finds_unwritten
+    _finds_unwritten = False
+    try:
+        yield
+    finally:
+        _finds_unwritten = True
 
 
 @contextmanager
@@ -178,25 +110,11 @@ class _Executor(stock.GridExecutor):
             patches.restore()
 
 
-# ------------------------------------------------------------------------------------------------- bf16
+# ------------------------------------------------------------------------------------------------- number formats
 
-
-def rounded(values: np.ndarray) -> np.ndarray:
-    """The bf16 numbers nearest to fp32 ones, ties to even, as fp32."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-    return np.where(np.isnan(values), values, nearest.view(np.float32)).astype(np.float32).reshape(np.shape(values))
-
-
-def _from_memory(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def _to_memory(values: np.ndarray) -> np.ndarray:
-    return (rounded(values).view(np.uint32) >> 16).astype(np.uint16)
-
-
+FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 _stock_dtype, _stock_size = stock._get_np_dtype, stock._validate_np_data_size
+_stock_compute = stock.InterpreterBuilder.binary_op
 
 
 def _dtype(triton_type: Any) -> np.dtype:
@@ -211,16 +129,23 @@ def _round_handle(handle: Any) -> None:
 
 
 def _cast(builder: Any, source: Any, target: Any, *rest: Any) -> Any:
-    for dtype in (source.dtype.scalar, target.scalar):
-        if dtype.is_fp8():
-            raise NotImplementedError("the interpreter of the tests has no fp8 yet")
-    return stock.TensorHandle(source.data.astype(_dtype(target)), target.scalar)
+    narrow, wanted = FP8.get(source.dtype.scalar), FP8.get(target.scalar)
+    values = source.data if narrow is None else from_fp8(source.data, narrow)
+    return stock.TensorHandle(
+        values.astype(_dtype(target)) if wanted is None else to_fp8(values, wanted), target.scalar
+    )
+
+
+def _compute(builder: Any, left: Any, right: Any, operation: Any) -> Any:
+    if left.dtype.scalar.is_fp8():
+        raise KernelFault("arithmetic in fp8: cast what is loaded to fp32")
+    return _stock_compute(builder, left, right, operation)
 
 
 def _bitcast(builder: Any, source: Any, target: Any) -> Any:
-    data = _to_memory(source.data) if source.dtype.scalar == tl.bfloat16 else source.data
+    data = to_bf16(source.data) if source.dtype.scalar == tl.bfloat16 else source.data
     if target.scalar == tl.bfloat16:
-        return stock.TensorHandle(_from_memory(data.view(np.uint16)), tl.bfloat16)
+        return stock.TensorHandle(from_bf16(data.view(np.uint16)), tl.bfloat16)
     return stock.TensorHandle(data.view(_stock_dtype(target)), target.scalar)
 
 
@@ -242,8 +167,8 @@ def _load(builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any) -> Any
     active = np.broadcast_to(mask.data, pointers.data.shape)
     _launch.touch(pointers.data, active, store=False)
     found = stock._interpreter.load(pointers.data, active, np.zeros(pointers.data.shape, raw), raw)
-    values = _from_memory(found) if element == tl.bfloat16 else found
-    if (_unwritten(values) & active).any():
+    values = from_bf16(found) if element == tl.bfloat16 else found
+    if _finds_unwritten and (_unwritten(values) & active).any():
         raise KernelFault(f"unwritten: program {_launch.program} loads what nothing was written to")
     if other is not None:
         values = np.where(active, values, other.data)
@@ -259,7 +184,7 @@ def _store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> An
     _launch.touch(pointers.data, active, store=True)
     if len(np.unique(pointers.data[active])) < active.sum():
         raise KernelFault(f"two lanes of program {_launch.program} store one element")
-    data = _to_memory(value.data) if element == tl.bfloat16 else value.data
+    data = to_bf16(value.data) if element == tl.bfloat16 else value.data
     return stock._interpreter.store(pointers.data, np.ascontiguousarray(np.broadcast_to(data, shape)), active)
 
 
@@ -280,6 +205,7 @@ def _install() -> None:
     casts = ["si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc", "fp_to_fp"]
     replaced = dict.fromkeys(["cast_impl", *(f"create_{cast}" for cast in casts)], _cast)
     replaced |= {"create_bitcast": _bitcast, "create_masked_load": _load, "create_masked_store": _store}
+    replaced["binary_op"] = _compute
     replaced |= dict.fromkeys(("create_atomic_rmw", "create_atomic_cas"), _refuse_atomic)
     replaced["create_fabs"] = lambda self, value: stock.TensorHandle(np.abs(value.data), value.dtype.scalar)
     for name, function in replaced.items():

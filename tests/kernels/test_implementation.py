@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+from megalite.config.kernels import KernelsConfig
+from megalite.config.parse import parse_arguments
+from megalite.errors import ConfigurationError
+from megalite.training.kernels import choose_kernels
 from megalite_kernels import implementation
-from megalite_kernels.implementation import Choice, choose, description, runs_triton
+from megalite_kernels.implementation import Choice, Operation, choose, description, runs_triton
 from megalite_kernels.norm import rms_norm
+
+SIZES = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
+
+
+def parsed(flags: str) -> KernelsConfig:
+    return parse_arguments(f"{SIZES} {flags}".split()).config.kernels
 
 
 def graph_node(dtype: torch.dtype = torch.float32) -> str:
@@ -31,6 +42,28 @@ def test_an_operation_can_be_left_to_the_reference() -> None:
     assert graph_node() == "_RMSNormReferenceBackward"
     choose("triton", to_reference=["rotary"])
     assert graph_node() == "_NormBackward"
+
+
+def test_an_unknown_operation_is_refused() -> None:
+    with pytest.raises(ValueError, match="no operation is named rope; choose of norm, residual_norm, "):
+        choose("triton", to_reference=["norm", "rope"])
+
+
+@pytest.mark.parametrize(
+    ("flag", "left"),
+    [
+        ("", ()),
+        ("--no-persist-layer-norm", ("norm", "residual_norm")),
+        ("--no-bias-dropout-fusion", ("residual_norm",)),
+        ("--no-bias-gelu-fusion", ("gelu",)),
+        ("--no-bias-swiglu-fusion", ("swiglu",)),
+        ("--no-rope-fusion", ("rotary",)),
+        ("--no-cross-entropy-loss-fusion", ("cross_entropy",)),
+    ],
+)
+def test_flags_leave_operations_to_the_reference(flag: str, left: tuple[str, ...]) -> None:
+    choose_kernels(parsed(f"--kernels triton {flag}"))
+    assert left == tuple(operation for operation in get_args(Operation) if not runs_triton(operation, torch.empty(0)))
 
 
 def test_float64_has_the_reference() -> None:
@@ -65,6 +98,8 @@ def test_triton_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(implementation, "_INSTALLED", False)
     with pytest.raises(ModuleNotFoundError, match="pip install triton"):
         choose("triton")
+    with pytest.raises(ConfigurationError, match=r"^--kernels triton: Triton is not installed.*pip install triton"):
+        choose_kernels(parsed("--kernels triton"))
 
 
 def test_an_unknown_choice_is_refused() -> None:

@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tests.kernels.interpreter import KernelFault, only_programs, rounded
+from tests.kernels.interpreter import FP8, nan_is_written, only_programs
+from tests.kernels.memory import KernelFault
+from tests.kernels.number_formats import rounded
 
 
 @triton.jit
@@ -63,6 +65,17 @@ def arithmetic(x, y, results, SIZE: tl.constexpr):
     tl.store(results + 4 * SIZE + place, (a.to(tl.float32) * b.to(tl.float32) + 1.0).to(tl.bfloat16))
 
 
+@triton.jit
+def cast(source, target, SIZE: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    tl.store(target + place, tl.load(source + place).to(target.dtype.element_ty))
+
+
+@triton.jit
+def add(source, target):
+    tl.store(target, tl.load(source) + tl.load(source + 1))
+
+
 def numbers(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(1)).to(dtype)
 
@@ -79,6 +92,30 @@ def test_bf16_rounds_to_nearest_even() -> None:
     ties = torch.arange(0x3F80_0000, 0x3F90_0000, 0x4000, dtype=torch.int32).view(torch.float32)
     values = torch.cat([ties, numbers(10_000), torch.tensor([float("inf"), -0.0, 3.4e38])])
     assert torch.equal(torch.from_numpy(rounded(values.numpy())), values.bfloat16().float())
+
+
+@pytest.mark.parametrize("format", FP8.values(), ids=str)
+def test_fp8_is_torchs_but_for_what_is_too_large(format: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(format)
+    largest = torch.finfo(format).max
+    ties = codes.float().nan_to_num(0.0, 0.0, 0.0).sort()[0].unfold(0, 2, 1).mean(-1)
+    beyond = torch.tensor([1.1, 2.0, 1e9, torch.inf]) * largest
+    values = torch.cat([ties, torch.nextafter(ties, ties * 2), 3 * numbers(1538), 1e-3 * numbers(1538)])[:4086]
+    values = torch.cat([values.clamp(-largest, largest), beyond, -beyond, torch.tensor([torch.nan, 0.0])])
+    with nan_is_written():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            wide, narrow = torch.empty(256, dtype=dtype), torch.empty(4096, dtype=format)
+            cast[(1,)](codes, wide, 256)
+            assert torch.equal(wide.nan_to_num(7.0, 8.0), codes.to(dtype).nan_to_num(7.0, 8.0))
+            padded = torch.cat([values, torch.zeros(4096 - len(values))]).to(dtype)
+            cast[(1,)](padded, narrow, 4096)
+            expected = padded.float().clamp(-largest, largest).to(format)
+            assert torch.equal(narrow.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_arithmetic_in_fp8_is_found() -> None:
+    with pytest.raises(KernelFault, match="arithmetic in fp8"):
+        add[(1,)](torch.ones(2).to(torch.float8_e5m2), torch.empty(1))
 
 
 def test_what_is_right_passes() -> None:

@@ -211,6 +211,8 @@ YARN = replace(
         (MODEL, {"query_pre_attn_scalar": 3.0}, False),
         (MODEL, {"query_pre_attn_scalar": float(MODEL.head_dim)}, True),
         (ROPE, {"rotary_seq_len_interpolation_factor": 2.0}, False),
+        (ROPE, {"rotary_interleaved": True}, False),
+        (MODEL, {"rotary_interleaved": True}, True),
         (replace(ROPE, use_rope_scaling=True), {"rope_scaling_low_freq_factor": 2.0}, False),
         (replace(ROPE, use_rope_scaling=True), {"rope_scaling_original_max_position_embeddings": 4096}, False),
         (ROPE, {"rope_scaling_low_freq_factor": 2.0, "mscale": 2.0, "yarn_beta_fast": 9.0}, True),

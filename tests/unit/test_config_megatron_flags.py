@@ -92,6 +92,16 @@ def test_flags_bound_to_some_values_take_those_alone(flag: str) -> None:
         parse_arguments([*MINIMAL, f"--{flag}"])
 
 
+def test_values_that_stand_for_another_flag() -> None:
+    (flag, values), *others = megatron_flags.VALUE_SHORTHANDS.items()
+    assert not others
+    for value, arguments in values.items():
+        assert parse_arguments([*MINIMAL, f"--{flag}", value]) == parse_arguments([*MINIMAL, *arguments])
+        assert parse_arguments([*MINIMAL, *arguments]) != parse_arguments(MINIMAL)
+    with pytest.raises(ConfigurationError, match=r"te: needs Transformer Engine, .*; it takes native or linear"):
+        parse_arguments([*MINIMAL, f"--{flag}", "te"])
+
+
 def test_every_refused_option_says_why_and_all_are_named_at_once() -> None:
     refused = {flag: reason for reason, flags in megatron_flags.REFUSED.items() for flag in flags.split()}
     refused |= {flag: f"was removed, use {use}" for flag, use in megatron_flags.REMOVED.items()}
@@ -129,6 +139,10 @@ def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
         ("--no-overlap-p2p-communication", "overlap_p2p_communication", False),
         ("--no-position-embedding", "position_embedding_type", "none"),
         ("--no-bias-gelu-fusion", "exact_gelu", True),
+        ("--no-bias-swiglu-fusion", "bias_swiglu_fusion", False),
+        ("--no-bias-dropout-fusion", "bias_dropout_fusion", False),
+        ("--no-rope-fusion", "rope_fusion", False),
+        ("--no-persist-layer-norm", "persist_layer_norm", False),
         ("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
         ("--no-yarn-correction-range-round-to-int", "yarn_correction_range_round_to_int", False),
         ("--recompute-activations", "recompute_granularity", "selective"),
@@ -146,8 +160,8 @@ def test_flags_of_another_sense_or_spelling_change_their_field(flag: str, field:
 def test_every_flag_of_another_sense_or_spelling_is_in_the_test_above() -> None:
     tested = {case[0] for case in test_flags_of_another_sense_or_spelling_change_their_field.pytestmark[0].args[1]}
     negatives = {name for name in ARITY if name.startswith(("no-", "disable-")) and name in field_flags()}
-    last = megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.NO_BIAS_GELU_FUSION
-    assert tested == {"--" + name for name in (*megatron_flags.SHORTHANDS, *last, *negatives)}
+    last = megatron_flags.NO_POSITION_EMBEDDING
+    assert tested == {"--" + name for name in (*megatron_flags.SHORTHANDS, last, *negatives)}
 
 
 @pytest.mark.parametrize("order", [1, -1])

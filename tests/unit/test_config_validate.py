@@ -66,6 +66,7 @@ def problems(flags: str, world_size: int = 1, base: str = VALID) -> list[str]:
         ("--exact-gelu --openai-gelu --apply-layernorm-1p --scale-embeddings --attn-logit-softcapping 50", 1),
         ("--position-embedding-type rope --rotary-seq-len-interpolation-factor 2.5", 1),
         (f"{YARN} --rotary-percent 0.5 --yarn-attention-factor 1.5 --max-position-embeddings None", 1),
+        ("--position-embedding-type rope --rotary-percent 0.5 --rotary-interleaved", 1),
         ("--position-embedding-type none --max-position-embeddings None", 1),
         ("--bf16 --grad-reduce-in-bf16 --swiglu", 1),
         ("--fp64 --recompute-granularity full --recompute-method block --recompute-num-layers 4", 1),
@@ -162,6 +163,9 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ("--squared-relu --exact-gelu", "--exact-gelu needs GELU: leave --squared-relu out"),
         ("--attn-logit-softcapping 0", "--attn-logit-softcapping 0.0: must be above 0"),
         ("--final-logit-softcapping -1", "--final-logit-softcapping -1.0: must be above 0"),
+        ("--label-smoothing 1", "--label-smoothing 1.0: must be at least 0 and below 1"),
+        ("--label-smoothing -0.1", "--label-smoothing -0.1: must be at least 0 and below 1"),
+        ("--z-loss-coeff -1", "--z-loss-coeff -1.0: must be at least 0"),
         ("--query-pre-attn-scalar 0", "--query-pre-attn-scalar 0.0: must be above 0"),
         (
             "--max-position-embeddings None",
@@ -169,6 +173,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         ),
         ("--seq-length 33", "--max-position-embeddings 32 is less than --seq-length 33"),
         ("--rotary-base 500000", "--rotary-base needs --position-embedding-type rope"),
+        ("--rotary-interleaved", "--rotary-interleaved needs --position-embedding-type rope"),
         ("--use-rope-scaling", "--use-rope-scaling needs --position-embedding-type rope"),
         (
             "--rotary-seq-len-interpolation-factor 2",

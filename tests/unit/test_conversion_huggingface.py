@@ -473,6 +473,8 @@ def test_networks_that_no_family_has_are_refused_by_their_flags() -> None:
         choose(FAMILIES, replace(llama, sandwich_norm=True))
     with pytest.raises(CheckpointError, match=r"--rotary-percent 0\.5"):
         choose(FAMILIES, replace(llama, rotary_percent=0.5))
+    with pytest.raises(CheckpointError, match=r"the nearest is llama, but for --rotary-interleaved True"):
+        choose(FAMILIES, replace(llama, rotary_interleaved=True))
     gemma = families.GEMMA.model(theirs.as_written(theirs.make_config("gemma")))
     with pytest.raises(CheckpointError, match=r"the nearest is gemma, but for --exact-gelu True"):
         choose(FAMILIES, replace(gemma, exact_gelu=True))

@@ -47,7 +47,7 @@ MODELS = {
     "llama": LLAMA,
     "biases": replace(
         LLAMA, normalization="LayerNorm", add_qkv_bias=True, swiglu=False, exact_gelu=True, use_rope_scaling=False,
-        rotary_seq_len_interpolation_factor=2.0, rotary_percent=0.6, num_query_groups=4,
+        rotary_seq_len_interpolation_factor=2.0, rotary_percent=0.6, rotary_interleaved=True, num_query_groups=4,
     ),
     "yarn": replace(
         LLAMA, position_embedding_type="yarn", use_rope_scaling=False, rotary_scaling_factor=4.0, mscale=1.2,
@@ -97,7 +97,7 @@ def write(opened: OpenedModel, folder: Path, tensor_parallel_size: int = 1) -> P
 def arguments(model: ModelConfig) -> dict[str, Any]:
     """As Megatron-LM has them for this network, from its flags."""
     names = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention
-        num_query_groups max_position_embeddings position_embedding_type rotary_base rotary_percent
+        num_query_groups max_position_embeddings position_embedding_type rotary_base rotary_percent rotary_interleaved
         rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling_factor normalization norm_epsilon
         apply_layernorm_1p qk_layernorm swiglu squared_relu add_bias_linear add_qkv_bias make_vocab_size_divisible_by
         untie_embeddings_and_output_weights hidden_dropout attention_dropout vocab_size rotary_scaling_factor

@@ -44,13 +44,19 @@ def test_a_network_that_megatron_has_not_is_refused(changes: dict[str, Any], fla
     assert list(tmp_path.iterdir()) == []
 
 
+def test_yarn_of_neighbours_is_refused(tmp_path: Path) -> None:
+    """Megatron-LM refuses it as soon as it builds the network."""
+    yarn = {"position_embedding_type": "yarn", "rotary_scaling_factor": 2.0, "yarn_original_max_position_embeddings": 8}
+    with pytest.raises(CheckpointError, match="--rotary-interleaved with --position-embedding-type yarn: Megatron-LM"):
+        write(random_model(replace(GPT2, **yarn, rotary_interleaved=True)), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("num_experts", 8),
         ("multi_latent_attention", True),
         ("attention_output_gate", True),
-        ("rotary_interleaved", True),
         ("softmax_type", "learnable"),
         ("no_rope_freq", 4),
         ("mtp_num_layers", 1),

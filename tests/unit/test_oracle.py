@@ -153,8 +153,10 @@ def test_llama_block_is_torchs_parts(groups: int) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_rotary_depends_on_distance_alone_and_leaves_the_rest() -> None:
-    oracle = Oracle(position_embedding_type="rope", rotary_percent=0.7)  # int(6 · 0.7) = 4 dimensions turn
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_depends_on_distance_alone_and_leaves_the_rest(interleaved: bool) -> None:
+    # int(6 · 0.7) = 4 dimensions turn
+    oracle = Oracle(position_embedding_type="rope", rotary_percent=0.7, rotary_interleaved=interleaved)
     states = random(BATCH, SEQUENCE, HEADS, HEAD_DIM)
     positions = batch()[1]
     near, far = oracle.rotate(states, positions), oracle.rotate(states, positions + 1000)
@@ -163,6 +165,14 @@ def test_rotary_depends_on_distance_alone_and_leaves_the_rest() -> None:
     assert torch.equal(near[..., 4:], states[..., 4:])
     assert torch.equal(near[:, 0], states[:, 0])
     assert not torch.allclose(near[:, 1, :, :4], states[:, 1, :, :4])
+
+
+def test_interleaved_pairs_are_neighbours() -> None:
+    """The same turns as of halves, channel 2i standing for i and 2i + 1 for i + half."""
+    states, positions = random(BATCH, SEQUENCE, HEADS, HEAD_DIM), batch()[1] + 3
+    order = torch.tensor([0, 2, 4, 1, 3, 5])
+    halves = Oracle().rotate(states[..., order], positions)
+    assert torch.allclose(Oracle(rotary_interleaved=True).rotate(states, positions)[..., order], halves, atol=1e-15)
 
 
 def test_llama3_scaling_keeps_high_frequencies_and_divides_low_ones() -> None:

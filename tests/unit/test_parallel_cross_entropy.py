@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.parallel import cross_entropy
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ParallelMesh
+from megalite_kernels import cross_entropy
 
 GROUP = ParallelMesh().world()
 VOCABULARY, PADDED = 13, 16
@@ -35,6 +35,17 @@ def test_loss_and_gradient_are_torchs(chunk: int, monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
     assert not gradient[..., VOCABULARY:].any()
+
+
+def test_elements_of_a_row_may_stand_apart() -> None:
+    """A copy is made, and the gradient has the shape of what was given."""
+    logits, labels, weights = inputs(torch.float64)
+    expected = vocab_parallel_cross_entropy(logits * 1.0, labels, GROUP, VOCABULARY)
+    apart = (logits * 1.0).transpose(0, 2).contiguous().transpose(0, 2)
+    losses = vocab_parallel_cross_entropy(apart, labels, GROUP, VOCABULARY)
+    gradients = (torch.autograd.grad((found * weights).sum(), logits)[0] for found in (losses, expected))
+    assert torch.equal(losses, expected)
+    assert torch.equal(*gradients)
 
 
 def test_low_precision_logits_give_an_fp32_loss() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
+from megalite.model.head import Loss
 from megalite.model.norm import Norm
 from megalite.model.recompute import Recompute
 from megalite.parallel.initialization import initialize
@@ -65,6 +66,14 @@ CONFIGS = {
     "llama, tied": replace(LLAMA, untie_embeddings_and_output_weights=False),
     "llama, biases on queries, keys and values": replace(LLAMA, add_qkv_bias=True),
     "llama, part of each head rotated": replace(LLAMA, kv_channels=6, rotary_percent=0.7),
+    "llama, neighbours rotated": replace(
+        LLAMA,
+        kv_channels=10,
+        rotary_percent=0.6,
+        rotary_interleaved=True,
+        group_query_attention=True,
+        num_query_groups=2,
+    ),
     "llama, another base": replace(LLAMA, rotary_base=500.0),
     "llama 3.1": replace(LLAMA, kv_channels=16, rotary_base=500_000.0, use_rope_scaling=True, rope_scaling_factor=4.0),
     "llama 3.1, other ends": replace(
@@ -154,6 +163,7 @@ def oracle(config: ModelConfig) -> Oracle:
         rotary_base=config.rotary_base,
         window_rotary_base=config.window_rotary_base,
         rotary_percent=config.rotary_percent,
+        rotary_interleaved=config.rotary_interleaved,
         interpolation=config.rotary_seq_len_interpolation_factor or 1.0,
         use_rope_scaling=config.use_rope_scaling,
         rope_scaling_factor=config.rope_scaling_factor,
@@ -225,6 +235,18 @@ def test_dropout_is_for_training_alone() -> None:
     assert made(None, batch).item() != without(None, batch).item()
     made.eval()
     assert made(None, batch).item() == without(None, batch).item()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+def test_terms_of_the_loss_are_for_training_alone(fused: bool) -> None:
+    terms = {"label_smoothing": 0.2, "z_loss": 0.1}
+    made = network(GEMMA, loss=Loss(fused=fused, **terms))
+    batch = micro_batch(documents=False)
+    logits = oracle(GEMMA).logits(weights(made), batch.tokens, batch.positions)
+    trained, _ = loss_sum_and_count(logits, batch.labels, batch.loss_mask, **terms)
+    evaluated, _ = loss_sum_and_count(logits, batch.labels, batch.loss_mask)
+    torch.testing.assert_close(made(None, batch), trained, rtol=1e-10, atol=0)
+    torch.testing.assert_close(made.eval()(None, batch), evaluated, rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""Training on this machine's GPUs: the losses are the CPU's, a resume changes no bit, and this is how fast it is."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megalite.config.run import fields_by_name
+from megalite.training.flops import peak_flops
+
+ROOT = Path(__file__).resolve().parents[1]
+TOLERANCE = 1e-9  # relative; ten steps of float64 sums in another order
+FAMILIES = {
+    "gpt2": "--max-position-embeddings 64",
+    "llama": "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --qk-layernorm",
+}
+COMMON = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
+    "--global-batch-size 8 --lr 1e-3 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 "
+    "--eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --fp64"
+)
+SPEED = (
+    "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --ffn-hidden-size 5504 --seq-length 2048 "
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --micro-batch-size 8 --lr 1e-4 --train-iters 12 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 50000 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0 --bf16 "
+    "--log-interval 4 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+)
+"""About 1.3 billion parameters."""
+VARIANTS = {
+    "kernels": "",
+    "without kernels": "--kernels reference",
+    "layers compiled": "--compile",
+    "compiled without kernels": "--compile --kernels reference",
+    "fused linear cross entropy": "--fused-linear-cross-entropy",
+}
+WARM_UP = 6
+"""Steps before those that are timed; compilation is in the first."""
+
+
+def train(flags: str, processes: int, *, gpu: bool) -> list[dict[str, float]]:
+    """Run the program; returns its metrics by step. Raises CalledProcessError."""
+    with tempfile.TemporaryDirectory() as directory:
+        metrics = Path(directory) / "metrics.jsonl"
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [sys.executable, *launcher, "pretrain_gpt.py", *flags.split(), "--metrics-path", str(metrics)]
+        environment = os.environ | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
+        subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+        return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def layouts(gpus: int) -> list[tuple[str, str]]:
+    """Flags of the layouts that so many GPUs allow."""
+    found = [("1 GPU", "")] if gpus == 1 else [(f"DP {gpus}", ""), (f"DP {gpus} ZeRO 1", "--use-distributed-optimizer")]
+    if gpus > 1:
+        strategies = ("optim_grads", "optim_grads_params")
+        found += [(f"DP {gpus} {s}", f"--data-parallel-sharding-strategy {s}") for s in strategies]
+        overlapped = "--overlap-grad-reduce --overlap-param-gather --data-parallel-sharding-strategy optim_grads_params"
+        found += [(f"DP {gpus} ZeRO 3 overlapped", overlapped)]
+    if gpus % 2 == 0:
+        found += [("TP 2", "--tp 2"), ("TP 2 SP", "--tp 2 --sequence-parallel --use-distributed-optimizer")]
+        interleaved = "--pp 2 --num-virtual-stages-per-pipeline-rank 2 --overlap-grad-reduce"
+        found += [("PP 2", "--pp 2"), ("PP 2 interleaved", interleaved)]
+    ranks = "--pp 2 " if gpus % 2 == 0 else ""
+    found += [(f"{ranks}{name}", f"{ranks}--pipeline-schedule {name}") for name in ("gpipe", "zb-h1", "zb-v")]
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    return [*found, ("full recompute", recompute), ("deterministic", "--deterministic-mode")]
+
+
+def compare(deadline: float) -> Iterator[dict[str, object]]:
+    """One layout after the other, as long as there is time."""
+    gpus = min(torch.cuda.device_count(), 4)
+    for optimizer, family in itertools.product(("adam", "muon"), FAMILIES):
+        flags = f"{FAMILIES[family]} --optimizer {optimizer}"
+        expected: list[dict[str, float]] = []
+        for name, layout in layouts(gpus):
+            row: dict[str, object] = {"family": family, "optimizer": optimizer, "layout": name}
+            if time.monotonic() > deadline:
+                yield row | {"left out": "no time was left"}
+                continue
+            expected = expected or train(f"{COMMON} {flags}", 1, gpu=False)
+            worst = max(
+                abs(ours[key] - theirs[key]) / abs(theirs[key])
+                for ours, theirs in zip(train(f"{COMMON} {flags} {layout}", gpus, gpu=True), expected, strict=True)
+                for key in ("lm_loss", "grad_norm")
+            )
+            yield row | {"largest relative difference": worst}
+
+
+def check_checkpoints(processes: int, *, gpu: bool = True) -> int:
+    """Steps that differ by a bit after a resume from what was saved in the background, in either format."""
+    flags = f"{COMMON} {FAMILIES['llama']} --deterministic-mode"
+    different = 0
+    for ckpt_format in ("megalite", "torch_dist"):
+        with tempfile.TemporaryDirectory() as directory:
+            saving = f"--save {directory}/saved --save-interval 5 --async-save --ckpt-format {ckpt_format}"
+            whole = train(f"{flags} {saving}", processes, gpu=gpu)
+            resumed = train(f"{flags} --load {directory}/saved --ckpt-step 5", processes, gpu=gpu)
+        kept = [{key: step[key] for key in ("iteration", "lm_loss", "grad_norm")} for step in whole[5:]]
+        found = [{key: step[key] for key in ("iteration", "lm_loss", "grad_norm")} for step in resumed]
+        different += sum(ours != theirs for ours, theirs in zip(found, kept, strict=True))
+    return different
+
+
+def speeds(flags: str, processes: int, *, gpu: bool = True, warm_up: int = WARM_UP) -> Iterator[dict[str, object]]:
+    """Of each variant the median step's; one that fails is told as such, one whose flag is not there is left out."""
+    for name, variant in VARIANTS.items():
+        if any(flag[2:].replace("-", "_") not in fields_by_name() for flag in variant.split() if flag[:2] == "--"):
+            continue
+        try:
+            steps = train(f"{flags} {variant}", processes, gpu=gpu)[warm_up:]
+        except subprocess.CalledProcessError as error:
+            yield {"variant": name, "failed": f"exit code {error.returncode}"}
+            continue
+        middle = sorted(steps, key=lambda step: step["iteration_time_s"])[len(steps) // 2]
+        kept = ("tokens_per_second_per_device", "model_tflops_per_device", "mfu", "peak_memory_bytes")
+        peak = peak_flops(torch.cuda.get_device_name()) if gpu else None
+        row: dict[str, object] = {"variant": name, "peak_flops": peak, "lm_loss": steps[-1]["lm_loss"]}
+        yield row | {key: middle.get(key) for key in kept}

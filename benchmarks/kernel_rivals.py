@@ -1,0 +1,124 @@
+"""What the fused operations are measured against: the same in plain PyTorch, compiled or not, and Liger-Kernel's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite_kernels.cases import ROTARY_GROUPS, ROTARY_HEADS
+from megalite_kernels.measure import Step, step_of
+
+RIVALS = {"torch": "PyTorch", "compile": "torch.compile", "liger": "Liger-Kernel"}
+Functions = Mapping[str, Callable[..., Any]]
+"""By the first word of a case's name; they take the case's inputs."""
+
+
+def _half(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = tensor.chunk(2, dim=-1)
+    return first, second
+
+
+def _residual(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def run(input: Tensor, residual: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        total = input + residual
+        return norm(total, *weights), total
+
+    return run
+
+
+def _rms_norm(input: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(input, weight.shape, weight, 1e-5)
+
+
+def _layer_norm(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(input, weight.shape, weight, bias, 1e-5)
+
+
+def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def run(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
+        gate, up = _half(gate_up if bias is None else gate_up + bias)
+        return activation(gate) * up
+
+    return run
+
+
+def _activated(activation: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda input, bias=None: activation(input if bias is None else input + bias)
+
+
+def _rotated(projected: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+    half, heads = cosine.shape[-1], ROTARY_HEADS + 2 * ROTARY_GROUPS
+    width = projected.shape[-1] // heads
+
+    def turned(heads: Tensor) -> Tensor:
+        first, second, rest = heads.float().split([half, half, width - 2 * half], dim=-1)
+        return torch.cat([first * cosine - second * sine, second * cosine + first * sine, rest], dim=-1).to(heads.dtype)
+
+    query, key_value = projected.split([ROTARY_HEADS * width, 2 * ROTARY_GROUPS * width], dim=-1)
+    key, _ = key_value.unflatten(-1, (ROTARY_GROUPS, 2, width)).unbind(dim=-2)
+    return turned(query.unflatten(-1, (ROTARY_HEADS, width))), turned(key)
+
+
+PLAIN: Functions = {
+    "rms_norm": _rms_norm,
+    "layer_norm": _layer_norm,
+    "residual_rms_norm": _residual(_rms_norm),
+    "residual_layer_norm": _residual(_layer_norm),
+    "gelu": _activated(partial(F.gelu, approximate="tanh")),
+    "exact_gelu": _activated(F.gelu),
+    "squared_relu": _activated(lambda input: F.relu(input).square()),
+    "swiglu": _gated(F.silu),
+    "geglu": _gated(partial(F.gelu, approximate="tanh")),
+    "exact_geglu": _gated(F.gelu),
+    "rotary_embedding": _rotated,
+}
+"""As one writes each in PyTorch, by the first word of a case's name."""
+
+
+def liger() -> Functions:
+    """Liger-Kernel's, by the same names; those with a gate take it and the up projection as two tensors. Raises
+    ModuleNotFoundError where it is not installed.
+    """
+    functions = importlib.import_module("liger_kernel.transformers.functional")
+    return {
+        "rms_norm": lambda x, w: functions.liger_rms_norm(x, w, 1e-5),
+        "layer_norm": lambda x, w, b: functions.liger_layer_norm(x, w, b, 1e-5),
+        "residual_rms_norm": lambda x, r, w: functions.liger_fused_add_rms_norm(x, r, w, 1e-5),
+        "squared_relu": functions.liger_relu_squared,
+        "swiglu": functions.liger_swiglu,
+        "geglu": functions.liger_geglu,
+        "cross_entropy": functions.liger_cross_entropy,
+    }
+
+
+def available(rivals: Sequence[str], notes: list[str]) -> dict[str, Functions]:
+    """The functions of each rival that is here, by name."""
+    found: dict[str, Functions] = {}
+    for rival in rivals:
+        if rival != "liger":
+            found[rival] = PLAIN
+            continue
+        try:
+            found[rival] = liger()
+        except ImportError as error:
+            notes.append(f"Liger-Kernel is left out ({error}): pip install liger-kernel")
+    return found
+
+
+def rival_step(rival: str, function: Callable[..., Any], inputs: Sequence[Tensor]) -> Step:
+    if rival == "compile":
+        function = torch.compile(function, dynamic=False)
+    if rival == "liger" and function.__name__ in ("liger_swiglu", "liger_geglu"):
+        inputs = [half.detach().contiguous().requires_grad_() for half in inputs[0].chunk(2, dim=-1)]
+
+    def run(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        outputs = function(*inputs)
+        return (outputs,) if isinstance(outputs, Tensor) else outputs
+
+    return step_of(run, inputs)

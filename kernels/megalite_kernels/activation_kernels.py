@@ -1,0 +1,114 @@
+"""The Triton kernels of the activations, one pair for all. What they compute: see activation.py.
+
+Each takes tiles of ROWS rows and COLUMNS columns of the output. Of a gated activation the input has the gate at the
+output's column and the up projection WIDTH columns after it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megalite_kernels.implementation import kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+@kernel
+def _value_and_slope(x: tl.tensor, FUNCTION: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Of the function at x, in fp32."""
+    if FUNCTION == "squared_relu":
+        positive = tl.where(x < 0.0, 0.0, x)  # tl.maximum would hide NaN
+        value, slope = positive * positive, 2.0 * positive
+    elif FUNCTION == "exact_gelu":
+        below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)  # the normal distribution
+        value, slope = x * below, below + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    elif FUNCTION == "gelu":
+        # 0.5 * (1 + tanh(u)) is sigmoid(2 * u); 1 - sigmoid is computed as a sigmoid, too, to keep its digits.
+        twice = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        below, above = tl.sigmoid(twice), tl.sigmoid(-twice)
+        value = x * below
+        slope = below + value * above * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    else:
+        below, above = tl.sigmoid(x), tl.sigmoid(-x)
+        value = x * below
+        slope = below + value * above
+    return value, slope
+
+
+@kernel
+def _load_with_bias(
+    input: tl.tensor, bias: tl.tensor, row: tl.tensor, column: tl.tensor, stride: tl.tensor, inside: tl.tensor
+) -> tl.tensor:
+    x = tl.load(input + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        x += tl.load(bias + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    return x
+
+
+@kernel
+def activate(
+    input: tl.tensor,
+    bias: tl.tensor,
+    output: tl.tensor,
+    rows: tl.tensor,
+    stride: tl.tensor,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    value, _ = _value_and_slope(_load_with_bias(input, bias, row, column, stride, inside), FUNCTION)
+    if GATED:
+        value *= _load_with_bias(input, bias, row, column + WIDTH, stride, inside)
+    tl.store(output + row[:, None] * WIDTH + column[None, :], value.to(output.dtype.element_ty), mask=inside)
+
+
+@kernel
+def activate_backward(
+    gradient: tl.tensor,
+    input: tl.tensor,
+    bias: tl.tensor,
+    input_gradient: tl.tensor,
+    bias_sums: tl.tensor,
+    rows: tl.tensor,
+    gradient_stride: tl.tensor,
+    stride: tl.tensor,
+    FUNCTION: tl.constexpr,
+    GATED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Each program adds up over its tiles of rows, in their order: [programs, input's width] sums of a bias's gradient.
+
+    Without a bias there is nothing to add up.
+    """
+    program = tl.program_id(0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    width = WIDTH * 2 if GATED else WIDTH
+    gate_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    up_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for index in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tl.cast(index, tl.int64) * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+        g = tl.load(gradient + row[:, None] * gradient_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        value, slope = _value_and_slope(_load_with_bias(input, bias, row, column, stride, inside), FUNCTION)
+        place = input_gradient + row[:, None] * width + column[None, :]
+        if GATED:
+            up_gradient = g * value
+            g *= _load_with_bias(input, bias, row, column + WIDTH, stride, inside)
+            tl.store(place + WIDTH, up_gradient.to(input_gradient.dtype.element_ty), mask=inside)
+            up_sum += up_gradient
+        g *= slope
+        tl.store(place, g.to(input_gradient.dtype.element_ty), mask=inside)
+        gate_sum += g
+    if bias is not None:
+        place = bias_sums + program.to(tl.int64) * width + column
+        tl.store(place, tl.sum(gate_sum, 0), mask=column < WIDTH)
+        if GATED:
+            tl.store(place + WIDTH, tl.sum(up_sum, 0), mask=column < WIDTH)

@@ -1,0 +1,156 @@
+"""The Triton kernels of the norms: of an input, or of its sum with a residual. What they compute: see norm.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megalite_kernels.implementation import kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+@kernel
+def _sum_in_fp32(
+    input: tl.tensor,
+    residual: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    stride: tl.tensor,
+    residual_stride: tl.tensor,
+    inside: tl.tensor,
+) -> tl.tensor:
+    """A tile of the input, or of input + residual, rounded as it is stored."""
+    x = tl.load(input + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        x += tl.load(residual + row[:, None] * residual_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        x = x.to(residual.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@kernel
+def normalize(
+    input: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    total: tl.tensor,
+    output: tl.tensor,
+    means: tl.tensor,
+    inverses: tl.tensor,
+    rows: tl.tensor,
+    stride: tl.tensor,
+    residual_stride: tl.tensor,
+    epsilon: tl.tensor,
+    WIDTH: tl.constexpr,
+    CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Each program has ROWS rows, and goes over their columns once a statistic where they are more than COLUMNS."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    present = row < rows
+    column = tl.arange(0, COLUMNS)
+    mean = tl.zeros((ROWS,), tl.float32)
+    squares = tl.zeros((ROWS,), tl.float32)
+    if CENTERED:
+        for start in tl.static_range(0, WIDTH, COLUMNS):
+            inside = present[:, None] & (start + column < WIDTH)[None, :]
+            x = _sum_in_fp32(input, residual, row, start + column, stride, residual_stride, inside)
+            mean += tl.sum(x, 1)
+        mean /= WIDTH
+        tl.store(means + row, mean, mask=present)
+    for start in tl.static_range(0, WIDTH, COLUMNS):
+        inside = present[:, None] & (start + column < WIDTH)[None, :]
+        if not CENTERED or COLUMNS < WIDTH:
+            x = _sum_in_fp32(input, residual, row, start + column, stride, residual_stride, inside)
+        distance = tl.where((start + column < WIDTH)[None, :], x - mean[:, None], 0.0)
+        squares += tl.sum(distance * distance, 1)
+    inverse = tl.rsqrt(squares / WIDTH + tl.cast(epsilon, tl.float32))
+    tl.store(inverses + row, inverse, mask=present)
+    for start in tl.static_range(0, WIDTH, COLUMNS):
+        inside = present[:, None] & (start + column < WIDTH)[None, :]
+        if COLUMNS < WIDTH:
+            x = _sum_in_fp32(input, residual, row, start + column, stride, residual_stride, inside)
+        place = row[:, None] * WIDTH + (start + column)[None, :]
+        if residual is not None:
+            tl.store(total + place, x.to(total.dtype.element_ty), mask=inside)
+        scale = tl.load(weight + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
+        y = (x - mean[:, None]) * inverse[:, None] * scale[None, :]
+        if CENTERED:
+            y += tl.load(bias + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)[None, :]
+        tl.store(output + place, y.to(output.dtype.element_ty), mask=inside)
+
+
+@kernel
+def normalize_backward(
+    gradient: tl.tensor,
+    total_gradient: tl.tensor,
+    input: tl.tensor,
+    weight: tl.tensor,
+    means: tl.tensor,
+    inverses: tl.tensor,
+    input_gradient: tl.tensor,
+    weight_sums: tl.tensor,
+    bias_sums: tl.tensor,
+    rows: tl.tensor,
+    gradient_stride: tl.tensor,
+    total_gradient_stride: tl.tensor,
+    stride: tl.tensor,
+    WIDTH: tl.constexpr,
+    CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Each program adds up over its tiles of rows, in their order: [programs, WIDTH] sums of each parameter's gradient.
+
+    Rows that are wider than COLUMNS are read twice, the second time from the cache.
+    """
+    program = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    weight_sum = (tl.zeros((ROWS, COLUMNS), tl.float32),) * tl.cdiv(WIDTH, COLUMNS)
+    bias_sum = weight_sum
+    for index in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = tl.cast(index, tl.int64) * ROWS + tl.arange(0, ROWS)
+        present = row < rows
+        inverse = tl.load(inverses + row, mask=present, other=0.0)[:, None]
+        mean = tl.zeros((ROWS, 1), tl.float32)
+        if CENTERED:
+            mean = tl.load(means + row, mask=present, other=0.0)[:, None]
+        along = tl.zeros((ROWS,), tl.float32)
+        common = tl.zeros((ROWS,), tl.float32)
+        for start in tl.static_range(0, WIDTH, COLUMNS):
+            inside = present[:, None] & (start + column < WIDTH)[None, :]
+            x = tl.load(input + row[:, None] * stride + (start + column)[None, :], mask=inside, other=0.0)
+            g = tl.load(gradient + row[:, None] * gradient_stride + (start + column)[None, :], mask=inside, other=0.0)
+            scale = tl.load(weight + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
+            scaled = g.to(tl.float32) * scale[None, :]
+            along += tl.sum(scaled * (x.to(tl.float32) - mean) * inverse, 1)
+            common += tl.sum(scaled, 1)
+        along_row = along[:, None] / WIDTH * inverse
+        common_row = common[:, None] / WIDTH * inverse
+        for start in tl.static_range(0, WIDTH, COLUMNS):
+            inside = present[:, None] & (start + column < WIDTH)[None, :]
+            if COLUMNS < WIDTH:
+                x = tl.load(input + row[:, None] * stride + (start + column)[None, :], mask=inside, other=0.0)
+                g = tl.load(
+                    gradient + row[:, None] * gradient_stride + (start + column)[None, :], mask=inside, other=0.0
+                )
+                scale = tl.load(weight + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
+            normed = (x.to(tl.float32) - mean) * inverse
+            result = g.to(tl.float32) * scale[None, :] * inverse - normed * along_row
+            if CENTERED:
+                result -= common_row
+            result = result.to(input_gradient.dtype.element_ty)
+            if total_gradient is not None:  # added to what is rounded, so that bits do not depend on the fusion
+                place = total_gradient + row[:, None] * total_gradient_stride + (start + column)[None, :]
+                added = result.to(tl.float32) + tl.load(place, mask=inside, other=0.0).to(tl.float32)
+                result = added.to(input_gradient.dtype.element_ty)
+            tl.store(input_gradient + row[:, None] * WIDTH + (start + column)[None, :], result, mask=inside)
+            weight_part, bias_part = (weight_sum[0] + g.to(tl.float32) * normed,), (bias_sum[0] + g.to(tl.float32),)
+            weight_sum, bias_sum = weight_sum[1:] + weight_part, bias_sum[1:] + bias_part  # the next columns' first
+    for start in tl.static_range(0, WIDTH, COLUMNS):
+        place = program.to(tl.int64) * WIDTH + start + column
+        tl.store(weight_sums + place, tl.sum(weight_sum[start // COLUMNS], 0), mask=start + column < WIDTH)
+        if CENTERED:
+            tl.store(bias_sums + place, tl.sum(bias_sum[start // COLUMNS], 0), mask=start + column < WIDTH)

@@ -1,0 +1,171 @@
+"""Whether the kernels compute on this machine's GPU what they should, and how near they come to its bandwidth.
+
+    python -m megalite_kernels.selftest [--only WORD] [--numbers]
+
+Each operation runs at the sizes of `megalite_kernels.cases` and is compared, outputs and gradients, with itself in
+float64, which never runs as kernels; two runs must have the same bits. Then each is timed beside a copy. Exit code 0:
+all is right; 1: a number is wrong; 2: there is no GPU, or no Triton. `--device cpu` tries the numbers alone in Triton's
+interpreter, which has no bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalite_kernels import cases
+from megalite_kernels.cases import Case
+from megalite_kernels.implementation import choose
+from megalite_kernels.measure import ELEMENTS, copy_rate, time_case, traffic
+
+TOLERANCE = {torch.float64: 5e-7, torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+"""Of the norm of the error: 8 and 2 roundings to nearest of the dtype, as the tests have it; what kernels give in
+float64 are sums of what they computed in fp32."""
+TOKENS = {"cuda": (1, 1031), "cpu": (1, 3)}
+EXIT_WRONG, EXIT_NOTHING_TO_TEST = 1, 2
+
+
+def largest_error(case: Case, tokens: int, device: str) -> float:
+    """Of outputs and gradients, over what is tolerated; infinite where two runs differ by a bit, or are not finite."""
+    torch.manual_seed(tokens)
+    inputs = case.make_inputs(tokens, device)
+    incoming: list[Tensor] = []
+    first, again = (_results(case, inputs, incoming, torch.clone) for _ in range(2))
+    exact = _results(case, inputs, incoming, _wide)
+    return max(_error(case, *parts) for parts in zip(first, again, exact, strict=True))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor.clone()
+
+
+def _results(
+    case: Case, inputs: Sequence[Tensor], incoming: list[Tensor], copy: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Outputs, and gradients of copies of the inputs; the first run draws what comes in."""
+    own = [copy(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in inputs]
+    outputs = case.outputs(own)
+    ends = [output for output in outputs if output.requires_grad]
+    if not ends:
+        return list(outputs)
+    if not incoming:
+        incoming += [torch.randn_like(end) for end in ends]
+    arriving = [gradient.to(end.dtype) for gradient, end in zip(incoming, ends, strict=True)]
+    return [*outputs, *torch.autograd.grad(ends, [tensor for tensor in own if tensor.requires_grad], arriving)]
+
+
+def _error(case: Case, ours: Tensor, again: Tensor, exact: Tensor) -> float:
+    if not torch.equal(ours, again):
+        return math.inf
+    tolerance = case.tolerance or TOLERANCE.get(ours.dtype, 0.0)
+    distance, allowed = (ours.double() - exact.double()).norm().item(), tolerance * exact.double().norm().item()
+    if distance == 0.0:
+        return 0.0
+    return distance / allowed if allowed and math.isfinite(distance) else math.inf
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What an operation computed."""
+
+    case: Case
+    error: float
+    """The largest, over what is tolerated."""
+    failure: str = ""
+    """What was raised instead."""
+
+    @property
+    def right(self) -> bool:
+        return self.error <= 1.0
+
+    def __str__(self) -> str:
+        verdict = "" if self.right else f"  <- WRONG {self.failure}"
+        return f"{self.case.name:52} error {self.error:8.3g} of what is tolerated{verdict}"
+
+
+def check_numbers(chosen: Sequence[Case], device: str) -> Iterator[Numbers]:
+    choose("triton")
+    for case in chosen:
+        try:
+            yield Numbers(case, max(largest_error(case, tokens, device) for tokens in TOKENS[device]))
+        except Exception as error:  # of the compiler or the driver: the other operations are looked at all the same
+            yield Numbers(case, math.inf, f"{type(error).__name__}: {error}".partition("\n")[0])
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How long one direction of an operation took."""
+
+    case: Case
+    direction: str
+    seconds: float
+    rate: float
+    """Bytes a second, of those that it cannot but read and write."""
+
+    def beside(self, copy: float) -> str:
+        figures = f"{self.seconds * 1e3:8.3f} ms {self.rate / 1e9:5.0f} GB/s {self.rate / copy:4.0%} of a copy"
+        return f"{self.case.name:52} {self.direction:8} {figures}"
+
+
+def check_speed(chosen: Sequence[Case], device: str, elements: int = ELEMENTS) -> Iterator[Speed]:
+    """`elements`: of the largest input."""
+    choose("triton")
+    for case in chosen:
+        torch.manual_seed(0)
+        inputs = case.make_inputs(max(elements // case.width, 1), device)
+        needed, times = traffic(case, inputs), time_case(case, inputs)
+        yield Speed(case, "forward", times.forward, needed.forward / times.forward)
+        if times.backward is not None:
+            yield Speed(case, "backward", times.backward, needed.backward / times.backward)
+
+
+def nothing_to_test(device: str) -> str | None:
+    """Why no kernel can run here."""
+    try:
+        import triton  # noqa: F401
+    except ModuleNotFoundError:
+        return "Triton is not installed: pip install triton, in the version that this torch brings along"
+    if device == "cuda" and not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no GPU (--device cpu tries the kernels in an interpreter)"
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="WORD", help="the operations with this in their line")
+    parser.add_argument("--numbers", action="store_true", help="leave the bandwidth out")
+    parser.add_argument("--device", choices=TOKENS, default="cuda")
+    flags = parser.parse_args(arguments)
+    if flags.device == "cpu" and "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"  # which Triton looks for when it is imported
+    if reason := nothing_to_test(flags.device):
+        print(f"selftest: nothing was tested: {reason}", file=sys.stderr)
+        return EXIT_NOTHING_TO_TEST
+    chosen = [case for case in cases.cases() if flags.only in f"{case.operation} {case.name}"]
+    if flags.device == "cpu":
+        chosen = [case for case in chosen if "bfloat16" not in case.name]
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if flags.device == 'cuda' else 'interpreter'}")
+    right = []
+    for numbers in check_numbers(chosen, flags.device):
+        print(numbers, flush=True)
+        right += [numbers.case] if numbers.right else []
+    if flags.device == "cuda" and not flags.numbers:
+        copy = copy_rate(torch.device("cuda"))
+        print(f"{'a copy':72} {copy / 1e9:5.0f} GB/s", flush=True)
+        for speed in check_speed(right, "cuda"):
+            print(speed.beside(copy), flush=True)
+    wrong = len(chosen) - len(right)
+    verdict = f"{wrong} of {len(chosen)} operations are WRONG" if wrong else f"{len(chosen)} operations are right"
+    print(f"selftest: {verdict}")
+    return EXIT_WRONG if wrong or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Cross entropy straight from hidden states and the output layer's weight: logits exist for a chunk of tokens at once.
+
+Forward keeps the hidden states and each token's log-sum-exp. Backward computes the logits of a chunk again, turns them
+into their gradient in place and multiplies it with the weight and with the hidden states: a fourth product, for the
+memory of all logits. Ranks talk as in a column-parallel layer and its loss: the statistics of all chunks are gathered
+at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.parallel import collectives
+from megalite.parallel.cross_entropy import over_ranks
+from megalite.parallel.mesh import Group
+from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, hand_over, is_deferred
+from megalite_kernels.cross_entropy import Columns, Terms, gradient_, losses, statistics
+
+CHUNK_ELEMENTS, CHUNK_TOKENS = 1 << 28, 1024
+"""Logits that are there at once, and the fewest tokens: with fewer, products do not fill a GPU."""
+CPU_CHUNK_ELEMENTS, CPU_CHUNK_TOKENS = 1 << 21, 64
+"""Likewise: logits that a CPU's cache holds, and tokens enough that reading the weight is not what takes the time."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Parameter,
+    labels: Tensor,
+    group: Group,
+    vocab_size: int,
+    terms: Terms | None = None,
+    *,
+    sequence_parallel: bool = False,
+    use: int = 0,
+) -> Tensor:
+    """Loss of each token, in fp32 or wider: that of the logits hidden @ weight.T.
+
+    Args:
+        hidden: [sequence (/ size under sequence parallelism), batch, hidden].
+        weight: [padded vocabulary / size, hidden], this rank's rows.
+        labels: [sequence, batch], ids in [0, vocab_size).
+        group: the ranks that hold the vocabulary, in order.
+        vocab_size: the true vocabulary; rows at or past it are padding.
+        terms: what else is in the loss; None: nothing.
+        use: of the weight, where it is tied: this one's number.
+    Returns: [sequence, batch].
+    """
+    columns = Columns.of_rank(group.rank, weight.shape[0], vocab_size)
+    split_over = group if sequence_parallel and group.size > 1 else None
+    settings = split_over, group, use, columns, terms or Terms()
+    found: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, *settings)
+    return found
+
+
+@dataclass(frozen=True)
+class _LogitGradients:
+    """What the gradient of the logits is made from, chunk by chunk."""
+
+    labels: Tensor
+    log_sums: Tensor
+    scales: Tensor
+    """Gradients of the losses; these three [tokens]."""
+    weight: Tensor
+    columns: Columns
+    terms: Terms
+
+    def of(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Chunks of [tokens, hidden] states, each with the gradient of its logits [tokens, columns]."""
+        for tokens, logits in _logits(hidden, self.weight):
+            labels, log_sums, scales = (part[tokens] for part in (self.labels, self.log_sums, self.scales))
+            gradient_(logits, labels, log_sums, scales, self.columns, self.terms)
+            yield tokens, logits
+
+
+@dataclass(frozen=True)
+class _WeightGradient:
+    """The gradient of the weight; if there is a place for it, that of the hidden states on the way."""
+
+    logit_gradients: _LogitGradients
+    hidden: Callable[[], Tensor]
+    """[tokens, hidden]"""
+    hidden_gradient: Tensor | None = None
+    """[tokens, hidden], to be filled."""
+
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        """The sum over the chunks is in fp32 or wider, whatever the target."""
+        hidden = self.hidden()
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        if target.dtype != dtype:
+            total = torch.empty_like(target, dtype=dtype)
+            self.add_to(total, overwrite=True)
+            DenseGradient(total).add_to(target, overwrite=overwrite)
+            return
+        for tokens, gradient in self.logit_gradients.of(hidden):
+            if self.hidden_gradient is not None:
+                torch.mm(gradient, self.logit_gradients.weight, out=self.hidden_gradient[tokens])
+            ProductGradient(gradient, hidden[tokens]).add_to(target, overwrite=overwrite and tokens.start == 0)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Parameter,
+        labels: Tensor,
+        split_over: Group | None,
+        group: Group,
+        use: int,
+        columns: Columns,
+        terms: Terms,
+    ) -> Tensor:
+        ids, whole = labels.reshape(-1), _whole(hidden, split_over)
+        parts = [statistics(logits, ids[tokens], columns, terms) for tokens, logits in _logits(whole, weight)]
+        found = over_ranks(torch.cat(parts, dim=1), group)
+        ctx.save_for_backward(hidden, labels, found[0].clone())  # by itself: the other statistics are done with
+        # The parameter is kept as it is: a saved tensor would lose its buffer.
+        ctx.weight, ctx.split_over, ctx.group, ctx.use = weight, split_over, group, use
+        ctx.columns, ctx.terms = columns, terms
+        return losses(found, columns.vocab_size, terms).view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, labels, log_sums = (saved.detach() for saved in ctx.saved_tensors)  # what is kept has no graph
+        weight, split_over = ctx.weight, ctx.split_over
+        tokens = labels.reshape(-1), log_sums, gradients[0].reshape(-1)
+        logit_gradients = _LogitGradients(*tokens, weight, ctx.columns, ctx.terms)
+        whole = _whole(hidden, split_over)
+        hidden_gradient = torch.empty_like(whole, memory_format=torch.contiguous_format)
+        if is_deferred(weight):
+            for chunk, gradient in logit_gradients.of(whole):
+                torch.mm(gradient, weight, out=hidden_gradient[chunk])
+            if weight.gradient_buffer.frees_parameters:
+                logit_gradients = replace(logit_gradients, weight=weight.detach().clone())
+            product = _WeightGradient(logit_gradients, partial(_whole, hidden, split_over))
+        else:
+            product = _WeightGradient(logit_gradients, lambda: whole, hidden_gradient)
+        weight_gradient = hand_over(weight, product, ctx.use)
+        hidden_gradient = hidden_gradient.view(-1, *hidden.shape[1:])
+        if split_over is not None:
+            hidden_gradient = collectives.reduce_scatter(hidden_gradient, split_over)
+        else:
+            collectives.all_reduce_(hidden_gradient, ctx.group)
+        return hidden_gradient, weight_gradient, *[None] * 6
+
+
+def _whole(hidden: Tensor, split_over: Group | None) -> Tensor:
+    """[sequence (/ size), batch, hidden] states as [tokens, hidden]."""
+    return (hidden if split_over is None else collectives.all_gather(hidden, split_over)).flatten(0, 1)
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Chunks of [tokens, hidden] states with their logits [tokens, columns], one after the other in one place."""
+    tokens, width = hidden.shape[0], weight.shape[0]
+    on_cpu = hidden.device.type == "cpu"
+    elements, least = (CPU_CHUNK_ELEMENTS, CPU_CHUNK_TOKENS) if on_cpu else (CHUNK_ELEMENTS, CHUNK_TOKENS)
+    step = min(max(elements // width, least), tokens)
+    place = hidden.new_empty(step, width)
+    for start in range(0, tokens, max(step, 1)):
+        chunk = slice(start, min(start + step, tokens))
+        logits = place[: chunk.stop - start]
+        torch.mm(hidden[chunk], weight.t(), out=logits)
+        yield chunk, logits

@@ -1,0 +1,57 @@
+"""Layers under torch.compile: what is between their matrix products and attention.
+
+The parallel products stay as they are: they communicate, and in backward they hand their weights' gradients over.
+Attention is a kernel of its own; and the compiler would draw other random numbers than their key gives. What runs
+around the first use of a parameter, to make it whole, is not traced either. All layers share the compiled code.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from megalite.errors import ConfigurationError
+from megalite.model.attention import Attention
+from megalite.model.gpt import GPT
+from megalite.optim.buckets import Bucket
+from megalite.parallel import randomness
+from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+_UNTRACED: tuple[tuple[type | ModuleType, str], ...] = (
+    (ColumnParallelLinear, "forward"),
+    (RowParallelLinear, "forward"),
+    (Attention, "attend"),
+    (randomness, "drop"),
+    (Bucket, "finish_parameter_gather"),
+)
+
+
+def require_compiler() -> None:
+    """Raises ConfigurationError where torch.compile lacks what it compiles with."""
+    if torch.cuda.is_available():
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigurationError("--compile needs Triton on a GPU, which is not installed: pip install triton")
+    elif shutil.which(compiler := os.environ.get("CXX", "g++")) is None:
+        raise ConfigurationError(f"--compile needs a C++ compiler on a CPU: there is no {compiler} (CXX names another)")
+
+
+def compile_layers(chunks: Iterable[GPT], backend: str | Callable[..., Any] = "inductor") -> None:
+    """Each layer is compiled when it first runs. Which kernels run must have been chosen (`choose_kernels`)."""
+    _leave_untraced()
+    for chunk in chunks:
+        for layer in chunk.layers:
+            layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
+
+
+@functools.cache
+def _leave_untraced() -> None:
+    """Here and not where they stand: the mark imports the compiler, which takes a second."""
+    for holder, name in _UNTRACED:
+        setattr(holder, name, torch.compiler.disable(getattr(holder, name)))

@@ -1,0 +1,86 @@
+"""Layers under torch.compile: training is the oracle's, and nothing is compiled anew for a layer, a step or a layout.
+
+On the backend that does all but to write code; tests/end_to_end/test_compile.py has Inductor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from megalite.errors import ConfigurationError
+from megalite.training.compiled import require_compiler
+from tests.distributed import layout_run
+from tests.distributed.layout_cell import Cell, make_cell
+from tests.distributed.layout_expected import Result, assert_as_expected, on_ranks, result_of
+from tests.harness.close import assert_bits_equal, assert_number_close
+from tests.harness.rank_pool import RankPools
+
+LAYOUTS = [
+    {"tp": 1, "dp": 2, "zero": 3, "overlap": "reduce and gather", "recompute": "block"},
+    {"tp": 1, "dp": 2, "zero": 1, "overlap": "reduce and gather"},
+    {"tp": 1, "dp": 1, "pp": 2, "schedule": "zb-h1", "recompute": "selective"},
+    {"tp": 1, "dp": 1, "pp": 2, "schedule": "zb-v", "recompute": "uniform"},
+]
+"""A layer's shapes are the same in all of these."""
+
+
+def graphs_of_cells(cells: Sequence[Cell]) -> list[tuple[layout_run.RankResult, int]]:
+    """On a rank: each cell run, and how many graphs had been compiled by its end."""
+    counters.clear()
+    meshes = layout_run.make_meshes(cells)
+    return [(layout_run.run_cell(meshes[cell.tp, cell.pp], cell), counters["stats"]["unique_graphs"]) for cell in cells]
+
+
+def run(rank_pools: RankPools, cells: Sequence[Cell]) -> tuple[list[Result], list[int]]:
+    by_rank = on_ranks(rank_pools, cells[0].world_size, graphs_of_cells, cells)
+    graphs = [max(count for _, count in ranks) for ranks in zip(*by_rank, strict=True)]
+    results = [
+        result_of(cell, [result for result, _ in ranks])
+        for cell, ranks in zip(cells, zip(*by_rank, strict=True), strict=True)
+    ]
+    return results, graphs
+
+
+def test_every_layout_is_the_oracles_with_what_one_has_compiled(rank_pools: RankPools) -> None:
+    rest = {"family": "llama", "documents": True, "qk_layernorm": True, "optimizer": "adam", "compiled": "aot_eager"}
+    first, *others = (make_cell(layout | rest) for layout in LAYOUTS)
+    cells = [first, replace(first, steps=3), *(replace(cell, steps=2) for cell in others)]
+    results, graphs = run(rank_pools, cells)
+    for cell, result in zip(cells, results, strict=True):
+        assert_as_expected(cell, result)
+    assert graphs[0] > 0
+    assert graphs == graphs[:1] * len(cells)
+
+
+def test_tensor_and_sequence_parallel_layers_are_the_oracles(rank_pools: RankPools) -> None:
+    """Here with biases, learned positions and LayerNorm."""
+    cell = make_cell({"tp": 2, "dp": 1, "sequence_parallel": True}, steps=2, compiled="aot_eager")
+    (result,), _ = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
+
+
+def test_dropout_is_that_of_layers_which_are_not_compiled(rank_pools: RankPools) -> None:
+    """Sums of other orders, of the same elements dropped; and recomputed or not the same bits, as always."""
+    plain = make_cell({"tp": 1, "dp": 1}, dropout=0.1, steps=2)
+    cells = [replace(plain, compiled="aot_eager"), replace(plain, compiled="aot_eager", recompute="uniform")]
+    (eager, compiled, recomputed), _ = run(rank_pools, [plain, *cells])
+    for ours, theirs in zip(compiled.losses, eager.losses, strict=True):
+        assert_number_close(ours, theirs, "loss")
+    assert recomputed.losses == compiled.losses
+    for name, gradient in compiled.gradients.items():
+        assert_bits_equal(recomputed.gradients[name], gradient, name)
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigurationError, match=r"--compile needs a C\+\+ compiler on a CPU: there is no no-such-c"):
+        require_compiler()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"--compile needs Triton on a GPU.*pip install triton"):
+        require_compiler()

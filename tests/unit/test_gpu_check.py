@@ -1,0 +1,82 @@
+"""The check that runs on machines with GPUs: what it has found is kept, whatever comes after."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu_check, gpu_training
+from benchmarks.gpu_check import Report
+
+RUN = ["--device", "cpu", "--results"]
+
+
+def right(report: Report) -> None:
+    report.tell("benchmark", {"error": 0.5}, "right")
+
+
+def broken(report: Report) -> None:
+    report.tell("training", {"variant": "kernels"}, "first")
+    raise RuntimeError("the GPU fell off the bus")
+
+
+def wrong(report: Report) -> None:
+    report.wrong.append("resume: bits differ")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, directory: Path, parts: dict[str, Any], *more: str) -> tuple[int, dict]:
+    """The exit code, and what was written."""
+    monkeypatch.setattr(gpu_check, "PARTS", parts)
+    code = gpu_check.main([*RUN, str(directory), "--only", *parts, *more])
+    (path,) = directory.glob("gpu_check_*.json")
+    return code, json.loads(path.read_text())
+
+
+def test_a_part_that_fails_costs_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, found = run(monkeypatch, tmp_path, {"training": broken, "benchmark": right})
+    assert code == 0  # a speed that cannot be measured is no wrong number
+    assert found["training"][0] == {"variant": "kernels"}
+    assert "the GPU fell off the bus" in found["training"][1]["failed"]
+    assert found["benchmark"] == [{"error": 0.5}]
+    code, found = run(monkeypatch, tmp_path, {"resume": broken, "benchmark": right})
+    assert code == 1
+    assert found["wrong"] == ["resume: failed"]
+    assert found["benchmark"] == [{"error": 0.5}]
+
+
+def test_wrong_numbers_are_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, found = run(monkeypatch, tmp_path, {"benchmark": right, "resume": wrong})
+    assert code == 1
+    assert found["wrong"] == ["resume: bits differ"]
+
+
+def test_no_part_begins_when_no_time_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, found = run(monkeypatch, tmp_path, {"benchmark": wrong}, "--minutes", "0")
+    assert code == 0
+    assert found["benchmark"] == [{"left out": "no time was left"}]
+
+
+def test_without_a_gpu_nothing_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main(["--results", str(tmp_path)]) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_variant_that_fails_is_a_row_and_an_unknown_flag_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(flags: str, processes: int, *, gpu: bool) -> list[dict[str, float]]:
+        if "--compile" in flags:
+            raise subprocess.CalledProcessError(70, "pretrain_gpt.py")
+        times = [9.0, 3.0, 1.0, 2.0]
+        return [{"iteration_time_s": t, "lm_loss": 7.0 - t, "mfu": 1 / t, "x": 0} for t in times]
+
+    variants = {"plain": "", "compiled": "--compile", "another": "--no-such-flag 3"}
+    monkeypatch.setattr(gpu_training, "train", train)
+    monkeypatch.setattr(gpu_training, "VARIANTS", variants)
+    plain, failed = gpu_training.speeds("--bf16", 1, gpu=False, warm_up=1)
+    assert (plain["mfu"], plain["lm_loss"]) == (0.5, 5.0)  # the step of the median time, and the last loss
+    assert failed == {"variant": "compiled", "failed": "exit code 70"}

@@ -1,0 +1,78 @@
+"""The benchmark of the kernels on a CPU: what it writes, and that no missing rival stops it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import kernel_rivals, kernels
+from benchmarks.bar_chart import bar_chart
+from benchmarks.kernels import judge
+
+TINY = ["--device", "cpu", "--tokens", "3", "--repeats", "2", "--only", "rms_norm 2048"]
+
+
+def run(directory: Path, *more: str) -> tuple[list[dict[str, str]], dict[str, Any]]:
+    """The table, and all figures."""
+    assert kernels.main([*TINY, "--results", str(directory), *more]) == 0
+    with open(directory / "kernels.csv", encoding="utf-8") as file:
+        return list(csv.DictReader(file)), json.loads((directory / "kernels.json").read_text())
+
+
+def test_each_variant_has_a_row_for_each_direction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_rivals, "liger", lambda: {"rms_norm": lambda x, w: x * w})
+    table, figures = run(tmp_path, "--rivals", "torch", "liger")
+    rows = [row for row in table if row["operation"] == "rms_norm 2048 bfloat16"]
+    variants = [(row["direction"], row["implementation"]) for row in rows]
+    names = ("megalite", "PyTorch", "Liger-Kernel")
+    assert variants == [(direction, name) for direction in ("forward", "backward") for name in names]
+    for row in table:
+        share = float(row["gigabytes_per_second"]) / figures["copy_gigabytes_per_second"]
+        assert float(row["of_a_copy"]) == pytest.approx(share)
+        assert float(row["milliseconds"]) > 0
+    assert len(figures["rows"]) == len(table)
+    assert not figures["notes"]
+    words = [element.text for element in ElementTree.fromstring((tmp_path / "kernels.svg").read_text()).iter()]
+    assert "rms_norm 2048 bfloat16, backward" in words
+
+
+def test_a_rival_that_is_missing_or_fails_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise ModuleNotFoundError("No module named 'liger_kernel'")
+
+    def failing(input: Tensor, weight: Tensor) -> Tensor:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(kernel_rivals, "liger", missing)
+    monkeypatch.setitem(kernel_rivals.PLAIN, "rms_norm", failing)
+    table, figures = run(tmp_path)
+    assert {row["implementation"] for row in table if row["operation"].startswith("rms_norm")} == {"megalite"}
+    first, *others = figures["notes"]
+    assert "pip install liger-kernel" in first
+    assert "PyTorch rms_norm 2048 bfloat16: RuntimeError: out of order" in others
+
+
+def test_the_verdict_names_both_targets() -> None:
+    assert judge(0.9, 0.85, 1.2) == "85% of a copy reached, as fast as torch.compile (1.20 x)"
+    assert judge(0.8, 0.85, 0.5) == "85% of a copy MISSED, SLOWER than torch.compile (0.50 x)"
+    assert judge(0.8, None, float("inf")) == ""
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert kernels.main([]) == 2
+    assert "there is no GPU here" in capsys.readouterr().err
+
+
+def test_bars_are_as_long_as_their_shares() -> None:
+    svg = ElementTree.fromstring(bar_chart("title", {"a": {"x": 0.5, "y": 1.0}}, 0.85, "85%"))
+    bars = [element.attrib["width"] for element in svg.iter() if element.tag.endswith("rect")]
+    half, whole = map(float, bars[-2:])
+    assert whole == pytest.approx(2 * half)
