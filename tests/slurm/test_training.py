@@ -180,7 +180,7 @@ def test_a_node_that_runs_out_of_memory_costs_an_attempt(cluster: Cluster, train
 def test_a_chain_of_jobs_goes_on_where_one_has_stopped(cluster: Cluster, training: Training) -> None:
     job = training.submit("--array=1-3%1", "--no-requeue", LAUNCHER="srun")
     training.wait_for_checkpoint(job)
-    ask("scancel", "--batch", "--signal=USR1", f"{job.number}_1")
+    ask("scancel", "--batch", "--signal=USR1", f"{job.number}_1", check=False)  # it fails, and signals all the same
     job.until(lambda: "cannot be requeued" in job.log)
     training.hold.unlink()
     job.wait(exit_code=None)
