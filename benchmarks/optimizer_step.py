@@ -41,7 +41,7 @@ def flat_update(backend: str) -> Callable[[], None]:
     for bucket in optimizer.buckets:
         bucket.gradients.normal_()
     (rule,) = make_rules(optimizer.shards, mesh, config)
-    return lambda: rule.update(Rates(1e-3, 1e-3, 0.01), 1)
+    return lambda: rule.update(Rates(1e-3, 1e-3, 0.01), 1, 1.0)
 
 
 def plain_update() -> tuple[Callable[[], object], int]:

@@ -58,6 +58,8 @@ _ACTIVATION = "tests/kernels/test_activation.py::test_"
 _ROTARY = "tests/kernels/test_rotary.py::test_"
 _QUANTIZATION = "tests/kernels/test_quantization.py::test_"
 _SELFTEST = "tests/kernels/test_selftest.py::test_"
+_OPTIMIZER = "tests/kernels/test_optimizer.py::test_"
+_PACKED = "tests/unit/test_optimizer_packed.py::test_"
 _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
 _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
@@ -780,8 +782,8 @@ MUTANTS = (
     Mutant(
         "the loss scale is not taken out of the gradients",
         "megalite/optim/optimizer.py",
-        "self._scale(self._clipping(result.gradient_norm) / loss_scale)",
-        "self._scale(self._clipping(result.gradient_norm))",
+        "self._update(rates, self._clipping(result.gradient_norm) / loss_scale)",
+        "self._update(rates, self._clipping(result.gradient_norm))",
         "tests/end_to_end/test_precision.py::test_the_loss_scale_leaves_no_trace",
     ),
     Mutant(
@@ -808,8 +810,8 @@ MUTANTS = (
     Mutant(
         "the gradient is not clipped",
         "megalite/optim/optimizer.py",
-        "self._scale(self._clipping(result.gradient_norm) / loss_scale)",
-        "self._scale(1.0 / loss_scale)",
+        "self._update(rates, self._clipping(result.gradient_norm) / loss_scale)",
+        "self._update(rates, 1.0 / loss_scale)",
         f"{_STEPS}[3]",
     ),
     Mutant(
@@ -905,16 +907,93 @@ MUTANTS = (
     ),
     Mutant(
         "megalite's AdamW does not correct for moments that start at zero",
-        "megalite/optim/elementwise.py",
-        "value=-rate / (1.0 - config.adam_beta1**step)",
-        "value=-rate",
+        "kernels/megalite_kernels/optimizer.py",
+        "value=-by.rate / (1.0 - by.beta1**by.step)",
+        "value=-by.rate",
         "tests/unit/test_optimizer_backends.py::test_torch_and_megalite_agree_to_rounding[adam]",
     ),
     Mutant(
-        "arithmetic is in the precision in which moments are kept",
+        "AdamW's kernel takes one beta for the other",
+        "kernels/megalite_kernels/optimizer.py",
+        "m += (g - m) * tl.cast(new1, tl.float32)",
+        "m += (g - m) * tl.cast(new2, tl.float32)",
+        f"{_OPTIMIZER}adamw_is_torchs[64]",
+    ),
+    Mutant(
+        "AdamW's kernel decays weights by the corrected rate",
+        "kernels/megalite_kernels/optimizer.py",
+        "numbers = (1.0 - by.rate * by.decay, rate,",
+        "numbers = (1.0 - rate * by.decay, rate,",
+        f"{_OPTIMIZER}adamw_is_torchs[64]",
+    ),
+    Mutant(
+        "megalite's AdamW does not clip",
         "megalite/optim/elementwise.py",
-        "values = [tensor.to(wide) for tensor in stored]",
-        "values = [tensor.clone() for tensor in stored]",
+        "config.adam_eps, step, factor, seed)",
+        "config.adam_eps, step, 1.0, seed)",
+        "tests/unit/test_optimizer_backends.py::test_torch_and_megalite_agree_to_rounding[adam]",
+    ),
+    Mutant(
+        "a kernel cuts bf16 parameters off their masters",
+        "kernels/megalite_kernels/master_weights.py",
+        "upper = (bits + (1 << 15)) >> 16",
+        "upper = bits >> 16",
+        f"{_OPTIMIZER}remainders_change_no_bit",
+    ),
+    Mutant(
+        "a master that is no number rounds to zero",
+        "kernels/megalite_kernels/master_weights.py",
+        "tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)",
+        "value.to(tl.int32, bitcast=True)",
+        f"{_OPTIMIZER}a_weight_that_is_no_number_stays_none[bf16, fp32 masters]",
+    ),
+    Mutant(
+        "a small average of squares is rounded to zero",
+        "kernels/megalite_kernels/moments.py",
+        "0, tl.where((codes == 0) & (wide > 0.0) & there, 1, codes))",
+        "0, codes)",
+        f"{_OPTIMIZER}the_reference_has_the_kernels_codes",
+    ),
+    Mutant(
+        "squares too small for their root to come back are kept",
+        "kernels/megalite_kernels/moments.py",
+        "scales.masked_fill_(scales < least_scale(self.codes.dtype), 0.0)",
+        "scales.masked_fill_(scales < 0.0, 0.0)",
+        f"{_OPTIMIZER}squares_in_8_bits_come_back_and_none_is_lost",
+    ),
+    Mutant(
+        "moments in 8 bits are rounded by the same numbers in each step",
+        "megalite/optim/elementwise.py",
+        "<< 31 | step) * 2",
+        "<< 31) * 2",
+        f"{_PACKED}an_update_draws_by_step_and_place",
+    ),
+    Mutant(
+        "each process rounds moments in 8 bits by numbers of its own",
+        "megalite/optim/elementwise.py",
+        "name = run.slots[0].parameter.sharding.pieces[0].tensor.name",
+        "name = str(__import__('os').getpid())",
+        "tests/distributed/test_layouts_steps.py::test_copies_are_rounded_alike_in_8_bits[1-2-2]",
+    ),
+    Mutant(
+        "a load forgets what it has read of packed state",
+        "megalite/optim/shard.py",
+        "kept.write(run.unpacked[name])",
+        "kept.tensors()",
+        f"{_PACKED}moments_in_8_bits_go_on_to_the_bit_where_they_were_saved",
+    ),
+    Mutant(
+        "squares of large gradients overflow in the norm's kernel",
+        "kernels/megalite_kernels/l2_norm.py",
+        "largest > 2.0**40, 2.0**-90",
+        "largest > 2.0**40, 1.0",
+        "tests/kernels/test_l2_norm.py::test_no_square_overflows_or_vanishes[1e+20]",
+    ),
+    Mutant(
+        "arithmetic is in the precision in which moments are kept",
+        "kernels/megalite_kernels/optimizer.py",
+        "values = [_read(moment, start, start + len(gradients)).to(wide) for moment in moments]",
+        "values = [_read(moment, start, start + len(gradients)).clone() for moment in moments]",
         "tests/unit/test_optimizer_backends.py::test_lower_precision_rounds_what_is_kept_and_no_more",
     ),
     Mutant(
@@ -927,7 +1006,7 @@ MUTANTS = (
     Mutant(
         "a checkpoint leaves the optimizer's state out",
         "megalite/optim/shard.py",
-        'state = run.state | ({"master": run.master} if self.has_master else {})',
+        "state = run.kept() | run.unpacked",
         'state = {"master": run.master} if self.has_master else {}',
         "tests/unit/test_checkpoint.py::test_weights_state_and_place_in_training_come_back_bit_for_bit",
     ),
@@ -941,7 +1020,7 @@ MUTANTS = (
     Mutant(
         "a load leaves the padding of the optimizer's state as it was",
         "megalite/checkpoint/loading.py",
-        "for values in (run.values, *run.state.values()):",
+        "for values in (run.values, *run.tensors.values()):",
         "for values in (run.values,):",
         _GOES_ON,
     ),

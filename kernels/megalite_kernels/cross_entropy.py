@@ -25,13 +25,13 @@ from torch import Tensor
 
 from megalite_kernels.activation import soft_cap
 from megalite_kernels.implementation import kernel, runs_triton
-from megalite_kernels.launch import as_rows, tile
+from megalite_kernels.launch import Tile, as_rows, tile
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-STATISTICS_COLUMNS = 4096  # of wider rows half as many at once, and as many are under way
-GRADIENT_COLUMNS = 8192  # of wider rows half as many a program
+STATISTICS_COLUMNS = 2048  # at once, and as many are under way
+GRADIENT_COLUMNS = 4096  # of a program
 ACCESS_BYTES = 16  # of neighbours that a thread reads at once
 CPU_CHUNK_ELEMENTS = 1 << 18
 """Logits treated at once on the CPU, so that the passes over them stay in the cache."""
@@ -231,6 +231,11 @@ def _gradient(
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=column < WIDTH)
 
 
+def _tile(width: int, largest: int) -> Tile:
+    """Of one row, at most `largest` columns of it: each is read once, so that a thread may hold as many as it can."""
+    return tile(min(width, largest), largest=largest)
+
+
 # ------------------------------------------------------------------------------------------------- what is called
 
 
@@ -246,7 +251,7 @@ def statistics(logits: Tensor, labels: Tensor, columns: Columns, terms: Terms) -
     smoothed = terms.label_smoothing != 0.0
     found = torch.empty((2 + smoothed, rows), dtype=torch.float32, device=logits.device)
     if rows:
-        shape, group = tile(width, largest=STATISTICS_COLUMNS), ACCESS_BYTES // logits.element_size()
+        shape, group = _tile(width, STATISTICS_COLUMNS), ACCESS_BYTES // logits.element_size()
         _statistics[(rows,)](
             *(flat, labels.contiguous(), found, rows, flat.stride(0), columns.first, terms.soft_cap or 1.0),
             *(width, columns.valid, smoothed, terms.soft_cap is not None, group, max(shape.columns, group)),
@@ -280,7 +285,7 @@ def gradient_(logits: Tensor, labels: Tensor, log_sums: Tensor, scales: Tensor, 
         return
     rows, width = logits.shape
     if rows:
-        shape, smoothing = tile(width, largest=GRADIENT_COLUMNS), terms.label_smoothing
+        shape, smoothing = _tile(width, GRADIENT_COLUMNS), terms.label_smoothing
         _gradient[(rows, -(-width // shape.columns))](
             *(logits, labels.contiguous(), log_sums.contiguous(), scales.contiguous(), logits.stride(0), columns.first),
             *(1.0 - smoothing, smoothing / columns.vocab_size, terms.z_loss, terms.soft_cap or 1.0),

@@ -24,7 +24,7 @@ from torch import Tensor
 Operation = Literal["norm", "residual_norm", "gelu", "swiglu", "rotary", "cross_entropy", "optimizer", "quantization"]
 Choice = Literal["auto", "triton", "reference"]
 # Arguments that differ from launch to launch: no kernel is compiled anew for their value.
-RUNTIME_SIZES = ("rows", "positions", "elements", "seed", "offset")
+RUNTIME_SIZES = ("rows", "positions", "elements", "units", "seed", "offset")
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _choice: Choice = "auto"

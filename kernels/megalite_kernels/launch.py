@@ -12,6 +12,7 @@ FEWEST_WARPS = 4  # of a program
 LANES = 64 if torch.version.hip else 32  # threads of a warp
 LOOPING_WARPS = 32  # of a multiprocessor: enough loads under way to fill the memory's latency
 INTERPRETED_MULTIPROCESSORS = 1  # where there is no GPU: few, so that programs loop as they do on one
+UNIT = 16  # elements of a flat buffer that are there together or not at all: a mask by element narrows each access
 
 
 class Tile(NamedTuple):
@@ -32,6 +33,17 @@ def tile(width: int, *, largest: int) -> Tile:
     warp = LANES * (ELEMENTS // 2 if wide else ELEMENTS)
     rows = max(FEWEST_WARPS * warp // columns, 1)
     return Tile(rows, columns, min(rows * columns // warp, 16))
+
+
+def unit(elements: int) -> int:
+    """How many elements of a flat buffer a mask can take for one: UNIT, but where they are no multiple of it."""
+    return 1 if elements % UNIT else UNIT
+
+
+def chunk_elements(device: torch.device) -> int:
+    """Elements of flat tensors that plain operations work on at a time: what stays in a processor's cache, or keeps a
+    GPU busy."""
+    return 1 << 24 if device.type == "cuda" else 1 << 18
 
 
 def as_rows(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -68,6 +69,27 @@ def load(
         optimizer.finish_parameter_gather()
     for parameter, _ in named_pieces(module):
         parameter.allocate()
+    with optimizer.unpacked() if optimizer is not None else nullcontext():
+        manifest = _fill(path, module, optimizer, mesh, described, plan, state=state, casts=casts)
+    if optimizer is not None:
+        optimizer.steps = manifest.training.optimizer_steps if state else 0
+        optimizer.begin_parameter_gather()
+        optimizer.finish_parameter_gather()
+    return manifest.training
+
+
+def _fill(
+    path: AnyPath,
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    mesh: ParallelMesh,
+    described: Manifest | None,
+    plan: Plan | None,
+    *,
+    state: bool,
+    casts: bool,
+) -> Manifest:
+    """Set what this rank holds, as `load` says."""
     regions = held_regions(module, optimizer)
     doing = f"loading {path}"
     node = mesh.group_of(_on_this_node(mesh)) if plan is not None else mesh.group_of([mesh.rank])
@@ -88,15 +110,11 @@ def load(
     with together(mesh, doing):
         if failure is not None:
             raise failure
-    if optimizer is not None:
-        if not state and not casts:
-            for part in optimizer.slices():
-                if "master" in part.state:
-                    part.state["master"].copy_(part.values)
-        optimizer.steps = manifest.training.optimizer_steps if state else 0
-        optimizer.begin_parameter_gather()
-        optimizer.finish_parameter_gather()
-    return manifest.training
+    if optimizer is not None and not state and not casts:
+        for part in optimizer.slices():
+            if (master := part.tensors.get("master")) is not None:
+                master.copy_(part.values)
+    return manifest
 
 
 def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimizer | None, mesh: ParallelMesh) -> None:
@@ -109,8 +127,8 @@ def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimi
         optimizer.finish_parameter_gather()
     for parameter, _ in named_pieces(module):
         parameter.allocate()
-    held = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER))]
-    with together(mesh, f"loading {what}"):
+    with optimizer.unpacked() if optimizer is not None else nullcontext(), together(mesh, f"loading {what}"):
+        held = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER))]
         problems = dict.fromkeys(
             f"{name} {list(region.part.shape)} is not in it"
             for region in held
@@ -247,12 +265,12 @@ def _check_all_used(
 def _zero_the_rest(module: nn.Module, optimizer: Optimizer | None, state: bool) -> None:
     """Set to zero what nothing is read into: padding, and where the optimizer begins anew all its state."""
     for run in held_slices(module, optimizer):
-        for values in () if state else run.state.values():
+        for values in () if state else run.tensors.values():
             values.zero_()
         position = run.start
         ends = [(first, box.numel) for _, box, first in boxes(run.parameter, run.start, run.stop)]
         for first, count in [*ends, (run.stop, 0)]:
-            for values in (run.values, *run.state.values()):
+            for values in (run.values, *run.tensors.values()):
                 values[position - run.start : first - run.start].zero_()
             position = first + count
 

@@ -16,6 +16,7 @@ from megalite.checkpoint.container import Part
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.layout import BucketLayout
 from megalite.optim.optimizer import Optimizer
+from megalite.optim.packed import View
 from megalite.optim.places import BucketPlace
 from megalite.optim.shard import StateSlice, all_state_dtypes
 from megalite.parallel.mesh import ParallelMesh
@@ -114,11 +115,17 @@ def boxes(parameter: Parameter, start: int, stop: int) -> Iterator[tuple[Logical
 
 @dataclass(frozen=True)
 class Region:
-    """A part, and the memory that stands for it on this rank."""
+    """A part, and what stands for it on this rank."""
 
     part: Part
-    values: Tensor
-    """A view, of the box's shape."""
+    kept: Tensor | View
+    """Flat."""
+
+    @property
+    def values(self) -> Tensor:
+        """Of the box's shape: the memory itself, or where that is packed a copy made now."""
+        flat = self.kept if isinstance(self.kept, Tensor) else self.kept.read()
+        return flat.view(self.part.box.size)
 
 
 def held_slices(module: nn.Module, optimizer: Optimizer | None) -> list[StateSlice]:
@@ -150,5 +157,5 @@ def _regions(slices: Iterable[StateSlice]) -> list[Region]:
     return weights + state
 
 
-def _region(prefix: str, tensor: LogicalTensor, box: Box, values: Tensor) -> Region:
-    return Region(Part(prefix + tensor.name, tensor.shape, values.dtype, box), values.view(box.size))
+def _region(prefix: str, tensor: LogicalTensor, box: Box, kept: Tensor | View) -> Region:
+    return Region(Part(prefix + tensor.name, tensor.shape, kept.dtype, box), kept)

@@ -25,7 +25,7 @@ class Staging:
             starts.append(starts[-1] + math.ceil(region.part.size / _ALIGNMENT) * _ALIGNMENT)
         self._memory = device.host_memory(starts[-1], place)
         self._copies = [
-            self._memory[start : start + region.part.size].view(region.part.dtype).view(region.part.box.size)
+            self._memory[start : start + region.part.size].view(region.part.dtype)
             for region, start in zip(regions, starts, strict=False)
         ]
 
@@ -38,6 +38,6 @@ class Staging:
     def take(self, regions: Sequence[Region]) -> list[Region]:
         """The same regions with copies of their values, which are there once this returns."""
         for region, copy in zip(regions, self._copies, strict=True):
-            copy.copy_(region.values, non_blocking=True)
+            copy.copy_(region.values.flatten(), non_blocking=True)
         device.synchronize(self._device)
-        return [replace(region, values=copy) for region, copy in zip(regions, self._copies, strict=True)]
+        return [replace(region, kept=copy) for region, copy in zip(regions, self._copies, strict=True)]

@@ -20,6 +20,12 @@ def cautions(config: RunConfig) -> tuple[str, ...]:
         )
     if optimizer.exp_avg_dtype == "fp16":
         lines.append("--exp-avg-dtype fp16: averages of gradients below 6e-8 become zero; bf16 has fp32's range")
+    if optimizer.exp_avg_dtype == "int8" and optimizer.optimizer == "adam" and optimizer.exp_avg_sq_dtype != "int8":
+        lines.append(
+            f"--exp-avg-dtype int8 beside --exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: weights whose gradients are "
+            "1000 times smaller than some of their 256 neighbours' are thrown about by the rounding of their average. "
+            "Give int8 for both, which lets them learn slowly instead, or fp8 for both"
+        )
     if optimizer.main_params_dtype == "fp16":
         lines.append(
             "--main-params-dtype fp16: a step that changes a weight by less than 1 / 4096 of itself is rounded away"

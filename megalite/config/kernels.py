@@ -13,7 +13,7 @@ class KernelsConfig:
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
     persist_layer_norm: bool = True
-    """Off: norms in plain PyTorch, whatever kernels says; so with each fusion that follows."""
+    """Norms by their kernels. Off: in plain PyTorch, whatever kernels says; so with each fusion that follows."""
     bias_dropout_fusion: bool = True
     """Add a residual in the kernel of the norm behind it."""
     bias_gelu_fusion: bool = True

@@ -179,9 +179,7 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
         "fsdp_dtensor": "is --ckpt-format torch_dist here, whatever --data-parallel-sharding-strategy says",
         "zarr": "was removed, use torch_dist",
     },
-    "exp-avg-dtype": {"fp8": TRANSFORMER_ENGINE},
     "exp-avg-sq-dtype": {
-        "fp8": TRANSFORMER_ENGINE,
         "fp16": "is not there: squares below 6e-8, of gradients below 2e-4, would be zero (bf16 has fp32's range)",
     },
     "position-embedding-type": dict.fromkeys(("mrope", "relative"), NOT_GPT),

@@ -16,7 +16,8 @@ class OptimizerConfig:
     optimizer: Literal["adam", "sgd", "muon"] = "adam"
     """adam (with decoupled weight decay), sgd, or muon: Muon for the matrices of the layers, adam for the rest."""
     optimizer_backend: Literal["auto", "torch", "megalite", "apex"] = "auto"
-    """Whose adam and sgd: torch's fused kernels, megalite's plain operations, apex's kernels, or what serves (auto)."""
+    """Whose adam and sgd: torch's fused kernels, megalite's (Triton's or plain operations, by --kernels), or apex's.
+    auto: megalite's on GPUs with Triton; else torch's where they can keep what is to be kept, or megalite's."""
     min_lr: float = 0.0
     """Learning rate at and after the end of the decay."""
     decoupled_lr: float | None = None
@@ -85,10 +86,12 @@ class OptimizerConfig:
     """Of the buffers in which gradients are added up and reduced."""
     main_params_dtype: Literal["fp32", "fp16"] = "fp32"
     """Of the master weights."""
-    exp_avg_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Of Adam's average of gradients, or of the momentum of sgd and muon."""
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of Adam's average of their squares."""
+    store_param_remainders: bool = False
+    """With bf16: keep of each fp32 master what its parameter lacks of it, 16 bits instead of 32; no bit changes."""
+    exp_avg_dtype: Literal["fp32", "bf16", "fp16", "int8", "fp8"] = "fp32"
+    """Of Adam's average of gradients, or of the momentum of sgd and muon. int8 and fp8: in blocks with a scale each."""
+    exp_avg_sq_dtype: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
+    """Of Adam's average of their squares. int8 and fp8: its root, in blocks with a scale each."""
 
     @property
     def narrow(self) -> dict[str, str]:

@@ -8,6 +8,9 @@ from dataclasses import fields
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.run import RunConfig
 
+_EIGHT_BITS = ("int8", "fp8")
+_LEAST_EPSILON = 1e-12
+
 
 def optimizer_problems(config: RunConfig) -> Iterator[str]:
     """One line for each relation that does not hold."""
@@ -50,5 +53,27 @@ def _what_is_kept(config: RunConfig) -> Iterator[str]:
         yield f"--exp-avg-dtype {optimizer.exp_avg_dtype}: --sgd-momentum 0 keeps no average"
     if optimizer.optimizer == "sgd" and "exp_avg_sq_dtype" in optimizer.narrow:
         yield f"--exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: --optimizer sgd keeps no squares"
+    if optimizer.optimizer == "muon" and optimizer.exp_avg_dtype in _EIGHT_BITS:
+        yield f"--exp-avg-dtype {optimizer.exp_avg_dtype} is of adam and sgd: muon's momentum is not in 8 bits"
+    if optimizer.exp_avg_sq_dtype in _EIGHT_BITS and optimizer.adam_eps < _LEAST_EPSILON:
+        dtype = optimizer.exp_avg_sq_dtype
+        yield (
+            f"--adam-eps {optimizer.adam_eps} with --exp-avg-sq-dtype {dtype}, where averages with a root below 3e-14 "
+            f"are zeros; give {_LEAST_EPSILON} or more"
+        )
+    if optimizer.store_param_remainders:
+        yield from _remainders(config)
     if training.fp16 and optimizer.main_params_dtype == "fp16":
         yield "--main-params-dtype fp16 leaves --fp16 no weights but its own: use --bf16, or keep fp32"
+
+
+def _remainders(config: RunConfig) -> Iterator[str]:
+    optimizer, flag = config.optimizer, "--store-param-remainders"
+    if not config.training.bf16:
+        yield f"{flag} needs --bf16: it is what bf16 parameters lack of fp32 masters"
+    if optimizer.main_params_dtype != "fp32":
+        yield f"{flag} is another way to keep fp32 masters than --main-params-dtype {optimizer.main_params_dtype}"
+    if optimizer.optimizer == "muon":
+        yield f"{flag} needs --optimizer adam or sgd"
+    if optimizer.optimizer_backend in ("torch", "apex"):
+        yield f"{flag} needs --optimizer-backend megalite (or auto), not {optimizer.optimizer_backend}"

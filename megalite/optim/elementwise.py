@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import math
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,9 @@ from megalite.errors import ConfigurationError
 from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
 from megalite.optim.shard import Run
-from megalite.parallel import device
+from megalite_kernels.implementation import runs_triton
+from megalite_kernels.moments import Quantized
+from megalite_kernels.optimizer import SGD, AdamW, Flat, adamw_, sgd_
 
 WIDENED_ELEMENTS = 1 << 22
 """So many gradients of less than the masters' precision are widened at a time for a fused kernel."""
@@ -39,11 +41,19 @@ def require_backend(config: OptimizerConfig) -> None:
         raise ConfigurationError(f"{advice}. Here apex has none of them")
 
 
-def elementwise_rule(runs: Sequence[Run], config: OptimizerConfig) -> FusedRule | ChunkedRule:
-    """The rule of --optimizer-backend; auto: torch's kernels where they can keep all that is to be kept."""
-    narrow = set(config.narrow) - {"main_grads_dtype"}
-    chunked = config.optimizer_backend == "megalite" or (config.optimizer_backend == "auto" and narrow)
-    return ChunkedRule(runs, config) if chunked else FusedRule(runs, config)
+def elementwise_rule(runs: Sequence[Run], config: OptimizerConfig) -> FusedRule | FlatRule:
+    """The rule of --optimizer-backend; auto: Triton's kernels where they run, else torch's where they can keep all."""
+    backend = config.optimizer_backend
+    if backend == "auto":
+        triton = bool(runs) and runs_triton("optimizer", *(run.master for run in runs))
+        backend = "torch" if all(map(_is_wide, runs)) and not triton else "megalite"
+    return FlatRule(runs, config) if backend == "megalite" else FusedRule(runs, config)
+
+
+def _is_wide(run: Run) -> bool:
+    """Whether all that is kept is in the dtype of the arithmetic."""
+    wide = torch.promote_types(run.parameters.dtype, torch.float32)
+    return all(isinstance(kept, Tensor) and kept.dtype == wide for kept in run.kept().values())
 
 
 class _Local:
@@ -71,9 +81,9 @@ class FusedRule(_Local):
         if self._fused is not None:
             self._steps = torch.zeros(len(runs), device=runs[0].master.device)
             for run, master, steps in zip(runs, self._masters, self._steps, strict=True):
-                self._fused.state[master] = run.state | {"step": steps}
+                self._fused.state[master] = run.tensors | {"step": steps}
 
-    def update(self, rates: Rates, step: int) -> None:
+    def update(self, rates: Rates, step: int, factor: float) -> None:
         if self._fused is None:
             return
         for group in self._fused.param_groups:
@@ -84,10 +94,11 @@ class FusedRule(_Local):
             for group in self._fused.param_groups:
                 group["step"] = step - 1  # where apex counts updates; torch does in each parameter's state
             for run, master in turn:
-                master.grad = run.gradients.to(master.dtype)
+                master.grad = run.wide_gradients(factor)
             self._fused.step()
-            for _, master in turn:
+            for run, master in turn:
                 master.grad = None
+                run.round_parameters()
 
 
 def _pieces(run: Run) -> Iterator[Run]:
@@ -97,8 +108,9 @@ def _pieces(run: Run) -> Iterator[Run]:
         return
     for start in range(0, run.master.numel(), WIDENED_ELEMENTS):
         part = slice(start, start + WIDENED_ELEMENTS)
-        state = {name: tensor[part] for name, tensor in run.state.items()}
-        yield replace(run, master=run.master[part], gradients=run.gradients[part], state=state)
+        state: dict[str, Tensor | Quantized] = {name: tensor[part] for name, tensor in run.tensors.items()}
+        flat = (run.parameters[part], run.master[part], run.gradients[part])
+        yield replace(run, parameters=flat[0], master=flat[1], gradients=flat[2], state=state)
 
 
 def _fused(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -117,8 +129,8 @@ def _fused(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim
     return made
 
 
-class ChunkedRule(_Local):
-    """By plain operations on so few elements at a time that they stay in the cache.
+class FlatRule(_Local):
+    """By megalite's own, a run at a time: Triton's kernels, or plain operations (`megalite_kernels.optimizer`).
 
     State and master weights may be of any dtype: the arithmetic is in fp32 (or float64), and what is kept is rounded.
     """
@@ -126,41 +138,21 @@ class ChunkedRule(_Local):
     def __init__(self, runs: Sequence[Run], config: OptimizerConfig) -> None:
         self._runs, self._config = runs, config
 
-    @torch.no_grad()
-    def update(self, rates: Rates, step: int) -> None:
-        update = self._sgd if self._config.optimizer == "sgd" else self._adamw
+    def update(self, rates: Rates, step: int, factor: float) -> None:
+        config = self._config
         for run in self._runs:
             rate, decay = rates.of(run.group)
-            wide = torch.promote_types(run.master.dtype, torch.float32)
-            kept = [run.master, *run.state.values()]
-            size = device.chunk_elements(run.master.device)
-            for gradient, *stored in zip(
-                run.gradients.split(size), *(tensor.split(size) for tensor in kept), strict=True
-            ):
-                values = [tensor.to(wide) for tensor in stored]
-                update(gradient.to(wide), *values, rate=rate, decay=decay, step=step)
-                for tensor, value in zip(stored, values, strict=True):
-                    tensor.copy_(value)  # nothing to do where it is the same tensor
+            flat = Flat(run.parameters, run.gradients, run.master if run.has_master else None, run.start)
+            seed = _seed(run, step)
+            if config.optimizer == "sgd":
+                sgd_(flat, run.state.get("momentum_buffer"), SGD(rate, decay, config.sgd_momentum, factor, seed))
+            else:
+                by = AdamW(rate, decay, config.adam_beta1, config.adam_beta2, config.adam_eps, step, factor, seed)
+                adamw_(flat, run.state["exp_avg"], run.state["exp_avg_sq"], by)
 
-    def _adamw(
-        self,
-        gradient: Tensor,
-        weight: Tensor,
-        average: Tensor,
-        squares: Tensor,
-        *,
-        rate: float,
-        decay: float,
-        step: int,
-    ) -> None:
-        config = self._config
-        average.lerp_(gradient, 1.0 - config.adam_beta1)
-        squares.mul_(config.adam_beta2).addcmul_(gradient, gradient, value=1.0 - config.adam_beta2)
-        root = squares.sqrt().div_(math.sqrt(1.0 - config.adam_beta2**step)).add_(config.adam_eps)
-        weight.mul_(1.0 - rate * decay).addcdiv_(average, root, value=-rate / (1.0 - config.adam_beta1**step))
 
-    def _sgd(self, gradient: Tensor, weight: Tensor, *momentum: Tensor, rate: float, decay: float, step: int) -> None:
-        gradient = gradient.add(weight, alpha=decay)
-        for average in momentum:  # one, or none
-            gradient = average.mul_(self._config.sgd_momentum).add_(gradient)
-        weight.add_(gradient, alpha=-rate)
+def _seed(run: Run, step: int) -> int:
+    """By which an update rounds moments: the same for all copies of the parameters, also where a tied weight has one
+    in another stage's buckets, and after a run was resumed."""
+    name = run.slots[0].parameter.sharding.pieces[0].tensor.name
+    return ((zlib.crc32(name.encode()) & 0x7FFFFFFF) << 31 | step) * 2

@@ -43,10 +43,12 @@ class Part:
     momentum: Tensor
     """Flat views of what this rank updates, perhaps nothing."""
 
-    def next_update(self, momentum: float, *, nesterov: bool) -> Tensor:
-        """Take the gradients into the momentum; what is to be made orthogonal of it."""
+    def next_update(self, factor: float, momentum: float, *, nesterov: bool) -> Tensor:
+        """Take the gradients times a factor into the momentum; what is to be made orthogonal of it."""
         wide = torch.promote_types(self.master.dtype, torch.float32)
         gradients, average = self.gradients.to(wide), self.momentum.to(wide)
+        if factor != 1.0:
+            gradients.mul_(factor)
         self.momentum.copy_(average.lerp_(gradients, 1 - momentum))  # nothing to copy where it is wide itself
         return gradients.lerp(average, momentum) if nesterov else average
 
@@ -79,11 +81,14 @@ class Muon:
 
     def __init__(self, shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> None:
         self._config = config
+        self._runs = [run for shard in shards for run in shard.runs if run.group.matrices]
         self._rounds = list(_rounds(_split_tensors(shards, mesh)))
 
-    def update(self, rates: Rates, step: int) -> None:
+    def update(self, rates: Rates, step: int, factor: float) -> None:
         for tensors in self._rounds:
-            self._update(tensors, rates)
+            self._update(tensors, rates, factor)
+        for run in self._runs:
+            run.round_parameters()
 
     def collectives(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Of each round: the parts to the ranks that orthogonalize, over the split of their tensors, and back."""
@@ -95,13 +100,14 @@ class Muon:
                 yield "sum of a matrix' parts", tensors[group.rank].split_group.ranks
             yield "exchange of matrices' updates", group.ranks
 
-    def _update(self, tensors: Sequence[SplitTensor], rates: Rates) -> None:
+    def _update(self, tensors: Sequence[SplitTensor], rates: Rates, factor: float) -> None:
         """Rank i of the shard group orthogonalizes tensor i. What a rank sends or gets is flat, part by part."""
         group, rank, count = tensors[0].shard_group, tensors[0].shard_group.rank, len(tensors)
         own = tensors[rank] if rank < count else None
         momentum, nesterov = self._config.muon_momentum, self._config.muon_nesterov
         updates = [
-            torch.cat([part.next_update(momentum, nesterov=nesterov) for part in tensor.parts]) for tensor in tensors
+            torch.cat([part.next_update(factor, momentum, nesterov=nesterov) for part in tensor.parts])
+            for tensor in tensors
         ]
         nothing = [updates[0].new_empty(0)] * group.size
         if tensors[0].sharded:
@@ -170,7 +176,7 @@ def _part(shard: Shard, slot: Slot, piece: Piece, run: Run | None, split_group: 
     views = [shard.master[:0]] * 3
     if run is not None:
         here = slice(*(start + edge - run.start for edge in (held[ranks.rank].start, held[ranks.rank].stop)))
-        views = [values[here] for values in (run.master, run.gradients, run.state["momentum_buffer"])]
+        views = [values[here] for values in (run.master, run.gradients, run.tensors["momentum_buffer"])]
     first_holder = min(rank for rank in record.copies if rank in split_group.ranks)
     counted = split_group.ranks[split_group.rank] == first_holder
     return Part(piece, counted, held, ParameterGroup.of(slot.parameter), *views)

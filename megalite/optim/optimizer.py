@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -72,6 +72,15 @@ class Optimizer:
         for shard in self.shards:
             yield from shard.slices(*shard.bucket.place.saved)
 
+    @contextmanager
+    def unpacked(self) -> Iterator[None]:
+        """Within it slices have plain tensors for all state, so that it can be set: zeros at first where it is packed,
+        on the host. What they hold in the end is packed, unless there is an exception."""
+        with ExitStack() as stack:
+            for shard in self.shards:
+                stack.enter_context(shard.unpacked())
+            yield
+
     @property
     def reduces_each_micro_batch(self) -> bool:
         """Whether gradients are reduced behind each micro-batch (ZeRO 2 and 3), or once a step."""
@@ -112,8 +121,7 @@ class Optimizer:
             return result
         for pending in [gather.run() for gather in self._gradient_gathers()]:
             pending.wait()
-        self._scale(self._clipping(result.gradient_norm) / loss_scale)
-        self._update(rates)
+        self._update(rates, self._clipping(result.gradient_norm) / loss_scale)
         return result
 
     def collectives(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -145,18 +153,10 @@ class Optimizer:
     def _clipping(self, norm: float) -> float:
         return min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0.0 else 1.0
 
-    def _scale(self, factor: float) -> None:
-        if factor != 1.0:
-            for shard in self.shards:
-                shard.gradients.mul_(factor)
-
-    def _update(self, rates: Rates) -> None:
+    def _update(self, rates: Rates, factor: float) -> None:
         self.steps += 1
         for rule in self._rules:
-            rule.update(rates, self.steps)
-        for shard in self.shards:
-            if shard.has_master:
-                shard.parameters.copy_(shard.master)
+            rule.update(rates, self.steps, factor)
         self.begin_parameter_gather()
         if not self._overlap_gather:
             self.finish_parameter_gather()
@@ -182,7 +182,7 @@ class Optimizer:
 
     def parameter_norms(self) -> dict[str, float]:
         """Norms of the parameters, at the precision in which they are updated, by parameter group."""
-        return statistics.norms([(s.bucket, s.master[s.owned_part]) for s in self.shards], self.mesh)
+        return statistics.norms([(shard.bucket, shard.owned_masters) for shard in self.shards], self.mesh)
 
     def finish_parameter_gather(self) -> None:
         """Wait for the gathers that overlap what comes after the step."""

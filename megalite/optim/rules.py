@@ -14,10 +14,13 @@ from megalite.parallel.mesh import ParallelMesh
 
 
 class UpdateRule(Protocol):
-    """Updates master weights and state from the gradients of the shards it was made for."""
+    """Updates parameters, master weights and state from the gradients of the shards it was made for."""
 
-    def update(self, rates: Rates, step: int) -> None:
-        """`step` counts updates from 1. Every rank calls it: a rule may talk to other ranks."""
+    def update(self, rates: Rates, step: int, factor: float) -> None:
+        """`step` counts updates from 1; the gradients are to be multiplied by `factor`, in place or on the way.
+
+        Every rank calls it: a rule may talk to other ranks.
+        """
 
     def collectives(self) -> Iterable[tuple[str, tuple[int, ...]]]:
         """What an update does together with other ranks, in order: names and ranks."""

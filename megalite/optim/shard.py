@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,7 +13,12 @@ from torch import Tensor
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.buckets import Bucket
 from megalite.optim.layout import ParameterGroup, Slot
+from megalite.optim.packed import Packed, Remainders, View
 from megalite.parallel.parameter import Parameter
+from megalite_kernels.moments import BLOCK, Quantized
+
+FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Of moments in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +31,14 @@ class StateSlice:
     """Elements [start, stop) of the local parameter, flattened."""
     values: Tensor
     """The parameter's own."""
-    state: dict[str, Tensor]
-    """By name: the optimizer's, and `master` where the parameter is of lower precision."""
+    state: dict[str, Tensor | View]
+    """By name: the optimizer's, and `master` where the parameter is of lower precision. Views of what is packed, unless
+    within `Optimizer.unpacked`."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The state that can be set, all of it within `Optimizer.unpacked`."""
+        return {name: kept for name, kept in self.state.items() if isinstance(kept, Tensor)}
 
 
 def state_names(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
@@ -44,15 +57,35 @@ def all_state_names(config: OptimizerConfig) -> set[str]:
 
 
 def kept_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> torch.dtype:
-    """In what dtype a state, or `master`, is kept for parameters of one."""
+    """In what dtype a state, or `master`, is kept for parameters of one; the dtype of its values where it is packed."""
     chosen = {"master": config.main_params_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype)
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return narrow.get(chosen) or torch.promote_types(parameters, torch.float32)
 
 
+def kept_format(config: OptimizerConfig, name: str) -> torch.dtype | None:
+    """The codes that a state is kept in, if it is in 8 bits."""
+    return FORMATS.get({"exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype))
+
+
 def state_dtypes(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> dict[str, torch.dtype]:
-    """What is kept beside parameters of a group and a dtype, but for a master."""
+    """What is kept beside parameters of a group and a dtype, but for a master, by the dtype of its values."""
     return {name: kept_dtype(config, name, parameters) for name in state_names(config, group)}
+
+
+def bytes_an_element(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> float:
+    """What the state takes, but for a master."""
+    dtypes = state_dtypes(config, group, parameters)
+    eight = 1 + torch.float32.itemsize / BLOCK
+    return sum(eight if kept_format(config, name) else dtype.itemsize for name, dtype in dtypes.items())
+
+
+def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor | Quantized:
+    """Zeros, for flat parameters."""
+    format = kept_format(config, name)
+    if format is not None:
+        return Quantized.zeros(len(parameters), format, parameters.device, root=name == "exp_avg_sq")
+    return torch.zeros_like(parameters, dtype=kept_dtype(config, name, parameters.dtype))
 
 
 def all_state_dtypes(config: OptimizerConfig, parameter: Parameter) -> dict[str, torch.dtype]:
@@ -72,9 +105,40 @@ class Run:
     start: int
     stop: int
     """Elements [start, stop) of the bucket."""
+    parameters: Tensor
     master: Tensor
+    """The parameters themselves where they are as wide; int16: remainders."""
     gradients: Tensor
-    state: dict[str, Tensor]
+    state: dict[str, Tensor | Quantized]
+    unpacked: dict[str, Tensor] = field(default_factory=dict)
+    """What is packed, in fp32 tensors, while a checkpoint is loaded."""
+
+    @property
+    def has_master(self) -> bool:
+        return self.master.dtype != self.parameters.dtype
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The state that is not packed."""
+        return {name: state for name, state in self.state.items() if isinstance(state, Tensor)}
+
+    def kept(self) -> dict[str, Tensor | Packed]:
+        """The state, and `master` where it is not the parameters themselves."""
+        packed = self.master.dtype == torch.int16
+        kept: dict[str, Tensor | Packed] = dict(self.state)
+        if self.has_master:
+            kept["master"] = Remainders(self.parameters, self.master) if packed else self.master
+        return kept
+
+    def wide_gradients(self, factor: float) -> Tensor:
+        """The gradients times a factor, as wide as the masters: themselves where they are."""
+        wide = self.gradients.to(self.master.dtype)
+        return wide if factor == 1.0 else wide.mul_(factor)
+
+    def round_parameters(self) -> None:
+        """Set the parameters from their masters, for a rule that changes these alone."""
+        if self.has_master:
+            self.parameters.copy_(self.master)
 
 
 class Shard:
@@ -87,16 +151,43 @@ class Shard:
         self.gradients = bucket.gradient_shard if sharded else bucket.gradients
         self.start, self.stop = bucket.place.held
         dtype = self.parameters.dtype
-        self.master = self.parameters.to(kept_dtype(config, "master", dtype))  # the parameters themselves where alike
+        if config.store_param_remainders and dtype == torch.bfloat16:
+            self.master = torch.zeros_like(self.parameters, dtype=torch.int16)
+        else:
+            self.master = self.parameters.to(kept_dtype(config, "master", dtype))  # themselves where alike
         self.runs = list(self._runs(config))
 
     @property
     def has_master(self) -> bool:
         return self.master.dtype != self.parameters.dtype
 
+    @property
+    def owned_masters(self) -> Tensor | View:
+        """Of what no other rank of the shard group is to answer for."""
+        if self.master.dtype == torch.int16:
+            return View(Remainders(self.parameters, self.master), 0, len(self.master))[self.owned_part]
+        return self.master[self.owned_part]
+
+    @contextmanager
+    def unpacked(self) -> Iterator[None]:
+        """See `Optimizer.unpacked`."""
+        every = [(run, name, kept) for run in self.runs for name, kept in run.kept().items()]
+        packed = [(run, name, kept) for run, name, kept in every if not isinstance(kept, Tensor)]
+        try:
+            for run, name, _ in packed:
+                run.unpacked[name] = torch.zeros(run.stop - run.start)  # the device may have no memory for it
+            yield
+            for run, name, kept in packed:
+                kept.write(run.unpacked[name])
+        finally:
+            for run in self.runs:
+                run.unpacked.clear()
+
     def tensors(self) -> list[Tensor]:
         """All that is kept: the master weights and the state."""
-        return [self.master, *(tensor for run in self.runs for tensor in run.state.values())]
+        states = [state for run in self.runs for state in run.state.values()]
+        packed = [state.tensors() for state in states if isinstance(state, Quantized)]
+        return [self.master, *(state for state in states if isinstance(state, Tensor)), *itertools.chain(*packed)]
 
     @property
     def owned_part(self) -> slice:
@@ -109,17 +200,21 @@ class Shard:
             start, stop = max(begin, self.start), min(end, self.stop)
             if start < stop:
                 own = slice(start - self.start, stop - self.start)
-                dtypes = state_dtypes(config, group, self.parameters.dtype)
-                state = {name: torch.zeros_like(self.master[own], dtype=dtype) for name, dtype in dtypes.items()}
-                yield Run(group, slots, start, stop, self.master[own], self.gradients[own], state)
+                names = state_names(config, group)
+                state = {name: _new_state(config, name, self.parameters[own]) for name in names}
+                yield Run(group, slots, start, stop, self.parameters[own], self.master[own], self.gradients[own], state)
 
     def slices(self, begin: int, end: int) -> Iterator[StateSlice]:
         """Elements [begin, end) of the bucket, among those of this shard, by parameter."""
         for run in self.runs:
-            state = run.state | ({"master": run.master} if self.has_master else {})
+            state = run.kept() | run.unpacked
             for slot in run.slots:
                 low, high = max(slot.start, run.start, begin), min(slot.stop, run.stop, end)
                 if low < high:
                     values = self.parameters[low - self.start : high - self.start]
-                    views = {name: tensor[low - run.start : high - run.start] for name, tensor in state.items()}
+                    views = {name: _view(kept, low - run.start, high - run.start) for name, kept in state.items()}
                     yield StateSlice(slot.parameter, low - slot.start, high - slot.start, values, views)
+
+
+def _view(kept: Tensor | Packed, start: int, stop: int) -> Tensor | View:
+    return kept[start:stop] if isinstance(kept, Tensor) else View(kept, start, stop)

@@ -10,15 +10,18 @@ from torch import Tensor
 
 from megalite.optim.buckets import Bucket
 from megalite.optim.layout import ParameterGroup
-from megalite.parallel import collectives, device
+from megalite.optim.packed import View, chunks
+from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
+from megalite_kernels.l2_norm import sum_of_squares
 
 
-def norms(owned: Iterable[tuple[Bucket, Tensor]], mesh: ParallelMesh) -> dict[str, float]:
-    """L2 norms by parameter group, each unique element of the model once: squares are added in float64.
+def norms(owned: Iterable[tuple[Bucket, Tensor | View]], mesh: ParallelMesh) -> dict[str, float]:
+    """L2 norms by parameter group, each unique element of the model once.
 
     `owned`: buckets, each with a tensor of which this rank owns a slice: that slice. The sums of runs are added
-    exactly, so that their order does not matter.
+    exactly, so that their order does not matter. (What a run is follows from the layout, and a sum in Triton's kernels
+    is rounded to fp32 in places: two layouts may differ by some 1e-7 of the norm there.)
     """
     sums = [
         (group.name, _sum_of_squares(values[run]))
@@ -69,10 +72,8 @@ def _exact_sum(values: list[float]) -> float:
         return math.inf
 
 
-def _sum_of_squares(values: Tensor) -> Tensor:
-    """In float64, by chunks that stay in a processor's cache."""
-    total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for chunk in values.split(device.chunk_elements(values.device)):
-        wide = chunk.double()
-        total += torch.dot(wide, wide)
-    return total
+def _sum_of_squares(values: Tensor | View) -> Tensor:
+    if isinstance(values, Tensor):
+        return sum_of_squares(values)
+    place = values.packed.tensors()[0].device
+    return torch.stack([sum_of_squares(values[part].read()) for part in chunks(len(values), place)]).sum()

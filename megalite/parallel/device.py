@@ -67,11 +67,6 @@ def host_memory(size: int, device: torch.device) -> torch.Tensor:
     return memory
 
 
-def chunk_elements(device: torch.device) -> int:
-    """Elements of flat tensors to work on at a time: what stays in a processor's cache, or keeps a GPU busy."""
-    return 1 << 24 if device.type == "cuda" else 1 << 18
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak bytes allocated on the device; on the CPU, the peak resident set of this process."""
     if device.type == "cuda":

@@ -20,7 +20,7 @@ _OTHERWISE = {
     "data": "data_cache_path num_workers mmap_bin_files fast_encoding",
     "training": """micro_batch_size eval_iters eval_interval exit_interval exit_duration_in_mins deterministic_mode
         recompute_granularity recompute_method recompute_num_layers manual_gc manual_gc_interval manual_gc_eval""",
-    "optimizer": "optimizer_backend",
+    "optimizer": "optimizer_backend store_param_remainders",
 }
 _OF_THE_MODEL = ("hidden_dropout", "attention_dropout")
 

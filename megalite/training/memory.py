@@ -19,7 +19,7 @@ from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
 from megalite.optim.layout import ParameterGroup
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.shard import state_dtypes
+from megalite.optim.shard import bytes_an_element
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ def state_bytes(optimizer: Optimizer) -> tuple[int, int, int]:
     With p, g and o bytes an element and d shards: p + g + o, p + g + o/d, p + g/d + o/d, (p + g + o)/d for the stages
     0 to 3; o is 8 for Adam's moments in fp32 and 4 more for the masters of narrower parameters. Muon's momentum of a
     matrix is 4, so that its shards are not alike. A tied weight's gradient has a sum for each use until they are
-    reduced. (The precision-aware optimizer has less of each, as asked.)
+    reduced. (The precision-aware optimizer has less of each, as asked; a master kept as a remainder is 2.)
     """
     totals = [0.0, 0.0, 0.0]
     for shard in optimizer.shards:
-        bucket, master = shard.bucket, [shard.master.dtype] if shard.has_master else []
+        bucket, master = shard.bucket, shard.master.itemsize if shard.has_master else 0
         for slot in bucket.slots:
             elements = slot.stop - slot.start
             shards = bucket.shard_group.size
@@ -112,8 +112,8 @@ def state_bytes(optimizer: Optimizer) -> tuple[int, int, int]:
                 sums = 1 / shards if bucket.stage >= 2 else len(accumulator.flats)
                 totals[1] += elements * bucket.gradients.itemsize * sums
             updated = max(min(slot.stop, shard.stop) - max(slot.start, shard.start), 0)
-            kept = state_dtypes(optimizer.config, ParameterGroup.of(slot.parameter), shard.parameters.dtype)
-            totals[2] += updated * sum(dtype.itemsize for dtype in [*kept.values(), *master])
+            kept = bytes_an_element(optimizer.config, ParameterGroup.of(slot.parameter), shard.parameters.dtype)
+            totals[2] += updated * (kept + master)
     parameters, gradients, state_bytes = map(round, totals)
     return parameters, gradients, state_bytes
 

@@ -99,6 +99,7 @@ class Cell:
     gradient_dtype: str | None = None  # where it is not dtype, or fp32 for what is narrower
     narrow: bool = False  # moments in bf16, masters in fp16
     compiled: str | None = None  # torch.compile's backend, for the layers
+    eight_bits: bool = False  # moments in fp8, masters by their remainders
     infinity_on: int | None = None  # the rank on which step 0 meets an infinite gradient
 
     @property
@@ -236,10 +237,11 @@ def optimizer_config(cell: Cell) -> OptimizerConfig:
         sgd_momentum=0.9,
         muon_nesterov=True,
         muon_extra_scale_factor=0.2,
-        use_precision_aware_optimizer=cell.narrow,
+        use_precision_aware_optimizer=cell.narrow or cell.eight_bits,
         main_params_dtype="fp16" if cell.narrow else "fp32",
-        exp_avg_dtype="bf16" if cell.narrow else "fp32",
-        exp_avg_sq_dtype="bf16" if cell.narrow else "fp32",
+        exp_avg_dtype="bf16" if cell.narrow else "fp8" if cell.eight_bits else "fp32",
+        exp_avg_sq_dtype="bf16" if cell.narrow else "fp8" if cell.eight_bits else "fp32",
+        store_param_remainders=cell.eight_bits,
     )
 
 

@@ -149,3 +149,14 @@ def test_a_bf16_run_stays_near_fp32(family: str, optimizer: str, rank_pools: Ran
         for step, (loss, actual) in enumerate(zip(expected.losses, result.losses, strict=True)):
             assert_number_close(actual, loss, f"[{cell}] loss of step {step}", relative=0.02)
     assert expected.losses[-1] < expected.losses[0]
+
+
+@pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 1, 2), (1, 2, 2), (2, 2, 1)])
+def test_copies_are_rounded_alike_in_8_bits(tp: int, pp: int, dp: int, rank_pools: RankPools) -> None:
+    """Of a tied weight, and of what is replicated over tp: `run` compares their bits. And a run repeats its own."""
+    rest = {"tp": tp, "pp": pp, "dp": dp, "sequence_parallel": tp > 1, "key_values": "mqa", "family": "gpt2"}
+    training = {"steps": STEPS, "optimizer": "adam", "dtype": "bfloat16", "eight_bits": True}
+    cells = [make_cell(rest | {"zero": stage, "tied": True}, **training) for stage in (0, 1, 1)]
+    whole, *sharded = run(rank_pools, cells)
+    assert whole.losses == pytest.approx(sharded[0].losses, rel=0.02)
+    assert_same_bits(sharded[1], sharded[0], "twice the same run")

@@ -30,12 +30,26 @@ from tests.distributed.layout_cell import RECOMPUTE, Cell, model_config
 from tests.distributed.layout_run import accumulate_gradients, local_micro_batches
 from tests.harness.rank_pool import RankPools
 
-NARROW = OptimizerConfig(
-    lr=0.01, use_precision_aware_optimizer=True, main_params_dtype="fp16", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"
-)
+CONFIGS = {
+    "wide": OptimizerConfig(lr=0.01),
+    "narrow": OptimizerConfig(
+        lr=0.01,
+        use_precision_aware_optimizer=True,
+        main_params_dtype="fp16",
+        exp_avg_dtype="bf16",
+        exp_avg_sq_dtype="bf16",
+    ),
+    "8 bits": OptimizerConfig(
+        lr=0.01,
+        use_precision_aware_optimizer=True,
+        store_param_remainders=True,
+        exp_avg_dtype="int8",
+        exp_avg_sq_dtype="fp8",
+    ),
+}
 
 
-def kept(stage: int, overlap: bool, narrow: bool, wanted: float) -> dict[str, float]:
+def kept(stage: int, overlap: bool, config: str, wanted: float) -> dict[str, float]:
     """Bytes an element, on a rank after a step in bf16: parameters, gradients, optimizer, all that the step has left
     alive, of which so much is wanted; and gradients at the most.
     """
@@ -44,12 +58,9 @@ def kept(stage: int, overlap: bool, narrow: bool, wanted: float) -> dict[str, fl
     cell = Cell(family="llama", tied=False, dp=2, dtype="bfloat16")
     network = GPT(model_config(cell), mesh, dtype=torch.bfloat16)
     initialize(network, seed=1)
-    options = DataParallel(
-        torch.bfloat16 if narrow else torch.float32, stage, overlap_reduce=overlap, overlap_gather=overlap and stage > 0
-    )
-    optimizer = make_optimizer(
-        [network], mesh, NARROW if narrow else OptimizerConfig(lr=0.01), options, blocks=[network.blocks()]
-    )
+    gradients = torch.float32 if config == "wide" else torch.bfloat16
+    options = DataParallel(gradients, stage, overlap_reduce=overlap, overlap_gather=overlap and stage > 0)
+    optimizer = make_optimizer([network], mesh, CONFIGS[config], options, blocks=[network.blocks()])
     micro_batches = list(local_micro_batches(cell, 0, mesh.coordinate("dp")))
     accumulate_gradients(optimizer, network, micro_batches)
     sizes = [bucket.gradients.untyped_storage().size() for bucket in optimizer.buckets]
@@ -98,7 +109,7 @@ def test_memory_is_the_formulas(
     stage: int, parameters: float, gradients: float, optimizer: float, overlap: bool, rank_pools: RankPools
 ) -> None:
     """bf16 with fp32 gradients, masters and moments on two ranks: 6 + 12 / 2 bytes a parameter under ZeRO 1."""
-    for found in rank_pools(2).run(kept, stage, overlap, False, parameters + gradients + optimizer):
+    for found in rank_pools(2).run(kept, stage, overlap, "wide", parameters + gradients + optimizer):
         assert found["parameters"] == parameters
         assert found["gradients"] == gradients
         assert found["optimizer"] == optimizer
@@ -114,9 +125,17 @@ def test_a_precision_aware_optimizer_keeps_half(
     stage: int, parameters: float, gradients: float, optimizer: float, rank_pools: RankPools
 ) -> None:
     """Gradients, masters and both moments in 2 bytes each: 4 + 6 / 2 bytes a parameter under ZeRO 1."""
-    for found in rank_pools(2).run(kept, stage, False, True, parameters + gradients + optimizer):
+    for found in rank_pools(2).run(kept, stage, False, "narrow", parameters + gradients + optimizer):
         assert (found["parameters"], found["gradients"], found["optimizer"]) == (parameters, gradients, optimizer)
         assert found["all"] == pytest.approx(parameters + gradients + optimizer, rel=0.01)
+
+
+def test_moments_in_8_bits_and_remainders_keep_a_third(rank_pools: RankPools) -> None:
+    """Of the 12 bytes of fp32 4 and two scales a block of 256, or of what is shorter: 4 + 4 / 2 under ZeRO 1."""
+    for found in rank_pools(2).run(kept, 1, False, "8 bits", 2 + 2 + 2.1):
+        assert (found["parameters"], found["gradients"]) == (2, 2)
+        assert 2 * (1 + 2 / 256) <= found["optimizer"] <= 2.1
+        assert found["all"] <= 6.2
 
 
 WIDE = {"num_layers": 3, "hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 384, "vocab_size": 250}

@@ -90,3 +90,46 @@ def test_half_the_state_trains_nearly_the_same_and_is_kept(optimizer: str, run: 
     run(*flags, *NARROW, "--save", broken, "--exit-interval", 5, world_size=2, expected=85)
     run(*flags, *NARROW, "--save", broken, "--resume", "auto", world_size=2)
     assert metrics(broken) == metrics(whole)
+
+
+@pytest.mark.parametrize(
+    ("kept", "layout", "world_size"),
+    [
+        ("--exp-avg-dtype int8 --exp-avg-sq-dtype int8", "--async-save", 1),
+        ("--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8", "--data-parallel-sharding-strategy optim", 2),
+        (
+            "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8 --store-param-remainders",
+            "--data-parallel-sharding-strategy optim_grads_params",
+            2,
+        ),
+    ],
+    ids=["int8", "fp8, ZeRO 1", "fp8 and remainders, ZeRO 3"],
+)
+def test_a_resumed_run_has_the_bits_of_moments_in_8_bits(
+    kept: str, layout: str, world_size: int, run: Run, tmp_path: Path
+) -> None:
+    """And trains as well as one that keeps them in fp32."""
+    course = (*LLAMA, *NO_DROPOUT, *words(f"--train-iters {STEPS} --bf16 --lr 3e-3 --adam-beta2 0.95"))
+    run(*course, "--save", tmp_path / "wide")
+    flags = (*course, *words(f"--use-precision-aware-optimizer {kept} {layout} --log-params-norm"))
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run(*flags, "--save", whole, world_size=world_size)
+    assert losses(whole) == pytest.approx(losses(tmp_path / "wide"), rel=0.02)
+    run(*flags, "--save", broken, "--exit-interval", 5, world_size=world_size, expected=85)
+    run(*flags, "--save", broken, "--resume", "auto", world_size=world_size)
+    assert metrics(broken) == metrics(whole)
+
+
+def test_remainders_are_masters_bit_for_bit(run: Run, tmp_path: Path) -> None:
+    """A run that keeps them and one that does not have the same steps, and each goes on from the other's checkpoint."""
+    course = (*LLAMA, *NO_DROPOUT, *words("--bf16 --use-distributed-optimizer --optimizer-backend megalite"))
+    course = (*course, *words(f"--train-iters {STEPS} --log-params-norm"))
+    kept = {"wide": (), "remainders": ("--store-param-remainders",)}
+    for name, flags in kept.items():
+        run(*course, *flags, "--save", tmp_path / name, world_size=2)
+    assert metrics(tmp_path / "wide") == metrics(tmp_path / "remainders")
+    for first, second in (("wide", "remainders"), ("remainders", "wide")):
+        mixed = tmp_path / f"{first}, then {second}"
+        run(*course, *kept[first], "--save", mixed, "--exit-interval", 5, world_size=2, expected=85)
+        run(*course, *kept[second], "--save", mixed, "--resume", "auto", world_size=2)
+        assert metrics(mixed) == metrics(tmp_path / "wide")

@@ -8,6 +8,8 @@ import sys
 
 from megalite_kernels.cases import cases
 
+OUTSIDE = ("optimizer", "quantization")  # what no network runs
+
 
 def test_no_operation_breaks_a_graph() -> None:
     """In a process of its own: Triton here is its interpreter, whose kernels cannot be traced.
@@ -21,5 +23,5 @@ def test_no_operation_breaks_a_graph() -> None:
     traced = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert traced.returncode == 0, traced.stdout
     assert traced.stdout.endswith("layers: 5 graphs\n"), traced.stdout
-    functions = {case.name.split()[0] for case in cases()}
+    functions = {case.name.split()[0] for case in cases() if case.operation not in OUTSIDE}
     assert functions == {line.split()[0] for line in traced.stdout.splitlines() if line.split()[0] in functions}

@@ -180,6 +180,8 @@ def test_a_precision_aware_optimizer_in_fp32_is_off_with_a_note() -> None:
         ("--exp-avg-sq-dtype bf16", "--exp-avg-sq-dtype bf16 with --adam-beta2 0.999: a step lowers"),
         ("--exp-avg-sq-dtype bf16 --adam-beta2 0.99", None),
         ("--exp-avg-dtype fp16", "--exp-avg-dtype fp16: averages of gradients below 6e-8"),
+        ("--exp-avg-dtype int8", "--exp-avg-dtype int8 beside --exp-avg-sq-dtype fp32: weights whose gradients"),
+        ("--exp-avg-dtype int8 --exp-avg-sq-dtype int8", None),
         ("--main-params-dtype fp16", "--main-params-dtype fp16: a step that changes a weight by less"),
     ],
 )

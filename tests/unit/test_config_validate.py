@@ -75,6 +75,8 @@ def problems(flags: str, world_size: int = 1, base: str = VALID) -> list[str]:
         ("--lr-decay-style constant --lr-warmup-iters 500", 1),
         ("--use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype fp16 --bf16", 1),
         ("--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --optimizer-backend apex", 1),
+        ("--bf16 --use-precision-aware-optimizer --exp-avg-dtype int8 --exp-avg-sq-dtype fp8 --adam-eps 1e-12", 1),
+        ("--bf16 --store-param-remainders --optimizer sgd --optimizer-backend megalite", 1),
         ("--optimizer muon --muon-nesterov --muon-coefficient-type simple --muon-num-ns-steps 6", 1),
         ("--lr-warmup-fraction 0.1 --min-lr 1e-3 --lr-decay-iters 50", 1),
         ("--train-iters None --train-samples 2000 --lr-warmup-samples 100 --lr-decay-samples 1000", 2),
@@ -319,6 +321,31 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
         (
             "--use-precision-aware-optimizer --main-params-dtype fp16 --fp16",
             "--main-params-dtype fp16 leaves --fp16 no weights but its own: use --bf16, or keep fp32",
+        ),
+        (
+            "--bf16 --use-precision-aware-optimizer --exp-avg-dtype int8 --optimizer muon",
+            "--exp-avg-dtype int8 is of adam and sgd: muon's momentum is not in 8 bits",
+        ),
+        (
+            "--bf16 --use-precision-aware-optimizer --exp-avg-sq-dtype fp8 --adam-eps 1e-13",
+            "--adam-eps 1e-13 with --exp-avg-sq-dtype fp8, where averages with a root below 3e-14 are zeros; give "
+            "1e-12 or more",
+        ),
+        (
+            "--store-param-remainders",
+            "--store-param-remainders needs --bf16: it is what bf16 parameters lack of fp32 masters",
+        ),
+        (
+            "--bf16 --store-param-remainders --use-precision-aware-optimizer --main-params-dtype fp16",
+            "--store-param-remainders is another way to keep fp32 masters than --main-params-dtype fp16",
+        ),
+        (
+            "--bf16 --store-param-remainders --optimizer muon",
+            "--store-param-remainders needs --optimizer adam or sgd",
+        ),
+        (
+            "--bf16 --store-param-remainders --optimizer-backend torch",
+            "--store-param-remainders needs --optimizer-backend megalite (or auto), not torch",
         ),
         ("--muon-nesterov", "--muon-nesterov needs --optimizer muon"),
         ("--muon-momentum 0.95", "--muon-momentum needs --optimizer muon"),

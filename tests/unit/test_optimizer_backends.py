@@ -22,11 +22,11 @@ from megalite.optim.buckets import DataParallel
 from megalite.optim.elementwise import require_backend
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import Optimizer, make_optimizer
-from megalite.parallel import device
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient
 from megalite.training.construction import data_parallel
+from megalite_kernels import launch
 
 MODEL = ModelConfig(
     num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, make_vocab_size_divisible_by=1,
@@ -64,7 +64,7 @@ def step(optimizer: Optimizer, generator: torch.Generator, rates: Rates, *, infi
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_torch_and_megalite_agree_to_rounding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "chunk_elements", lambda _: 50)  # no divisor of the sizes
+    monkeypatch.setattr(launch, "chunk_elements", lambda _: 50)  # no divisor of the sizes
     wanted = stepped(replace(CONFIGS[name], optimizer_backend="torch"))
     actual = stepped(replace(CONFIGS[name], optimizer_backend="megalite"))
     for ours, theirs in zip(actual, wanted, strict=True):
