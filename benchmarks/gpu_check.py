@@ -2,11 +2,12 @@
 
     benchmarks/gpu_check.sh [--only kernels training ...] [--minutes 9]
 
-Parts, the most telling first: every kernel against float64; a model of about 1.3 billion parameters in bf16, with the
-kernels and without; the kernels beside their rivals; attention in blocks and weight gradients against wider ones; bits
-after a resume; in float64 the losses of ten steps on every layout against the CPU's. What is measured is written as it
-comes, to benchmarks/results/gpu_check_DATE.json. Fails where numbers are wrong; a rival or a variant that fails is a
-note. `--device cpu` tries the parts that can be tried without a GPU.
+Parts, the most telling first: every kernel against float64; attention in blocks and weight gradients against wider
+ones; a model of about 1.3 billion parameters in bf16, with the kernels and without; the kernels beside their rivals;
+bits after a resume; in float64 the losses of ten steps on every layout against the CPU's. What is measured is written
+as it comes, to benchmarks/results/gpu_check_DATE.json, and what is not done after --minutes is left out: --only takes
+the parts one by one. Fails where numbers are wrong; a rival or a variant that fails is a note. `--device cpu` tries the
+parts that can be tried without a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import datetime
 import json
 import math
+import subprocess
 import sys
 import time
 import traceback
@@ -50,9 +52,22 @@ class Report:
         self.found.setdefault(part, []).append(row)
         self.write()
 
+    def fail(self, what: str) -> None:
+        """Add what is wrong."""
+        self.wrong.append(what)
+        self.write()
+
     def write(self) -> None:
-        self.path.parent.mkdir(exist_ok=True)
-        self.path.write_text(json.dumps({**self.found, "wrong": self.wrong}, indent=1) + "\n")
+        """In the place of what was written before, which stays whole until then."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_suffix(".new")
+        new.write_text(json.dumps({**self.found, "wrong": self.wrong}, indent=1) + "\n")
+        new.replace(self.path)
+
+    @property
+    def minutes(self) -> float:
+        """Left."""
+        return (self.deadline - time.monotonic()) / 60
 
     @property
     def gpu(self) -> bool:
@@ -69,24 +84,28 @@ def check_kernels(report: Report) -> None:
         row = {"operation": numbers.case.name, "error over tolerance": numbers.error, "failure": numbers.failure}
         report.tell("kernels", row, str(numbers))
         if not numbers.right:
-            report.wrong.append(f"kernels: {numbers.case.name}")
+            report.fail(f"kernels: {numbers.case.name}")
+        if report.minutes < 0:
+            report.tell("kernels", {"left out": "no time was left"}, "the rest is left out, no time is left")
+            return
 
 
 def check_training(report: Report) -> None:
     """Tokens a second and model FLOP/s utilization, with the kernels and in other ways."""
     large, small = f"{SPEED} --global-batch-size {16 * report.gpus}", f"{COMMON} --position-embedding-type rope"
     flags = large if report.gpu else small
-    for row in speeds(flags, report.gpus, gpu=report.gpu):
+    for row in speeds(flags, report.gpus, gpu=report.gpu, deadline=report.deadline):
         report.tell("training", row, ", ".join(f"{key} {_short(value)}" for key, value in row.items()))
         loss = row.get("lm_loss")
         if isinstance(loss, float) and not math.isfinite(loss):
-            report.wrong.append(f"training: the loss of {row['variant']} is {loss}")
+            report.fail(f"training: the loss of {row['variant']} is {loss}")
 
 
 def check_benchmark(report: Report) -> None:
     """Milliseconds and bandwidth beside the rivals'."""
     tiny = "" if report.gpu else "--device cpu --tokens 3 --repeats 2 --rivals torch --only 2048"
-    code = kernels.main([*tiny.split(), "--results", str(report.path.parent)])
+    until = ["--minutes", str(report.minutes), "--results", str(report.path.parent)]
+    code = kernels.main([*tiny.split(), *until])
     report.tell("benchmark", {"exit code": code}, f"see {report.path.parent / 'kernels.csv'}")
 
 
@@ -95,19 +114,19 @@ def check_operations(report: Report) -> None:
     error = check_weight_gradients()
     report.tell("operations", {"error of weight gradients": error}, f"weight gradients: error {error:.1e}")
     if not error <= WEIGHT_GRADIENT_TOLERANCE:
-        report.wrong.append("operations: weight gradients")
+        report.fail("operations: weight gradients")
     blocks = check_attention()
     report.tell("operations", {"attention in blocks": blocks}, f"attention in blocks: {blocks}")
     if not blocks["error over tolerance"] <= 1 or blocks["compiled anew"]:
-        report.wrong.append("operations: attention in blocks")
+        report.fail("operations: attention in blocks")
 
 
 def check_resume(report: Report) -> None:
     """Bits after a resume from a checkpoint that was saved in the background."""
-    different = check_checkpoints(min(report.gpus, 4), gpu=report.gpu)
+    different = check_checkpoints(min(report.gpus, 4), gpu=report.gpu, deadline=report.deadline)
     report.tell("resume", {"steps that differ": different}, f"{different} of 10 steps differ after a resume")
     if different:
-        report.wrong.append("resume: bits differ")
+        report.fail("resume: bits differ")
 
 
 def check_layouts(report: Report) -> None:
@@ -115,15 +134,15 @@ def check_layouts(report: Report) -> None:
     for row in compare(report.deadline):
         report.tell("layouts", row, ", ".join(f"{key} {_short(value)}" for key, value in row.items()))
         difference = row.get("largest relative difference")
-        if isinstance(difference, float) and not difference <= TOLERANCE:
-            report.wrong.append(f"layouts: {row['family']} {row['optimizer']} {row['layout']}")
+        if "failed" in row or (isinstance(difference, float) and not difference <= TOLERANCE):
+            report.fail(f"layouts: {row['family']} {row['optimizer']} {row['layout']}")
 
 
 PARTS: dict[str, Callable[[Report], None]] = {
     "kernels": check_kernels,
+    "operations": check_operations,
     "training": check_training,
     "benchmark": check_benchmark,
-    "operations": check_operations,
     "resume": check_resume,
     "layouts": check_layouts,
 }
@@ -134,15 +153,20 @@ ON_GPUS_ALONE = ("kernels", "operations", "layouts")
 
 def run_parts(names: Sequence[str], report: Report) -> None:
     for name in names:
-        if time.monotonic() > report.deadline:
+        if report.minutes < 0:
             report.tell(name, {"left out": "no time was left"}, "left out, no time is left")
             continue
         start = time.monotonic()
         try:
+            if report.gpu:
+                torch.cuda.empty_cache()  # training is in processes of its own
             PARTS[name](report)
+        except subprocess.TimeoutExpired:
+            report.tell(name, {"left out": "no time was left"}, "the rest is left out, no time is left")
         except Exception as error:  # whatever it is, the other parts are of use
             report.tell(name, {"failed": traceback.format_exc()}, f"failed: {type(error).__name__}: {error}")
-            report.wrong += [] if name in OPTIONAL else [f"{name}: failed"]
+            if name not in OPTIONAL:
+                report.fail(f"{name}: failed")
         report.tell("seconds", {name: round(time.monotonic() - start, 1)}, f"{time.monotonic() - start:.0f} for {name}")
 
 
@@ -153,7 +177,7 @@ def _short(value: object) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which no further part is begun")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which what is left is left out")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--results", type=Path, default=RESULTS)
     flags = parser.parse_args(arguments)
@@ -166,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = f"{report.gpus} x {torch.cuda.get_device_name()}" if report.gpu else "CPU"
     report.found |= {"date": date, "device": where, "command": ["benchmarks/gpu_check.sh", *sys.argv[1:]]}
     report.found |= {"versions": versions(PACKAGES)}
+    report.write()
     run_parts([name for name in flags.only if report.gpu or name not in ON_GPUS_ALONE], report)
     print("\n".join(f"WRONG: {what}" for what in report.wrong) or f"gpu_check: nothing is wrong; {path}")
     return 1 if report.wrong else 0

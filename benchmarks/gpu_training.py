@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -48,14 +49,24 @@ WARM_UP = 6
 """Steps before those that are timed; compilation is in the first."""
 
 
-def train(flags: str, processes: int, *, gpu: bool) -> list[dict[str, float]]:
-    """Run the program; returns its metrics by step. Raises CalledProcessError."""
+def train(flags: str, processes: int, *, gpu: bool, deadline: float = math.inf) -> list[dict[str, float]]:
+    """Run the program; returns its metrics by step.
+
+    Raises CalledProcessError, or TimeoutExpired where it has not ended by the deadline, of the monotonic clock.
+    """
     with tempfile.TemporaryDirectory() as directory:
         metrics = Path(directory) / "metrics.jsonl"
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command = [sys.executable, *launcher, "pretrain_gpt.py", *flags.split(), "--metrics-path", str(metrics)]
         environment = os.environ | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
-        subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+        with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
+            try:
+                code = process.wait(None if deadline == math.inf else max(deadline - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                process.terminate()  # the launcher ends the ranks, which takes it half a minute where they hang
+                raise
+        if code:
+            raise subprocess.CalledProcessError(code, command)
         return [json.loads(line) for line in metrics.read_text().splitlines()]
 
 
@@ -88,37 +99,45 @@ def compare(deadline: float) -> Iterator[dict[str, object]]:
             if time.monotonic() > deadline:
                 yield row | {"left out": "no time was left"}
                 continue
-            expected = expected or train(f"{COMMON} {flags}", 1, gpu=False)
+            expected = expected or train(f"{COMMON} {flags}", 1, gpu=False, deadline=deadline)
+            try:
+                found = train(f"{COMMON} {flags} {layout}", gpus, gpu=True, deadline=deadline)
+            except subprocess.CalledProcessError as error:
+                yield row | {"failed": f"exit code {error.returncode}"}
+                continue
             worst = max(
                 abs(ours[key] - theirs[key]) / abs(theirs[key])
-                for ours, theirs in zip(train(f"{COMMON} {flags} {layout}", gpus, gpu=True), expected, strict=True)
+                for ours, theirs in zip(found, expected, strict=True)
                 for key in ("lm_loss", "grad_norm")
             )
             yield row | {"largest relative difference": worst}
 
 
-def check_checkpoints(processes: int, *, gpu: bool = True) -> int:
+def check_checkpoints(processes: int, *, gpu: bool = True, deadline: float = math.inf) -> int:
     """Steps that differ by a bit after a resume from what was saved in the background, in either format."""
     flags = f"{COMMON} {FAMILIES['llama']} --deterministic-mode"
     different = 0
     for ckpt_format in ("megalite", "torch_dist"):
         with tempfile.TemporaryDirectory() as directory:
             saving = f"--save {directory}/saved --save-interval 5 --async-save --ckpt-format {ckpt_format}"
-            whole = train(f"{flags} {saving}", processes, gpu=gpu)
-            resumed = train(f"{flags} --load {directory}/saved --ckpt-step 5", processes, gpu=gpu)
+            whole = train(f"{flags} {saving}", processes, gpu=gpu, deadline=deadline)
+            load = f"--load {directory}/saved --ckpt-step 5"
+            resumed = train(f"{flags} {load}", processes, gpu=gpu, deadline=deadline)
         kept = [{key: step[key] for key in ("iteration", "lm_loss", "grad_norm")} for step in whole[5:]]
         found = [{key: step[key] for key in ("iteration", "lm_loss", "grad_norm")} for step in resumed]
         different += sum(ours != theirs for ours, theirs in zip(found, kept, strict=True))
     return different
 
 
-def speeds(flags: str, processes: int, *, gpu: bool = True, warm_up: int = WARM_UP) -> Iterator[dict[str, object]]:
+def speeds(
+    flags: str, processes: int, *, gpu: bool = True, warm_up: int = WARM_UP, deadline: float = math.inf
+) -> Iterator[dict[str, object]]:
     """Of each variant the median step's; one that fails is told as such, one whose flag is not there is left out."""
     for name, variant in VARIANTS.items():
         if any(flag[2:].replace("-", "_") not in fields_by_name() for flag in variant.split() if flag[:2] == "--"):
             continue
         try:
-            steps = train(f"{flags} {variant}", processes, gpu=gpu)[warm_up:]
+            steps = train(f"{flags} {variant}", processes, gpu=gpu, deadline=deadline)[warm_up:]
         except subprocess.CalledProcessError as error:
             yield {"variant": name, "failed": f"exit code {error.returncode}"}
             continue

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from megalite_kernels.cases import ROTARY_GROUPS, ROTARY_HEADS
 from megalite_kernels.measure import Step, step_of
 
 RIVALS = {"torch": "PyTorch", "compile": "torch.compile", "liger": "Liger-Kernel"}
 Functions = Mapping[str, Callable[..., Any]]
-"""By the first word of a case's name; they take the case's inputs."""
+"""By a case's name or its first word; they take the case's inputs."""
 
 
 def _half(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,6 +66,36 @@ def _rotated(projected: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, T
     return turned(query.unflatten(-1, (ROTARY_HEADS, width))), turned(key)
 
 
+def _fused_adamw(weights: Tensor, gradients: Tensor, average: Tensor, squares: Tensor) -> Tensor:
+    """What torch.optim.AdamW(fused=True) calls."""
+    parts = [[tensor] for tensor in (weights, gradients, average, squares)]
+    numbers = {"beta1": 0.9, "beta2": 0.95, "lr": 1e-2, "weight_decay": 0.1, "eps": 1e-8}
+    steps = [torch.ones((), device=weights.device)]
+    adamw(*parts, [], steps, fused=True, amsgrad=False, maximize=False, **numbers)
+    return weights
+
+
+def _written_adamw(weights: Tensor, gradients: Tensor, average: Tensor, squares: Tensor) -> Tensor:
+    """The same, for a compiler."""
+    average.lerp_(gradients, 0.1)
+    squares.mul_(0.95).addcmul_(gradients, gradients, value=0.05)
+    return weights.mul_(0.999).addcdiv_(average, squares.sqrt().mul_(4.5).add_(1e-8), value=-0.1)
+
+
+def _with_parameters(update: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Of masters, from which bf16 parameters are rounded."""
+    return lambda *inputs: update(*inputs).bfloat16()
+
+
+def _norm(values: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(values, dtype=torch.float32)
+
+
+def _updates(update: Callable[..., Tensor]) -> Functions:
+    """Those of which all is in fp32 but the parameters."""
+    return {"adamw float32": update, "adamw bfloat16/float32": _with_parameters(update)}
+
+
 PLAIN: Functions = {
     "rms_norm": _rms_norm,
     "layer_norm": _layer_norm,
@@ -77,8 +108,12 @@ PLAIN: Functions = {
     "geglu": _gated(partial(F.gelu, approximate="tanh")),
     "exact_geglu": _gated(F.gelu),
     "rotary_embedding": _rotated,
+    "sum_of_squares": _norm,
+    **_updates(_fused_adamw),
 }
-"""As one writes each in PyTorch, by the first word of a case's name."""
+"""As one writes each in PyTorch."""
+COMPILED: Functions = _updates(_written_adamw)
+"""What torch.compile has instead: it cannot look into what is fused already."""
 
 
 def liger() -> Functions:
@@ -102,13 +137,18 @@ def available(rivals: Sequence[str], notes: list[str]) -> dict[str, Functions]:
     found: dict[str, Functions] = {}
     for rival in rivals:
         if rival != "liger":
-            found[rival] = PLAIN
+            found[rival] = {**PLAIN, **COMPILED} if rival == "compile" else PLAIN
             continue
         try:
             found[rival] = liger()
         except ImportError as error:
             notes.append(f"Liger-Kernel is left out ({error}): pip install liger-kernel")
     return found
+
+
+def function_for(name: str, functions: Functions) -> Callable[..., Any] | None:
+    """Of the case with this name, if a rival has one."""
+    return functions.get(name) or functions.get(name.split()[0])
 
 
 def rival_step(rival: str, function: Callable[..., Any], inputs: Sequence[Tensor]) -> Step:

@@ -16,6 +16,7 @@ import math
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,12 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.bar_chart import bar_chart
-from benchmarks.kernel_rivals import RIVALS, Functions, available, rival_step
+from benchmarks.kernel_rivals import RIVALS, Functions, available, function_for, rival_step
 from benchmarks.results import RESULTS, write_results
 from megalite_kernels import cases, implementation
 from megalite_kernels.cases import Case
 from megalite_kernels.cross_entropy import Columns, Terms, gradient_, losses, statistics
-from megalite_kernels.measure import ELEMENTS, REPEATS, Step, Traffic, copy_rate, interleaved, step_of, traffic
+from megalite_kernels.measure import ELEMENTS, REPEATS, Step, Traffic, case_step, copy_rate, interleaved, traffic
 
 TARGET = 0.85
 """Of a copy's bandwidth, for rows of at least WIDE elements."""
@@ -91,9 +92,10 @@ def of_case(case: Case, rivals: Mapping[str, Functions], tokens: int | None, dev
     torch.manual_seed(0)
     tokens = tokens or max(ELEMENTS // case.width, 1)
     inputs = case.make_inputs(tokens, device)
-    name = case.name.split()[0]
-    steps = {OURS: step_of(case.timed or case.outputs, inputs)}
-    steps |= {r: rival_step(r, functions[name], inputs) for r, functions in rivals.items() if name in functions}
+    steps = {OURS: case_step(case, inputs)}
+    for rival, functions in rivals.items():
+        if (function := function_for(case.name, functions)) is not None:
+            steps[rival] = rival_step(rival, function, inputs)
     return Comparison(case.name, tokens, steps, traffic(case, inputs), TARGET if case.width >= WIDE else None)
 
 
@@ -207,13 +209,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, help="unset: as many as make a tensor far larger than the caches")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="of the cross entropy")
     parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further operation is begun")
     parser.add_argument("--results", type=Path, default=RESULTS)
     flags = parser.parse_args(arguments)
     if flags.device == "cuda" and not torch.cuda.is_available():
         print("there is no GPU here: --device cpu --tokens 8 tries the command", file=sys.stderr)
         return 2
     implementation.choose("auto")
-    device, notes = torch.device(flags.device), list[str]()
+    device, notes, begin = torch.device(flags.device), list[str](), time.monotonic()
     rivals = available(flags.rivals, notes)
     copy = copy_rate(device, 2**30 if flags.device == "cuda" else 2**20)
     figures: dict[str, Any] = {
@@ -231,17 +234,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, make in makers:
         if flags.only not in name:
             continue
+        if time.monotonic() > begin + 60 * flags.minutes:
+            notes.append(f"{name}: no time was left")
+            continue
         torch.compiler.reset()  # each shape is compiled for itself
         try:
             found = measured(make(), copy, device, flags.repeats, notes)
-        except torch.OutOfMemoryError:
-            notes.append(f"{name}: there is not enough memory for it")
+        except Exception as error:  # the others are of use
+            notes.append(f"{name}: {type(error).__name__}: {error}".partition("\n")[0])
             continue
         for row in found:
             times = f"{row.milliseconds:9.3f} ms {row.gigabytes_per_second:6.0f} GB/s {row.of_a_copy:5.0%}"
             print(f"{row.operation:44} {row.direction:8} {row.implementation:13} {times} {row.verdict}", flush=True)
         rows += found
         write(rows, figures | {"notes": notes, "clocks_after": clocks()}, flags.results)
+    write(rows, figures | {"notes": notes, "clocks_after": clocks()}, flags.results)
     for note in notes:
         print(f"note: {note}")
     return 0

@@ -18,11 +18,9 @@ from torch import Tensor
 from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
 from megalite_kernels.cross_entropy import Columns, Terms, gradient_, statistics
 from megalite_kernels.l2_norm import sum_of_squares
-from megalite_kernels.master_weights import keep_weights_, wide_weights
-from megalite_kernels.moments import Quantized
 from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
-from megalite_kernels.optimizer import SGD, AdamW, Flat, Moment, adamw_, sgd_
-from megalite_kernels.quantization import FORMATS, dequantize, quantize
+from megalite_kernels.optimizer_cases import FLAT, updates
+from megalite_kernels.quantization import dequantize, quantize
 from megalite_kernels.rotary import rotary_embedding
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
@@ -68,8 +66,8 @@ class Case:
     """Bytes that forward and backward cannot but move, of inputs and outputs; None: as `measure.traffic` says."""
     tolerance: float | None = None
     """Of the error's norm over the result's; None: that of each output's dtype, as `selftest` has it."""
-    timed: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
-    """What is timed where `run` does more than the operation, such as copies of what is written over."""
+    timed: Callable[[Sequence[Tensor]], Callable[[], object]] | None = None
+    """Where `run` does more than the operation: gives what is timed, from inputs that it may write over."""
 
     def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         found = self.run(*inputs)
@@ -160,73 +158,13 @@ def _cross_entropies() -> Iterator[Case]:
             yield Case("cross_entropy", f"{name} {what}", width, inputs, run, tolerance=tolerance)
 
 
-# Of parameters, of masters beside them (int16: remainders), of gradients and of both moments.
-UPDATES = (
-    (torch.bfloat16, torch.int16, torch.bfloat16, torch.float8_e4m3fn),
-    (torch.bfloat16, torch.int16, torch.bfloat16, torch.int8),
-    (torch.bfloat16, torch.int16, torch.bfloat16, torch.bfloat16),
-    (torch.bfloat16, torch.float32, torch.float32, torch.float32),
-    (torch.float32, None, torch.float32, torch.float32),
-)
-ADAMW = AdamW(rate=1e-2, decay=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, step=2, factor=0.5)
-
-
-def _update_inputs(gradients: torch.dtype, moments: torch.dtype, tokens: int, device: str) -> list[Tensor]:
-    """Weights, gradients, their average and the average of their squares; moments in 8 bits as their values."""
-    weights, gradient, average = (torch.randn(tokens * HIDDEN[0], device=device) for _ in range(3))
-    squares = average.square()
-    if moments in FORMATS:
-        average, squares = (moment.read(0, len(weights)) for moment in _quantized(average, squares, moments))
-    else:
-        average, squares = average.to(moments), squares.to(moments)
-    return [weights, gradient.to(gradients), average, squares]
-
-
-def _quantized(average: Tensor, squares: Tensor, format: torch.dtype) -> tuple[Quantized, Quantized]:
-    kept = [Quantized.zeros(len(average), format, average.device, root=root) for root in (False, True)]
-    for moment, values in zip(kept, (average, squares), strict=True):
-        moment.set(values, 0)
-    return kept[0], kept[1]
-
-
-def _update(
-    parameters: torch.dtype,
-    kept: torch.dtype | None,
-    moments: torch.dtype,
-    weights: Tensor,
-    gradients: Tensor,
-    average: Tensor,
-    squares: Tensor,
-    *,
-    momentum: float | None,
-) -> Tensor:
-    """The weights after a step of AdamW, or of SGD with a momentum, on copies."""
-    flat = Flat(weights.clone(), gradients)
-    state: tuple[Moment, Moment] = average.clone(), squares.clone()
-    if weights.dtype != torch.float64:
-        if kept is not None:
-            master = torch.empty_like(weights, dtype=kept)
-            flat = Flat(weights.to(parameters), gradients, master)
-            keep_weights_(weights, flat.parameters, master)
-        if moments in FORMATS:
-            state = _quantized(average, squares, moments)
-    if momentum is None:
-        adamw_(flat, *state, ADAMW)
-    else:
-        sgd_(flat, state[0], SGD(1e-2, 0.1, momentum, 0.5))
-    return wide_weights(flat.parameters, flat.master)
-
-
 def _updates() -> Iterator[Case]:
-    for parameters, kept, gradients, moments in UPDATES:
-        dtypes = _dtypes(parameters, *(() if kept is None else (kept,)), gradients, moments)
-        inputs, run = partial(_update_inputs, gradients, moments), partial(_update, parameters, kept, moments)
-        yield Case("optimizer", f"adamw {dtypes}", HIDDEN[0], inputs, partial(run, momentum=None))
-        if moments in (torch.bfloat16, torch.int8):
-            yield Case("optimizer", f"sgd {dtypes}", HIDDEN[0], inputs, partial(run, momentum=0.9))
+    for name, by in updates():
+        parts = (by.make_inputs, by.outputs, True, by.traffic)
+        yield Case("optimizer", f"{name} {_dtypes(*by.dtypes)}", FLAT, *parts, timed=by.alone)
     for dtype in (torch.float32, torch.bfloat16):
         name = f"sum_of_squares {_dtypes(dtype)}"
-        yield Case("optimizer", name, HIDDEN[0], partial(_flat_inputs, HIDDEN[0], dtype), _norm_of)
+        yield Case("optimizer", name, FLAT, partial(_flat_inputs, FLAT, dtype), _norm_of)
 
 
 def _norm_of(values: Tensor) -> Tensor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+import torch
+
 from megalite.config.kernels import KernelsConfig
 from megalite.errors import ConfigurationError
 from megalite.training.compiled import require_compiler
@@ -9,10 +13,12 @@ from megalite_kernels import implementation
 
 
 def choose_kernels(config: KernelsConfig) -> None:
-    """Raises ConfigurationError where what is chosen needs what is not installed."""
+    """Raises ConfigurationError where what is chosen needs what is not here."""
     if config.compile:
         require_compiler()
     try:
         implementation.choose(config.kernels, to_reference=config.to_reference)
     except ModuleNotFoundError as error:
         raise ConfigurationError(f"--kernels {config.kernels}: {error}") from error
+    if config.kernels == "triton" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigurationError("--kernels triton needs a GPU, and torch finds none here: leave it at auto")

@@ -61,7 +61,10 @@ def test_an_unknown_operation_is_refused() -> None:
         ("--no-cross-entropy-loss-fusion", ("cross_entropy",)),
     ],
 )
-def test_flags_leave_operations_to_the_reference(flag: str, left: tuple[str, ...]) -> None:
+def test_flags_leave_operations_to_the_reference(
+    flag: str, left: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     choose_kernels(parsed(f"--kernels triton {flag}"))
     assert left == tuple(operation for operation in get_args(Operation) if not runs_triton(operation, torch.empty(0)))
 
@@ -99,6 +102,11 @@ def test_triton_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ModuleNotFoundError, match="pip install triton"):
         choose("triton")
     with pytest.raises(ConfigurationError, match=r"^--kernels triton: Triton is not installed.*pip install triton"):
+        choose_kernels(parsed("--kernels triton"))
+
+
+def test_triton_without_a_gpu_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"^--kernels triton needs a GPU, and torch finds none here"):
         choose_kernels(parsed("--kernels triton"))
 
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite_kernels import cases, measure, selftest
+from megalite_kernels import cases, measure, optimizer_cases, selftest
 from megalite_kernels.cases import Case
+from megalite_kernels.moments import Quantized
 from megalite_kernels.norm import rms_norm
+from megalite_kernels.optimizer import Flat, Moment
 
 PLAIN = next(case for case in cases.cases() if case.name == "rms_norm 128 float32")
+UPDATES = [case for case in cases.cases() if case.name.startswith(("adamw", "sgd"))]
 CLI = ["--device", "cpu", "--only"]
 
 
@@ -96,6 +101,38 @@ def test_traffic_is_what_cannot_be_left_out() -> None:
     assert measure.traffic(without(), without().make_inputs(5, "cpu")) == measure.Traffic(2 * rows + weight, 0)
 
 
+@pytest.mark.parametrize("case", UPDATES, ids=lambda case: case.name)
+def test_an_update_is_timed_alone_and_moves_what_is_kept(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the update is called with: gradients are read, all else is read and written, but for rounded parameters."""
+    calls: list[tuple[Flat, list[Moment]]] = []
+    for name in ("adamw_", "sgd_"):
+        monkeypatch.setattr(optimizer_cases, name, lambda flat, *rest: calls.append((flat, list(rest[:-1]))))
+    inputs = case.make_inputs(1, "cpu")
+    assert case.timed is not None
+    alone, needed = case.timed(inputs), measure.traffic(case, inputs)
+    calls.clear()
+    with Operations() as operations:
+        alone()
+    assert operations.count == 0
+    ((flat, moments),) = calls
+    kept = [*itertools.chain(*(m.tensors() if isinstance(m, Quantized) else (m,) for m in moments))]
+    kept += [flat.parameters if flat.master is None else flat.master]
+    moved = flat.gradients.nbytes + 2 * sum(tensor.nbytes for tensor in kept)
+    if flat.master is not None:
+        moved += flat.parameters.nbytes * (2 if flat.master.dtype == torch.int16 else 1)
+    assert needed == measure.Traffic(moved, 0)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **kwargs or {})
+
+
 def test_both_directions_are_timed() -> None:
     speeds = list(selftest.check_speed([PLAIN], "cpu", elements=256))
     assert [speed.direction for speed in speeds] == ["forward", "backward"]
@@ -103,7 +140,7 @@ def test_both_directions_are_timed() -> None:
     assert speeds[0].rate == pytest.approx((2 * 256 + 128) * 4 / speeds[0].seconds)
     assert "GB/s" in speeds[0].beside(1e9)
     calls: list[int] = []
-    case = replace(PLAIN, timed=lambda inputs: calls.append(1) or [])
+    case = replace(PLAIN, timed=lambda inputs: lambda: calls.append(1))
     (speed,) = selftest.check_speed([case], "cpu", elements=256)
     assert speed.direction == "forward"
     assert len(calls) == measure.WARM_UP + measure.REPEATS

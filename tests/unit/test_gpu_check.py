@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def broken(report: Report) -> None:
 
 
 def wrong(report: Report) -> None:
-    report.wrong.append("resume: bits differ")
+    report.fail("resume: bits differ")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, directory: Path, parts: dict[str, Any], *more: str) -> tuple[int, dict]:
@@ -68,7 +69,7 @@ def test_without_a_gpu_nothing_is_checked(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_a_variant_that_fails_is_a_row_and_an_unknown_flag_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(flags: str, processes: int, *, gpu: bool) -> list[dict[str, float]]:
+    def train(flags: str, processes: int, *, gpu: bool, deadline: float) -> list[dict[str, float]]:
         if "--compile" in flags:
             raise subprocess.CalledProcessError(70, "pretrain_gpt.py")
         times = [9.0, 3.0, 1.0, 2.0]
@@ -80,3 +81,43 @@ def test_a_variant_that_fails_is_a_row_and_an_unknown_flag_is_left_out(monkeypat
     plain, failed = gpu_training.speeds("--bf16", 1, gpu=False, warm_up=1)
     assert (plain["mfu"], plain["lm_loss"]) == (0.5, 5.0)  # the step of the median time, and the last loss
     assert failed == {"variant": "compiled", "failed": "exit code 70"}
+
+
+def test_a_training_is_ended_when_no_time_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also one that hangs; that is nothing wrong, and what was found before stays."""
+
+    def hanging(report: Report) -> None:
+        report.tell("resume", {"variant": "kernels"}, "first")
+        gpu_training.train("--no-flag-is-read", 1, gpu=False, deadline=time.monotonic())
+
+    code, found = run(monkeypatch, tmp_path, {"resume": hanging})
+    assert code == 0
+    assert found["resume"] == [{"variant": "kernels"}, {"left out": "no time was left"}]
+    assert found["wrong"] == []
+
+
+def test_what_was_found_is_there_whatever_ends_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def dying(report: Report) -> None:
+        report.tell("resume", {"steps that differ": 3}, "3")
+        report.fail("resume: bits differ")
+        raise SystemExit(137)
+
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path, {"resume": dying})
+    (path,) = tmp_path.glob("gpu_check_*.json")
+    found = json.loads(path.read_text())
+    assert (found["resume"], found["wrong"]) == ([{"steps that differ": 3}], ["resume: bits differ"])
+
+
+def test_a_layout_that_fails_is_wrong_and_the_others_are_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def train(flags: str, processes: int, *, gpu: bool, deadline: float) -> list[dict[str, float]]:
+        if "gpipe" in flags:
+            raise subprocess.CalledProcessError(70, "pretrain_gpt.py")
+        return [{"lm_loss": 7.0, "grad_norm": 1.0}]
+
+    monkeypatch.setattr(gpu_training, "train", train)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    code, found = run(monkeypatch, tmp_path, {"layouts_of_1": gpu_check.check_layouts})
+    assert code == 1
+    assert found["wrong"] == [f"layouts: {f} {o} gpipe" for o in ("adam", "muon") for f in ("gpt2", "llama")]
+    assert found["layouts"][-1]["largest relative difference"] == 0.0

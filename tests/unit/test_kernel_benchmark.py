@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks import kernel_rivals, kernels
 from benchmarks.bar_chart import bar_chart
 from benchmarks.kernels import judge
+from megalite_kernels.cases import cases
 
 TINY = ["--device", "cpu", "--tokens", "3", "--repeats", "2", "--only", "rms_norm 2048"]
 
@@ -76,3 +77,33 @@ def test_bars_are_as_long_as_their_shares() -> None:
     bars = [element.attrib["width"] for element in svg.iter() if element.tag.endswith("rect")]
     half, whole = map(float, bars[-2:])
     assert whole == pytest.approx(2 * half)
+
+
+def test_torchs_own_update_is_a_rival_of_what_it_can_keep(tmp_path: Path) -> None:
+    tiny = [*TINY[:-1], "adamw", "--rivals", "torch", "--results", str(tmp_path)]
+    assert kernels.main(tiny) == 0
+    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    assert {row["operation"] for row in rows if row["implementation"] == "PyTorch"} == {
+        "adamw float32",
+        "adamw bfloat16/float32",
+    }
+    assert len({row["operation"] for row in rows if row["implementation"] == "megalite"}) == 5
+
+
+def test_rivals_update_as_the_kernels_do() -> None:
+    case = next(case for case in cases() if case.name == "adamw float32")
+    inputs = case.make_inputs(1, "cpu")
+    fused, written = [tensor.clone() for tensor in inputs], [tensor.clone() for tensor in inputs]
+    kernel_rivals.PLAIN["adamw float32"](*fused)
+    kernel_rivals.COMPILED["adamw float32"](*written)
+    for ours, theirs in zip(written[2:], fused[2:], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_an_operation_that_fails_or_has_no_time_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(kernels, "of_case", failing)
+    assert "an illegal memory access" in run(tmp_path, "--rivals", "torch")[1]["notes"][0]
+    assert "no time was left" in run(tmp_path, "--minutes", "0", "--rivals", "torch")[1]["notes"][0]
