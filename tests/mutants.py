@@ -226,6 +226,13 @@ MUTANTS = (
         f"{_KERNELS}the_fused_addition_changes_no_bit",
     ),
     Mutant(
+        "programs that share a wide norm's columns all take the first",
+        "kernels/megalite_kernels/norm_kernels.py",
+        "column + tl.program_id(1) * PART if",
+        "column if",
+        f"{_KERNELS}output_and_gradients_are_those_of_float64",
+    ),
+    Mutant(
         "where the sum alone has a gradient, the fused norm's input has none",
         "kernels/megalite_kernels/norm.py",
         "return total_gradient, total_gradient, None",

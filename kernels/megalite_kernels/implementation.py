@@ -11,7 +11,6 @@ function. torch.compile cannot trace that import: choose before it compiles what
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Callable, Collection
@@ -75,8 +74,10 @@ def _suit_triton(*tensors: Tensor) -> bool:
 def description(device: torch.device, dtype: torch.dtype) -> str:
     """For a person: what runs on tensors of this device and dtype, and why where one might have expected Triton."""
     if _suit_triton(torch.empty(0, device=device, dtype=dtype)):
+        import triton
+
         left = f", but for {', '.join(sorted(_to_reference))}" if _to_reference else ""
-        return f"Triton {importlib.metadata.version('triton')}{left}"
+        return f"Triton {triton.__version__}{left}"  # its own: its package has another name on ROCm
     if _choice == "reference":
         return "plain PyTorch, as chosen"
     if dtype == torch.float64:

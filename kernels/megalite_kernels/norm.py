@@ -24,8 +24,10 @@ from megalite_kernels.implementation import runs_triton
 from megalite_kernels.launch import as_rows, looping_programs, tile
 
 FORWARD_COLUMNS = 16384  # a wider row is read again from the cache for each of its statistics
-# Likewise. The sums of a whole row stay in registers: beyond 16384 columns, or 12288 in LayerNorm, some of them spill.
-BACKWARD_COLUMNS = 8192
+BACKWARD_COLUMNS = 8192  # likewise
+# Backward's sums over rows stay in registers: a program of RMSNorm, or of LayerNorm, which has twice as many, takes
+# those of so many columns at most, or some spill; of fp32, whose columns take more registers, BACKWARD_COLUMNS.
+SUMMED_COLUMNS = {False: 16384, True: 12288}
 
 # ------------------------------------------------------------------------------------------------- the reference
 
@@ -108,14 +110,17 @@ class _Norm(torch.autograd.Function):
         rows, centered = flat.shape[0], bias is not None
         added = None if total_gradient is None else as_rows(total_gradient)
         shape = tile(width, largest=BACKWARD_COLUMNS)
-        programs = looping_programs(-(-rows // shape.rows), shape.warps, input.device)
+        most = BACKWARD_COLUMNS if input.dtype == torch.float32 else SUMMED_COLUMNS[centered]
+        parts = -(-width // most)
+        part = -(-width // (parts * shape.columns)) * shape.columns
+        programs = looping_programs(-(-rows // shape.rows), parts * shape.warps, input.device)
         input_gradient = torch.empty((rows, width), dtype=input.dtype, device=input.device)
         sums = torch.empty((1 + centered, programs, width), dtype=torch.float32, device=input.device)
-        norm_kernels.normalize_backward[(programs,)](
+        norm_kernels.normalize_backward[(programs, parts)](
             *(gradient, added, flat, weight.contiguous(), means, inverses),
             *(input_gradient, sums[0], sums[1] if centered else None),
             *(rows, gradient.stride(0), 0 if added is None else added.stride(0), flat.stride(0)),
-            *(width, centered, shape.rows, shape.columns),
+            *(width, centered, shape.rows, shape.columns, part),
             num_warps=shape.warps,
         )
         totals, input_gradient = sums.sum(dim=1), input_gradient.view(input.shape)

@@ -101,14 +101,17 @@ def normalize_backward(
     CENTERED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PART: tl.constexpr,
 ) -> None:
     """Each program adds up over its tiles of rows, in their order: [programs, WIDTH] sums of each parameter's gradient.
 
-    Rows that are wider than COLUMNS are read twice, the second time from the cache.
+    Rows that are wider than COLUMNS are read twice, the second time from the cache. Of those that are wider than PART,
+    a program along the grid's second axis has PART columns: it reads the others for the statistics alone.
     """
     program = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
-    weight_sum = (tl.zeros((ROWS, COLUMNS), tl.float32),) * tl.cdiv(WIDTH, COLUMNS)
+    own_column = column + tl.program_id(1) * PART if PART < WIDTH else column
+    weight_sum = (tl.zeros((ROWS, COLUMNS), tl.float32),) * tl.cdiv(PART, COLUMNS)
     bias_sum = weight_sum
     for index in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tl.cast(index, tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -129,28 +132,28 @@ def normalize_backward(
             common += tl.sum(scaled, 1)
         along_row = along[:, None] / WIDTH * inverse
         common_row = common[:, None] / WIDTH * inverse
-        for start in tl.static_range(0, WIDTH, COLUMNS):
-            inside = present[:, None] & (start + column < WIDTH)[None, :]
+        for start in tl.static_range(0, PART, COLUMNS):
+            inside = present[:, None] & (start + own_column < WIDTH)[None, :]
             if COLUMNS < WIDTH:
-                x = tl.load(input + row[:, None] * stride + (start + column)[None, :], mask=inside, other=0.0)
+                x = tl.load(input + row[:, None] * stride + (start + own_column)[None, :], mask=inside, other=0.0)
                 g = tl.load(
-                    gradient + row[:, None] * gradient_stride + (start + column)[None, :], mask=inside, other=0.0
+                    gradient + row[:, None] * gradient_stride + (start + own_column)[None, :], mask=inside, other=0.0
                 )
-                scale = tl.load(weight + start + column, mask=start + column < WIDTH, other=0.0).to(tl.float32)
+                scale = tl.load(weight + start + own_column, mask=start + own_column < WIDTH, other=0.0).to(tl.float32)
             normed = (x.to(tl.float32) - mean) * inverse
             result = g.to(tl.float32) * scale[None, :] * inverse - normed * along_row
             if CENTERED:
                 result -= common_row
             result = result.to(input_gradient.dtype.element_ty)
             if total_gradient is not None:  # added to what is rounded, so that bits do not depend on the fusion
-                place = total_gradient + row[:, None] * total_gradient_stride + (start + column)[None, :]
+                place = total_gradient + row[:, None] * total_gradient_stride + (start + own_column)[None, :]
                 added = result.to(tl.float32) + tl.load(place, mask=inside, other=0.0).to(tl.float32)
                 result = added.to(input_gradient.dtype.element_ty)
-            tl.store(input_gradient + row[:, None] * WIDTH + (start + column)[None, :], result, mask=inside)
+            tl.store(input_gradient + row[:, None] * WIDTH + (start + own_column)[None, :], result, mask=inside)
             weight_part, bias_part = (weight_sum[0] + g.to(tl.float32) * normed,), (bias_sum[0] + g.to(tl.float32),)
             weight_sum, bias_sum = weight_sum[1:] + weight_part, bias_sum[1:] + bias_part  # the next columns' first
-    for start in tl.static_range(0, WIDTH, COLUMNS):
-        place = program.to(tl.int64) * WIDTH + start + column
-        tl.store(weight_sums + place, tl.sum(weight_sum[start // COLUMNS], 0), mask=start + column < WIDTH)
+    for start in tl.static_range(0, PART, COLUMNS):
+        place = program.to(tl.int64) * WIDTH + start + own_column
+        tl.store(weight_sums + place, tl.sum(weight_sum[start // COLUMNS], 0), mask=start + own_column < WIDTH)
         if CENTERED:
-            tl.store(bias_sums + place, tl.sum(bias_sum[start // COLUMNS], 0), mask=start + column < WIDTH)
+            tl.store(bias_sums + place, tl.sum(bias_sum[start // COLUMNS], 0), mask=start + own_column < WIDTH)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from typing import get_args
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from megalite.config.kernels import KernelsConfig
@@ -118,3 +120,14 @@ def test_an_unknown_choice_is_refused() -> None:
 def test_triton_is_not_imported_before_it_is_needed() -> None:
     code = "import sys, pretrain_gpt, megalite_kernels.norm; sys.exit('triton' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_triton_may_come_in_a_package_of_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on ROCm."""
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    choose("triton")
+    assert description(torch.device("cpu"), torch.float32) == f"Triton {triton.__version__}"
