@@ -1,5 +1,6 @@
 # make train    from nothing to a trained model and a sample of its text; STEPS=20 is the short form
 # make test     everything the tests prove
+# make test-slurm  jobs on a SLURM of four nodes, which it starts on this machine and takes down again; needs root
 # make mutants  that each of the planted faults fails a test
 # make compile-kernels  that every kernel compiles for the GPUs of three generations of NVIDIA's and one of AMD's
 # make lint     style, types and the direction of imports
@@ -15,7 +16,7 @@ STEPS ?= 300
 WORKERS ?= 2
 
 .DELETE_ON_ERROR:
-.PHONY: setup train test mutants compile-kernels lint
+.PHONY: setup train test test-slurm mutants compile-kernels lint
 
 PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check
 TORCH = $(shell grep -o 'torch>=[^"]*' pyproject.toml)
@@ -39,6 +40,9 @@ train: .venv/installed
 
 test: .venv/installed-test
 	.venv/bin/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --durations=20 $(PYTEST_ARGUMENTS)
+
+test-slurm: .venv/installed-test
+	.venv/bin/python -m pytest -m slurm tests/slurm --durations=20 $(PYTEST_ARGUMENTS)
 
 mutants: .venv/installed-test
 	.venv/bin/python -m tests.mutants

@@ -65,6 +65,7 @@ _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
 _GOES_ON = "tests/distributed/test_checkpoint_layouts.py::test_a_training_goes_on_under_any_layout[8]"
 _KILL = "tests/unit/test_checkpoint_kill.py::test_"
+_STOP = "tests/end_to_end/test_stop.py::test_"
 _FIGURES = "tests/end_to_end/test_evaluate.py::test_"
 _LM_EVAL = "tests/end_to_end/test_lm_eval.py::test_"
 _INFERENCE = "tests/distributed/test_inference.py::test_"
@@ -1690,6 +1691,34 @@ MUTANTS = (
         "flat = values.view(-1)",
         "flat = values.view(-1).roll(1)",
         f"{_FAMILIES}there_and_back_is_the_same_bit_for_bit[llama]",
+    ),
+    Mutant(
+        "a STOP from before the run stops it",
+        "megalite/training/control_files.py",
+        "found = [name for name in (STOP, SAVE) if _is_file(self._directory / name)]",
+        "found: list[str] = []",
+        f"{_STOP}a_file_stops_the_run_and_one_from_before_does_not",
+    ),
+    Mutant(
+        "a SAVE asks for a checkpoint after every step",
+        "megalite/training/control_files.py",
+        "save, self._save = self._save, False",
+        "save = self._save",
+        f"{_STOP}a_file_saves_the_run_once_and_it_goes_on",
+    ),
+    Mutant(
+        "an evaluation that was broken off is not made up for",
+        "megalite/training/trainer.py",
+        "self._evaluation_left = True",
+        "self._evaluation_left = False",
+        f"{_STOP}a_stop_breaks_an_evaluation_off_and_the_next_start_makes_up_for_it[file]",
+    ),
+    Mutant(
+        "the exit code of an error is not left in the file",
+        "megalite/training/failure.py",
+        "    _leave_code(code)\n    where",
+        "    where",
+        "tests/distributed/test_failure.py::test_the_code_that_launchers_hide_is_left_in_a_file",
     ),
 )
 

@@ -64,7 +64,6 @@ class Quantized:
         for start in range(0, len(self), size):
             self.set(values[start : start + size].to(self.codes.device), start)
 
-    @torch.no_grad()
     def set(self, values: Tensor, start: int, *, seed: int | None = None, offset: int = 0) -> None:
         """Round fp32 values into the elements from `start` on, a multiple of BLOCK: to nearest, or by a seed."""
         blocks = slice(start // BLOCK, -(-(start + len(values)) // BLOCK))

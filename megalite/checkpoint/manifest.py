@@ -3,7 +3,8 @@
 One JSON object with a checksum of its own. Version 2:
 
     format, version   "megalite", 2
-    training          iteration, consumed_samples, optimizer_steps, loss_scale, seen_samples
+    training          iteration, consumed_samples, optimizer_steps, loss_scale, seen_samples,
+                    evaluation_left
     config            the run's configuration, by section
     files             by file name: its size in bytes, and the checksum of those of its bytes that are in no box
     tensors           by name: shape, dtype and boxes; of a box: offset, size, file, start and checksums
@@ -55,6 +56,8 @@ class TrainingState:
     """The state of a dynamic loss scale."""
     seen_samples: list[tuple[int, int]] | None = None
     """Numbers of some samples consumed, each with a checksum of its tokens: they tell a changed order of the data."""
+    evaluation_left: bool = False
+    """A stop came before the evaluation after this step had come to its end."""
 
 
 @dataclass(frozen=True)

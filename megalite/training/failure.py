@@ -14,9 +14,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megalite.errors import EXIT_CONFIGURATION, EXIT_INTERNAL, EXIT_RESUMABLE, MegaliteError
+from megalite.errors import EXIT_CONFIGURATION, EXIT_INTERNAL, EXIT_RESUMABLE, FileError, MegaliteError
+from megalite.files import write_atomically
 from megalite.training.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 
 if TYPE_CHECKING:
@@ -33,11 +36,15 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     """Run the program and exit with the code it returns, or with the code of its error (megalite/errors.py).
 
     A MegaliteError is for the person at the screen: its message alone. Anything else is a defect: a traceback.
+
+    Launchers make 1 of every code but 0: one rank writes it into the file MEGALITE_EXIT_FILE, where that is set.
     """
     exit_on_stop_signals()
     try:
         code = main()
         ignore_stop_signals()
+        if os.environ.get("RANK", "0") == "0":
+            _leave_code(code)
     except SystemExit:
         raise  # has said what there is to say, like --help
     except BrokenPipeError:
@@ -71,9 +78,9 @@ def _fail(message: str, code: int) -> NoReturn:
         try:
             code = _agree(store, message, code, rank)
         except RuntimeError:  # the store has gone with the process that held it
-            _speak_unless_ended(message, rank)
+            _speak_unless_ended(message, code, rank)
     else:
-        _speak_unless_ended(message, rank)
+        _speak_unless_ended(message, code, rank)
     if store is None:
         sys.exit(code)
     # A group whose peers have gone may hang in its destructors.
@@ -92,7 +99,7 @@ def _agree(store: Store, message: str, code: int, rank: int) -> int:
     mine = f"{rank} {code}"
     report = store.compare_set(_REPORT, "", mine).decode()
     if report == mine:
-        _speak(message, rank)
+        _speak(message, code, rank)
     if rank == 0:  # which may hold the store: others are still asking
         time.sleep(_GATHERING_SECONDS)
     return int(report.split()[1])
@@ -104,18 +111,27 @@ def _wait_for_report(store: Store, seconds: float) -> None:
         time.sleep(0.05)  # the store's own wait prints warnings of torch's when its time is up
 
 
-def _speak_unless_ended(message: str, rank: int) -> None:
+def _speak_unless_ended(message: str, code: int, rank: int) -> None:
     if rank > 0:
         # One rank of each node at a time, so that its launcher ends the others before they speak.
         time.sleep(_LAUNCHER_SECONDS + _STAGGER_SECONDS * int(os.environ.get("LOCAL_RANK", "0")))
-    _speak(message, rank)
+    _speak(message, code, rank)
 
 
-def _speak(message: str, rank: int) -> None:
+def _speak(message: str, code: int, rank: int) -> None:
+    _leave_code(code)
     where = f" on rank {rank}" if rank else ""
     sys.stdout.flush()
     sys.stderr.write(f"error{where}: {message}\n")
     sys.stderr.flush()
+
+
+def _leave_code(code: int) -> None:
+    """For who started the launcher. The first code stays: what other ranks end with is a consequence."""
+    path = os.environ.get("MEGALITE_EXIT_FILE")
+    if path and not Path(path).exists():
+        with suppress(FileError, OSError):
+            write_atomically(Path(path), f"{code}\n".encode())
 
 
 def _default_store() -> Store | None:

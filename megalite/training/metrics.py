@@ -78,12 +78,18 @@ class MetricsWriter:
 
     An object on an object store cannot be appended to: it is written anew, with all lines, by `publish` and at the end.
     A run that resumes after iteration `resume_iteration` first cuts off what an earlier attempt wrote beyond it, so
-    that the file tells one trajectory. One rank writes; the others have none of these, or one without destinations.
+    that the file tells one trajectory; with `evaluation_left` the evaluation after it is beyond it, too. One rank
+    writes; the others have none of these, or one without destinations.
     Raises CheckpointError where the run directory cannot be written.
     """
 
     def __init__(
-        self, path: AnyPath | None = None, tensorboard_directory: Path | None = None, resume_iteration: int = 0
+        self,
+        path: AnyPath | None = None,
+        tensorboard_directory: Path | None = None,
+        resume_iteration: int = 0,
+        *,
+        evaluation_left: bool = False,
     ) -> None:
         self._lines: _Growing | None = None
         self._events: _Events | None = None
@@ -94,7 +100,7 @@ class MetricsWriter:
             file = path if self._published is None else self._published.fetch()
             if isinstance(file, Path):
                 file.parent.mkdir(parents=True, exist_ok=True)
-                truncate_after(file, resume_iteration)
+                truncate_after(file, resume_iteration, evaluation_left=evaluation_left)
                 self._lines = _Growing(file)
             if tensorboard_directory is not None:
                 self._events = _Events(tensorboard_directory, resume_iteration)
@@ -246,15 +252,16 @@ def read_metrics(path: Path) -> list[dict[str, Value]]:
         return [record for _, record in _records(lines)]
 
 
-def truncate_after(path: Path, iteration: int) -> None:
-    """Drop the records of later iterations, and a line that a crash tore, if there are any. A crash in here leaves
-    the file either as it was or as it should be."""
+def truncate_after(path: Path, iteration: int, *, evaluation_left: bool = False) -> None:
+    """Drop the records of later iterations, with `evaluation_left` the evaluation after this one, and a line that a
+    crash tore, if there are any. A crash in here leaves the file either as it was or as it should be."""
     if not path.exists():
         return
     aside = path.with_name(path.name + ".tmp")
     with path.open(encoding="utf-8") as lines, aside.open("w", encoding="utf-8") as kept:
         for line, record in _records(lines):
-            if record["iteration"] <= iteration:  # type: ignore[operator]
+            beyond = iteration if evaluation_left and "valid_loss" in record else iteration + 1
+            if record["iteration"] < beyond:  # type: ignore[operator]
                 kept.write(line)
         kept.flush()
         os.fsync(kept.fileno())

@@ -14,6 +14,7 @@ from megalite.conversion.huggingface import open_huggingface
 from megalite.errors import EXIT_FINISHED, CheckpointError
 from megalite.optim.elementwise import require_backend
 from megalite.parallel.mesh import ParallelMesh
+from megalite.training.control_files import ControlFiles
 from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
@@ -33,6 +34,7 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
     with ExitStack() as stack:
         if directory is not None:
             notes += stack.enter_context(checkpoint.only_run(directory, mesh))
+            notes += ControlFiles(directory, mesh).clear()
         code = _run(config, directory, (*notes, *data.notes), data, mesh)
     leave(mesh)
     return code

@@ -38,6 +38,7 @@ from megalite.training.construction import (
     make_steps,
     model_dtype,
 )
+from megalite.training.control_files import ControlFiles
 from megalite.training.data import RunData, global_batch_size, last_iteration, order_note, seen_samples
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
@@ -57,10 +58,16 @@ class _Agreed:
 
     stop: bool
     """was told to stop after this step;"""
+    save: bool
+    """was told to save after it;"""
     saving: bool
     """is still writing a checkpoint in the background;"""
     save_failed: bool
     """has failed to."""
+
+
+class _BrokenOff(Exception):
+    """An evaluation came to no end."""
 
 
 class Trainer:
@@ -92,6 +99,7 @@ class Trainer:
         self.iterations = last_iteration(config)
         self.iteration = 0
         self.consumed_samples = 0
+        self._evaluation_left = False
         self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
         self._load_notes: tuple[str, ...] = ()
@@ -100,6 +108,7 @@ class Trainer:
         self.checkpoints: Checkpoints | None = None
         if self.directory is not None:
             self.checkpoints = Checkpoints(config.checkpoint, self.directory, self.optimizer, self.plan)
+        self.control_files = ControlFiles(directory, mesh)
         self.started = time.monotonic()
 
     # ------------------------------------------------------------------------------------------------ one step
@@ -141,8 +150,11 @@ class Trainer:
         """Forwards of each rank in a step of `batch_size` samples."""
         return batch_size // (self.config.training.micro_batch_size * self.mesh.size("dp"))
 
-    def evaluate(self, dataset: Dataset[SampleFields]) -> float:
-        """The mean loss over `eval_iters` global batches of the dataset, always from its first sample on."""
+    def evaluate(self, dataset: Dataset[SampleFields], stop: StopRequest | None = None) -> float:
+        """The mean loss over `eval_iters` global batches of the dataset, always from its first sample on.
+
+        Raises _BrokenOff, on every rank, where between two batches one is found to have been told to `stop`.
+        """
         self.network.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         batch_size = self.batch_size.final
@@ -150,6 +162,8 @@ class Trainer:
         actions = self.steps.evaluation(num_micro_batches)
         with make_loader(self.config, self.mesh, self.data.tokenizer, dataset) as loader:
             for batch in range(self.config.training.eval_iters):
+                if batch and stop is not None and self._on_any_rank(self._told_to_stop(stop))[0]:
+                    raise _BrokenOff
                 arrays = loader.micro_batches(batch * batch_size, num_micro_batches)
                 micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
                 totals[0] += self.engine.run(actions, micro_batches)
@@ -176,16 +190,15 @@ class Trainer:
             if self.config.training.manual_gc:
                 gc.disable()
             while self.iteration < self.iterations:
-                metrics = self.step()
-                _record(metrics, writer, display)
-                display.step(metrics)
-                self._refuse_to_diverge()
-                if self._collects_garbage_now():
-                    gc.collect()
-                if self.data.valid is not None and self._evaluates_now():
-                    validation = ValidationMetrics(*self._where(), self.evaluate(self.data.valid))
-                    _record(validation, writer, display)
-                    display.validation(validation)
+                if not self._evaluation_left:
+                    metrics = self.step()
+                    _record(metrics, writer, display)
+                    display.step(metrics)
+                    self._refuse_to_diverge()
+                    if self._collects_garbage_now():
+                        gc.collect()
+                if self._evaluates_now():
+                    self._validate(stop, writer, display)
                 agreed = self._agree(stop)
                 if self.checkpoints is not None:
                     self.checkpoints.advance(agreed.saving, agreed.save_failed, display)
@@ -195,7 +208,7 @@ class Trainer:
                     saved = "nothing is saved without --save" if self.directory is None else "--resume auto continues"
                     display.message(f"stopped after step {self.iteration}; {saved}")
                     return EXIT_RESUMABLE
-                if self._saves_now():
+                if agreed.save or self._saves_now():
                     writer.publish()
                     self.save(display, last=self.iteration == self.iterations)
             if self.data.test is not None:
@@ -203,6 +216,19 @@ class Trainer:
                 _record(test, writer, display)
                 display.test(test)
         return EXIT_FINISHED
+
+    def _validate(self, stop: StopRequest, writer: MetricsWriter, display: Display) -> None:
+        """Evaluate; where a stop comes in between, the run that goes on from here does it, before its first step."""
+        assert self.data.valid is not None
+        try:
+            loss = self.evaluate(self.data.valid, stop if self.iteration < self.iterations else None)
+        except _BrokenOff:
+            self._evaluation_left = True
+            return
+        self._evaluation_left = False
+        validation = ValidationMetrics(*self._where(), loss)
+        _record(validation, writer, display)
+        display.validation(validation)
 
     def _evaluates_now(self) -> bool:
         due = self.iteration % self.config.training.eval_interval == 0 or self.iteration == self.iterations
@@ -221,12 +247,19 @@ class Trainer:
 
     def _agree(self, stop: StopRequest) -> _Agreed:
         """What the ranks have to tell each other between two steps, all in one message."""
-        training = self.config.training
-        late = deadline_passed(time.monotonic() - self.started, training.exit_duration_in_mins)
         saving = self.checkpoints.flags if self.checkpoints is not None else (False, False)
-        flags = torch.tensor([stop.local_request() > 0 or late, *saving], dtype=torch.float32, device=self.mesh.device)
-        asked, busy, failed = (flag > 0 for flag in collectives.all_reduce_(flags, self.mesh.world(), "max").tolist())
-        return _Agreed(asked or interval_reached(self.iteration, training.exit_interval), busy, failed)
+        asked, *others = self._on_any_rank(self._told_to_stop(stop), self.control_files.save(), *saving)
+        return _Agreed(asked or interval_reached(self.iteration, self.config.training.exit_interval), *others)
+
+    def _told_to_stop(self, stop: StopRequest) -> bool:
+        """Whether this rank was, by a signal, its clock or a file."""
+        late = deadline_passed(time.monotonic() - self.started, self.config.training.exit_duration_in_mins)
+        return stop.local_request() > 0 or late or self.control_files.stop()
+
+    def _on_any_rank(self, *flags: bool) -> list[bool]:
+        """Which of the flags are set on a rank."""
+        numbers = torch.tensor(flags, dtype=torch.float32, device=self.mesh.device)
+        return [number > 0 for number in collectives.all_reduce_(numbers, self.mesh.world(), "max").tolist()]
 
     def _refuse_to_diverge(self) -> None:
         if self.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
@@ -244,7 +277,9 @@ class Trainer:
             return
         loss_scale = self.loss_scale.state() if self.loss_scale.window is not None else None
         seen = seen_samples(self.data.train, self.consumed_samples) if self.mesh.rank == 0 else None
-        state = checkpoint.TrainingState(self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen)
+        state = checkpoint.TrainingState(
+            self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen, self._evaluation_left
+        )
         self.checkpoints.save(state, asdict(replace(self.config, model=self.model_config)), display, last=last)
 
     def load(self, path: AnyPath, described: Manifest, start: Start) -> None:
@@ -275,6 +310,7 @@ class Trainer:
         if start.position:
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
             self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
+            self._evaluation_left = state.evaluation_left and self._evaluates_now()
             order = order_note(self.data.train, state.seen_samples or ()) if self.mesh.rank == 0 else None
             self._load_notes += () if order is None else (order,)
 
@@ -354,7 +390,7 @@ class Trainer:
             path = path or self.directory / "metrics.jsonl"
         if isinstance(self.directory, Path):
             events = events or self.directory / "tensorboard"
-        return MetricsWriter(path, events, self.iteration)
+        return MetricsWriter(path, events, self.iteration, evaluation_left=self._evaluation_left)
 
     def notes(self) -> tuple[str, ...]:
         """What flags have made of the run, and what there is to tell of the checkpoint, a line each."""

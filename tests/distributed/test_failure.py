@@ -92,6 +92,20 @@ run_main(main)
     assert ended(start(GROUP + program, 3)) == ([93, 93, 93], "error on rank 1: disk full 1\n")
 
 
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("return 0", 0),
+        ("return 85", 85),
+        ("if rank: raise CheckpointError('disk full')\n    dist.all_reduce(torch.ones(1))", 93),
+    ],
+)
+def test_the_code_that_launchers_hide_is_left_in_a_file(body: str, code: int, start: Start, tmp_path: Path) -> None:
+    program = f"os.environ['MEGALITE_EXIT_FILE'] = {str(tmp_path / 'code')!r}\n{GROUP}def main():\n    {body}\n"
+    start(program + "run_main(main)", 2).wait_as_launcher(timeout=120)
+    assert (tmp_path / "code").read_text() == f"{code}\n"
+
+
 def test_before_there_is_a_group_the_launcher_lets_one_rank_speak(start: Start) -> None:
     errors = ended_by_launcher(start("def main():\n    raise ConfigurationError('typo in --tp')\nrun_main(main)", 2))
     assert errors == "error: typo in --tp\n"

@@ -70,6 +70,55 @@ def test_a_signal_saves_and_ends_and_the_run_goes_on(
     assert_unbroken(directory, run, tmp_path / "whole")
 
 
+def test_a_file_stops_the_run_and_one_from_before_does_not(start: Start, run: Run, tmp_path: Path) -> None:
+    directory = tmp_path / "broken"
+    directory.mkdir()
+    for name in ("STOP", "SAVE"):
+        (directory / name).touch()
+    job = start(*ENDLESS, "--train-iters", 10000, "--save", directory, world_size=2)
+    wait_for_step(job, 2)
+    for name in ("STOP", "SAVE"):
+        assert f"removed {directory / name}" in job.stdout(0)
+        assert not (directory / name).exists()
+    (directory / "STOP").touch()
+    assert "stopped after step" in ended(job, expected=85).stdout
+    assert (directory / "STOP").exists()
+    assert [path.name for path in directory.glob("iter_*")] == [f"iter_{iterations(directory)[-1]:07d}"]
+    assert_unbroken(directory, run, tmp_path / "whole")
+    assert not (directory / "STOP").exists()
+
+
+def test_a_file_saves_the_run_once_and_it_goes_on(start: Start, tmp_path: Path) -> None:
+    job = start(*ENDLESS, "--train-iters", 10000, "--save", tmp_path, world_size=2)
+    wait_for_step(job, 2)
+    for saves in (1, 2):
+        (tmp_path / "SAVE").touch()
+        while job.stdout(0).count("saved ") < saves:
+            assert job.ranks[0].exit_code is None
+            time.sleep(0.01)
+        assert not (tmp_path / "SAVE").exists()
+        wait_for_step(job, latest_iteration(tmp_path) + 2)
+    (tmp_path / "STOP").touch()
+    ended(job, expected=85)
+    assert len(list(tmp_path.glob("iter_*"))) == 3
+
+
+@pytest.mark.parametrize("file", [True, False], ids=["file", "signal"])
+def test_a_stop_breaks_an_evaluation_off_and_the_next_start_makes_up_for_it(
+    file: bool, start: Start, run: Run, tmp_path: Path
+) -> None:
+    flags = [*ENDLESS, "--train-iters", 6, "--eval-interval", 2, "--log-interval", 1]
+    directory, whole = tmp_path / "broken", tmp_path / "whole"
+    job = start(*flags, "--eval-iters", 20000, "--save", directory, world_size=2)
+    job.wait_for_output(0, "step 2/6")
+    (directory / "STOP").touch() if file else job.kill(1, signal.SIGTERM)
+    assert "stopped after step 2;" in ended(job, expected=85).stdout
+    run(*flags, "--eval-iters", 2, "--save", directory, "--resume", "auto", world_size=2)
+    run(*flags, "--eval-iters", 2, "--save", whole, world_size=2)
+    assert metrics(directory) == metrics(whole)
+    assert_same_checkpoint(directory / "iter_0000006", whole / "iter_0000006")
+
+
 def test_a_killed_rank_leaves_the_last_checkpoint(start: Start, run: Run, tmp_path: Path) -> None:
     directory = tmp_path / "broken"
     generator = random.Random(0)

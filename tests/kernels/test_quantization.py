@@ -195,7 +195,9 @@ def test_random_numbers_are_philoxs() -> None:
 
 
 @pytest.mark.parametrize(
-    "view", [lambda whole: whole[:, ::2], lambda whole: whole.T, lambda whole: whole[1:2].expand(7, -1)], ids=str
+    "view",
+    [lambda whole: whole[:, ::2], lambda whole: whole.T, lambda whole: whole[1:2].expand(7, -1)],
+    ids=["steps", "columns", "one row"],
 )
 def test_strides_change_no_bit(view: object) -> None:
     assert callable(view)

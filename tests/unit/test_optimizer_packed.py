@@ -235,3 +235,18 @@ def test_moments_in_8_bits_take_a_byte_and_a_scale() -> None:
     runs = sum(len(shard.runs) for shard in run.optimizer.shards)
     assert 0 <= measured - elements * (2 + 2 * (1 + 4 / 256)) <= 2 * 4 * runs
     assert state_bytes(run.optimizer)[2] <= measured
+
+
+def test_an_optimizer_that_begins_anew_is_packed_anew(tmp_path: Path) -> None:
+    """From weights alone: masters are the weights, moments zero."""
+    config = eight_bits("int8 and remainders")
+    run, other = Run(config), Run(config)
+    run.train(0, 2)
+    other.train(2, 4)
+    checkpoint.load(run.save(tmp_path, 2), other.network, other.optimizer, MESH, state=False)
+    for ours, theirs in zip(other.optimizer.slices(), run.optimizer.slices(), strict=True):
+        kept = {name: state.read() for name, state in ours.state.items() if isinstance(state, View)}
+        assert torch.equal(ours.values, theirs.values)
+        assert torch.equal(kept.pop("master"), theirs.values.float())
+        assert len(kept) == 2
+        assert not any(values.any() for values in kept.values())

@@ -1,0 +1,80 @@
+"""Files by which a person or a script speaks to a run: `touch DIR/STOP`, `touch DIR/SAVE`, where DIR is --save.
+
+A signal reaches the processes of one node, and each launcher treats it in another way; a file reaches a run from
+wherever its directory is seen. Rank 0 alone looks, so that hundreds of ranks do not ask a shared file system the same
+question; the others learn of it where the ranks agree on stopping.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from megalite.checkpoint import AnyPath
+from megalite.errors import CheckpointError
+from megalite.parallel.mesh import ParallelMesh
+
+STOP, SAVE = "STOP", "SAVE"
+_SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_BETWEEN_REQUESTS = 20.0  # an object store bills each
+
+
+class ControlFiles:
+    """The control files of a run directory, as rank 0 sees them; to other ranks, and without a directory, there are
+    none."""
+
+    def __init__(self, directory: AnyPath | None, mesh: ParallelMesh) -> None:
+        self._directory = directory if mesh.rank == 0 else None
+        self._interval = _SECONDS_BETWEEN_LOOKS if isinstance(directory, Path) else _SECONDS_BETWEEN_REQUESTS
+        self._next_look = 0.0
+        self._stop = self._save = False
+
+    def clear(self) -> tuple[str, ...]:
+        """Remove what was meant for an earlier run, and tell of it. Raises CheckpointError where it cannot be."""
+        if self._directory is None:
+            return ()
+        found = [name for name in (STOP, SAVE) if _is_file(self._directory / name)]
+        for name in found:
+            try:
+                _remove(self._directory, name)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self._directory / name} is of an earlier run and cannot be removed ({error.strerror}): remove it"
+                ) from error
+        return tuple(f"note: removed {self._directory / name}, which was there before this run" for name in found)
+
+    def stop(self) -> bool:
+        """Whether there is, or was, a STOP. It stays: who waits for the run sees by it why the run has ended."""
+        self._look()
+        return self._stop
+
+    def save(self) -> bool:
+        """Whether there is a SAVE, or was one since this was last asked. Each asks for one checkpoint."""
+        self._look()
+        save, self._save = self._save, False
+        return save
+
+    def _look(self) -> None:
+        if self._directory is None or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + self._interval
+        self._stop = self._stop or _is_file(self._directory / STOP)
+        if _is_file(self._directory / SAVE):
+            with suppress(OSError):  # one that stays would ask for a checkpoint after every step
+                _remove(self._directory, SAVE)
+                self._save = True
+
+
+def _is_file(path: AnyPath) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a file server that does not answer now may do so at the next look
+        return False
+
+
+def _remove(directory: AnyPath, name: str) -> None:
+    if isinstance(directory, Path):
+        (directory / name).unlink(missing_ok=True)
+    else:
+        directory.remove([name])

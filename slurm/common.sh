@@ -1,0 +1,84 @@
+# shellcheck shell=bash
+# What the jobs of this folder share; they source it in megalite's folder. Variables that sbatch passes on:
+#
+#   NODES            nodes to train on; what the allocation has beyond them are spares. Default: all
+#   RANKS_PER_NODE   default: the GPUs of a node, else its tasks (--ntasks-per-node), else 1
+#   LAUNCHER         torchrun, the default, with its agents; or srun: a task for each rank, and nothing between
+#   CONTAINER        how to run in a container: options of srun (--container-image=x.sqsh, of pyxis), or a command that
+#                    runs another one (apptainer exec --nv x.sif)
+#   HEALTH_CHECK     a command that fails on a sick node. Default: true, so that a node must answer, no more
+set -uo pipefail
+
+RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}}
+HEALTH_CHECK=${HEALTH_CHECK:-true}
+STOP_SECONDS=${STOP_SECONDS:-240} # what a program may take to save and end, once it was asked to
+threads=$((${SLURM_CPUS_ON_NODE:-1} / RANKS_PER_NODE))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+export PYTHONUNBUFFERED=1 # so that logs are there at once
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$STOP_SECONDS # else torchrun kills its ranks 30 seconds after a SIGTERM
+
+nodes=() # that a program is launched on
+
+say() { printf '=== %(%F %T)T %s\n' -1 "$*"; }
+
+# about_job FIELD: what SLURM says of this job now
+about_job() { scontrol show job --oneliner "$SLURM_JOB_ID" | grep -oP "(?<= $1=)\S+"; }
+
+# The nodes that this job still has and that pass the check, in SLURM's order, a line each.
+healthy_nodes() {
+    local all
+    mapfile -t all < <(scontrol show hostnames "$(about_job NodeList)")
+    timeout 60 srun --overlap --no-kill "$(nodelist "${all[@]}")" --ntasks="${#all[@]}" --ntasks-per-node=1 \
+        --cpu-bind=none --quiet bash -c "{ $HEALTH_CHECK; } >/dev/null 2>&1 && echo \$SLURMD_NODENAME" 2>/dev/null |
+        grep -Fx -f - <(printf '%s\n' "${all[@]}")
+}
+
+nodelist() { (IFS=, && echo "--nodelist=$*"); }
+
+# with_container COMMAND...: a step of one task on this node
+with_container() {
+    split_container
+    srun --ntasks=1 --nodes=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "${container_options[@]}" \
+        "${container[@]}" "$@"
+}
+
+# Make of CONTAINER the options of srun, or the command.
+split_container() {
+    container=() container_options=()
+    case ${CONTAINER:-} in
+        -*) read -ra container_options <<<"$CONTAINER" ;;
+        *) read -ra container <<<"${CONTAINER:-}" ;;
+    esac
+}
+
+# launch LOGS ATTEMPT PROGRAM FLAGS...: a program on every rank of "${nodes[@]}"; each node writes LOGS/NODE.log
+launch() {
+    local logs=$1 attempt=$2 address port
+    shift 2
+    mkdir -p "$logs"
+    address=$(scontrol show node --oneliner "${nodes[0]}" | grep -oP '(?<= NodeAddr=)\S+')
+    # Below the ports that systems hand out, and another one for each attempt.
+    port=$((20000 + (SLURM_JOB_ID * 101 + ${SLURM_RESTART_COUNT:-0} * 11 + attempt) % 10000))
+    split_container
+    local options=(
+        "${container_options[@]}"
+        --overlap --nodes="${#nodes[@]}" "$(nodelist "${nodes[@]}")" --cpu-bind=none
+        --kill-on-bad-exit=0 --wait=60 # ranks that have lost a peer end by themselves
+        --label --open-mode=append --output="$logs/%N.log"
+    )
+    # shellcheck disable=SC2016 # each task fills in values of its own
+    if [ "${LAUNCHER:-torchrun}" = srun ]; then
+        export MASTER_ADDR=$address MASTER_PORT=$port
+        srun "${options[@]}" --ntasks=$((${#nodes[@]} * RANKS_PER_NODE)) --ntasks-per-node="$RANKS_PER_NODE" bash -c \
+            'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec "$@"' - \
+            "${container[@]}" python "$@" &
+    else
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 srun "${options[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 bash -c \
+            'PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)) exec "$@"' - \
+            "${container[@]}" torchrun --nnodes="${#nodes[@]}" --nproc-per-node="$RANKS_PER_NODE" --max-restarts=0 \
+            --rdzv-backend=c10d --rdzv-endpoint="$address:$port" \
+            --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$attempt" "$@" &
+    fi
+    # shellcheck disable=SC2034 # the scripts wait for it
+    step=$!
+}

@@ -1,0 +1,73 @@
+"""Jobs of a cluster in tests: submitted, watched, and asked how they ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.slurm.cluster import ROOT, ask
+
+SECONDS = 150.0
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
+
+
+def submit(*arguments: object, directory: Path, **variables: object) -> SlurmJob:
+    """Submit `sbatch OPTIONS SCRIPT FLAGS` with these variables from megalite's folder; its log goes to `directory`."""
+    python = Path(sys.executable).parent
+    environment = {
+        "PATH": f"{python}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "OMP_NUM_THREADS": "1",
+        **{name: str(value) for name, value in variables.items()},
+    }
+    command = ["sbatch", "--parsable", f"--output={directory}/job_%A.log"]
+    number = ask("env", "-u", "GLOO_SOCKET_IFNAME", *command, *map(str, arguments), **environment).strip()
+    return SlurmJob(number, directory / f"job_{number}.log")
+
+
+class SlurmJob:
+    """A job by its number, or an array of jobs."""
+
+    def __init__(self, number: str, path: Path) -> None:
+        self.number, self.path = number, path
+
+    @property
+    def log(self) -> str:
+        """What the batch script has written."""
+        return self.path.read_text(errors="replace") if self.path.exists() else ""
+
+    def fields(self) -> list[dict[str, str]]:
+        """What SLURM says of the job, or of each job of an array."""
+        found = ask("scontrol", "show", "job", "--oneliner", self.number)
+        return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in found.splitlines()]
+
+    @property
+    def state(self) -> str:
+        """The job's state."""
+        return self.fields()[0]["JobState"]
+
+    @property
+    def restarts(self) -> int:
+        """How often it was requeued."""
+        return int(self.fields()[0]["Restarts"])
+
+    def wait(self, *, exit_code: int | None = 0, seconds: float = SECONDS) -> None:
+        """Return when it has ended, all of it. Asserts its exit code, or those of all jobs of an array."""
+        self.until(lambda: all(job["JobState"] in ENDED for job in self.fields()), seconds)
+        if exit_code is not None:
+            assert {job["ExitCode"] for job in self.fields()} == {f"{exit_code}:0"}, self.report()
+
+    def until(self, condition: Callable[[], bool], seconds: float = SECONDS) -> None:
+        """Return when the condition holds. Fails, with all that is known, where it does not come to hold."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.report()
+            time.sleep(0.2)
+
+    def report(self) -> str:
+        """All that tells why a job is not where it should be."""
+        return f"{self.fields()}\n{self.log}\n{ask('squeue')}\n{ask('sinfo', '--Node', '--long')}"

@@ -1,0 +1,68 @@
+"""The cluster itself: it runs jobs on each of its nodes, and leaves the machine as it was."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import CGROUPS, FOLDER, Cluster, ClusterError, can_make_namespaces
+from tests.slurm.jobs import submit
+
+pytestmark = pytest.mark.slurm
+
+
+def traces() -> list[object]:
+    """All that a cluster may change on the machine."""
+    links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True).stdout
+    environments = [process.read_bytes() for process in Path("/proc").glob("[0-9]*/environ") if _readable(process)]
+    return [
+        {line.split()[0] for line in links.splitlines()},
+        list(Path("/run/netns").glob("*")),
+        list(CGROUPS.glob("*/slurm*")),
+        sorted(Path("/etc/slurm").rglob("*")),
+        Path("/etc/hosts").read_text(),
+        FOLDER.exists(),
+        sum(str(FOLDER).encode() in environment for environment in environments),
+    ]
+
+
+def _readable(path: Path) -> bool:
+    try:
+        path.read_bytes()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("namespaces", [True, False], ids=["networks", "one address"])
+def test_a_cluster_runs_jobs_and_leaves_nothing_behind(namespaces: bool, tmp_path: Path) -> None:
+    if namespaces and not can_make_namespaces():
+        pytest.skip("this machine refuses namespaces")
+    before = traces()
+    with Cluster(namespaces=namespaces) as cluster:
+        command = "--wrap=srun --ntasks-per-node=1 sh -c 'echo $SLURMD_NODENAME $(hostname)'"
+        job = submit("--nodes=4", command, directory=tmp_path)
+        job.wait()
+        nodes, hosts = zip(*(line.split() for line in job.log.splitlines()), strict=True)
+        assert sorted(nodes) == list(cluster.nodes)
+        assert (nodes == hosts) == namespaces
+        endless = submit("--nodes=2", "--wrap=srun sleep 10000", directory=tmp_path)
+        endless.until(lambda: endless.state == "RUNNING")
+        with pytest.raises(ClusterError, match="another cluster runs"):
+            Cluster().up()
+        assert traces() != before
+    assert traces() == before
+
+
+def test_a_cluster_that_does_not_come_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = traces()
+
+    def fail(cluster: Cluster) -> None:
+        raise ClusterError("a node is not idle")
+
+    monkeypatch.setattr(Cluster, "wait_until_idle", fail)
+    with pytest.raises(ClusterError, match="not idle"):
+        Cluster().up()
+    assert traces() == before
