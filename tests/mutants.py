@@ -401,6 +401,20 @@ MUTANTS = (
         f"{_SELFTEST}traffic_is_what_cannot_be_left_out",
     ),
     Mutant(
+        "what packs the state is timed with the update",
+        "kernels/megalite_kernels/optimizer_cases.py",
+        "return partial(self._step, *self._packed(*inputs))",
+        "return lambda: self._step(*self._packed(*inputs))",
+        f"{_SELFTEST}an_update_is_timed_alone_and_moves_what_is_kept",
+    ),
+    Mutant(
+        "parameters that are rounded from masters count as read",
+        "kernels/megalite_kernels/optimizer_cases.py",
+        "if self.kept == torch.float32 else 0",
+        "if self.kept == torch.float64 else 0",
+        f"{_SELFTEST}an_update_is_timed_alone_and_moves_what_is_kept",
+    ),
+    Mutant(
         "rotations are fused whatever a flag says",
         "megalite/config/kernels.py",
         '"rotary": self.rope_fusion',

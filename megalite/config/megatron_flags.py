@@ -117,7 +117,7 @@ WHOLE = "is not there: each save and each load checks that every element is ther
 POSITION = "is not there: what is loaded goes on where it was saved, or at step 0 by --finetune"
 CONVERSION = "is not there: tools/checkpoint/reshard.py --ckpt-format writes a checkpoint anew in the other format"
 FAMILIES = "arrives with the model families and their conversion"
-KERNELS = "arrives with the fused kernels"
+SYMMETRIC = "is not there: Newton-Schulz multiplies by torch's own matrix products"
 CLUSTER = "arrives with running on clusters (faults, profiling, monitoring)"
 TRANSFORMER_ENGINE = "needs Transformer Engine, which megalite does without"
 NOT_GPT = "is not for pre-training a GPT (vision, BERT, T5, retrieval, distillation, reinforcement learning)"
@@ -246,9 +246,7 @@ REFUSED: Mapping[str, str] = {
     FAMILIES: """
     load-main-params-from-ckpt skip-train
     """,
-    KERNELS: """
-    muon-use-syrk
-    """,
+    SYMMETRIC: "muon-use-syrk",
     CLUSTER: """
     profile profile-step-start profile-step-end use-pytorch-profiler pytorch-profiler-collect-shapes
     pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra profile-ranks record-memory-history
