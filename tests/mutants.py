@@ -179,8 +179,8 @@ MUTANTS = (
     Mutant(
         "programs add up their weight gradients in one place",
         "kernels/megalite_kernels/norm_kernels.py",
-        "place = program.to(tl.int64) * WIDTH + start + column",
-        "place = start + column",
+        "place = program.to(tl.int64) * WIDTH + start + own_column",
+        "place = start + own_column",
         f"{_KERNELS}output_and_gradients_are_those_of_float64",
     ),
     Mutant(

@@ -210,8 +210,7 @@ def loss_sum_and_count(
 ) -> tuple[Tensor, Tensor]:
     """The sum of cross entropy times mask, and the sum of the mask; labels and mask `[batch, sequence]`.
 
-    Smoothing takes a share of each label's probability and gives all entries of the vocabulary the same of it; z-loss
-    adds so much of the square of the log of the softmax's denominator (arXiv:2204.02311).
+    Smoothing gives a share of each label's probability to all entries alike; z-loss is that of arXiv:2204.02311.
     """
     log_denominators = logits.logsumexp(-1)
     surprise = log_denominators[..., None] - logits

@@ -14,10 +14,10 @@ from tests.harness.job import Job
 
 @pytest.fixture
 def start(spawn: Callable[..., Job]) -> Start:
-    """Starts training on mock data: `start("--flag", value, world_size=2)`."""
+    """Starts training on mock data: `start("--flag", value, world_size=2, VARIABLE="of the environment")`."""
 
-    def start_training(*flags: Any, world_size: int = 1, data: tuple[Any, ...] = MOCK) -> Job:
-        return spawn([PRETRAIN, *data, *flags], world_size)
+    def start_training(*flags: Any, world_size: int = 1, data: tuple[Any, ...] = MOCK, **environment: str) -> Job:
+        return spawn([PRETRAIN, *data, *flags], world_size, **environment)
 
     return start_training
 

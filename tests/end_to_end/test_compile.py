@@ -16,11 +16,13 @@ FLAGS = (
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++ for CPUs")
-def test_compiled_layers_train_the_same_model(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a pool of processes starts for these few
+def test_compiled_layers_train_the_same_model(run: Run, tmp_path: Path) -> None:
+    inductor = {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else a pool of processes starts for these few
+    }
     plain = run(*FLAGS, "--save", tmp_path / "plain")
-    compiled = run(*FLAGS, "--save", tmp_path / "compiled", "--compile")
+    compiled = run(*FLAGS, "--save", tmp_path / "compiled", "--compile", **inductor)
     assert "layers compiled" in compiled.stdout
     assert "layers compiled" not in plain.stdout
     assert list((tmp_path / "inductor").rglob("*.cpp"))

@@ -115,6 +115,7 @@ def test_any_reader_of_safetensors_finds_the_weights_by_global_name_unpadded(tmp
         "optimizer_steps": 6,
         "loss_scale": None,
         "seen_samples": None,
+        "evaluation_left": False,
     }
     assert checkpoint.read_config(path) == {"model": asdict(MODEL)}
     assert checkpoint.read_model_config(path) == MODEL
