@@ -111,7 +111,10 @@ def normalize_backward(
     program = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
     own_column = column + tl.program_id(1) * PART if PART < WIDTH else column
-    weight_sum = (tl.zeros((ROWS, COLUMNS), tl.float32),) * tl.cdiv(PART, COLUMNS)
+    zeros = (tl.zeros((ROWS, COLUMNS), tl.float32),)
+    weight_sum = zeros
+    for _ in tl.static_range(COLUMNS, PART, COLUMNS):  # Triton 3.6 multiplies no tuples
+        weight_sum = weight_sum + zeros  # type: ignore[assignment]
     bias_sum = weight_sum
     for index in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tl.cast(index, tl.int64) * ROWS + tl.arange(0, ROWS)
