@@ -51,7 +51,7 @@ class Case:
     """An operation with its sizes and dtypes, but for the number of tokens."""
 
     operation: str
-    """The name of its file, by which it can be left to the reference."""
+    """The name by which it can be left to the reference."""
     name: str
     """Of the function, and its sizes and dtypes."""
     width: int

@@ -3,7 +3,7 @@
 `auto`: Triton where the tensors are on a CUDA or ROCm device and Triton is installed, the reference elsewhere;
 `triton`: Triton on every device, which fits a GPU, Triton's interpreter, and compilation on the meta device;
 `reference`: never Triton. The kernels compute in fp32: float64 has the reference under each of them. Single operations
-can be left to the reference, each by the name of its file.
+can be left to the reference, by their names (`Operation`).
 
 Triton is imported where the choice asks for it, or when the first operation needs it; until then a kernel is a plain
 function. torch.compile cannot trace that import: choose before it compiles what calls an operation.

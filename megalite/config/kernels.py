@@ -25,7 +25,7 @@ class KernelsConfig:
     cross_entropy_loss_fusion: bool = True
     """The loss by its kernels."""
     fused_linear_cross_entropy: bool = False
-    """Compute the loss with the output layer, over chunks of tokens: logits are made twice, and take no memory."""
+    """Compute the loss with the output layer, over chunks of tokens: logits are never whole, and are computed again."""
     compile: bool = False
     """Compile each layer by torch.compile: what is between its matrix products, attention and Triton's kernels."""
 

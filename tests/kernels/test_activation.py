@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
 from tests.kernels.interpreter import only_programs
+from tests.kernels.strides import each_view
 
 # Of the norm of the error: 8 and 2 roundings to nearest of the dtype.
 TOLERANCE = {torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
@@ -85,18 +86,7 @@ def test_what_is_no_number_shows() -> None:
 
 @with_and_without_bias
 @pytest.mark.parametrize("function", [gelu, swiglu], ids=lambda function: function.__name__)
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda whole: whole[:, :, :24],  # rows stand apart
-        lambda whole: whole[::2, 1],  # likewise, and begin inside
-        lambda whole: whole.transpose(0, 1),  # no two dimensions are one
-        lambda whole: whole.transpose(0, 2),  # the elements of a row stand apart
-        lambda whole: whole[:1, :1].expand(4, 3, 40),  # rows that are one
-        lambda whole: whole[:, :, :1].expand(4, 3, 40),  # elements that are one
-    ],
-    ids=["slice", "steps", "swapped", "columns", "one row", "one element"],
-)
+@each_view
 def test_strides_change_no_bit(view: Callable[[Tensor], Tensor], function: Function, bias: bool) -> None:
     generator = torch.Generator().manual_seed(4)
     input, gradient = (view(torch.randn(4, 3, 40, generator=generator)) for _ in range(2))

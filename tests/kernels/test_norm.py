@@ -13,6 +13,7 @@ from torch import Tensor
 from megalite_kernels.implementation import choose
 from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 from tests.kernels.interpreter import only_programs
+from tests.kernels.strides import each_view
 
 # Of the norm of the error: 8 and 2 roundings to nearest of the dtype.
 TOLERANCE = {torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
@@ -88,18 +89,7 @@ def test_a_weight_may_be_wider_than_the_input(norm: Function) -> None:
 
 
 @each_norm
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda whole: whole[:, :, :24],  # rows stand apart
-        lambda whole: whole[::2, 1],  # likewise, and begin inside
-        lambda whole: whole.transpose(0, 1),  # no two dimensions are one
-        lambda whole: whole.transpose(0, 2),  # the elements of a row stand apart
-        lambda whole: whole[:1, :1].expand(4, 3, 40),  # rows that are one
-        lambda whole: whole[:, :, :1].expand(4, 3, 40),  # elements that are one
-    ],
-    ids=["slice", "steps", "swapped", "columns", "one row", "one element"],
-)
+@each_view
 def test_strides_change_no_bit(view: Callable[[Tensor], Tensor], norm: Function) -> None:
     generator = torch.Generator().manual_seed(4)
     count = 1 + (norm in RESIDUAL)
