@@ -1282,6 +1282,13 @@ MUTANTS = (
         f"{_DEFERRED}split_backward_changes_no_bit[tp=2-dp=1-family=gpt2]",
     ),
     Mutant(
+        "--no-rope-fusion leaves the activation to the reference",
+        "megalite/config/kernels.py",
+        '"rotary": self.rope_fusion',
+        '"rotary": self.bias_swiglu_fusion',
+        "tests/unit/test_config_kernels.py::test_a_fusion_that_is_off_leaves_its_operations_to_the_reference",
+    ),
+    Mutant(
         "the first stage and the last do not sum the gradients of a tied weight",
         "megalite/model/embedding.py",
         "copies=copies, summed=len(copies) > 1",

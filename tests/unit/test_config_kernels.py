@@ -1,0 +1,38 @@
+"""Which operations each of the fusion flags leaves to the reference, and that the tools choose kernels, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megalite.config import KernelsConfig
+from megalite_kernels import implementation
+from tests.harness.tool import run_tool
+
+LEFT = {
+    "persist_layer_norm": ("norm", "residual_norm"),
+    "bias_dropout_fusion": ("residual_norm",),
+    "bias_gelu_fusion": ("gelu",),
+    "bias_swiglu_fusion": ("swiglu",),
+    "rope_fusion": ("rotary",),
+    "cross_entropy_loss_fusion": ("cross_entropy",),
+}
+
+
+@pytest.mark.parametrize("flag", LEFT)
+def test_a_fusion_that_is_off_leaves_its_operations_to_the_reference(flag: str) -> None:
+    assert KernelsConfig().to_reference == ()
+    assert KernelsConfig(**{flag: False}).to_reference == LEFT[flag]
+
+
+@pytest.mark.parametrize("tool", ["generate", "evaluate"])
+def test_tools_refuse_tritons_kernels_where_there_is_no_gpu(
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(implementation, "_choice", implementation.chosen())  # what the tool chooses ends with the test
+    more = ("--prompt", "a") if tool == "generate" else ("--data-path", tmp_path / "data")
+    ended = run_tool(f"tools.{tool}", "--load", tmp_path, "--kernels", "triton", *more)
+    assert ended.code == 64
+    assert "--kernels triton needs a GPU" in ended.stderr
