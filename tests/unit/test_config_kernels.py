@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ def test_a_fusion_that_is_off_leaves_its_operations_to_the_reference(flag: str) 
     assert KernelsConfig(**{flag: False}).to_reference == LEFT[flag]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux alone")
 @pytest.mark.parametrize("tool", ["generate", "evaluate"])
 def test_tools_refuse_tritons_kernels_where_there_is_no_gpu(
     tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
