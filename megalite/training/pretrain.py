@@ -19,6 +19,7 @@ from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
 from megalite.training.launch import join, leave
+from megalite.training.loop import TrainingLoop
 from megalite.training.place import Place
 from megalite.training.start import find_start
 from megalite.training.summary import summary
@@ -91,7 +92,7 @@ def _train(trainer: Trainer, origin: str, display: Display) -> int:
     display.summary("megalite", summary(trainer) | {"start": origin})
     if trainer.directory is not None and trainer.mesh.rank == 0:
         _record_run(trainer.directory, trainer.config)
-    code = trainer.train(display)
+    code = TrainingLoop(trainer, display).run()
     if code == EXIT_FINISHED:
         display.message(f"finished after step {trainer.iteration}")
     return code
