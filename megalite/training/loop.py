@@ -17,6 +17,7 @@ from megalite.training.control_files import ControlFiles
 from megalite.training.display import Display
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
+from megalite.training.starting import Starting
 from megalite.training.trainer import Trainer
 
 MAX_CONSECUTIVE_SKIPS = 10
@@ -40,11 +41,11 @@ class _Agreed:
 class TrainingLoop:
     """What the ranks do together from the trainer's first step to its last, and when."""
 
-    def __init__(self, trainer: Trainer, display: Display) -> None:
+    def __init__(self, trainer: Trainer, display: Display, starting: Starting) -> None:
         self.trainer, self.display = trainer, display
         self.config, self.mesh = trainer.config, trainer.mesh
         self.control_files = ControlFiles(trainer.directory, trainer.mesh)
-        self.started = time.monotonic()
+        self._starting = starting
         self._writer = MetricsWriter()
         self._stop = StopRequest()
 
@@ -55,7 +56,9 @@ class TrainingLoop:
             if trainer.checkpoints is not None:
                 stack.callback(trainer.checkpoints.close)
             self._writer = stack.enter_context(_metrics_writer(trainer))
+            self._on_any_rank(False)  # until all have come here the run is starting, and is stopped like one
             stack.enter_context(self._stop)
+            self._starting.over()
             stack.enter_context(trainer.loader)
             if self.config.training.manual_gc:
                 gc.disable()
@@ -141,7 +144,7 @@ class TrainingLoop:
 
     def _told_to_stop(self) -> bool:
         """Whether this rank was, by a signal, its clock or a file."""
-        late = deadline_passed(time.monotonic() - self.started, self.config.training.exit_duration_in_mins)
+        late = deadline_passed(time.monotonic() - self._starting.began, self.config.training.exit_duration_in_mins)
         return self._stop.local_request() > 0 or late or self.control_files.stop()
 
     def _any_rank_is_told_to_stop(self) -> bool:

@@ -22,11 +22,12 @@ from megalite.training.launch import join, leave
 from megalite.training.loop import TrainingLoop
 from megalite.training.place import Place
 from megalite.training.start import find_start
+from megalite.training.starting import Starting
 from megalite.training.summary import summary
 from megalite.training.trainer import Trainer
 
 
-def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Place) -> int:
+def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Place, starting: Starting) -> int:
     """Build, resume, train and save; the same on every rank. Returns the exit code."""
     require_backend(config.optimizer)
     choose_kernels(config.kernels)
@@ -35,14 +36,19 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
     with ExitStack() as stack:
         if directory is not None:
             notes += stack.enter_context(checkpoint.only_run(directory, mesh))
-            notes += ControlFiles(directory, mesh).clear()
-        code = _run(config, directory, (*notes, *data.notes), data, mesh)
+            notes += ControlFiles(directory, mesh).clear(starting.old_stop)
+        code = _run(config, directory, (*notes, *data.notes), data, mesh, starting)
     leave(mesh)
     return code
 
 
 def _run(
-    config: RunConfig, directory: AnyPath | None, notes: tuple[str, ...], data: RunData, mesh: ParallelMesh
+    config: RunConfig,
+    directory: AnyPath | None,
+    notes: tuple[str, ...],
+    data: RunData,
+    mesh: ParallelMesh,
+    starting: Starting,
 ) -> int:
     start = find_start(config.checkpoint, mesh)
     build = cache(partial(Trainer, config, data, mesh, directory))
@@ -75,7 +81,7 @@ def _run(
         for note in notes:
             display.message(note)
         if trainer is not None:
-            code = _train(trainer, origin, display)
+            code = _train(trainer, origin, display, starting)
         else:
             code = EXIT_FINISHED
             at = checkpoint.iteration_of(path)
@@ -86,13 +92,13 @@ def _run(
     return code
 
 
-def _train(trainer: Trainer, origin: str, display: Display) -> int:
+def _train(trainer: Trainer, origin: str, display: Display, starting: Starting) -> int:
     for note in trainer.notes():
         display.message(note)
     display.summary("megalite", summary(trainer) | {"start": origin})
     if trainer.directory is not None and trainer.mesh.rank == 0:
         _record_run(trainer.directory, trainer.config)
-    code = TrainingLoop(trainer, display).run()
+    code = TrainingLoop(trainer, display, starting).run()
     if code == EXIT_FINISHED:
         display.message(f"finished after step {trainer.iteration}")
     return code
