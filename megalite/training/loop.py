@@ -14,6 +14,7 @@ from megalite import checkpoint
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.parallel import collectives
 from megalite.training.control_files import ControlFiles
+from megalite.training.deadline import Pace, why_stop
 from megalite.training.display import Display
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
@@ -47,7 +48,8 @@ class TrainingLoop:
         self.control_files = ControlFiles(trainer.directory, trainer.mesh)
         self._starting = starting
         self._writer = MetricsWriter()
-        self._stop = StopRequest()
+        self._stop, self._why = StopRequest(), ""
+        self._pace = Pace()
 
     def run(self) -> int:
         """Train to the end, or until asked to stop; returns the program's exit code."""
@@ -78,7 +80,9 @@ class TrainingLoop:
         return EXIT_FINISHED
 
     def _step(self) -> None:
+        began = time.monotonic()
         metrics = self.trainer.step()
+        self._pace = self._pace.after_step(time.monotonic() - began)
         self._record(metrics)
         self.display.step(metrics)
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
@@ -95,9 +99,11 @@ class TrainingLoop:
         trainer = self.trainer
         assert trainer.data.valid is not None
         stopped = self._any_rank_is_told_to_stop if trainer.iteration < trainer.iterations else None
+        began = time.monotonic()
         loss = trainer.evaluate(trainer.data.valid, stopped)
         trainer.evaluation_left = loss is None
         if loss is not None:
+            self._pace = self._pace.after_evaluation(time.monotonic() - began)
             validation = ValidationMetrics(*trainer.where(), loss)
             self._record(validation)
             self.display.validation(validation)
@@ -118,7 +124,7 @@ class TrainingLoop:
     def _end_early(self) -> int:
         self._save(last=True)
         saved = "nothing is saved without --save" if self.trainer.directory is None else "--resume auto continues"
-        self.display.message(f"stopped after step {self.trainer.iteration}; {saved}")
+        self.display.message(f"stopped after step {self.trainer.iteration}; {saved}{self._why and f': {self._why}'}")
         return EXIT_RESUMABLE
 
     # ------------------------------------------------------------------------------------------------ when
@@ -145,7 +151,17 @@ class TrainingLoop:
     def _told_to_stop(self) -> bool:
         """Whether this rank was, by a signal, its clock or a file."""
         late = deadline_passed(time.monotonic() - self._starting.began, self.config.training.exit_duration_in_mins)
-        return self._stop.local_request() > 0 or late or self.control_files.stop()
+        return self._stop.local_request() > 0 or late or self.control_files.stop() or self._job_ends()
+
+    def _job_ends(self) -> bool:
+        """Whether the job ends too soon for another step; rank 0's clock decides."""
+        trainer = self.trainer
+        if self._starting.job_end is None or self.mesh.rank != 0:
+            return False
+        save = 0.0 if trainer.checkpoints is None else trainer.checkpoints.seconds
+        left = self._starting.job_end - time.time()
+        self._why = why_stop(left, self._pace, evaluates=trainer.evaluates_next(), save=save) or ""
+        return bool(self._why)
 
     def _any_rank_is_told_to_stop(self) -> bool:
         return self._on_any_rank(self._told_to_stop())[0]

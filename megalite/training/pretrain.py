@@ -37,7 +37,7 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
         if directory is not None:
             notes += stack.enter_context(checkpoint.only_run(directory, mesh))
             notes += ControlFiles(directory, mesh).clear(starting.old_stop)
-        code = _run(config, directory, (*notes, *data.notes), data, mesh, starting)
+        code = _run(config, directory, (*starting.notes, *notes, *data.notes), data, mesh, starting)
     leave(mesh)
     return code
 

@@ -96,7 +96,7 @@ def ignore_stop_signals() -> None:
 
 
 def deadline_passed(elapsed_seconds: float, exit_duration_in_mins: float | None) -> bool:
-    """Whether a run that started `elapsed_seconds` ago has used up its `--exit-duration-in-mins`."""
+    """Whether a program that began `elapsed_seconds` ago has used up its `--exit-duration-in-mins`."""
     return exit_duration_in_mins is not None and elapsed_seconds >= 60.0 * exit_duration_in_mins
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from megalite.config.checkpoint import is_url
 from megalite.errors import EXIT_RESUMABLE
+from megalite.training.deadline import job_end
 from megalite.training.failure import leave_code
 from megalite.training.place import Place
 
@@ -34,6 +35,9 @@ class Starting:
     def __init__(self, place: Place) -> None:
         self.began = time.monotonic()
         """When the program began, in seconds of `time.monotonic`."""
+        self.job_end, note = job_end(os.environ, time.time())
+        """When the job ends, in Unix seconds (deadline.py); None where that is not known."""
+        self.notes = () if note is None else (note,)
         self.old_stop: object = None
         """The STOP that was there before this run (`identity`); None if there was none, or if this rank does not look.
         """

@@ -128,6 +128,10 @@ class Trainer:
         due = self.iteration % self.config.training.eval_interval == 0 or self.iteration == self.iterations
         return due and self.data.valid is not None
 
+    def evaluates_next(self) -> bool:
+        """Whether they will be after the next."""
+        return self.data.valid is not None and (self.iteration + 1) % self.config.training.eval_interval == 0
+
     def evaluate(self, dataset: Dataset[SampleFields], broken_off: Callable[[], bool] | None = None) -> float | None:
         """The mean loss over `eval_iters` global batches of the dataset, always from its first sample on.
 

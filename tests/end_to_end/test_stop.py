@@ -219,3 +219,16 @@ def test_a_run_without_a_folder_leaves_no_file(run: Run, tmp_path: Path) -> None
     run(*GPT2, "--train-iters", 1, "--metrics-path", tmp_path / "m" / "metrics.jsonl")
     assert iterations(tmp_path / "m") == [1]
     assert not list(tmp_path.rglob("*iter*"))
+
+
+def test_a_run_stops_before_its_job_ends(run: Run, start: Start, tmp_path: Path) -> None:
+    flags = [*GPT2, "--train-iters", 10000]
+    soon = str(int(time.time()) + 14)  # less than the margin
+    out = run(*flags, world_size=2, expected=85, SLURM_JOB_END_TIME=soon).stdout
+    assert "stopped after step 1; nothing is saved without --save: the job ends in " in out
+    job = start(*flags, "--save", tmp_path, SLURM_JOB_END_TIME=str(int(time.time()) + 300))
+    wait_for_step(job, 2)  # 300 seconds are enough
+    (tmp_path / "STOP").touch()
+    assert "the job ends" not in ended(job, expected=85).stdout
+    over = run(*GPT2, "--train-iters", 2, SLURM_JOB_END_TIME="1000000000").stdout
+    assert "SLURM_JOB_END_TIME=1000000000 is over: the run does not stop by it" in over

@@ -46,7 +46,7 @@ def test_what_was_there_before_is_removed_and_told(directory: AnyPath) -> None:
     notes = files.clear(identity(directory / "STOP"))
     assert [name in note for name, note in zip(("STOP", "SAVE", "PROFILE"), notes, strict=True)] == [True] * 3
     assert files.clear(None) == ()
-    assert not (files.stop() or files.save() or files.profile())
+    assert (files.stop(), files.save(), files.profile()) == (False, False, False)
 
 
 @pytest.mark.parametrize("before", [False, True])
