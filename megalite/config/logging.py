@@ -19,5 +19,3 @@ class LoggingConfig:
     """Record in every step how many elements of the gradient are zero."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard events."""
-    profile_pipeline: int | None = None
-    """Step whose measured time line of all pipeline ranks is written to the run directory, as a picture and a trace."""

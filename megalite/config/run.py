@@ -1,4 +1,4 @@
-"""A whole run: the eight concerns together."""
+"""A whole run: the nine concerns together."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
+from megalite.config.profiling import ProfilingConfig
 from megalite.config.training import TrainingConfig
 
 
@@ -36,6 +37,8 @@ class RunConfig:
     """Saving and loading."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Screen, metrics, TensorBoard."""
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    """Where time and memory go."""
 
 
 @dataclass(frozen=True)

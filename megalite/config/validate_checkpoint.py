@@ -19,14 +19,7 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
     if checkpoint.save is None:
         for flag in _given(checkpoint, _OF_SAVE):
             yield f"{flag} needs --save, the run directory"
-        if config.logging.profile_pipeline is not None:
-            yield f"--profile-pipeline {config.logging.profile_pipeline} needs --save, the run directory"
     elif is_url(checkpoint.save):
-        if config.logging.profile_pipeline is not None:
-            yield (
-                f"--profile-pipeline {config.logging.profile_pipeline} writes files into --save, which must be a "
-                f"folder, not {checkpoint.save}"
-            )
         if checkpoint.ckpt_format != "megalite":
             yield (
                 f"--ckpt-format {checkpoint.ckpt_format} needs a --save that is a folder, not {checkpoint.save}, where "

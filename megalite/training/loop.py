@@ -17,6 +17,7 @@ from megalite.training.control_files import ControlFiles
 from megalite.training.deadline import Pace, why_stop
 from megalite.training.display import Display
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
+from megalite.training.profiling import Profiler
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
 from megalite.training.starting import Starting
 from megalite.training.trainer import Trainer
@@ -33,6 +34,8 @@ class _Agreed:
     """was told to stop after this step;"""
     save: bool
     """was told to save after it;"""
+    profile: bool
+    """was told to profile the next ones;"""
     saving: bool
     """is still writing a checkpoint in the background;"""
     save_failed: bool
@@ -50,6 +53,8 @@ class TrainingLoop:
         self._writer = MetricsWriter()
         self._stop, self._why = StopRequest(), ""
         self._pace = Pace()
+        traces = trainer.directory or _folder(self.config.logging.tensorboard_dir)
+        self._profiler = Profiler(self.config.profiling, traces, self.mesh, display, trainer.iteration)
 
     def run(self) -> int:
         """Train to the end, or until asked to stop; returns the program's exit code."""
@@ -74,6 +79,8 @@ class TrainingLoop:
                     trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
                 if agreed.stop and trainer.iteration < trainer.iterations:
                     return self._end_early()
+                if agreed.profile:
+                    self._profiler.ask(trainer.iteration)
                 if agreed.save or self._saves_now():
                     self._save(last=trainer.iteration == trainer.iterations)
             self._test()
@@ -81,7 +88,8 @@ class TrainingLoop:
 
     def _step(self) -> None:
         began = time.monotonic()
-        metrics = self.trainer.step()
+        with self._profiler.step(self.trainer.iteration + 1):
+            metrics = self.trainer.step()
         self._pace = self._pace.after_step(time.monotonic() - began)
         self._record(metrics)
         self.display.step(metrics)
@@ -144,7 +152,7 @@ class TrainingLoop:
         """What the ranks have to tell each other between two steps, all in one message."""
         checkpoints = self.trainer.checkpoints
         saving = checkpoints.flags if checkpoints is not None else (False, False)
-        asked, *others = self._on_any_rank(self._told_to_stop(), self.control_files.save(), *saving)
+        asked, *others = self._on_any_rank(self._told_to_stop(), self.control_files.save(), self.control_files.profile(), *saving)
         interval = interval_reached(self.trainer.iteration, self.config.training.exit_interval)
         return _Agreed(asked or interval, *others)
 
@@ -184,9 +192,13 @@ def _metrics_writer(trainer: Trainer) -> MetricsWriter:
         return MetricsWriter()
     logging, directory = trainer.config.logging, trainer.directory
     path = checkpoint.open_directory(logging.metrics_path) if logging.metrics_path else None
-    events = Path(logging.tensorboard_dir) if logging.tensorboard_dir else None
+    events = _folder(logging.tensorboard_dir)
     if directory is not None:
         path = path or directory / "metrics.jsonl"
     if isinstance(directory, Path):
         events = events or directory / "tensorboard"
     return MetricsWriter(path, events, trainer.iteration, evaluation_left=trainer.evaluation_left)
+
+
+def _folder(name: str | None) -> Path | None:
+    return None if name is None else Path(name)
