@@ -18,6 +18,7 @@ from megalite.training.display import Display
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
 from megalite.training.trainer import Trainer
+from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, STEP
 
 MAX_CONSECUTIVE_SKIPS = 10
 """Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
@@ -42,7 +43,7 @@ class TrainingLoop:
 
     def __init__(self, trainer: Trainer, display: Display) -> None:
         self.trainer, self.display = trainer, display
-        self.config, self.mesh = trainer.config, trainer.mesh
+        self.config, self.mesh, self.sections = trainer.config, trainer.mesh, trainer.sections
         self.control_files = ControlFiles(trainer.directory, trainer.mesh)
         self.started = time.monotonic()
         self._writer = MetricsWriter()
@@ -64,9 +65,11 @@ class TrainingLoop:
                     self._step()
                 if trainer.evaluates_now():
                     self._validate()
-                agreed = self._agree()
+                with self.sections(AGREEMENT):
+                    agreed = self._agree()
                 if trainer.checkpoints is not None:
-                    trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
+                    with self.sections(SAVE):
+                        trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
                 if agreed.stop and trainer.iteration < trainer.iterations:
                     return self._end_early()
                 if agreed.save or self._saves_now():
@@ -75,7 +78,9 @@ class TrainingLoop:
         return EXIT_FINISHED
 
     def _step(self) -> None:
-        metrics = self.trainer.step()
+        self.sections.step = self.trainer.iteration + 1
+        with self.sections(STEP):
+            metrics = self.trainer.step()
         self._record(metrics)
         self.display.step(metrics)
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
@@ -92,7 +97,8 @@ class TrainingLoop:
         trainer = self.trainer
         assert trainer.data.valid is not None
         stopped = self._any_rank_is_told_to_stop if trainer.iteration < trainer.iterations else None
-        loss = trainer.evaluate(trainer.data.valid, stopped)
+        with self.sections(EVALUATION):
+            loss = trainer.evaluate(trainer.data.valid, stopped)
         trainer.evaluation_left = loss is None
         if loss is not None:
             validation = ValidationMetrics(*trainer.where(), loss)
@@ -102,15 +108,17 @@ class TrainingLoop:
     def _test(self) -> None:
         trainer = self.trainer
         if trainer.data.test is not None:
-            loss = trainer.evaluate(trainer.data.test)
+            with self.sections(EVALUATION):
+                loss = trainer.evaluate(trainer.data.test)
             assert loss is not None
             test = TestMetrics(*trainer.where(), loss)
             self._record(test)
             self.display.test(test)
 
     def _save(self, *, last: bool) -> None:
-        self._writer.publish()
-        self.trainer.save(self.display, last=last)
+        with self.sections(SAVE):
+            self._writer.publish()
+            self.trainer.save(self.display, last=last)
 
     def _end_early(self) -> int:
         self._save(last=True)
