@@ -7,6 +7,7 @@ flight recorder alone; they go through the restricted unpickler, and serve where
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Mapping
@@ -103,10 +104,10 @@ def _read_own(path: Path) -> RankDump:
 
 
 def _read_from_torch(path: Path) -> RankDump:
-    from megalite.conversion.restricted_pickle import read_pickle
+    from megalite.conversion.restricted_pickle import load
     from megalite.training.flight_recorder import group_records
 
-    groups = tuple(group_records(read_pickle(path)))
+    groups = tuple(group_records(load(io.BytesIO(path.read_bytes()))))
     match = _FROM_TORCH.fullmatch(path.name)
     assert match is not None
     rank = int(match[1])

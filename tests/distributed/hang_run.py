@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
@@ -149,7 +150,7 @@ def under_way(place: Place) -> None:
 
 
 def healthy(place: Place) -> None:
-    """Nobody hangs: all kinds of collectives and messages have come to their end."""
+    """Nobody hangs: all kinds of collectives and messages have come to their end. Torch's own dump is left, too."""
     mesh, tensor = place.mesh(pipeline=2), torch.ones(WIDTH)
     links, stage = make_links(mesh, Stages(2)), mesh.coordinate("pp")
     for group in (mesh.world(), mesh.group("dp"), mesh.group("pp")):
@@ -160,6 +161,7 @@ def healthy(place: Place) -> None:
         collectives.all_to_all(sent, range(1, group.size + 1), group)
     message = links.receive(tensor, 0) if stage else links.send(tensor, 1)
     message.wait()
+    (place.folder / f"nccl_trace_rank_{place.rank}").write_bytes(_distributed_c10d._dump_fr_trace())
     place.stay_away()
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megalite.training.flight_record import Snapshot
 from megalite.training.hang_analysis import Finding, missing
 from megalite.training.hang_dump import Dumps, read_dumps
 from tests.harness.job import Job
@@ -31,6 +32,15 @@ def causes(findings: list[Finding]) -> list[str]:
 
 def findings_of(dumps: Dumps) -> list[Finding]:
     return missing(dumps.snapshots, dumps.silent)
+
+
+def recorded(snapshot: Snapshot) -> dict[str, list[tuple[int, str]]]:
+    """The operations of each group that has any."""
+    return {
+        group.name: [(operation.number, operation.name) for operation in group.operations]
+        for group in snapshot.groups
+        if group.operations
+    }
 
 
 def test_a_skipped_collective_is_named_with_the_rank_that_skipped_it(spawn: Spawn, tmp_path: Path) -> None:
@@ -91,4 +101,12 @@ def test_collectives_under_way_are_counted_from_the_first_that_lacks_a_rank(spaw
 
 
 def test_a_run_that_does_not_hang_has_no_findings(spawn: Spawn, tmp_path: Path) -> None:
-    assert findings_of(hang(spawn, tmp_path, "healthy")) == []
+    dumps = hang(spawn, tmp_path, "healthy")
+    assert findings_of(dumps) == []
+    torchs = tmp_path / "torch"
+    torchs.mkdir()
+    for path in tmp_path.glob("nccl_trace_rank_*"):
+        path.rename(torchs / path.name)
+    assert {rank: recorded(snapshot) for rank, snapshot in read_dumps(torchs).snapshots.items()} == {
+        rank: recorded(snapshot) for rank, snapshot in dumps.snapshots.items()
+    }
