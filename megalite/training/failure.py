@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.errors import EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
@@ -32,7 +32,7 @@ _NO_RANK = -1
 _GATHERING_SECONDS = 0.5  # ranks that fail of the same cause arrive within this time
 _LAUNCHER_SECONDS = 10.0  # ranks come to the same error, and a launcher ends the others, within this time
 _STAGGER_SECONDS = 0.5
-_SPEAKING = Lock()  # a thread that reports what it has found must come to its end before the process does
+_SPEAKING = RLock()  # a thread that reports what it has found must come to its end before the process does
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:
@@ -88,8 +88,8 @@ def _fail(message: str, code: int) -> NoReturn:
         sys.exit(code)
     # A group whose peers have gone may hang in its destructors.
     sys.stdout.flush()
-    with _SPEAKING:
-        os._exit(code)
+    _SPEAKING.acquire(timeout=_LAUNCHER_SECONDS)
+    os._exit(code)
 
 
 def _agree(store: Store, message: str, code: int, rank: int) -> int:
@@ -114,12 +114,13 @@ def report(store: Store | None, message: str, code: int) -> int:
     exit code of what is reported. `store` is that of the process group, where there is one: its own connection.
     """
     mine = f"{_NO_RANK} {code}"
-    if store is not None:
-        with suppress(RuntimeError):  # the store has gone with the process that held it
-            first = store.compare_set(_REPORT, "", mine).decode()
-            if first != mine:
-                return int(first.split()[1])
-    _speak(message, code, rank=0)
+    with _SPEAKING:
+        if store is not None:
+            with suppress(RuntimeError):  # the store has gone with the process that held it
+                first = store.compare_set(_REPORT, "", mine).decode()
+                if first != mine:
+                    return int(first.split()[1])
+        _speak(message, code, rank=0)
     return code
 
 
@@ -137,12 +138,11 @@ def _speak_unless_ended(message: str, code: int, rank: int) -> None:
 
 
 def _speak(message: str, code: int, rank: int) -> None:
-    with _SPEAKING:
-        _leave_code(code)
-        where = f" on rank {rank}" if rank else ""
-        sys.stdout.flush()
-        sys.stderr.write(f"error{where}: {message}\n")
-        sys.stderr.flush()
+    _leave_code(code)
+    where = f" on rank {rank}" if rank else ""
+    sys.stdout.flush()
+    sys.stderr.write(f"error{where}: {message}\n")
+    sys.stderr.flush()
 
 
 def _leave_code(code: int) -> None:
