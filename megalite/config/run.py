@@ -15,6 +15,7 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.profiling import ProfilingConfig
 from megalite.config.training import TrainingConfig
+from megalite.config.watchdog import WatchdogConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,8 @@ class RunConfig:
     """Screen, metrics, TensorBoard."""
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     """Where time and memory go."""
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    """What finds a run that hangs."""
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,11 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
     if checkpoint.save is None:
         for flag in _given(checkpoint, _OF_SAVE):
             yield f"{flag} needs --save, the run directory"
-    elif is_url(checkpoint.save):
-        if checkpoint.ckpt_format != "megalite":
-            yield (
-                f"--ckpt-format {checkpoint.ckpt_format} needs a --save that is a folder, not {checkpoint.save}, where "
-                "its .metadata would be overwritten before the new checkpoint is there"
-            )
+    elif is_url(checkpoint.save) and checkpoint.ckpt_format != "megalite":
+        yield (
+            f"--ckpt-format {checkpoint.ckpt_format} needs a --save that is a folder, not {checkpoint.save}, where "
+            "its .metadata would be overwritten before the new checkpoint is there"
+        )
     if config.logging.tensorboard_dir is not None and is_url(config.logging.tensorboard_dir):
         yield f"--tensorboard-dir {config.logging.tensorboard_dir}: TensorBoard's files grow, which needs a folder"
     if checkpoint.load is None:

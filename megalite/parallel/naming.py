@@ -9,7 +9,7 @@ import torch
 
 def profiled() -> bool:
     """Whether a profiler of torch's, or nsys with its ranges, looks on."""
-    return bool(torch.autograd._profiler_enabled())
+    return bool(torch._C._autograd._profiler_enabled())
 
 
 def named(name: str) -> AbstractContextManager[object]:

@@ -15,7 +15,6 @@ from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.training.display import Display
 
-
 _SECONDS_OF_ANY_SAVE, _BYTES_A_SECOND = 5.0, 100e6
 """From which the first save is estimated, cautiously: of each rank."""
 

@@ -6,7 +6,7 @@ Rank 0 decides, by its clock; how long steps, evaluations and saves take, it has
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 VARIABLE = "SLURM_JOB_END_TIME"
 MARGIN = 15.0
@@ -17,19 +17,15 @@ SAVES = 2.0
 
 @dataclass(frozen=True)
 class Pace:
-    """The longest that a step and an evaluation have taken in this run, in seconds."""
+    """The longest that a step has taken in this run, in seconds. The first compiles and fills caches: it counts for as
+    long as there is no other."""
 
     steps: int = 0
     step: float = 0.0
-    evaluation: float = 0.0
 
-    def after_step(self, seconds: float) -> Pace:
-        """The first step compiles and fills caches: it counts for as long as there is no other."""
-        longest = seconds if self.steps < 2 else max(self.step, seconds)
-        return replace(self, steps=self.steps + 1, step=longest)
-
-    def after_evaluation(self, seconds: float) -> Pace:
-        return replace(self, evaluation=max(self.evaluation, seconds))
+    def after(self, seconds: float) -> Pace:
+        """Of one more step."""
+        return Pace(self.steps + 1, seconds if self.steps < 2 else max(self.step, seconds))
 
 
 def job_end(environment: Mapping[str, str], now: float) -> tuple[float | None, str | None]:
@@ -47,18 +43,16 @@ def job_end(environment: Mapping[str, str], now: float) -> tuple[float | None, s
     return float(text), None
 
 
-def why_stop(left: float, pace: Pace, *, evaluates: bool, save: float) -> str | None:
-    """Why the run must stop now, `left` seconds before the job ends, None where another step fits in.
+def why_stop(left: float, step: float, evaluation: float, save: float) -> str | None:
+    """Why the run must stop now, `left` seconds before the job ends; None where another step fits in.
 
     Args:
-        evaluates: whether an evaluation is due after that step.
-        save: the seconds of a save, 0 where nothing is saved.
+        step: the seconds of a step.
+        evaluation: those of the evaluation that is due behind it, 0 where none is.
+        save: those of a save, 0 where nothing is saved.
     """
-    evaluation = pace.evaluation if evaluates else 0.0
-    needed = pace.step + evaluation + SAVES * save + MARGIN
-    if left >= needed:
+    if left >= step + evaluation + SAVES * save + MARGIN:
         return None
-    parts = [f"a step of {pace.step:.1f} s", f"a save of {save:.1f} s"]
-    if evaluation:
-        parts.insert(1, f"an evaluation of {evaluation:.1f} s")
+    times = {"a step": step, "an evaluation": evaluation, "a save": save}
+    parts = [f"{what} of {seconds:.1f} s" for what, seconds in times.items() if seconds]
     return f"the job ends in {left:.0f} s ({VARIABLE}), which may not be enough for {' and '.join(parts)}"

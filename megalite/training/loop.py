@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,9 @@ from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, V
 from megalite.training.profiling import Profiler
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
 from megalite.training.starting import Starting
+from megalite.training.timing import Timing, gather_timing
 from megalite.training.trainer import Trainer
+from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
 
 MAX_CONSECUTIVE_SKIPS = 10
 """Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
@@ -47,14 +49,14 @@ class TrainingLoop:
 
     def __init__(self, trainer: Trainer, display: Display, starting: Starting) -> None:
         self.trainer, self.display = trainer, display
-        self.config, self.mesh = trainer.config, trainer.mesh
+        self.config, self.mesh, self.sections = trainer.config, trainer.mesh, trainer.sections
         self.control_files = ControlFiles(trainer.directory, trainer.mesh)
         self._starting = starting
+        self._timed = trainer.iteration
         self._writer = MetricsWriter()
         self._stop, self._why = StopRequest(), ""
         self._pace = Pace()
-        traces = trainer.directory or _folder(self.config.logging.tensorboard_dir)
-        self._profiler = Profiler(self.config.profiling, traces, self.mesh, display, trainer.iteration)
+        self._profiler = Profiler(self.config, self.mesh, display, trainer.iteration)
 
     def run(self) -> int:
         """Train to the end, or until asked to stop; returns the program's exit code."""
@@ -63,7 +65,8 @@ class TrainingLoop:
             if trainer.checkpoints is not None:
                 stack.callback(trainer.checkpoints.close)
             self._writer = stack.enter_context(_metrics_writer(trainer))
-            self._on_any_rank(False)  # until all have come here the run is starting, and is stopped like one
+            with self.sections(START):
+                self._on_any_rank(False)  # until all have come here the run is starting, and is stopped like one
             stack.enter_context(self._stop)
             self._starting.over()
             stack.enter_context(trainer.loader)
@@ -74,9 +77,11 @@ class TrainingLoop:
                     self._step()
                 if trainer.evaluates_now():
                     self._validate()
-                agreed = self._agree()
+                with self.sections(AGREEMENT):
+                    agreed = self._agree()
                 if trainer.checkpoints is not None:
-                    trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
+                    with self.sections(SAVE):
+                        trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
                 if agreed.stop and trainer.iteration < trainer.iterations:
                     return self._end_early()
                 if agreed.profile:
@@ -87,12 +92,15 @@ class TrainingLoop:
         return EXIT_FINISHED
 
     def _step(self) -> None:
-        began = time.monotonic()
-        with self._profiler.step(self.trainer.iteration + 1):
+        number = self.sections.step = self.trainer.iteration + 1
+        with self._profiler.step(number), self.sections(STEP):
             metrics = self.trainer.step()
-        self._pace = self._pace.after_step(time.monotonic() - began)
-        self._record(metrics)
+        self._pace = self._pace.after(metrics.iteration_time_s)
+        timing = self._timing() if self._times_now() else None
+        self._record(metrics if timing is None else replace(metrics, extra={**metrics.extra, **timing.figures()}))
         self.display.step(metrics)
+        if timing is not None:
+            self.display.message(timing.line())
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise MegaliteError(
                 f"the gradient norm was not finite in the last {MAX_CONSECUTIVE_SKIPS} steps (now step "
@@ -107,11 +115,10 @@ class TrainingLoop:
         trainer = self.trainer
         assert trainer.data.valid is not None
         stopped = self._any_rank_is_told_to_stop if trainer.iteration < trainer.iterations else None
-        began = time.monotonic()
-        loss = trainer.evaluate(trainer.data.valid, stopped)
+        with self.sections(EVALUATION):
+            loss = trainer.evaluate(trainer.data.valid, stopped)
         trainer.evaluation_left = loss is None
         if loss is not None:
-            self._pace = self._pace.after_evaluation(time.monotonic() - began)
             validation = ValidationMetrics(*trainer.where(), loss)
             self._record(validation)
             self.display.validation(validation)
@@ -119,15 +126,17 @@ class TrainingLoop:
     def _test(self) -> None:
         trainer = self.trainer
         if trainer.data.test is not None:
-            loss = trainer.evaluate(trainer.data.test)
+            with self.sections(EVALUATION):
+                loss = trainer.evaluate(trainer.data.test)
             assert loss is not None
             test = TestMetrics(*trainer.where(), loss)
             self._record(test)
             self.display.test(test)
 
     def _save(self, *, last: bool) -> None:
-        self._writer.publish()
-        self.trainer.save(self.display, last=last)
+        with self.sections(SAVE):
+            self._writer.publish()
+            self.trainer.save(self.display, last=last)
 
     def _end_early(self) -> int:
         self._save(last=True)
@@ -144,15 +153,19 @@ class TrainingLoop:
         due = (interval > 0 and iteration % interval == 0) or (training.manual_gc_eval and self.trainer.evaluates_now())
         return training.manual_gc and due
 
+    def _times_now(self) -> bool:
+        interval = self.config.watchdog.timing_interval
+        return interval > 0 and self.trainer.iteration % interval == 0
+
     def _saves_now(self) -> bool:
         interval, iteration = self.config.checkpoint.save_interval, self.trainer.iteration
         return iteration == self.trainer.iterations or (interval is not None and iteration % interval == 0)
 
     def _agree(self) -> _Agreed:
         """What the ranks have to tell each other between two steps, all in one message."""
-        checkpoints = self.trainer.checkpoints
+        checkpoints, files = self.trainer.checkpoints, self.control_files
         saving = checkpoints.flags if checkpoints is not None else (False, False)
-        asked, *others = self._on_any_rank(self._told_to_stop(), self.control_files.save(), self.control_files.profile(), *saving)
+        asked, *others = self._on_any_rank(self._told_to_stop(), files.save(), files.profile(), *saving)
         interval = interval_reached(self.trainer.iteration, self.config.training.exit_interval)
         return _Agreed(asked or interval, *others)
 
@@ -166,9 +179,10 @@ class TrainingLoop:
         trainer = self.trainer
         if self._starting.job_end is None or self.mesh.rank != 0:
             return False
-        save = 0.0 if trainer.checkpoints is None else trainer.checkpoints.seconds
         left = self._starting.job_end - time.time()
-        self._why = why_stop(left, self._pace, evaluates=trainer.evaluates_next(), save=save) or ""
+        evaluation = self.sections.longest.get(EVALUATION, 0.0) if trainer.evaluates_next() else 0.0
+        save = 0.0 if trainer.checkpoints is None else trainer.checkpoints.seconds
+        self._why = why_stop(left, self._pace.step, evaluation, save) or ""
         return bool(self._why)
 
     def _any_rank_is_told_to_stop(self) -> bool:
@@ -181,6 +195,11 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------------------------------------ what is told
 
+    def _timing(self) -> Timing:
+        """Of the steps since the last time; all ranks together."""
+        steps, self._timed = self.trainer.iteration - self._timed, self.trainer.iteration
+        return gather_timing(self.sections.take(), steps, self.mesh)
+
     def _record(self, metrics: StepMetrics | ValidationMetrics | TestMetrics) -> None:
         told = self._writer.write(metrics)
         if told is not None:
@@ -192,13 +211,9 @@ def _metrics_writer(trainer: Trainer) -> MetricsWriter:
         return MetricsWriter()
     logging, directory = trainer.config.logging, trainer.directory
     path = checkpoint.open_directory(logging.metrics_path) if logging.metrics_path else None
-    events = _folder(logging.tensorboard_dir)
+    events = Path(logging.tensorboard_dir) if logging.tensorboard_dir else None
     if directory is not None:
         path = path or directory / "metrics.jsonl"
     if isinstance(directory, Path):
         events = events or directory / "tensorboard"
     return MetricsWriter(path, events, trainer.iteration, evaluation_left=trainer.evaluation_left)
-
-
-def _folder(name: str | None) -> Path | None:
-    return None if name is None else Path(name)

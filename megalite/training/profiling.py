@@ -6,16 +6,17 @@ pipeline's step is in time_line.py, the history of memory in memory_history.py.)
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
 
 import torch
 
 from megalite import checkpoint
 from megalite.checkpoint import AnyPath
+from megalite.config import RunConfig
 from megalite.config.profiling import ProfilingConfig
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.files import sync_directory, temporary_path
@@ -23,6 +24,7 @@ from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.naming import named
 from megalite.training.display import Display
+from megalite.training.memory_history import write_snapshot
 
 STEPS_OF_FILE = 3
 """That a PROFILE asks for, after one in which the profiler warms up."""
@@ -44,35 +46,22 @@ def require_device(config: ProfilingConfig, place: torch.device) -> None:
         )
 
 
-class _Recorder(Protocol):
-    """What records steps on this rank."""
-
-    def warm_up(self) -> None:
-        """Before the step that precedes the first one, if there is any."""
-
-    def begin(self) -> None: ...
-
-    def end(self) -> None: ...
-
-    def write(self, path: AnyPath) -> None: ...
-
-
 class Profiler:
     """The profiles that a run takes, one at a time. All ranks call it alike; some record.
 
     Args:
-        directory: where the folder `profile` is, which holds the traces; None only where none can be asked for.
+        iteration: the run goes on after this step.
     """
 
-    def __init__(
-        self, config: ProfilingConfig, directory: AnyPath | None, mesh: ParallelMesh, display: Display, iteration: int
-    ) -> None:
-        self._config, self._mesh, self._display = config, mesh, display
-        self._directory = None if directory is None else directory / "profile"
-        self._steps = range(0)
-        self._recorder: _Recorder | None = None
+    def __init__(self, run: RunConfig, mesh: ParallelMesh, display: Display, iteration: int) -> None:
+        self._config = config = run.profiling
+        self._mesh, self._display, self._log_interval = mesh, display, run.logging.log_interval
+        place = run.checkpoint.save or run.logging.tensorboard_dir
+        self._directory = checkpoint.open_directory(place or ".") / "profile"  # unless for nsys, one is given
+        self._steps, self._by_torch = range(0), True
+        self._recorder: _Trace | _RangeForNsys | None = None
         if config.profile and config.profile_step_start >= iteration:
-            self._plan(config.profile_step_start + 1, config.profile_step_end)
+            self._plan(config.profile_step_start + 1, config.profile_step_end, by_torch=config.use_pytorch_profiler)
         elif config.profile:
             display.message(
                 f"--profile-step-start {config.profile_step_start}: nothing is profiled, since the run goes on after "
@@ -86,10 +75,9 @@ class Profiler:
         else:
             self._plan(iteration + 2, iteration + 1 + STEPS_OF_FILE, by_torch=True)
 
-    def _plan(self, first: int, last: int, *, by_torch: bool = False) -> None:
-        self._steps = range(first, last + 1)
+    def _plan(self, first: int, last: int, *, by_torch: bool) -> None:
+        self._steps, self._by_torch = range(first, last + 1), by_torch
         if self._mesh.rank in self._config.profile_ranks:
-            by_torch = by_torch or self._config.use_pytorch_profiler
             self._recorder = _Trace(self._config) if by_torch else _RangeForNsys(self._config, self._mesh.device)
 
     def _between(self) -> str:
@@ -106,23 +94,27 @@ class Profiler:
             yield
         if self._steps and number == self._steps[-1]:
             self._finish()
+        if self._config.record_memory_history and number % self._log_interval == 0:
+            problem = write_snapshot(self._config, self._mesh.rank)
+            if problem is not None:
+                self._display.message(problem)
 
     def _finish(self) -> None:
-        recorder, steps, self._recorder = self._recorder, self._steps, None
-        self._steps = range(0)
+        recorder, steps, by_torch = self._recorder, self._steps, self._by_torch
+        self._recorder, self._steps = None, range(0)
         name = f"step_{steps[0]:07d}-{steps[-1]:07d}_rank_"
         if recorder is not None:
             recorder.end()
         try:
             with checkpoint.together(self._mesh, f"writing the profile of steps {steps[0]} to {steps[-1]}"):
-                if recorder is not None and self._directory is not None:
+                if isinstance(recorder, _Trace):
                     recorder.write(self._directory / f"{name}{self._mesh.rank}.json.gz")
         except CheckpointError as error:  # training does not depend on it
             self._display.message(f"WARNING: {error}")
             return
         ranks = self._config.profile_ranks
         which = str(ranks[0]) if len(ranks) == 1 else "{" + ",".join(map(str, ranks)) + "}"
-        place = "" if self._directory is None else f": {self._directory / name}{which}.json.gz (open in ui.perfetto.dev)"
+        place = f": {self._directory / name}{which}.json.gz, for ui.perfetto.dev" if by_torch else " for nsys"
         self._display.message(f"profiled steps {steps[0]} to {steps[-1]} on rank {which}{place}")
 
 
@@ -130,8 +122,11 @@ class _Trace:
     """By torch's profiler, in Chrome's format."""
 
     def __init__(self, config: ProfilingConfig) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell of each beginning and each end
         self._profiler = torch.profiler.profile(
-            record_shapes=config.pytorch_profiler_collect_shapes, with_stack=config.pytorch_profiler_collect_callstack
+            record_shapes=config.pytorch_profiler_collect_shapes,
+            with_stack=config.pytorch_profiler_collect_callstack,
+            acc_events=True,  # there is one cycle; else torch warns that it would forget those before
         )
         self._prepared = False
 
@@ -183,6 +178,3 @@ class _RangeForNsys:
         self._ranges.close()
         device.synchronize(self._device)
         torch.cuda.check_error(int(torch.cuda.cudart().cudaProfilerStop()))
-
-    def write(self, path: AnyPath) -> None:
-        """nsys does."""

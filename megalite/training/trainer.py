@@ -43,6 +43,7 @@ from megalite.training.load_report import load_notes, rounding_notes
 from megalite.training.metrics import StepMetrics
 from megalite.training.start import Start
 from megalite.training.time_line import begin_recording, gone_by, write_recording
+from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, Sections
 
 
 class Trainer:
@@ -51,8 +52,16 @@ class Trainer:
     Where the run is in its data, and so its learning rate, is told by `consumed_samples` alone.
     """
 
-    def __init__(self, config: RunConfig, data: RunData, mesh: ParallelMesh, directory: AnyPath | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        data: RunData,
+        mesh: ParallelMesh,
+        directory: AnyPath | None = None,
+        sections: Sections | None = None,
+    ) -> None:
         self.config, self.data, self.mesh, self.directory = config, data, mesh, directory
+        self.sections = sections if sections is not None else Sections()
         self.model_config = replace(config.model, vocab_size=data.vocab_size(config.model))
         self.dtype = model_dtype(config)
         device.make_deterministic(config.training.deterministic_mode)
@@ -90,8 +99,9 @@ class Trainer:
         """One optimizer step over one global batch."""
         began = time.perf_counter()
         batch_size = self.batch_size.at(self.consumed_samples)
-        arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches(batch_size))
-        micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
+        with self.sections(DATA):
+            arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches(batch_size))
+            micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
         data_parallel = self.mesh.group("dp", "cp")
         count = collectives.all_reduce_(valid_tokens(micro_batches, self.mesh.device), data_parallel).item()
 
@@ -101,9 +111,11 @@ class Trainer:
         loss_scale = self.loss_scale.value
         factor = loss_scale / count if count else 0.0
         recording = begin_recording(self.mesh) if self._records_now() else None
-        loss_sum = self.engine.run(actions, micro_batches, factor, self.optimizer, recording)
+        with self.sections(FORWARD_BACKWARD):
+            loss_sum = self.engine.run(actions, micro_batches, factor, self.optimizer, recording)
         rates = self.rates.at(self.consumed_samples)
-        update = self.optimizer.step(rates, loss_scale)
+        with self.sections(OPTIMIZER):
+            update = self.optimizer.step(rates, loss_scale)
         self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not self.loss_scale.can_shrink else 0
         self.loss_scale = self.loss_scale.after(overflow=update.skipped)
 

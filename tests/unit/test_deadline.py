@@ -14,36 +14,29 @@ SECONDS = st.floats(0.0, 1e6)
 def test_the_first_step_counts_for_as_long_as_there_is_no_other() -> None:
     pace, longest = Pace(), []
     for seconds in (300.0, 2.0, 5.0, 3.0):
-        pace = pace.after_step(seconds)
+        pace = pace.after(seconds)
         longest.append(pace.step)
     assert longest == [300.0, 2.0, 5.0, 5.0]
-    assert pace.after_evaluation(7.0).after_evaluation(6.0).evaluation == 7.0
 
 
-@given(pace=st.builds(Pace, steps=st.integers(0, 9), step=SECONDS, evaluation=SECONDS), save=SECONDS, left=SECONDS)
-def test_a_run_goes_on_only_if_all_that_follows_fits(pace: Pace, save: float, left: float) -> None:
-    """And where a run stops, it would with less time left, or with longer steps or saves."""
-    for evaluates in (False, True):
-        why = why_stop(left, pace, evaluates=evaluates, save=save)
-        if why is None:
-            after_step = left - pace.step - evaluates * pace.evaluation
-            assert after_step >= SAVES * save + MARGIN - 1e-6
-            assert why_stop(left + 1.0, pace, evaluates=evaluates, save=save) is None
-        else:
-            assert left < pace.step + pace.evaluation + SAVES * save + MARGIN
-            assert why_stop(left, pace, evaluates=True, save=save)
-            assert why_stop(left, pace, evaluates=evaluates, save=save + 1.0)
-            assert why_stop(left, Pace(2, pace.step + 1.0, pace.evaluation), evaluates=evaluates, save=save)
+@given(step=SECONDS, evaluation=SECONDS, save=SECONDS, left=SECONDS)
+def test_a_run_goes_on_only_if_all_that_follows_fits(step: float, evaluation: float, save: float, left: float) -> None:
+    """And where a run stops, it would with longer steps, evaluations or saves, and less time."""
+    if why_stop(left, step, evaluation, save) is None:
+        assert left - step - evaluation >= SAVES * save + MARGIN - 1e-6
+        assert why_stop(left + 1.0, step, evaluation, save) is None
+    else:
+        assert left < step + evaluation + SAVES * save + MARGIN
+        assert why_stop(left - 1.0, step, evaluation, save)
+        assert why_stop(left, step + 1.0, evaluation + 1.0, save + 1.0)
 
 
 def test_the_reason_has_its_figures() -> None:
-    pace = Pace(steps=5, step=2.0, evaluation=30.0)
-    assert why_stop(97.0, pace, evaluates=False, save=40.0) is None
-    assert why_stop(96.0, pace, evaluates=False, save=40.0) == (
+    assert why_stop(97.0, step=2.0, evaluation=0.0, save=40.0) is None
+    assert why_stop(96.0, step=2.0, evaluation=0.0, save=40.0) == (
         f"the job ends in 96 s ({VARIABLE}), which may not be enough for a step of 2.0 s and a save of 40.0 s"
     )
-    assert why_stop(127.0, pace, evaluates=True, save=40.0) is None
-    assert "an evaluation of 30.0 s" in str(why_stop(126.9, pace, evaluates=True, save=40.0))
+    assert "an evaluation of 30.0 s" in str(why_stop(97.0, step=2.0, evaluation=30.0, save=40.0))
 
 
 @pytest.mark.parametrize(
