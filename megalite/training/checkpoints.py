@@ -14,6 +14,7 @@ from megalite.config import CheckpointConfig
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.training.display import Display
+from megalite.training.progress import Progress
 
 _SECONDS_OF_ANY_SAVE, _BYTES_A_SECOND = 5.0, 100e6
 """From which the first save is estimated, cautiously: of each rank."""
@@ -32,6 +33,7 @@ class Checkpoints:
             state=settings.save_optim,
             asynchronous=settings.async_save,
         )
+        self.progress = Progress(directory if settings.log_progress and self._rank == 0 else None, plan.mesh.world_size)
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._removal: Future[tuple[str, ...]] | None = None
         self._failures = 0
@@ -91,6 +93,7 @@ class Checkpoints:
                 self._longest = max(self._longest, seconds)
                 still = f", training stood still for {self._stood_still:.2f} s" if self._settings.async_save else ""
                 display.message(f"saved {path} in {seconds:.1f} s{still}")
+                self.progress.write(f"saved {path.name}")
                 self._remove_old()
 
     @contextmanager

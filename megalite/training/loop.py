@@ -15,7 +15,7 @@ from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.parallel import collectives
 from megalite.training.control_files import ControlFiles
 from megalite.training.deadline import Pace, why_stop
-from megalite.training.display import Display
+from megalite.training.display import Display, perplexity
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.profiling import Profiler
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
@@ -69,6 +69,7 @@ class TrainingLoop:
                 self._on_any_rank(False)  # until all have come here the run is starting, and is stopped like one
             stack.enter_context(self._stop)
             self._starting.over()
+            self._progress("goes on" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
             if self.config.training.manual_gc:
                 gc.disable()
@@ -89,6 +90,7 @@ class TrainingLoop:
                 if agreed.save or self._saves_now():
                     self._save(last=trainer.iteration == trainer.iterations)
             self._test()
+        self._progress("finished")
         return EXIT_FINISHED
 
     def _step(self) -> None:
@@ -119,7 +121,10 @@ class TrainingLoop:
             loss = trainer.evaluate(trainer.data.valid, stopped)
         trainer.evaluation_left = loss is None
         if loss is not None:
-            validation = ValidationMetrics(*trainer.where(), loss)
+            wanted = self.config.logging.log_validation_ppl_to_tensorboard
+            validation = ValidationMetrics(
+                *trainer.where(), loss, {"valid_perplexity": perplexity(loss)} if wanted else {}
+            )
             self._record(validation)
             self.display.validation(validation)
 
@@ -141,6 +146,7 @@ class TrainingLoop:
     def _end_early(self) -> int:
         self._save(last=True)
         saved = "nothing is saved without --save" if self.trainer.directory is None else "--resume auto continues"
+        self._progress("stopped")
         self.display.message(f"stopped after step {self.trainer.iteration}; {saved}{self._why and f': {self._why}'}")
         return EXIT_RESUMABLE
 
@@ -200,6 +206,10 @@ class TrainingLoop:
         steps, self._timed = self.trainer.iteration - self._timed, self.trainer.iteration
         return gather_timing(self.sections.take(), steps, self.mesh)
 
+    def _progress(self, what: str) -> None:
+        if self.trainer.checkpoints is not None:
+            self.trainer.checkpoints.progress.write(f"{what} after step {self.trainer.iteration}")
+
     def _record(self, metrics: StepMetrics | ValidationMetrics | TestMetrics) -> None:
         told = self._writer.write(metrics)
         if told is not None:
@@ -216,4 +226,11 @@ def _metrics_writer(trainer: Trainer) -> MetricsWriter:
         path = path or directory / "metrics.jsonl"
     if isinstance(directory, Path):
         events = events or directory / "tensorboard"
-    return MetricsWriter(path, events, trainer.iteration, evaluation_left=trainer.evaluation_left)
+    return MetricsWriter(
+        path,
+        events,
+        trainer.iteration,
+        evaluation_left=trainer.evaluation_left,
+        event_interval=logging.tensorboard_log_interval,
+        without_events=() if logging.log_loss_scale_to_tensorboard else ("loss_scale",),
+    )

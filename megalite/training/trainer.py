@@ -279,6 +279,8 @@ class Trainer:
             figures["params_norm"] = math.hypot(*parameter_norms.values())
             figures |= {f"params_norm/{group}": norm for group, norm in parameter_norms.items()}
             figures |= {f"grad_norm/{group}": norm for group, norm in update.gradient_norms.items()}
+        if self.config.logging.log_world_size_to_tensorboard:
+            figures["world_size"] = self.mesh.world_size
         if self.config.logging.log_num_zeros_in_grad:
             figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.buckets, self.mesh)
         return figures
