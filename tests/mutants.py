@@ -66,6 +66,8 @@ _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is
 _GOES_ON = "tests/distributed/test_checkpoint_layouts.py::test_a_training_goes_on_under_any_layout[8]"
 _KILL = "tests/unit/test_checkpoint_kill.py::test_"
 _STOP = "tests/end_to_end/test_stop.py::test_"
+_START = "tests/end_to_end/test_stop_at_start.py::test_"
+_PROFILES = "tests/end_to_end/test_profiling.py::test_"
 _FIGURES = "tests/end_to_end/test_evaluate.py::test_"
 _LM_EVAL = "tests/end_to_end/test_lm_eval.py::test_"
 _INFERENCE = "tests/distributed/test_inference.py::test_"
@@ -1709,15 +1711,15 @@ MUTANTS = (
     Mutant(
         "a STOP from before the run stops it",
         "megalite/training/control_files.py",
-        "found = [name for name in (STOP, SAVE) if _is_file(self._directory / name)]",
+        "found = [name for name in names if _is_file(self._directory / name)]",
         "found: list[str] = []",
         f"{_STOP}a_file_stops_the_run_and_one_from_before_does_not",
     ),
     Mutant(
         "a SAVE asks for a checkpoint after every step",
         "megalite/training/control_files.py",
-        "save, self._save = self._save, False",
-        "save = self._save",
+        "        self._asked.discard(name)\n",
+        "",
         f"{_STOP}a_file_saves_the_run_once_and_it_goes_on",
     ),
     Mutant(
@@ -1730,9 +1732,51 @@ MUTANTS = (
     Mutant(
         "the exit code of an error is not left in the file",
         "megalite/training/failure.py",
-        "    _leave_code(code)\n    where",
+        "    leave_code(code)\n    where",
         "    where",
         "tests/distributed/test_failure.py::test_the_code_that_launchers_hide_is_left_in_a_file",
+    ),
+    Mutant(
+        "a start does not see that STOP is touched",
+        "megalite/training/starting.py",
+        "return status.st_mtime_ns, status.st_ino",
+        "return status.st_ino",
+        f"{_START}while_a_rank_does_not_come",
+    ),
+    Mutant(
+        "a signal waits for the library that the main thread is in",
+        "megalite/training/signals.py",
+        "    os._exit(EXIT_RESUMABLE)\n",
+        "    sys.exit()\n",
+        f"{_START}signals_that_come_many_times_end_a_start_once[rendezvous]",
+    ),
+    Mutant(
+        "a job ends in the middle of the last save",
+        "megalite/training/deadline.py",
+        "+ SAVES * save",
+        "+ save",
+        "tests/unit/test_deadline.py::test_a_run_goes_on_only_if_all_that_follows_fits",
+    ),
+    Mutant(
+        "a trace begins a step late",
+        "megalite/training/profiling.py",
+        "self._plan(config.profile_step_start + 1,",
+        "self._plan(config.profile_step_start + 2,",
+        f"{_PROFILES}chosen_steps_of_chosen_ranks_are_traced_by_flags[--save]",
+    ),
+    Mutant(
+        "actions of the pipeline have no name in a trace",
+        "megalite/pipeline/engine.py",
+        "with named(str(action)) if naming",
+        "with nullcontext() if naming",
+        f"{_PROFILES}chosen_steps_of_chosen_ranks_are_traced_by_flags[--save]",
+    ),
+    Mutant(
+        "a snapshot of memory is of any rank",
+        "megalite/training/memory_history.py",
+        "if rank in config.profile_ranks:",
+        "if True:",
+        "tests/unit/test_profiling.py::test_snapshots_of_memory_are_of_chosen_ranks_and_of_one_that_has_too_little",
     ),
 )
 

@@ -171,10 +171,10 @@ class _RangeForNsys:
 
     def begin(self) -> None:
         device.synchronize(self._device)
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaProfilerStart()))
+        torch.cuda.profiler.start()
         self._ranges.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=self._shapes))
 
     def end(self) -> None:
         self._ranges.close()
         device.synchronize(self._device)
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaProfilerStop()))
+        torch.cuda.profiler.stop()
