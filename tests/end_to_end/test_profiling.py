@@ -86,6 +86,12 @@ def test_steps_that_have_gone_by_are_told(run: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "profile").exists()
 
 
+def test_a_run_that_ends_within_a_profile_ends_as_any_other(run: Run, tmp_path: Path) -> None:
+    flags = [*BY_TORCH, "--profile-step-end", 9, "--exit-interval", 4, "--train-iters", 9, "--save", tmp_path]
+    assert "stopped after step 4" in run(*GPT2, *flags, expected=85).stdout
+    assert not (tmp_path / "profile").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
