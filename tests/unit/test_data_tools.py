@@ -220,7 +220,7 @@ def test_statistics_of_nothing() -> None:
 
 
 def test_a_tool_whose_output_nobody_reads_ends_without_a_word(tmp_path: Path) -> None:
-    program = "from megalite.config.tool_arguments import run_tool\nrun_tool(lambda: [print(n) for n in range(10**5)] and None)"
+    program = "from megalite.config.tool_arguments import run_tool\nrun_tool(lambda: print(*range(10**5), sep='\\n'))"
     command = [sys.executable, "-c", program]
     tool = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
     assert tool.stdout is not None
