@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from megalite.training.flight_record import COMPLETED, GroupRecord, Operation, Snapshot
+from megalite.watchdog.flight_record import COMPLETED, GroupRecord, Operation, Snapshot
 
 _UNEQUAL = ("all_to_all", "gather", "scatter", "coalesced")  # collectives to which ranks may bring different sizes
 
