@@ -49,6 +49,7 @@ def run_main(main: Callable[[], int]) -> NoReturn:
         if os.environ.get("RANK", "0") == "0":
             leave_code(code)
     except SystemExit as ending:  # has said what there is to say, like --help
+        ignore_stop_signals()
         if isinstance(ending.code, int):
             _exit(ending.code)
         raise

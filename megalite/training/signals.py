@@ -65,8 +65,13 @@ def exit_on_stop_signals() -> None:
     process if the main thread does not.
     """
 
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        ignore_stop_signals()
+    ending = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal ending
+        if ending:
+            return
+        ending = True
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         sys.exit(EXIT_RESUMABLE)
