@@ -1748,14 +1748,14 @@ MUTANTS = (
         "megalite/training/signals.py",
         "    os._exit(EXIT_RESUMABLE)\n",
         "    sys.exit()\n",
-        f"{_START}signals_that_come_many_times_end_a_start_once[rendezvous]",
+        f"{_START}while_a_checkpoint_is_loaded",
     ),
     Mutant(
         "a job ends in the middle of the last save",
         "megalite/training/deadline.py",
         "+ SAVES * save",
         "+ save",
-        "tests/unit/test_deadline.py::test_a_run_goes_on_only_if_all_that_follows_fits",
+        "tests/unit/test_deadline.py::test_the_reason_has_its_figures",
     ),
     Mutant(
         "a trace begins a step late",
