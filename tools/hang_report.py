@@ -33,8 +33,8 @@ class Arguments:
 def main() -> None:
     """Parse, read and print."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    from megalite.training.hang_dump import read_dumps
-    from megalite.training.hang_report import hang_report
+    from megalite.watchdog.hang_dump import read_dumps
+    from megalite.watchdog.hang_report import hang_report
 
     report = hang_report(read_dumps(arguments.folder))
     print(json.dumps(report.as_json(), indent=1) if arguments.json else report.as_text())

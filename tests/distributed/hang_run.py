@@ -24,9 +24,9 @@ from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.stages import Stages
-from megalite.training.flight_record import Snapshot
-from megalite.training.flight_recorder import snapshot
-from megalite.training.hang_dump import RankDump, write_dump
+from megalite.watchdog.flight_record import Snapshot
+from megalite.watchdog.flight_recorder import snapshot
+from megalite.watchdog.hang_dump import RankDump, write_dump
 
 WIDTH = 64
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megalite.training.flight_record import Snapshot
-from megalite.training.hang_analysis import Finding, missing
-from megalite.training.hang_dump import Dumps, read_dumps
+from megalite.watchdog.flight_record import Snapshot
+from megalite.watchdog.hang_analysis import Finding, missing
+from megalite.watchdog.hang_dump import Dumps, read_dumps
 from tests.harness.job import Job
 
 SCRIPT = Path(__file__).with_name("hang_run.py")

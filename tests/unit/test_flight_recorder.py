@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megalite.training.flight_record import GroupRecord, Operation
-from megalite.training.flight_recorder import enable, group_records
+from megalite.watchdog.flight_record import GroupRecord, Operation
+from megalite.watchdog.flight_recorder import enable, group_records
 
 NEW = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": "folder/nccl_trace_rank_"}
 

@@ -9,7 +9,6 @@ come to its end is not called completed but `retired`, and messages are not reco
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import threading
@@ -24,26 +23,13 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
 from megalite.parallel import collectives
-from megalite.training.flight_record import COMPLETED, GroupRecord, Operation, Snapshot
+from megalite.watchdog.flight_record import COMPLETED, GroupRecord, Operation, Snapshot
 
 KEPT = 100  # collectives of each group in a snapshot
 
-_BUFFER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-_DUMP_FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _READERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo's recorder, and of NCCL's where there is NCCL
 _NAME = re.compile(r"megalite (group|link) (\d+(?:-\d+)*) #\d+")  # as parallel/mesh.py names its groups
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Byte": "uint8"}
-
-
-def enable(folder: Path) -> None:
-    """Record, and have NCCL's own watchdog write what it records into `folder` when a collective times out there.
-
-    To be called before the first process group is made. What the user has set, under the present names or the older
-    ones, stays.
-    """
-    for names, value in ((_BUFFER_SIZE, "2000"), (_DUMP_FILE, str(folder / "nccl_trace_rank_"))):
-        if not any(name in os.environ for name in names):
-            os.environ[names[0]] = value
 
 
 def snapshot() -> Snapshot:

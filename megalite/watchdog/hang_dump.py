@@ -17,7 +17,7 @@ from typing import Any
 
 from megalite.errors import ConfigurationError
 from megalite.files import write_atomically
-from megalite.training.flight_record import Snapshot
+from megalite.watchdog.flight_record import Snapshot
 
 VERSION = 1
 _OWN = re.compile(r"rank_(\d+)\.json")
@@ -41,6 +41,13 @@ class RankDump:
     flight_recorder: Snapshot | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     """Whatever else the writer knows, as JSON has it."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> RankDump:
+        """Back from `dataclasses.asdict`, and from JSON. Raises ValueError, TypeError or KeyError where it is none."""
+        recorded = values["flight_recorder"]
+        dump = cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
+        return replace(dump, flight_recorder=None if recorded is None else Snapshot.of(recorded))
 
 
 def write_dump(folder: Path, dump: RankDump) -> Path:
@@ -98,14 +105,12 @@ def _read_own(path: Path) -> RankDump:
     values = json.loads(path.read_bytes())
     if values.pop("version") != VERSION:
         raise ValueError(f"it is not of version {VERSION} of the format")
-    recorded = values.pop("flight_recorder")
-    dump = RankDump(**{one.name: values[one.name] for one in fields(RankDump) if one.name in values})
-    return replace(dump, flight_recorder=None if recorded is None else Snapshot.of(recorded))
+    return RankDump.of(values)
 
 
 def _read_from_torch(path: Path) -> RankDump:
     from megalite.conversion.restricted_pickle import load
-    from megalite.training.flight_recorder import group_records
+    from megalite.watchdog.flight_recorder import group_records
 
     groups = tuple(group_records(load(io.BytesIO(path.read_bytes()))))
     match = _FROM_TORCH.fullmatch(path.name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
-from megalite.training.flight_record import COMPLETED, GroupRecord, Operation, Snapshot
+from megalite.watchdog.flight_record import COMPLETED, GroupRecord, Operation, Snapshot
 
 _UNEQUAL = ("all_to_all", "gather", "scatter", "coalesced")  # collectives to which ranks may bring different sizes
 

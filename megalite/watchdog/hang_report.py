@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megalite.training.hang_analysis import Finding, missing, ranks_text
-from megalite.training.hang_dump import Dumps, RankDump
+from megalite.watchdog.hang_analysis import Finding, missing, ranks_text
+from megalite.watchdog.hang_dump import Dumps, RankDump
 
 SHOWN = 20  # findings of each kind in the text
 _ADDRESS = re.compile(r"0x[0-9a-f]+")  # of a thread, by which stacks that are alike differ
