@@ -47,10 +47,11 @@ def missing(snapshots: Mapping[int, Snapshot], silent: Collection[int] = ()) -> 
     stuck = {rank for wait in unfinished for rank in wait.waiting} - waiting - odd
     causes = {rank for wait in waits for rank in wait.absent} - waiting - stuck
     circles = list(_circles(waits, causes | stuck))
+    known = {rank for wait in waits if not wait.guess for rank in wait.waiting}
     findings = [
         *(_mismatch_finding(wait) for wait in mismatches),
         *_silence(silent, causes),
-        *(_finding(wait, causes) for wait in lacking),
+        *(_finding(wait, causes) for wait in lacking if not (wait.guess and wait.waiting <= known)),
         *(_deadlock(circle, waits, snapshots) for circle in circles),
         *(Finding(wait.text, (), True) for wait in unfinished if stuck & wait.waiting),
     ]
@@ -78,6 +79,8 @@ class _Wait:
     text: str
     waiting: set[int]
     absent: set[int] = field(default_factory=set)
+    guess: bool = False
+    """Whether the ranks perhaps do not wait: on gloo a message that has arrived looks like one that has not."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,8 @@ class _Group:
         absent = _last("has not come to it", self._messages(other))
         if other in self.silent:
             verb, absent = "has begun it", "left no record"
-        return _Wait(what, f"{what}: rank {rank} {verb}, rank {other} {absent}", {rank}, {other})
+        text = f"{what}: rank {rank} {verb}, rank {other} {absent}"
+        return _Wait(what, text, {rank}, {other}, guess=other in self.silent)
 
     def _messages(self, rank: int) -> int:
         return self.records[rank].messages if rank in self.records else 0

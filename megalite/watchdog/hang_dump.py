@@ -37,7 +37,7 @@ class RankDump:
     seconds: float = 0.0
     """For how long."""
     stacks: str = ""
-    """The Python stacks of its threads."""
+    """Where its threads are in Python, the main one first: "thread NAME:" and what `traceback.format_stack` says."""
     flight_recorder: Snapshot | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     """Whatever else the writer knows, as JSON has it."""

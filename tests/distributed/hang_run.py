@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,9 +31,7 @@ WIDTH = 64
 
 
 def leave_dump(rank: int, folder: Path, record: Snapshot) -> None:
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    stacks = "".join(traceback.format_stack(frame))
-    write_dump(folder, RankDump(rank, dist.get_world_size(), stacks=stacks, flight_recorder=record))
+    write_dump(folder, RankDump(rank, dist.get_world_size(), flight_recorder=record))
 
 
 def operations(record: Snapshot) -> int:
