@@ -66,6 +66,8 @@ _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is
 _GOES_ON = "tests/distributed/test_checkpoint_layouts.py::test_a_training_goes_on_under_any_layout[8]"
 _KILL = "tests/unit/test_checkpoint_kill.py::test_"
 _STOP = "tests/end_to_end/test_stop.py::test_"
+_HANG = "tests/distributed/test_hang.py::test_"
+_HANG_REPORT = "tests/unit/test_hang_report.py::test_"
 _FIGURES = "tests/end_to_end/test_evaluate.py::test_"
 _LM_EVAL = "tests/end_to_end/test_lm_eval.py::test_"
 _INFERENCE = "tests/distributed/test_inference.py::test_"
@@ -1705,6 +1707,69 @@ MUTANTS = (
         "flat = values.view(-1)",
         "flat = values.view(-1).roll(1)",
         f"{_FAMILIES}there_and_back_is_the_same_bit_for_bit[llama]",
+    ),
+    Mutant(
+        "a hang: what has ended on gloo is taken for under way",
+        "megalite/watchdog/flight_recorder.py",
+        'return COMPLETED if ended_on_gloo else str(entry["state"])',
+        'return str(entry["state"])',
+        "tests/unit/test_flight_recorder.py::test_what_gloo_retires_has_ended",
+    ),
+    Mutant(
+        "a hang: a rank that is busy is taken for one that waits",
+        "megalite/watchdog/flight_recorder.py",
+        "return file == collectives.__file__ or Path(file).is_relative_to(Path(dist.__file__).parent)",
+        "return bool(file)",
+        f"{_HANG}collectives_under_way_are_counted_from_the_first_that_lacks_a_rank",
+    ),
+    Mutant(
+        "a hang: messages on gloo are not counted",
+        "megalite/watchdog/flight_recorder.py",
+        "messages=count if link else 0",
+        "messages=0",
+        f"{_HANG}a_missing_stage_is_found_by_the_messages_that_wait_for_it",
+    ),
+    Mutant(
+        "a hang: who waits for others is blamed as well",
+        "megalite/watchdog/hang_analysis.py",
+        "causes = {rank for wait in waits for rank in wait.absent} - waiting - stuck",
+        "causes = {rank for wait in waits for rank in wait.absent} - stuck",
+        "tests/unit/test_hang_analysis.py::test_the_rank_that_stopped_is_the_one_to_blame",
+    ),
+    Mutant(
+        "a hang: operations are compared by their names alone",
+        "megalite/watchdog/hang_analysis.py",
+        "    return operation.name, operation.dtype, sum(math.prod(shape) for shape in operation.shapes)",
+        "    return (operation.name,)",
+        f"{_HANG}a_rank_with_another_size_is_named_even_where_the_backend_let_it_pass",
+    ),
+    Mutant(
+        "a hang: whether a rank waits is lost on the way",
+        "megalite/watchdog/flight_record.py",
+        "return cls(waiting, tuple(",
+        "return cls(None, tuple(",
+        f"{_HANG_REPORT}a_dump_is_read_as_it_was_written",
+    ),
+    Mutant(
+        "a hang: a rank without a file is not missed",
+        "megalite/watchdog/hang_dump.py",
+        "tuple(sorted(world - known))",
+        "()",
+        f"{_HANG_REPORT}a_missing_file_is_told",
+    ),
+    Mutant(
+        "a hang: a damaged file ends the report",
+        "megalite/watchdog/hang_dump.py",
+        "except Exception as error:",
+        "except KeyError as error:",
+        f"{_HANG_REPORT}a_damaged_file_is_told_and_the_rest_used",
+    ),
+    Mutant(
+        "a hang: rank 0 stands apart, by the thread of its monitor",
+        "megalite/watchdog/hang_report.py",
+        "if not other.startswith(_OWN_THREADS) and not _idles(other)",
+        "if not _idles(other)",
+        f"{_HANG_REPORT}the_report_names_the_rank_and_sets_the_outlier_apart",
     ),
     Mutant(
         "a STOP from before the run stops it",
