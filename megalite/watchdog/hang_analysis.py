@@ -34,9 +34,11 @@ class Finding:
 def missing(snapshots: Mapping[int, Snapshot], silent: Collection[int] = ()) -> list[Finding]:
     """What the groups lack, causes first; nothing where no rank waits for another.
 
-    `snapshots`: by rank, taken when nothing moved any more. `silent`: the ranks that gave none.
+    `snapshots`: by rank, taken when nothing moved any more. `silent`: ranks that gave none, to tell of them also where
+    they are in no group of those that did.
     """
-    groups = list(_groups(snapshots, set(silent)))
+    groups = list(_groups(snapshots))
+    silent = set(silent).union(*(group.silent for group in groups))
     mismatches = [wait for group in groups for wait in group.mismatches()]
     lacking = [wait for group in groups for wait in (*group.lacking_ranks(), *group.lacking_messages())]
     lacking.sort(key=lambda wait: len(wait.absent))
@@ -192,7 +194,7 @@ class _Group:
         return ", ".join(parts)
 
 
-def _groups(snapshots: Mapping[int, Snapshot], silent: set[int]) -> Iterator[_Group]:
+def _groups(snapshots: Mapping[int, Snapshot]) -> Iterator[_Group]:
     """The groups by name; a rank that has not made one, as far as its snapshot tells, has entered nothing there."""
     ranks: dict[str, tuple[int, ...]] = {}
     records: dict[str, dict[int, GroupRecord]] = {}
@@ -207,7 +209,7 @@ def _groups(snapshots: Mapping[int, Snapshot], silent: set[int]) -> Iterator[_Gr
             own,
             {rank: {operation.number: operation for operation in record.operations} for rank, record in own.items()},
             {rank for rank in own if snapshots[rank].waiting is not False},
-            silent.intersection(members),
+            set(members) - snapshots.keys(),
         )
 
 

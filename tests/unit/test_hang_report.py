@@ -106,6 +106,12 @@ def test_a_missing_file_is_told(folder: Path) -> None:
     assert report(folder).stdout.startswith("3 of 4 ranks have left a file\nwithout one: rank 2\n\nHELD UP BY rank 2\n")
 
 
+def test_of_one_process_alone_there_is_where_it_stood(tmp_path: Path) -> None:
+    write_dump(tmp_path, RankDump(0, 1, stacks="at home"))
+    expected = "1 of 1 ranks have left a file\n\nNo rank is known to hold it up.\n\nrank 0:\n    at home\n"
+    assert report(tmp_path).stdout == expected
+
+
 def test_a_rank_without_a_recorder_still_shows_where_it_stood(folder: Path) -> None:
     write_dump(folder, RankDump(2, 4, stacks="at home"))
     ended = report(folder)
