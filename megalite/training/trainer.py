@@ -41,6 +41,7 @@ from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.load_report import load_notes, rounding_notes
 from megalite.training.metrics import StepMetrics
+from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, locate
 from megalite.training.profiling import begin_recording, gone_by, write_recording
 from megalite.training.start import Start
 
@@ -77,6 +78,7 @@ class Trainer:
         self.evaluation_left = False
         self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
+        self.skip_report: str | None = None
         self._load_notes: tuple[str, ...] = ()
         self.loader = make_loader(config, mesh, data.tokenizer, data.train)
         self.plan = make_plan(config, self.model_config, mesh, stages)
@@ -104,11 +106,15 @@ class Trainer:
         loss_sum = self.engine.run(actions, micro_batches, factor, self.optimizer, recording)
         rates = self.rates.at(self.consumed_samples)
         update = self.optimizer.step(rates, loss_scale)
-        self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not self.loss_scale.can_shrink else 0
+        loss = self._over_model(loss_sum.clone().view(1)).item() / max(count, 1.0)
+        diverges = update.skipped and not (self.loss_scale.can_shrink and math.isfinite(loss))
+        self.skips_in_a_row = self.skips_in_a_row + 1 if diverges else 0
         self.loss_scale = self.loss_scale.after(overflow=update.skipped)
-
-        loss = self._over_model(loss_sum.view(1)).item() / max(count, 1.0)
         self.iteration += 1
+        self.skip_report = None
+        if self.skips_in_a_row in LOCATED_SKIPS and self.config.training.rerun_mode != "disabled":
+            skipped = SkippedStep(self.iteration, actions, micro_batches, factor, loss_scale, loss_sum)
+            self.skip_report = locate(skipped, self.chunks, self.engine, self.steps.stages, self.optimizer, self.mesh)
         self.consumed_samples += batch_size
         if recording is not None and isinstance(self.directory, Path):
             write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)

@@ -1,0 +1,190 @@
+"""A step that is not finite is run again and watched: it tells where that came from, and changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalite.model.gpt import GPT
+from megalite.parallel import collectives
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.randomness import RandomKey
+from megalite.training.nonfinite import SkippedStep, locate
+from tests.distributed.layout_cell import Cell, make_cell, rates
+from tests.distributed.layout_run import Training, initialized_chunks, local_micro_batches, make_meshes
+from tests.harness.rank_pool import RankPools
+
+MAX = torch.finfo(torch.float64).max
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong in a step on one rank."""
+
+    kind: str  # forward or backward of attention, parameter, or gradient of a norm's weight (on all ranks)
+    rank: int = 0
+    layer: int = 1
+    whole_layer: bool = False  # not of attention: of the layer
+    sample: int | None = None  # the micro-batch that begins with it; None: all
+    value: float = float("nan")
+    transient: bool = False
+
+
+class _Spoiling(torch.autograd.Function):
+    """The identity, but for one element of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, value: float | None) -> Tensor:
+        ctx.value = value
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _spoiled(gradients[0], ctx.value), None
+
+
+def _spoiled(tensor: Tensor, value: float | None) -> Tensor:
+    """A copy with one element of this value; None: a copy."""
+    copy = tensor.clone(memory_format=torch.contiguous_format)
+    if value is not None:
+        copy.view(-1)[-1] = value
+    return copy
+
+
+def _sample(arguments: tuple[Any, ...]) -> int:
+    keys = (getattr(argument, "key", argument) for argument in arguments)
+    return next(key.sample for key in keys if isinstance(key, RandomKey))
+
+
+def _layers(chunks: list[GPT]) -> dict[int, nn.Module]:
+    return {index: layer for chunk in chunks for index, layer in enumerate(chunk.layers, chunk.part.first_layer)}
+
+
+def plant(fault: Fault, chunks: list[GPT], mesh: ParallelMesh) -> Callable[[], object]:
+    """Returns what takes the fault out again."""
+    layer = _layers(chunks).get(fault.layer)
+    if layer is None:
+        return lambda: None
+    if fault.kind == "gradient":  # of a parameter, on every rank
+        return layer.input_norm.weight.register_hook(lambda gradient: _spoiled(gradient, fault.value)).remove
+    if fault.kind == "parameter":
+        return _plant_in_parameter(fault, layer) if mesh.rank == fault.rank else lambda: None
+
+    def spoil(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+        """The same operations on all ranks."""
+        value = fault.value if mesh.rank == fault.rank and fault.sample in (None, _sample(arguments)) else None
+        first = output if isinstance(output, Tensor) else output[0]
+        spoiled: Tensor = (_Spoiling.apply if fault.kind == "backward" else _spoiled)(first, value)
+        return spoiled if isinstance(output, Tensor) else (spoiled, *output[1:])
+
+    return (layer if fault.whole_layer else layer.attention).register_forward_hook(spoil).remove
+
+
+def _plant_in_parameter(fault: Fault, layer: nn.Module) -> Callable[[], object]:
+    (bucket,) = {id(b): b for b in [layer.mlp.down.weight.gradient_buffer]}.values()
+    place = bucket.parameter_shard if bucket.stage == 3 else layer.mlp.down.weight.data.view(-1)
+    before = place[-1].clone()
+    place[-1] = fault.value
+    return lambda: place[-1:].copy_(before)
+
+
+def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[str], list[bool], str]:
+    """A step for each fault or None: what was told of the skipped ones, which were skipped, a digest of the bits."""
+    mesh = make_meshes([cell])[cell.tp, cell.pp]
+    chunks = initialized_chunks(mesh, cell)
+    training = Training(mesh, cell, chunks)
+    optimizer, told, skips, losses = training.optimizer, [], [], []
+    for number, fault in enumerate(faults):
+        remove = (lambda: None) if fault is None else plant(fault, chunks, mesh)
+        micro_batches = list(local_micro_batches(cell, number, mesh.coordinate("dp")))
+        actions = training.steps.training(len(micro_batches))
+        optimizer.begin_step(len(micro_batches))
+        loss = training.engine.run(actions, micro_batches, 0.01, optimizer)
+        skips.append(optimizer.step(rates(cell, number)).skipped)
+        if fault is not None and fault.transient:
+            remove()
+        if skips[-1] and located:
+            step = SkippedStep(number, actions, micro_batches, 0.01, 1.0, loss)
+            told.append(locate(step, chunks, training.engine, cell.stages, optimizer, mesh))
+        remove()
+        losses.append(loss.item() if fault is None else 0.0)
+    return told, skips, _digest(training, losses)
+
+
+def _digest(training: Training, losses: list[float]) -> str:
+    digest = hashlib.blake2b(repr(losses).encode())
+    with training.optimizer.whole_parameters():
+        for tensor in _kept(training):
+            digest.update(tensor.detach().clone().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _kept(training: Training) -> Iterator[Tensor]:
+    yield from training.network.parameters()
+    for part in training.optimizer.slices():
+        yield from (part.state[name] for name in sorted(part.state))
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "alone": {"tp": 1, "dp": 1},
+    "one micro-batch": {"tp": 1, "dp": 1, "micro_batch_size": 4},
+    "tp 2": {"tp": 2, "dp": 1, "fused_loss": True},
+    "tp 2, sequence parallel, recomputed": {"tp": 2, "dp": 1, "sequence_parallel": True, "recompute": "uniform"},
+    "pp 2, interleaved, recomputed": {"tp": 1, "dp": 1, "pp": 2, "schedule": "interleaved-2", "recompute": "block"},
+    "pp 2, zb-h1": {"tp": 1, "dp": 1, "pp": 2, "schedule": "zb-h1"},
+    "pp 2, zb-v": {"tp": 1, "dp": 1, "pp": 2, "schedule": "zb-v"},
+    "tp 2, pp 2, zb-h1": {"tp": 2, "dp": 1, "pp": 2, "schedule": "zb-h1", "sequence_parallel": True},
+    "dp 2": {"tp": 1, "dp": 2, "overlap": "reduce"},
+    "dp 2, ZeRO 1": {"tp": 1, "dp": 2, "zero": 1, "overlap": "reduce and gather"},
+    "dp 2, ZeRO 2": {"tp": 1, "dp": 2, "zero": 2, "recompute": "selective"},
+    "dp 2, ZeRO 3": {"tp": 1, "dp": 2, "zero": 3, "overlap": "reduce and gather", "recompute": "uniform"},
+    "pp 2, dp 2, ZeRO 3": {"tp": 1, "dp": 2, "pp": 2, "zero": 3, "schedule": "interleaved-2"},
+}
+
+
+def cell_of(layout: str, **rest: Any) -> Cell:
+    return make_cell(LAYOUTS[layout], optimizer="adam", dropout=0.1, **rest)
+
+
+def rank_of(cell: Cell, layer: int) -> int:
+    """The last of the ranks that hold a layer."""
+    stage = next(s for s, part in enumerate(cell.parts()) if part.first_layer <= layer < part.first_layer + part.layers)
+    return cell.world_size // cell.pp * (cell.stages.place(stage)[0] + 1) - 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_first_module_is_told_and_the_training_goes_on_with_the_same_bits(
+    layout: str, rank_pools: RankPools
+) -> None:
+    """NaN on one rank, in its last micro-batch, in forward and then in backward; then two steps that are clean."""
+    cell = cell_of(layout)
+    layer = 2
+    rank, size = rank_of(cell, layer), cell.micro_batch_size
+    number = cell.samples // cell.dp // size - 1
+    first = cell.samples - size  # the last micro-batch is the last data-parallel rank's
+    forward = Fault("forward", rank, layer, cell.samples + first)
+    backward = Fault("backward", rank, layer, 2 * cell.samples + first)
+    faults = [None, forward, backward, None, None]
+    pool = rank_pools(cell.world_size)
+    watched = pool.run(train, cell, faults, True)
+    for told, skips, _ in watched:
+        assert skips == [False, True, True, False, False]
+        assert told == watched[0][0]
+    one, two = watched[0][0]
+    for number_of_step, text, fault in ((1, one, forward), (2, two, backward)):
+        assert f"step {number_of_step} was skipped" in text
+        samples = f"(samples {fault.sample} to {fault.sample + size - 1})"
+        assert f"NaN came first on rank {rank} (" in text
+        assert f"), in micro-batch {number} {samples}, {fault.kind}, in " in text
+        assert text.endswith(f"Of the step's {cell.samples // size} micro-batches 1 are affected")
+    place = f"the output of layer {layer}, attention"
+    assert f"in {place}; {place}, output was still finite" in one
+    assert f"in the gradient with respect to {place}, output; the gradient with respect to {place} was still" in two
+    unwatched = pool.run(train, cell, faults, False)
+    assert [digest for *_, digest in watched] == [digest for *_, digest in unwatched]
