@@ -189,7 +189,9 @@ def _of_runs(
         return f"{_of_origin(second, hosts)}. Of the step's {total} micro-batches {len(affected)} are affected"
     if kept := [rank for rank, report in enumerate(second) if report.own]:
         names = dict.fromkeys(name for rank in kept for name in second[rank].own)
-        return f"every gradient was finite as it came, and what {_ranks(kept, hosts)} made of it is not: {_listed(names)}"
+        return (
+            f"every gradient was finite as it came, and what {_ranks(kept, hosts)} made of it is not: {_listed(names)}"
+        )
     if names := dict.fromkeys(name for report in second for name in report.summed):
         return f"each rank's gradients are finite, and their sum over the ranks is not: {_listed(names)}"
     if result.skipped:

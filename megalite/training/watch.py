@@ -150,7 +150,7 @@ class Watch:
         stage = stage if phase == 0 else self._stages.count - 1 - stage
         self.micro_batches.add(action.micro_batch)
         key = action.micro_batch, phase, stage, self._border, of_parameter
-        finding = Finding(*key, place, value, "" if of_parameter else self._before)
+        finding = Finding(*key, place, value, self._before)
         if self.first is None or finding.order < self.first.order:
             self.first = finding
         return True

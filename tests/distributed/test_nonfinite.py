@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
+from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
-from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.training.nonfinite import SkippedStep, locate
 from tests.distributed.layout_cell import Cell, make_cell, rates
-from tests.distributed.layout_run import Training, initialized_chunks, local_micro_batches, make_meshes
+from tests.distributed.layout_expected import on_ranks
+from tests.distributed.layout_run import Training, initialized_chunks, local_micro_batches, make_meshes, plant_infinity
 from tests.harness.rank_pool import RankPools
 
 MAX = torch.finfo(torch.float64).max
@@ -27,7 +31,7 @@ MAX = torch.finfo(torch.float64).max
 class Fault:
     """What goes wrong in a step on one rank."""
 
-    kind: str  # forward or backward of attention, parameter, or gradient of a norm's weight (on all ranks)
+    kind: str  # forward or backward (of attention), parameter, mask, buffer, gradient (of a norm, on all ranks)
     rank: int = 0
     layer: int = 1
     whole_layer: bool = False  # not of attention: of the layer
@@ -69,10 +73,13 @@ def _layers(chunks: list[GPT]) -> dict[int, nn.Module]:
 def plant(fault: Fault, chunks: list[GPT], mesh: ParallelMesh) -> Callable[[], object]:
     """Returns what takes the fault out again."""
     layer = _layers(chunks).get(fault.layer)
-    if layer is None:
+    if layer is None or fault.kind == "mask":
         return lambda: None
     if fault.kind == "gradient":  # of a parameter, on every rank
         return layer.input_norm.weight.register_hook(lambda gradient: _spoiled(gradient, fault.value)).remove
+    if fault.kind == "buffer":
+        plant_infinity(nn.ModuleList(chunks), active=mesh.rank == fault.rank)
+        return lambda: plant_infinity(nn.ModuleList(chunks), active=False)
     if fault.kind == "parameter":
         return _plant_in_parameter(fault, layer) if mesh.rank == fault.rank else lambda: None
 
@@ -87,11 +94,17 @@ def plant(fault: Fault, chunks: list[GPT], mesh: ParallelMesh) -> Callable[[], o
 
 
 def _plant_in_parameter(fault: Fault, layer: nn.Module) -> Callable[[], object]:
-    (bucket,) = {id(b): b for b in [layer.mlp.down.weight.gradient_buffer]}.values()
+    bucket = layer.mlp.down.weight.gradient_buffer
     place = bucket.parameter_shard if bucket.stage == 3 else layer.mlp.down.weight.data.view(-1)
-    before = place[-1].clone()
-    place[-1] = fault.value
-    return lambda: place[-1:].copy_(before)
+    before = place[0].clone()
+    place[0] = fault.value
+    return lambda: place[:1].copy_(before)
+
+
+def _masked(fault: Fault, micro_batch: MicroBatch) -> MicroBatch:
+    if micro_batch.key.sample != fault.sample:
+        return micro_batch
+    return replace(micro_batch, loss_mask=_spoiled(micro_batch.loss_mask, fault.value))
 
 
 def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[str], list[bool], str]:
@@ -103,6 +116,8 @@ def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[s
     for number, fault in enumerate(faults):
         remove = (lambda: None) if fault is None else plant(fault, chunks, mesh)
         micro_batches = list(local_micro_batches(cell, number, mesh.coordinate("dp")))
+        if fault is not None and fault.kind == "mask":
+            micro_batches = [_masked(fault, micro_batch) for micro_batch in micro_batches]
         actions = training.steps.training(len(micro_batches))
         optimizer.begin_step(len(micro_batches))
         loss = training.engine.run(actions, micro_batches, 0.01, optimizer)
@@ -168,8 +183,8 @@ def test_the_first_module_is_told_and_the_training_goes_on_with_the_same_bits(
     rank, size = rank_of(cell, layer), cell.micro_batch_size
     number = cell.samples // cell.dp // size - 1
     first = cell.samples - size  # the last micro-batch is the last data-parallel rank's
-    forward = Fault("forward", rank, layer, cell.samples + first)
-    backward = Fault("backward", rank, layer, 2 * cell.samples + first)
+    forward = Fault("forward", rank, layer, sample=cell.samples + first)
+    backward = Fault("backward", rank, layer, sample=2 * cell.samples + first)
     faults = [None, forward, backward, None, None]
     pool = rank_pools(cell.world_size)
     watched = pool.run(train, cell, faults, True)
@@ -188,3 +203,106 @@ def test_the_first_module_is_told_and_the_training_goes_on_with_the_same_bits(
     assert f"in the gradient with respect to {place}, output; the gradient with respect to {place} was still" in two
     unwatched = pool.run(train, cell, faults, False)
     assert [digest for *_, digest in watched] == [digest for *_, digest in unwatched]
+
+
+def told(rank_pools: RankPools, cell: Cell, *faults: Fault) -> list[str]:
+    """What is told of a step for each fault, without the name of the machine."""
+    results = on_ranks(rank_pools, cell.world_size, train, cell, list(faults), True)
+    texts, skips, _ = results[0]
+    assert skips == [True] * len(faults)
+    assert all(other == texts for other, *_ in results)
+    return [
+        text.replace(f" ({socket.gethostname()})", "").partition(" since its gradient is not finite")[2]
+        for text in texts
+    ]
+
+
+WATCHED = ". It was run once more and watched: "
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_nan_is_told_from_infinity_in_every_precision(dtype: str, rank_pools: RankPools) -> None:
+    cell = make_cell({"tp": 1, "dp": 1}, dtype=dtype, micro_batch_size=2)
+    faults = [Fault("forward", value=value) for value in (math.nan, math.inf, -math.inf)]
+    place = "in the output of layer 1, attention; the output of layer 1, attention, output was still finite"
+    texts = told(rank_pools, cell, *faults)
+    for text, value, sample in zip(texts, ("NaN", "infinity", "infinity"), (0, 4, 8), strict=True):
+        samples = f"samples {sample} to {sample + 1}"
+        first = f"{value} came first on rank 0, in micro-batch 0 ({samples}), forward, {place}"
+        assert text == f"{WATCHED}{first}. Of the step's 2 micro-batches 2 are affected"
+
+
+def test_a_loss_mask_that_is_not_finite_is_told(rank_pools: RankPools) -> None:
+    cell = make_cell({"tp": 1, "dp": 2, "pp": 2})
+    (text,) = told(rank_pools, cell, Fault("mask", sample=3))
+    assert "NaN came first on rank 3, in micro-batch 1 (samples 3 to 3), forward, in the loss times the loss" in text
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_parameter_that_is_not_finite_is_named(zero: int, rank_pools: RankPools) -> None:
+    cell = make_cell({"tp": 1, "dp": 2, "zero": zero})
+    (text,) = told(rank_pools, cell, Fault("parameter", rank=1, value=math.inf))
+    name = "layers.1.mlp.down" if zero == 0 else "layers.1."
+    assert text.startswith(f": before it began, parameters were not finite already, on rank 1: {name}")
+    assert "(infinity). No step can be finite from here on" in text
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_weight_gradient_that_is_not_finite_is_told(schedule: str, rank_pools: RankPools) -> None:
+    """On two ranks at once."""
+    cell = make_cell({"tp": 2, "dp": 1, "pp": 2, "schedule": schedule, "sequence_parallel": True})
+    (text,) = told(rank_pools, cell, Fault("gradient", layer=2, value=math.inf))
+    assert text.startswith(f"{WATCHED}infinity came first on ranks 2, 3, in micro-batch 0 (samples 0 to 0 on rank 2), ")
+    assert "backward, in the gradient of layers.2.input_norm.weight" in text
+    assert text.endswith("Of the step's 4 micro-batches 4 are affected")
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_sums_that_overflow_are_told_from_what_they_are_made_of(zero: int, rank_pools: RankPools) -> None:
+    """Sums over micro-batches, over ranks, and the norm's."""
+    large, name = Fault("gradient", value=0.75 * MAX), "layers.1.input_norm.weight"
+    alone, ranks = (make_cell({"tp": 1, "dp": dp, "zero": zero}, micro_batch_size=2) for dp in (1, 2))
+    (over_micro_batches,) = told(rank_pools, alone, large)
+    assert "micro-batch 1 (samples 2 to 3), backward, in the sum over micro-batches" in over_micro_batches
+    over_ranks, norm = told(rank_pools, ranks, large, replace(large, value=1e200))
+    assert over_ranks == (
+        f"{WATCHED}each rank's gradients are finite, and their sum over the ranks is not: {name} (infinity)"
+    )
+    assert norm == f"{WATCHED}all gradients are finite, and their norm overflows"
+
+
+def test_what_a_buffer_makes_of_finite_gradients_is_told(rank_pools: RankPools) -> None:
+    cell = make_cell({"tp": 2, "dp": 1}, micro_batch_size=4)
+    (text,) = told(rank_pools, cell, Fault("buffer", rank=1))
+    made = (
+        "every gradient was finite as it came, and what rank 1 made of it is not: layers.0.attention.output (infinity)"
+    )
+    assert text == WATCHED + made
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_fault_that_does_not_come_again_makes_a_device_suspect(zero: int, rank_pools: RankPools) -> None:
+    cell = make_cell({"tp": 1, "dp": 2, "zero": zero})
+    (text,) = told(rank_pools, cell, Fault("forward", rank=1, transient=True))
+    assert text.startswith(f"{WATCHED}it was finite. So a device or its memory is suspect, not the model. In the first")
+    gradients = "gradients of rank 1, such as of" if zero == 0 else "sums of the ranks' gradients, kept by ranks 0, 1"
+    assert f"first run the loss of rank 1 and {gradients}" in text
+
+
+def test_of_a_compiled_layer_the_layer_is_told_and_nothing_is_compiled_again(rank_pools: RankPools) -> None:
+    cell = make_cell({"tp": 1, "dp": 1}, compiled="aot_eager")
+    faults = [Fault(kind, layer=2, whole_layer=True) for kind in ("forward", "backward")]
+    for (forward, backward), before, after in on_ranks(rank_pools, 1, _graphs, cell, *faults):
+        assert before == after > 0
+        assert "forward, in the output of layer 2; the output of layer 1 was still finite" in forward
+        still_finite = "the gradient with respect to the output of layer 2 was still finite"
+        assert f"backward, in the gradient of layers.2.attention.output_bias; {still_finite}" in backward
+
+
+def _graphs(cell: Cell, *faults: Fault) -> tuple[list[str], int, int]:
+    """What is told, and how many graphs had been compiled without watching and with."""
+    counters.clear()
+    train(cell, list(faults), False)
+    before = counters["stats"]["unique_graphs"]
+    texts, *_ = train(cell, list(faults), True)
+    return texts, before, counters["stats"]["unique_graphs"]
