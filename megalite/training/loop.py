@@ -76,7 +76,7 @@ class TrainingLoop:
         metrics = self.trainer.step()
         self._record(metrics)
         self.display.step(metrics)
-        report = self.trainer.skip_report
+        report = self.trainer.not_finite
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise MegaliteError(
                 f"the gradient norm was not finite in the last {MAX_CONSECUTIVE_SKIPS} steps (now step "

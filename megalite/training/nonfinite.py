@@ -101,6 +101,18 @@ def locate(
     return f"{told}. It was run once more and watched: {_of_runs(first, second, result, hosts, mesh, skipped)}"
 
 
+def locate_loss(iteration: int, loss_sum: Tensor, mesh: ParallelMesh) -> str:
+    """What is to be told of a step whose loss is not finite although its gradient is: it was not skipped. All ranks
+    call this together, each with the sum of its own losses.
+    """
+    own = f"{not_finite(loss_sum) or 'finite'} {socket.gethostname()}"
+    texts = collectives.all_gather_text(own, mesh.world(), mesh.device)
+    values, hosts = zip(*map(str.split, texts), strict=True)
+    ranks = [rank for rank, value in enumerate(values) if value != "finite"]
+    where = f"that of {_ranks(ranks, hosts)} is {values[ranks[0]]}" if ranks else "each rank's is, their sum is not"
+    return f"the loss of step {iteration} is not finite, although its gradient is: {where}"
+
+
 def _gather(report: _FirstRun | _SecondRun, mesh: ParallelMesh) -> list[dict[str, Any]]:
     texts = collectives.all_gather_text(json.dumps(asdict(report)), mesh.world(), mesh.device)
     return [json.loads(text) for text in texts]
@@ -221,11 +233,11 @@ def _suspects(first: Sequence[_FirstRun]) -> str:
     if losses:
         seen.append(f"the loss of {_ranks(losses, hosts)}")
     if own:
-        seen.append(f"gradients of {_ranks(own, hosts)}, such as of {first[own[0]].own[0]}")
+        seen.append(f"gradients of {_ranks(own, hosts)}, such as {first[own[0]].own[0]}")
     elif summed:
-        names = first[summed[0]].summed
-        seen.append(f"sums of the ranks' gradients, kept by {_ranks(summed, hosts)}, such as of {names[0]}")
-    return f"{' and '.join(seen)} {'was' if seen == seen[:1] and losses else 'were'} not finite"
+        example = first[summed[0]].summed[0]
+        seen.append(f"sums of the ranks' gradients, kept by {_ranks(summed, hosts)}, such as {example}")
+    return f"these were not finite: {'; '.join(seen)}" if seen else "the norm alone was not finite"
 
 
 def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:

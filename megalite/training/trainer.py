@@ -41,7 +41,7 @@ from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.load_report import load_notes, rounding_notes
 from megalite.training.metrics import StepMetrics
-from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, locate
+from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, locate, locate_loss
 from megalite.training.profiling import begin_recording, gone_by, write_recording
 from megalite.training.start import Start
 
@@ -78,7 +78,8 @@ class Trainer:
         self.evaluation_left = False
         self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
-        self.skip_report: str | None = None
+        self.not_finite: str | None = None
+        """Where the last step got what is not finite from, if that was looked into."""
         self._load_notes: tuple[str, ...] = ()
         self.loader = make_loader(config, mesh, data.tokenizer, data.train)
         self.plan = make_plan(config, self.model_config, mesh, stages)
@@ -111,10 +112,12 @@ class Trainer:
         self.skips_in_a_row = self.skips_in_a_row + 1 if diverges else 0
         self.loss_scale = self.loss_scale.after(overflow=update.skipped)
         self.iteration += 1
-        self.skip_report = None
-        if self.skips_in_a_row in LOCATED_SKIPS and self.config.training.rerun_mode != "disabled":
+        self.not_finite = None
+        if self.skips_in_a_row in LOCATED_SKIPS and self.config.training.rerun_mode == "validate_results":
             skipped = SkippedStep(self.iteration, actions, micro_batches, factor, loss_scale, loss_sum)
-            self.skip_report = locate(skipped, self.chunks, self.engine, self.steps.stages, self.optimizer, self.mesh)
+            self.not_finite = locate(skipped, self.chunks, self.engine, self.steps.stages, self.optimizer, self.mesh)
+        elif not (update.skipped or math.isfinite(loss)):
+            self.not_finite = locate_loss(self.iteration, loss_sum, self.mesh)
         self.consumed_samples += batch_size
         if recording is not None and isinstance(self.directory, Path):
             write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)

@@ -285,8 +285,8 @@ def test_a_fault_that_does_not_come_again_makes_a_device_suspect(zero: int, rank
     cell = make_cell({"tp": 1, "dp": 2, "zero": zero})
     (text,) = told(rank_pools, cell, Fault("forward", rank=1, transient=True))
     assert text.startswith(f"{WATCHED}it was finite. So a device or its memory is suspect, not the model. In the first")
-    gradients = "gradients of rank 1, such as of" if zero == 0 else "sums of the ranks' gradients, kept by ranks 0, 1"
-    assert f"first run the loss of rank 1 and {gradients}" in text
+    gradients = "gradients of rank 1, such as " if zero == 0 else "sums of the ranks' gradients, kept by ranks 0, 1"
+    assert f"first run these were not finite: the loss of rank 1; {gradients}" in text
 
 
 def test_of_a_compiled_layer_the_layer_is_told_and_nothing_is_compiled_again(rank_pools: RankPools) -> None:
