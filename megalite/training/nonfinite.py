@@ -11,6 +11,7 @@ import json
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +31,7 @@ MAX_CONSECUTIVE_SKIPS = 10
 """Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
 LOCATED_SKIPS = (1, MAX_CONSECUTIVE_SKIPS)
 """Of so many in a row, those that are looked into."""
-_SHOWN = 8  # ranks or names in a line
+_SHOWN = 8  # names and ranks in a line
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,13 @@ def _gather(report: _FirstRun | _SecondRun, mesh: ParallelMesh) -> list[dict[str
 
 
 def _first_run(skipped: SkippedStep, optimizer: Optimizer) -> _FirstRun:
-    parameters = [name for bucket in optimizer.buckets for name in _parameters(bucket)]
+    parameters = _some(name for bucket in optimizer.buckets for name in _parameters(bucket))
     loss = not_finite(skipped.loss_sum)
-    return _FirstRun(socket.gethostname(), parameters, loss, _own_gradients(optimizer), _sums(optimizer))
+    return _FirstRun(socket.gethostname(), parameters, loss, *_gradients(optimizer))
 
 
 def _second_run(watch: Watch, skipped: SkippedStep, optimizer: Optimizer) -> _SecondRun:
-    rest = sorted(watch.micro_batches), _own_gradients(optimizer), _sums(optimizer)
+    rest = sorted(watch.micro_batches), *_gradients(optimizer)
     if watch.first is None:
         return _SecondRun(None, (), *rest)
     micro_batch = skipped.micro_batches[watch.first.micro_batch]
@@ -144,22 +145,30 @@ def _parameters(bucket: Bucket) -> Iterator[str]:
         yield from _names(bucket, bucket.parameters, 0, bucket.length)
 
 
-def _own_gradients(optimizer: Optimizer) -> list[str]:
-    """Of the step's gradients, as the reduction has left them: ZeRO 2 and 3 keep none that is not a sum."""
-    names: list[str] = []
-    for bucket in optimizer.buckets:
-        start, stop = bucket.owned_range
-        if not _is_summed(bucket):
-            names += _names(bucket, bucket.gradient_shard, start, stop)
-        elif bucket.stage < 2:
-            names += _names(bucket, bucket.gradients[:start], 0, start)
-            names += _names(bucket, bucket.gradients[stop:], stop, bucket.length)
-    return names
+def _gradients(optimizer: Optimizer) -> tuple[list[str], list[str]]:
+    """Of the step's gradients, as the reduction has left them: this rank's own, and what is a sum over ranks."""
+    buckets = optimizer.buckets
+    return _some(n for bucket in buckets for n in _own(bucket)), _some(n for bucket in buckets for n in _sums(bucket))
 
 
-def _sums(optimizer: Optimizer) -> list[str]:
-    buckets = filter(_is_summed, optimizer.buckets)
-    return [name for bucket in buckets for name in _names(bucket, bucket.gradient_shard, *bucket.owned_range)]
+def _own(bucket: Bucket) -> Iterator[str]:
+    """ZeRO 2 and 3 keep none that is not a sum, unless there is nothing to be summed."""
+    start, stop = bucket.owned_range
+    if not _is_summed(bucket):
+        yield from _names(bucket, bucket.gradient_shard, start, stop)
+    elif bucket.stage < 2:
+        yield from _names(bucket, bucket.gradients[:start], 0, start)
+        yield from _names(bucket, bucket.gradients[stop:], stop, bucket.length)
+
+
+def _sums(bucket: Bucket) -> Iterator[str]:
+    if _is_summed(bucket):
+        yield from _names(bucket, bucket.gradient_shard, *bucket.owned_range)
+
+
+def _some(names: Iterable[str]) -> list[str]:
+    """No more than are told: where everything is not finite, ranks would send each other their whole lists."""
+    return list(islice(names, _SHOWN + 1))
 
 
 def _is_summed(bucket: Bucket) -> bool:
@@ -194,6 +203,10 @@ def _of_runs(
     mesh: ParallelMesh,
     skipped: SkippedStep,
 ) -> str:
+    if not result.skipped:
+        return (
+            f"it was finite. So a device or its memory is suspect, not the model. In the first run {_suspects(first)}"
+        )
     if any(report.finding for report in second):
         replicas = {rank: mesh.coordinates_of(rank)["dp"] for rank in range(mesh.world_size)}
         affected = {(replicas[rank], number) for rank, report in enumerate(second) for number in report.micro_batches}
@@ -206,9 +219,7 @@ def _of_runs(
         )
     if names := dict.fromkeys(name for report in second for name in report.summed):
         return f"each rank's gradients are finite, and their sum over the ranks is not: {_listed(names)}"
-    if result.skipped:
-        return "all gradients are finite, and their norm overflows"
-    return f"it was finite. So a device or its memory is suspect, not the model. In the first run {_suspects(first)}"
+    return "all gradients are finite, and their norm overflows"
 
 
 def _of_origin(second: Sequence[_SecondRun], hosts: Sequence[str]) -> str:
@@ -241,10 +252,11 @@ def _suspects(first: Sequence[_FirstRun]) -> str:
 
 
 def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {_listed(f'{rank} ({hosts[rank]})' for rank in ranks)}"
+    shown = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks[:_SHOWN])
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
 def _listed(names: Iterable[str]) -> str:
     names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
+    return f"{', '.join(names[:_SHOWN])}{' and more' if len(names) > _SHOWN else ''}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.collectives import Pending
 from megalite.parallel.randomness import RandomKey
 from megalite.training.nonfinite import SkippedStep, locate
 from tests.distributed.layout_cell import Cell, make_cell, rates
@@ -31,7 +31,7 @@ MAX = torch.finfo(torch.float64).max
 class Fault:
     """What goes wrong in a step on one rank."""
 
-    kind: str  # forward or backward (of attention), parameter, mask, buffer, gradient (of a norm, on all ranks)
+    kind: str  # forward or backward (of attention), parameter, mask, buffer, message, gradient (a norm's, on all ranks)
     rank: int = 0
     layer: int = 1
     whole_layer: bool = False  # not of attention: of the layer
@@ -66,20 +66,25 @@ def _sample(arguments: tuple[Any, ...]) -> int:
     return next(key.sample for key in keys if isinstance(key, RandomKey))
 
 
-def _layers(chunks: list[GPT]) -> dict[int, nn.Module]:
+def _layers(chunks: Iterable[GPT]) -> dict[int, nn.Module]:
     return {index: layer for chunk in chunks for index, layer in enumerate(chunk.layers, chunk.part.first_layer)}
 
 
-def plant(fault: Fault, chunks: list[GPT], mesh: ParallelMesh) -> Callable[[], object]:
+def plant(fault: Fault, training: Training) -> Callable[[], object]:
     """Returns what takes the fault out again."""
-    layer = _layers(chunks).get(fault.layer)
+    mesh, links = training.mesh, training.engine.links
+    if fault.kind == "message":
+        if mesh.rank == fault.rank:
+            links.receive = _receive_spoiled(links.receive, fault.value)
+        return lambda: vars(links).pop("receive", None)
+    layer = _layers(training.network).get(fault.layer)
     if layer is None or fault.kind == "mask":
         return lambda: None
     if fault.kind == "gradient":  # of a parameter, on every rank
         return layer.input_norm.weight.register_hook(lambda gradient: _spoiled(gradient, fault.value)).remove
     if fault.kind == "buffer":
-        plant_infinity(nn.ModuleList(chunks), active=mesh.rank == fault.rank)
-        return lambda: plant_infinity(nn.ModuleList(chunks), active=False)
+        plant_infinity(training.network, active=mesh.rank == fault.rank)
+        return lambda: plant_infinity(training.network, active=False)
     if fault.kind == "parameter":
         return _plant_in_parameter(fault, layer) if mesh.rank == fault.rank else lambda: None
 
@@ -91,6 +96,14 @@ def plant(fault: Fault, chunks: list[GPT], mesh: ParallelMesh) -> Callable[[], o
         return spoiled if isinstance(output, Tensor) else (spoiled, *output[1:])
 
     return (layer if fault.whole_layer else layer.attention).register_forward_hook(spoil).remove
+
+
+def _receive_spoiled(receive: Callable[[Tensor, int], Pending], value: float) -> Callable[[Tensor, int], Pending]:
+    def spoiled(tensor: Tensor, peer: int) -> Pending:
+        pending = receive(tensor, peer)
+        return Pending(pending.work, lambda: _spoiled(pending.finish(), value))
+
+    return spoiled
 
 
 def _plant_in_parameter(fault: Fault, layer: nn.Module) -> Callable[[], object]:
@@ -114,7 +127,7 @@ def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[s
     training = Training(mesh, cell, chunks)
     optimizer, told, skips, losses = training.optimizer, [], [], []
     for number, fault in enumerate(faults):
-        remove = (lambda: None) if fault is None else plant(fault, chunks, mesh)
+        remove = (lambda: None) if fault is None else plant(fault, training)
         micro_batches = list(local_micro_batches(cell, number, mesh.coordinate("dp")))
         if fault is not None and fault.kind == "mask":
             micro_batches = [_masked(fault, micro_batch) for micro_batch in micro_batches]
@@ -236,6 +249,11 @@ def test_a_loss_mask_that_is_not_finite_is_told(rank_pools: RankPools) -> None:
     cell = make_cell({"tp": 1, "dp": 2, "pp": 2})
     (text,) = told(rank_pools, cell, Fault("mask", sample=3))
     assert "NaN came first on rank 3, in micro-batch 1 (samples 3 to 3), forward, in the loss times the loss" in text
+
+
+def test_what_is_not_finite_only_when_it_arrives_is_told(rank_pools: RankPools) -> None:
+    (text,) = told(rank_pools, make_cell({"tp": 1, "dp": 1, "pp": 2}), Fault("message", rank=1))
+    assert "came first on rank 1, in micro-batch 0 (samples 0 to 0), forward, in what stage 1 receives. Of" in text
 
 
 @pytest.mark.parametrize("zero", [0, 3])
