@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,9 @@ from megalite.training.display import Display
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
+from megalite.training.timing import Timing, gather_timing
 from megalite.training.trainer import Trainer
+from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, STEP
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,10 @@ class TrainingLoop:
 
     def __init__(self, trainer: Trainer, display: Display) -> None:
         self.trainer, self.display = trainer, display
-        self.config, self.mesh = trainer.config, trainer.mesh
+        self.config, self.mesh, self.sections = trainer.config, trainer.mesh, trainer.sections
         self.control_files = ControlFiles(trainer.directory, trainer.mesh)
         self.started = time.monotonic()
+        self._timed = trainer.iteration
         self._writer = MetricsWriter()
         self._stop = StopRequest()
 
@@ -62,9 +65,11 @@ class TrainingLoop:
                     self._step()
                 if trainer.evaluates_now():
                     self._validate()
-                agreed = self._agree()
+                with self.sections(AGREEMENT):
+                    agreed = self._agree()
                 if trainer.checkpoints is not None:
-                    trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
+                    with self.sections(SAVE):
+                        trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
                 if agreed.stop and trainer.iteration < trainer.iterations:
                     return self._end_early()
                 if agreed.save or self._saves_now():
@@ -73,10 +78,15 @@ class TrainingLoop:
         return EXIT_FINISHED
 
     def _step(self) -> None:
-        metrics = self.trainer.step()
-        self._record(metrics)
+        self.sections.step = self.trainer.iteration + 1
+        with self.sections(STEP):
+            metrics = self.trainer.step()
+        timing = self._timing() if self._times_now() else None
+        self._record(metrics if timing is None else replace(metrics, extra={**metrics.extra, **timing.figures()}))
         self.display.step(metrics)
-        report = self.trainer.not_finite
+        if timing is not None:
+            self.display.message(timing.line())
+        report = self.trainer.locate_not_finite()
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise MegaliteError(
                 f"the gradient norm was not finite in the last {MAX_CONSECUTIVE_SKIPS} steps (now step "
@@ -93,7 +103,8 @@ class TrainingLoop:
         trainer = self.trainer
         assert trainer.data.valid is not None
         stopped = self._any_rank_is_told_to_stop if trainer.iteration < trainer.iterations else None
-        loss = trainer.evaluate(trainer.data.valid, stopped)
+        with self.sections(EVALUATION):
+            loss = trainer.evaluate(trainer.data.valid, stopped)
         trainer.evaluation_left = loss is None
         if loss is not None:
             validation = ValidationMetrics(*trainer.where(), loss)
@@ -103,15 +114,17 @@ class TrainingLoop:
     def _test(self) -> None:
         trainer = self.trainer
         if trainer.data.test is not None:
-            loss = trainer.evaluate(trainer.data.test)
+            with self.sections(EVALUATION):
+                loss = trainer.evaluate(trainer.data.test)
             assert loss is not None
             test = TestMetrics(*trainer.where(), loss)
             self._record(test)
             self.display.test(test)
 
     def _save(self, *, last: bool) -> None:
-        self._writer.publish()
-        self.trainer.save(self.display, last=last)
+        with self.sections(SAVE):
+            self._writer.publish()
+            self.trainer.save(self.display, last=last)
 
     def _end_early(self) -> int:
         self._save(last=True)
@@ -127,6 +140,10 @@ class TrainingLoop:
         interval = training.manual_gc_interval
         due = (interval > 0 and iteration % interval == 0) or (training.manual_gc_eval and self.trainer.evaluates_now())
         return training.manual_gc and due
+
+    def _times_now(self) -> bool:
+        interval = self.config.watchdog.timing_interval
+        return interval > 0 and self.trainer.iteration % interval == 0
 
     def _saves_now(self) -> bool:
         interval, iteration = self.config.checkpoint.save_interval, self.trainer.iteration
@@ -154,6 +171,11 @@ class TrainingLoop:
         return [number > 0 for number in collectives.all_reduce_(numbers, self.mesh.world(), "max").tolist()]
 
     # ------------------------------------------------------------------------------------------------ what is told
+
+    def _timing(self) -> Timing:
+        """Of the steps since the last time; all ranks together."""
+        steps, self._timed = self.trainer.iteration - self._timed, self.trainer.iteration
+        return gather_timing(self.sections.take(), steps, self.mesh)
 
     def _record(self, metrics: StepMetrics | ValidationMetrics | TestMetrics) -> None:
         told = self._writer.write(metrics)

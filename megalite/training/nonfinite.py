@@ -8,7 +8,7 @@ all is well this costs nothing.
 from __future__ import annotations
 
 import json
-import socket
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -26,17 +26,16 @@ from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
 from megalite.training.watch import Finding, Watch, not_finite
+from megalite.watchdog.link import host_name
 
 MAX_CONSECUTIVE_SKIPS = 10
 """Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
-LOCATED_SKIPS = (1, MAX_CONSECUTIVE_SKIPS)
-"""Of so many in a row, those that are looked into."""
 _SHOWN = 8  # names and ranks in a line
 
 
 @dataclass(frozen=True)
-class SkippedStep:
-    """What a skipped step was run with, and so can be run with again."""
+class RanStep:
+    """A step that has been run, and what it was run with, and so can be run with again."""
 
     iteration: int
     actions: Sequence[Action]
@@ -45,6 +44,14 @@ class SkippedStep:
     loss_scale: float
     loss_sum: Tensor
     """Of this rank alone."""
+    skipped: bool
+
+
+def is_suspect(loss: float, skipped: bool, skips_in_a_row: int) -> bool:
+    """Whether it is to be told where a step got NaN or infinity from: of steps that are skipped one after the other the
+    first and the last.
+    """
+    return skips_in_a_row in (1, MAX_CONSECUTIVE_SKIPS) if skipped else not math.isfinite(loss)
 
 
 @dataclass(frozen=True)
@@ -76,42 +83,33 @@ class _SecondRun:
 
 
 def locate(
-    skipped: SkippedStep,
+    step: RanStep,
     chunks: Sequence[GPT],
     engine: PipelineEngine[MicroBatch],
     stages: Stages,
     optimizer: Optimizer,
     mesh: ParallelMesh,
 ) -> str:
-    """What is to be told of a step that was skipped, the same on all ranks: they call this together, before they begin
-    another step. It leaves the gradients as a skipped step does, to be overwritten by the next.
+    """What is to be told of a step of which the gradient, or the loss alone, is not finite, the same on all ranks: they
+    call this together, before they begin another step. It leaves the gradients as a skipped step does, to be
+    overwritten by the next.
 
     Beside what a step takes, it needs room for the gradient of the largest parameter.
     """
-    first = [_FirstRun(**report) for report in _gather(_first_run(skipped, optimizer), mesh)]
-    told = f"step {skipped.iteration} was skipped, since its gradient is not finite"
+    first = [_FirstRun(**report) for report in _gather(_first_run(step, optimizer), mesh)]
     hosts = [report.host for report in first]
+    if not step.skipped:
+        return f"the loss of step {step.iteration} is not finite, although its gradient is: {_of_losses(first, hosts)}"
+    told = f"step {step.iteration} was skipped, since its gradient is not finite"
     if any(report.parameters for report in first):
         return f"{told}: {_of_parameters(first, hosts)}"
     watch = Watch(stages, mesh.coordinate("pp"))
-    optimizer.begin_step(len(skipped.micro_batches))
+    optimizer.begin_step(len(step.micro_batches))
     with watch.looking(chunks):
-        engine.run(skipped.actions, skipped.micro_batches, skipped.factor, optimizer, watch)
-    result = optimizer.complete(skipped.loss_scale)
-    second = [_SecondRun(**report) for report in _gather(_second_run(watch, skipped, optimizer), mesh)]
-    return f"{told}. It was run once more and watched: {_of_runs(first, second, result, hosts, mesh, skipped)}"
-
-
-def locate_loss(iteration: int, loss_sum: Tensor, mesh: ParallelMesh) -> str:
-    """What is to be told of a step whose loss is not finite although its gradient is: it was not skipped. All ranks
-    call this together, each with the sum of its own losses.
-    """
-    own = f"{not_finite(loss_sum) or 'finite'} {socket.gethostname()}"
-    texts = collectives.all_gather_text(own, mesh.world(), mesh.device)
-    values, hosts = zip(*map(str.split, texts), strict=True)
-    ranks = [rank for rank, value in enumerate(values) if value != "finite"]
-    where = f"that of {_ranks(ranks, hosts)} is {values[ranks[0]]}" if ranks else "each rank's is, their sum is not"
-    return f"the loss of step {iteration} is not finite, although its gradient is: {where}"
+        engine.run(step.actions, step.micro_batches, step.factor, optimizer, watch)
+    result = optimizer.complete(step.loss_scale)
+    second = [_SecondRun(**report) for report in _gather(_second_run(watch, step, optimizer), mesh)]
+    return f"{told}. It was run once more and watched: {_of_runs(first, second, result, hosts, mesh, step)}"
 
 
 def _gather(report: _FirstRun | _SecondRun, mesh: ParallelMesh) -> list[dict[str, Any]]:
@@ -122,17 +120,17 @@ def _gather(report: _FirstRun | _SecondRun, mesh: ParallelMesh) -> list[dict[str
 # ---------------------------------------------------------------------------------------------------- what a rank has
 
 
-def _first_run(skipped: SkippedStep, optimizer: Optimizer) -> _FirstRun:
+def _first_run(step: RanStep, optimizer: Optimizer) -> _FirstRun:
     parameters = _some(name for bucket in optimizer.buckets for name in _parameters(bucket))
-    loss = not_finite(skipped.loss_sum)
-    return _FirstRun(socket.gethostname(), parameters, loss, *_gradients(optimizer))
+    loss = not_finite(step.loss_sum)
+    return _FirstRun(host_name(), parameters, loss, *_gradients(optimizer))
 
 
-def _second_run(watch: Watch, skipped: SkippedStep, optimizer: Optimizer) -> _SecondRun:
+def _second_run(watch: Watch, step: RanStep, optimizer: Optimizer) -> _SecondRun:
     rest = sorted(watch.micro_batches), *_gradients(optimizer)
     if watch.first is None:
         return _SecondRun(None, (), *rest)
-    micro_batch = skipped.micro_batches[watch.first.micro_batch]
+    micro_batch = step.micro_batches[watch.first.micro_batch]
     sample = micro_batch.key.sample
     return _SecondRun(asdict(watch.first), (sample, sample + micro_batch.tokens.shape[0] - 1), *rest)
 
@@ -186,6 +184,11 @@ def _names(bucket: Bucket, values: Tensor, start: int, stop: int) -> Iterator[st
 # ---------------------------------------------------------------------------------------------------- what is told
 
 
+def _of_losses(first: Sequence[_FirstRun], hosts: Sequence[str]) -> str:
+    ranks = [rank for rank, report in enumerate(first) if report.loss]
+    return f"that of {_ranks(ranks, hosts)} is {first[ranks[0]].loss}" if ranks else "each rank's is, their sum is not"
+
+
 def _of_parameters(first: Sequence[_FirstRun], hosts: Sequence[str]) -> str:
     ranks = [rank for rank, report in enumerate(first) if report.parameters]
     names = _listed(dict.fromkeys(name for report in first for name in report.parameters))
@@ -201,7 +204,7 @@ def _of_runs(
     result: StepResult,
     hosts: Sequence[str],
     mesh: ParallelMesh,
-    skipped: SkippedStep,
+    step: RanStep,
 ) -> str:
     if not result.skipped:
         return (
@@ -210,7 +213,7 @@ def _of_runs(
     if any(report.finding for report in second):
         replicas = {rank: mesh.coordinates_of(rank)["dp"] for rank in range(mesh.world_size)}
         affected = {(replicas[rank], number) for rank, report in enumerate(second) for number in report.micro_batches}
-        total = mesh.size("dp") * len(skipped.micro_batches)
+        total = mesh.size("dp") * len(step.micro_batches)
         return f"{_of_origin(second, hosts)}. Of the step's {total} micro-batches {len(affected)} are affected"
     if kept := [rank for rank, report in enumerate(second) if report.own]:
         names = dict.fromkeys(name for rank in kept for name in second[rank].own)

@@ -41,9 +41,10 @@ from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.load_report import load_notes, rounding_notes
 from megalite.training.metrics import StepMetrics
-from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, locate, locate_loss
+from megalite.training.nonfinite import RanStep, is_suspect, locate
 from megalite.training.profiling import begin_recording, gone_by, write_recording
 from megalite.training.start import Start
+from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, SECOND_RUN, Sections
 
 
 class Trainer:
@@ -52,8 +53,16 @@ class Trainer:
     Where the run is in its data, and so its learning rate, is told by `consumed_samples` alone.
     """
 
-    def __init__(self, config: RunConfig, data: RunData, mesh: ParallelMesh, directory: AnyPath | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        data: RunData,
+        mesh: ParallelMesh,
+        directory: AnyPath | None = None,
+        sections: Sections | None = None,
+    ) -> None:
         self.config, self.data, self.mesh, self.directory = config, data, mesh, directory
+        self.sections = sections if sections is not None else Sections()
         self.model_config = replace(config.model, vocab_size=data.vocab_size(config.model))
         self.dtype = model_dtype(config)
         device.make_deterministic(config.training.deterministic_mode)
@@ -78,8 +87,7 @@ class Trainer:
         self.evaluation_left = False
         self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
-        self.not_finite: str | None = None
-        """Where the last step got what is not finite from, if that was looked into."""
+        self._suspect: RanStep | None = None
         self._load_notes: tuple[str, ...] = ()
         self.loader = make_loader(config, mesh, data.tokenizer, data.train)
         self.plan = make_plan(config, self.model_config, mesh, stages)
@@ -93,8 +101,9 @@ class Trainer:
         """One optimizer step over one global batch."""
         began = time.perf_counter()
         batch_size = self.batch_size.at(self.consumed_samples)
-        arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches(batch_size))
-        micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
+        with self.sections(DATA):
+            arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches(batch_size))
+            micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
         data_parallel = self.mesh.group("dp", "cp")
         count = collectives.all_reduce_(valid_tokens(micro_batches, self.mesh.device), data_parallel).item()
 
@@ -104,25 +113,31 @@ class Trainer:
         loss_scale = self.loss_scale.value
         factor = loss_scale / count if count else 0.0
         recording = begin_recording(self.mesh) if self._records_now() else None
-        loss_sum = self.engine.run(actions, micro_batches, factor, self.optimizer, recording)
+        with self.sections(FORWARD_BACKWARD):
+            loss_sum = self.engine.run(actions, micro_batches, factor, self.optimizer, recording)
         rates = self.rates.at(self.consumed_samples)
-        update = self.optimizer.step(rates, loss_scale)
+        with self.sections(OPTIMIZER):
+            update = self.optimizer.step(rates, loss_scale)
         loss = self._over_model(loss_sum.clone().view(1)).item() / max(count, 1.0)
         diverges = update.skipped and not (self.loss_scale.can_shrink and math.isfinite(loss))
         self.skips_in_a_row = self.skips_in_a_row + 1 if diverges else 0
         self.loss_scale = self.loss_scale.after(overflow=update.skipped)
         self.iteration += 1
-        self.not_finite = None
-        if self.skips_in_a_row in LOCATED_SKIPS and self.config.training.rerun_mode == "validate_results":
-            skipped = SkippedStep(self.iteration, actions, micro_batches, factor, loss_scale, loss_sum)
-            self.not_finite = locate(skipped, self.chunks, self.engine, self.steps.stages, self.optimizer, self.mesh)
-        elif not (update.skipped or math.isfinite(loss)):
-            self.not_finite = locate_loss(self.iteration, loss_sum, self.mesh)
+        ran = RanStep(self.iteration, actions, micro_batches, factor, loss_scale, loss_sum, update.skipped)
+        self._suspect = ran if is_suspect(loss, update.skipped, self.skips_in_a_row) else None
         self.consumed_samples += batch_size
         if recording is not None and isinstance(self.directory, Path):
             write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)
         seconds = time.perf_counter() - began
         return self._metrics(loss, update, rates, loss_scale, batch_size, seconds)
+
+    def locate_not_finite(self) -> str | None:
+        """Where the last step got NaN or infinity from, where that is to be told. All ranks call it together."""
+        suspect, self._suspect = self._suspect, None
+        if suspect is None or self.config.training.rerun_mode == "disabled":
+            return None
+        with self.sections(SECOND_RUN):
+            return locate(suspect, self.chunks, self.engine, self.steps.stages, self.optimizer, self.mesh)
 
     def _records_now(self) -> bool:
         """Whether the step that begins is the one whose time line is asked for."""

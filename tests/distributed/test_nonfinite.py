@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,8 @@ from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.parallel.collectives import Pending
 from megalite.parallel.randomness import RandomKey
-from megalite.training.nonfinite import SkippedStep, locate
+from megalite.training.nonfinite import RanStep, locate
+from megalite.watchdog.link import host_name
 from tests.distributed.layout_cell import Cell, make_cell, rates
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.layout_run import Training, initialized_chunks, local_micro_batches, make_meshes, plant_infinity
@@ -138,7 +138,7 @@ def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[s
         if fault is not None and fault.transient:
             remove()
         if skips[-1] and located:
-            step = SkippedStep(number, actions, micro_batches, 0.01, 1.0, loss)
+            step = RanStep(number, actions, micro_batches, 0.01, 1.0, loss, True)
             told.append(locate(step, chunks, training.engine, cell.stages, optimizer, mesh))
         remove()
         losses.append(loss.item() if fault is None else 0.0)
@@ -224,10 +224,7 @@ def told(rank_pools: RankPools, cell: Cell, *faults: Fault) -> list[str]:
     texts, skips, _ = results[0]
     assert skips == [True] * len(faults)
     assert all(other == texts for other, *_ in results)
-    return [
-        text.replace(f" ({socket.gethostname()})", "").partition(" since its gradient is not finite")[2]
-        for text in texts
-    ]
+    return [text.replace(f" ({host_name()})", "").partition(" since its gradient is not finite")[2] for text in texts]
 
 
 WATCHED = ". It was run once more and watched: "
