@@ -1766,6 +1766,13 @@ MUTANTS = (
         f"{_NOT_FINITE}sums_that_overflow_are_told_from_what_they_are_made_of[0]",
     ),
     Mutant(
+        "a sum that was not finite before makes every micro-batch after it an affected one",
+        "megalite/training/watch.py",
+        "finite = finite and not_finite(target) is None",
+        "finite = True",
+        f"{_FIRST_MODULE}[alone]",
+    ),
+    Mutant(
         "the ranks that saw the first finding are not told from those that saw a later one",
         "megalite/training/nonfinite.py",
         "if (other.order, other.place) == (finding.order, finding.place)]",

@@ -190,10 +190,12 @@ class _WatchedGradient:
     watch: Watch
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
-        """By itself first, so that it can be told from the sum."""
+        """By itself first, so that it can be told from the sum. A sum that was not finite before tells nothing new."""
         own = target if overwrite else torch.empty_like(target)
         self.gradient.add_to(own, overwrite=True)
-        self.watch.note(own, f"the gradient of {self.name}", of_parameter=True)
+        finite = not self.watch.note(own, f"the gradient of {self.name}", of_parameter=True)
         if not overwrite:
+            finite = finite and not_finite(target) is None
             DenseGradient(own).add_to(target, overwrite=False)
-            self.watch.note(target, f"the sum over micro-batches of the gradient of {self.name}", of_parameter=True)
+            if finite:
+                self.watch.note(target, f"the sum over micro-batches of the gradient of {self.name}", of_parameter=True)

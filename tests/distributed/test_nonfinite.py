@@ -190,14 +190,12 @@ def rank_of(cell: Cell, layer: int) -> int:
 def test_the_first_module_is_told_and_the_training_goes_on_with_the_same_bits(
     layout: str, rank_pools: RankPools
 ) -> None:
-    """NaN on one rank, in its last micro-batch, in forward and then in backward; then two steps that are clean."""
+    """NaN on one rank, in forward of its last micro-batch, then in backward of its first; then two clean steps."""
     cell = cell_of(layout)
-    layer = 2
-    rank, size = rank_of(cell, layer), cell.micro_batch_size
-    number = cell.samples // cell.dp // size - 1
-    first = cell.samples - size  # the last micro-batch is the last data-parallel rank's
-    forward = Fault("forward", rank, layer, sample=cell.samples + first)
-    backward = Fault("backward", rank, layer, sample=2 * cell.samples + first)
+    layer, size, samples = 2, cell.micro_batch_size, cell.samples
+    rank = rank_of(cell, layer)  # of the last data-parallel replica
+    forward = Fault("forward", rank, layer, sample=2 * samples - size)
+    backward = Fault("backward", rank, layer, sample=2 * samples + (cell.dp - 1) * size)
     faults = [None, forward, backward, None, None]
     pool = rank_pools(cell.world_size)
     watched = pool.run(train, cell, faults, True)
@@ -205,12 +203,13 @@ def test_the_first_module_is_told_and_the_training_goes_on_with_the_same_bits(
         assert skips == [False, True, True, False, False]
         assert told == watched[0][0]
     one, two = watched[0][0]
-    for number_of_step, text, fault in ((1, one, forward), (2, two, backward)):
-        assert f"step {number_of_step} was skipped" in text
-        samples = f"(samples {fault.sample} to {fault.sample + size - 1})"
+    last = samples // cell.dp // size - 1
+    for number, text, fault, micro_batch in ((1, one, forward, last), (2, two, backward, 0)):
+        assert f"step {number} was skipped" in text
         assert f"NaN came first on rank {rank} (" in text
-        assert f"), in micro-batch {number} {samples}, {fault.kind}, in " in text
-        assert text.endswith(f"Of the step's {cell.samples // size} micro-batches 1 are affected")
+        place = f"(samples {fault.sample} to {fault.sample + size - 1}), {fault.kind}, in "
+        assert f"), in micro-batch {micro_batch} {place}" in text
+        assert text.endswith(f"Of the step's {samples // size} micro-batches 1 are affected")
     place = f"the output of layer {layer}, attention"
     assert f"in {place}; {place}, output was still finite" in one
     assert f"in the gradient with respect to {place}, output; the gradient with respect to {place} was still" in two
