@@ -1790,15 +1790,22 @@ MUTANTS = (
     Mutant(
         "every search for a loss scale is looked into",
         "megalite/training/trainer.py",
-        "diverges = update.skipped and not (self.loss_scale.can_shrink and math.isfinite(loss))",
-        "diverges = update.skipped",
+        "if update.skipped and not searches else 0",
+        "if update.skipped else 0",
         "tests/end_to_end/test_nonfinite.py::test_the_search_for_a_loss_scale_is_not_looked_into",
+    ),
+    Mutant(
+        "a loss that is not finite is one rank's alone",
+        "megalite/training/nonfinite.py",
+        'return collectives.all_reduce_(flag, mesh.world(), "max").item() == 0.0',
+        "return flag.item() == 0.0",
+        "tests/end_to_end/test_nonfinite.py::test_a_loss_that_is_not_finite_on_one_rank_alone_is_every_ranks",
     ),
     Mutant(
         "a dynamic loss scale shrinks under a loss that is not finite",
         "megalite/training/trainer.py",
-        "not (self.loss_scale.can_shrink and math.isfinite(loss))",
-        "not self.loss_scale.can_shrink",
+        "self.loss_scale.can_shrink and is_finite_everywhere(loss, self.mesh)",
+        "self.loss_scale.can_shrink",
         "tests/end_to_end/test_nonfinite.py::test_a_run_that_has_diverged_tells_where_it_last_did",
     ),
 )

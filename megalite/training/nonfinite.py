@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megalite.model.batch import MicroBatch
@@ -30,12 +31,14 @@ from megalite.watchdog.link import host_name
 
 MAX_CONSECUTIVE_SKIPS = 10
 """Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
+LOCATED_SKIPS = (1, MAX_CONSECUTIVE_SKIPS)
+"""Of so many in a row, those that are looked into."""
 _SHOWN = 8  # names and ranks in a line
 
 
 @dataclass(frozen=True)
-class RanStep:
-    """A step that has been run, and what it was run with, and so can be run with again."""
+class SkippedStep:
+    """What a skipped step was run with, and so can be run with again."""
 
     iteration: int
     actions: Sequence[Action]
@@ -44,14 +47,12 @@ class RanStep:
     loss_scale: float
     loss_sum: Tensor
     """Of this rank alone."""
-    skipped: bool
 
 
-def is_suspect(loss: float, skipped: bool, skips_in_a_row: int) -> bool:
-    """Whether it is to be told where a step got NaN or infinity from: of steps that are skipped one after the other the
-    first and the last.
-    """
-    return skips_in_a_row in (1, MAX_CONSECUTIVE_SKIPS) if skipped else not math.isfinite(loss)
+def is_finite_everywhere(loss: float, mesh: ParallelMesh) -> bool:
+    """Whether the loss is finite on all ranks, which call this together: tensor-parallel ranks compute it each."""
+    flag = torch.tensor([not math.isfinite(loss)], dtype=torch.float32, device=mesh.device)
+    return collectives.all_reduce_(flag, mesh.world(), "max").item() == 0.0
 
 
 @dataclass(frozen=True)
@@ -83,23 +84,20 @@ class _SecondRun:
 
 
 def locate(
-    step: RanStep,
+    step: SkippedStep,
     chunks: Sequence[GPT],
     engine: PipelineEngine[MicroBatch],
     stages: Stages,
     optimizer: Optimizer,
     mesh: ParallelMesh,
 ) -> str:
-    """What is to be told of a step of which the gradient, or the loss alone, is not finite, the same on all ranks: they
-    call this together, before they begin another step. It leaves the gradients as a skipped step does, to be
-    overwritten by the next.
+    """What is to be told of a step that was skipped, the same on all ranks: they call this together, before they begin
+    another step. It leaves the gradients as a skipped step does, to be overwritten by the next.
 
     Beside what a step takes, it needs room for the gradient of the largest parameter.
     """
     first = [_FirstRun(**report) for report in _gather(_first_run(step, optimizer), mesh)]
     hosts = [report.host for report in first]
-    if not step.skipped:
-        return f"the loss of step {step.iteration} is not finite, although its gradient is: {_of_losses(first, hosts)}"
     told = f"step {step.iteration} was skipped, since its gradient is not finite"
     if any(report.parameters for report in first):
         return f"{told}: {_of_parameters(first, hosts)}"
@@ -120,13 +118,13 @@ def _gather(report: _FirstRun | _SecondRun, mesh: ParallelMesh) -> list[dict[str
 # ---------------------------------------------------------------------------------------------------- what a rank has
 
 
-def _first_run(step: RanStep, optimizer: Optimizer) -> _FirstRun:
+def _first_run(step: SkippedStep, optimizer: Optimizer) -> _FirstRun:
     parameters = _some(name for bucket in optimizer.buckets for name in _parameters(bucket))
     loss = not_finite(step.loss_sum)
     return _FirstRun(host_name(), parameters, loss, *_gradients(optimizer))
 
 
-def _second_run(watch: Watch, step: RanStep, optimizer: Optimizer) -> _SecondRun:
+def _second_run(watch: Watch, step: SkippedStep, optimizer: Optimizer) -> _SecondRun:
     rest = sorted(watch.micro_batches), *_gradients(optimizer)
     if watch.first is None:
         return _SecondRun(None, (), *rest)
@@ -184,11 +182,6 @@ def _names(bucket: Bucket, values: Tensor, start: int, stop: int) -> Iterator[st
 # ---------------------------------------------------------------------------------------------------- what is told
 
 
-def _of_losses(first: Sequence[_FirstRun], hosts: Sequence[str]) -> str:
-    ranks = [rank for rank, report in enumerate(first) if report.loss]
-    return f"that of {_ranks(ranks, hosts)} is {first[ranks[0]].loss}" if ranks else "each rank's is, their sum is not"
-
-
 def _of_parameters(first: Sequence[_FirstRun], hosts: Sequence[str]) -> str:
     ranks = [rank for rank, report in enumerate(first) if report.parameters]
     names = _listed(dict.fromkeys(name for report in first for name in report.parameters))
@@ -204,7 +197,7 @@ def _of_runs(
     result: StepResult,
     hosts: Sequence[str],
     mesh: ParallelMesh,
-    step: RanStep,
+    step: SkippedStep,
 ) -> str:
     if not result.skipped:
         return (

@@ -41,7 +41,7 @@ from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.load_report import load_notes, rounding_notes
 from megalite.training.metrics import StepMetrics
-from megalite.training.nonfinite import RanStep, is_suspect, locate
+from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, gone_by, write_recording
 from megalite.training.start import Start
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, SECOND_RUN, Sections
@@ -87,7 +87,7 @@ class Trainer:
         self.evaluation_left = False
         self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
-        self._suspect: RanStep | None = None
+        self._skipped: SkippedStep | None = None
         self._load_notes: tuple[str, ...] = ()
         self.loader = make_loader(config, mesh, data.tokenizer, data.train)
         self.plan = make_plan(config, self.model_config, mesh, stages)
@@ -119,12 +119,12 @@ class Trainer:
         with self.sections(OPTIMIZER):
             update = self.optimizer.step(rates, loss_scale)
         loss = self._over_model(loss_sum.clone().view(1)).item() / max(count, 1.0)
-        diverges = update.skipped and not (self.loss_scale.can_shrink and math.isfinite(loss))
-        self.skips_in_a_row = self.skips_in_a_row + 1 if diverges else 0
+        searches = update.skipped and self.loss_scale.can_shrink and is_finite_everywhere(loss, self.mesh)
+        self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not searches else 0
         self.loss_scale = self.loss_scale.after(overflow=update.skipped)
         self.iteration += 1
-        ran = RanStep(self.iteration, actions, micro_batches, factor, loss_scale, loss_sum, update.skipped)
-        self._suspect = ran if is_suspect(loss, update.skipped, self.skips_in_a_row) else None
+        skipped = SkippedStep(self.iteration, actions, micro_batches, factor, loss_scale, loss_sum)
+        self._skipped = skipped if self.skips_in_a_row in LOCATED_SKIPS else None
         self.consumed_samples += batch_size
         if recording is not None and isinstance(self.directory, Path):
             write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)
@@ -133,11 +133,11 @@ class Trainer:
 
     def locate_not_finite(self) -> str | None:
         """Where the last step got NaN or infinity from, where that is to be told. All ranks call it together."""
-        suspect, self._suspect = self._suspect, None
-        if suspect is None or self.config.training.rerun_mode == "disabled":
+        skipped, self._skipped = self._skipped, None
+        if skipped is None or self.config.training.rerun_mode == "disabled":
             return None
         with self.sections(SECOND_RUN):
-            return locate(suspect, self.chunks, self.engine, self.steps.stages, self.optimizer, self.mesh)
+            return locate(skipped, self.chunks, self.engine, self.steps.stages, self.optimizer, self.mesh)
 
     def _records_now(self) -> bool:
         """Whether the step that begins is the one whose time line is asked for."""

@@ -17,7 +17,7 @@ from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.parallel.collectives import Pending
 from megalite.parallel.randomness import RandomKey
-from megalite.training.nonfinite import RanStep, locate
+from megalite.training.nonfinite import SkippedStep, locate
 from megalite.watchdog.link import host_name
 from tests.distributed.layout_cell import Cell, make_cell, rates
 from tests.distributed.layout_expected import on_ranks
@@ -138,7 +138,7 @@ def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[s
         if fault is not None and fault.transient:
             remove()
         if skips[-1] and located:
-            step = RanStep(number, actions, micro_batches, 0.01, 1.0, loss, True)
+            step = SkippedStep(number, actions, micro_batches, 0.01, 1.0, loss)
             told.append(locate(step, chunks, training.engine, cell.stages, optimizer, mesh))
         remove()
         losses.append(loss.item() if fault is None else 0.0)
