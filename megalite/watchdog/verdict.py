@@ -78,7 +78,10 @@ def hang(
         for other, seconds in sorted(silence.items())
     ]
     busy = [dumps[culprit] for culprit in report.culprits if culprit in dumps]
-    lines += [f"{peers[dump.rank]} holds it up, in {peers[dump.rank].place}:{_innermost(dump)}" for dump in busy]
+    lines += [f"{peers[dump.rank]} holds it up, in {peers[dump.rank].place}: {_innermost(dump)}" for dump in busy]
+    if not report.culprits and report.places:  # nobody waits for another: who is elsewhere than the others is told
+        first = report.places[0][0]
+        lines.append(f"{peers[first.rank]} is in {_innermost(first)}")
     lines += [finding.text for finding in report.findings if finding.cause and set(finding.culprits) - set(silence)]
     lines += [finding.text for finding in report.findings if not finding.cause][:_CONSEQUENCES]
     if folder is not None:
@@ -96,4 +99,4 @@ def _alarm(peer: Peer, why: Message) -> str:
 def _innermost(dump: RankDump) -> str:
     """Where the main thread of a rank is, in Python."""
     frames = re.findall(r'  File "(.*)", line (\d+), in (.*)', dump.stacks.partition("\nthread ")[0])
-    return " {} line {}, in {}".format(*frames[-1]) if frames else " nowhere in Python"
+    return "{} line {}, in {}".format(*frames[-1]) if frames else "no code in Python"

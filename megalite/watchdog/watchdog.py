@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, exit_code_of
+from megalite.watchdog.flight_record import Snapshot
 from megalite.watchdog.hang_dump import RankDump, write_dump
 from megalite.watchdog.limits import Limits
 from megalite.watchdog.link import Link, LinkLost, Message, host_name, process_space
@@ -174,7 +175,7 @@ class Watchdog:
         return dump
 
     def _own_dump(self) -> RankDump:
-        recorded = None
+        recorded = Snapshot(False, ())
         if self._world_size > 1:
             from megalite.watchdog.flight_recorder import snapshot
 
