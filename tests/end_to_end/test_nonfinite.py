@@ -51,7 +51,7 @@ def run_spoiled(spawn: Callable[..., Job], tmp_path: Path) -> SpoiledRun:
         *flags: Any, samples: str, on_rank: int = 1, where: str = "attention", world_size: int = 2, expected: int = 0
     ) -> Ended:
         environment = {"SAMPLES": samples, "ON_RANK": str(on_rank), "WHERE": where}
-        return ended(spawn([script, PRETRAIN, *MOCK, *GPT2, *flags], world_size, **environment), expected)
+        return ended(spawn([script, PRETRAIN, *MOCK, *GPT2, *flags], world_size, **environment), expected, timeout=90)
 
     return run
 
