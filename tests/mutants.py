@@ -63,6 +63,8 @@ _PACKED = "tests/unit/test_optimizer_packed.py::test_"
 _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
 _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
+_NOT_FINITE = "tests/distributed/test_nonfinite.py::test_"
+_FIRST_MODULE = f"{_NOT_FINITE}the_first_module_is_told_and_the_training_goes_on_with_the_same_bits"
 _GOES_ON = "tests/distributed/test_checkpoint_layouts.py::test_a_training_goes_on_under_any_layout[8]"
 _KILL = "tests/unit/test_checkpoint_kill.py::test_"
 _STOP = "tests/end_to_end/test_stop.py::test_"
@@ -1798,6 +1800,78 @@ MUTANTS = (
         "    _leave_code(code)\n    where",
         "    where",
         "tests/distributed/test_failure.py::test_the_code_that_launchers_hide_is_left_in_a_file",
+    ),
+    Mutant(
+        "of two findings the later one is told",
+        "megalite/training/watch.py",
+        "if self.first is None or finding.order < self.first.order:",
+        "if self.first is None or finding.order >= self.first.order:",
+        f"{_FIRST_MODULE}[alone]",
+    ),
+    Mutant(
+        "the stages are told in the order of forward, backward too",
+        "megalite/training/watch.py",
+        "stage = stage if phase == 0 else self._stages.count - 1 - stage",
+        "stage = stage",
+        f"{_FIRST_MODULE}[pp 2, zb-v]",
+    ),
+    Mutant(
+        "the gradient buffers stay watched",
+        "megalite/training/watch.py",
+        "            for parameter, buffer in zip(parameters, buffers, strict=True):\n"
+        "                parameter.gradient_buffer = buffer\n",
+        "",
+        f"{_FIRST_MODULE}[alone]",
+    ),
+    Mutant(
+        "a gradient is not told from the sum that it is added to",
+        "megalite/training/watch.py",
+        "own = target if overwrite else torch.empty_like(target)\n        self.gradient.add_to(own, overwrite=True)",
+        "own = target\n        self.gradient.add_to(own, overwrite=overwrite)",
+        f"{_NOT_FINITE}sums_that_overflow_are_told_from_what_they_are_made_of[0]",
+    ),
+    Mutant(
+        "a sum that was not finite before makes every micro-batch after it an affected one",
+        "megalite/training/watch.py",
+        "finite = finite and not_finite(target) is None",
+        "finite = True",
+        f"{_FIRST_MODULE}[alone]",
+    ),
+    Mutant(
+        "the ranks that saw the first finding are not told from those that saw a later one",
+        "megalite/training/nonfinite.py",
+        "if (other.order, other.place) == (finding.order, finding.place)]",
+        "if other.place == finding.place or other.order > finding.order]",
+        f"{_FIRST_MODULE}[tp 2]",
+    ),
+    Mutant(
+        "what is left of a first run is looked at after the second",
+        "megalite/training/nonfinite.py",
+        "_of_runs(first, second, result, hosts",
+        "_of_runs([_FirstRun(**report) for report in _gather(_first_run(step, optimizer), mesh)], second, result, "
+        "hosts",
+        f"{_NOT_FINITE}a_fault_that_does_not_come_again_makes_a_device_suspect[0]",
+    ),
+    Mutant(
+        "every search for a loss scale is looked into",
+        "megalite/training/trainer.py",
+        "if update.skipped and not searches else 0",
+        "if update.skipped else 0",
+        "tests/end_to_end/test_nonfinite.py::test_the_search_for_a_loss_scale_is_not_looked_into",
+    ),
+    Mutant(
+        "a loss that is not finite is one rank's alone",
+        "megalite/training/nonfinite.py",
+        'return collectives.all_reduce_(flag, mesh.world(), "max").item() == 0.0',
+        "return flag.item() == 0.0",
+        "tests/end_to_end/test_nonfinite.py::test_a_loss_that_is_not_finite_on_one_rank_alone_is_every_ranks",
+    ),
+    Mutant(
+        "a dynamic loss scale shrinks under a loss that is not finite",
+        "megalite/training/trainer.py",
+        "self.loss_scale.can_shrink and is_finite_everywhere(loss, self.mesh)",
+        "self.loss_scale.can_shrink",
+        "tests/end_to_end/test_nonfinite.py::test_a_run_that_has_diverged_tells_where_it_last_did",
     ),
 )
 
