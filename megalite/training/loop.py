@@ -175,7 +175,8 @@ class TrainingLoop:
     def _timing(self) -> Timing:
         """Of the steps since the last time; all ranks together."""
         steps, self._timed = self.trainer.iteration - self._timed, self.trainer.iteration
-        return gather_timing(self.sections.take(), steps, self.mesh)
+        with self.sections(AGREEMENT):
+            return gather_timing(self.sections.take(), steps, self.mesh)
 
     def _record(self, metrics: StepMetrics | ValidationMetrics | TestMetrics) -> None:
         told = self._writer.write(metrics)
