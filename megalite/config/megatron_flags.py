@@ -64,7 +64,8 @@ ALREADY_SO: Mapping[str, str] = {
     "the loss is the sum over the tokens of the global batch over their count": "calculate-per-token-loss",
     "initial weights are drawn on the CPU, the same for every layout": "use-cpu-initialization",
     "gradients are accumulated and reduced in fp32 unless --grad-reduce-in-bf16": "accumulate-allreduce-grads-in-fp32",
-    "a gradient that is not finite makes every rank skip the step": "no-check-for-nan-in-loss-and-grad",
+    "a gradient that is not finite makes every rank skip the step, and the run ends after ten in a row": """
+    no-check-for-nan-in-loss-and-grad""",
     "SIGTERM, SIGINT and SIGUSR1 always save and exit": "exit-signal-handler exit-signal-handler-for-training",
     "data are read by threads, which have no signals of their own": "exit-signal-handler-for-dataloader",
     "in a profile for nsys all operations, actions and sections are NVTX ranges": "nvtx-ranges",
@@ -128,10 +129,11 @@ CHAKRA = (
 )
 COMPARISON = "is not there: nothing compares replicas while a run lasts; they are computed alike, bit for bit"
 SKIPPING = "is not there: every batch is trained on"
-LARGE_GRADIENTS = "is not there: every step records grad_norm, and --clip-grad limits it"
 DEVICE_FIGURES = "is not there: nvidia-smi and DCGM measure the device; every step records its peak of allocated memory"
 WANDB = "is not there: figures go to metrics.jsonl and to TensorBoard's files, from where other services take them"
 LEVELS = "is not there: one rank tells what a person is to know, and --log-interval says how often"
+INJECTION = "is not there: a run plants no faults in itself"
+LARGE = "is not there: what is large and finite is clipped by --clip-grad; metrics.jsonl has loss and grad_norm a step"
 CLUSTER = "arrives with running on clusters (faults, profiling, monitoring)"
 TRANSFORMER_ENGINE = "needs Transformer Engine, which megalite does without"
 NOT_GPT = "is not for pre-training a GPT (vision, BERT, T5, retrieval, distillation, reinforcement learning)"
@@ -175,7 +177,7 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
     "cuda-graph-impl": ("none", MACHINERY),
     "empty-unused-memory-level": ("0", MACHINERY),
     "exit-signal": ("SIGTERM SIGINT SIGUSR1", "is not there: these three always save and exit"),
-    "rerun-mode": ("disabled", MACHINERY),
+    "error-injection-rate": ("0", INJECTION),
 }
 """Flags that are already so at these values -> why others are refused."""
 
@@ -194,6 +196,9 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "exp-avg-sq-dtype": {
         "fp16": "is not there: squares below 6e-8, of gradients below 2e-4, would be zero (bf16 has fp32's range)",
+    },
+    "rerun-mode": {
+        "report_stats": "is not there: a step is run again only where its gradient is not finite (validate_results)",
     },
     "position-embedding-type": dict.fromkeys(("mrope", "relative"), NOT_GPT),
     "tokenizer-type": {
@@ -263,10 +268,11 @@ REFUSED: Mapping[str, str] = {
     CHAKRA: "pytorch-profiler-collect-chakra",
     COMPARISON: "check-weight-hash-across-dp-replicas-interval",
     SKIPPING: "iterations-to-skip",
-    LARGE_GRADIENTS: "check-for-large-grads",
     DEVICE_FIGURES: "log-device-memory-used log-energy",
     WANDB: "wandb-project wandb-exp-name wandb-save-dir wandb-entity",
     LEVELS: "logging-level",
+    INJECTION: "error-injection-type",
+    LARGE: "check-for-large-grads check-for-spiky-loss",
     CLUSTER: """
     distributed-timeout-seconds-after-init flight-recorder-dump-path flight-recorder-trace-buffer-size
     no-flight-recorder-dump-on-timeout disable-flight-recorder-dump-on-timeout flight-recorder-include-stack-trace
@@ -390,7 +396,7 @@ REFUSED: Mapping[str, str] = {
     inprocess-soft-timeout inprocess-hard-timeout inprocess-heartbeat-timeout inprocess-barrier-timeout
     inprocess-completion-timeout inprocess-last-call-wait inprocess-termination-grace-time inprocess-granularity
     inprocess-active-world-size inprocess-empty-cuda-cache enable-ft-package calc-ft-timeouts ft-num-warmup-iters
-    error-injection-rate error-injection-type check-for-spiky-loss enable-msc fault-injector-ranks
+    enable-msc fault-injector-ranks
     fault-injector-num-ranks fault-injector-fault-types fault-injector-fault-probabilities fault-injector-fault-delay
     fault-injector-delay-start-iteration fault-injector-mtti-seconds fault-injector-offset-seconds fault-injector-seed
     """,

@@ -17,15 +17,13 @@ from megalite.training.control_files import ControlFiles
 from megalite.training.deadline import Pace, why_stop
 from megalite.training.display import Display, perplexity
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
+from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
 from megalite.training.starting import Starting
 from megalite.training.timing import Timing, gather_timing
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
-
-MAX_CONSECUTIVE_SKIPS = 10
-"""Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
 
 
 @dataclass(frozen=True)
@@ -99,16 +97,22 @@ class TrainingLoop:
             metrics = self.trainer.step()
         self._pace = self._pace.after(metrics.iteration_time_s)
         timing = self._timing() if self._times_now() else None
-        self._record(metrics if timing is None else replace(metrics, extra={**metrics.extra, **timing.figures()}))
+        figures = {} if timing is None else timing.figures()
+        if self.config.logging.log_world_size_to_tensorboard:
+            figures["world_size"] = self.mesh.world_size
+        self._record(replace(metrics, extra={**metrics.extra, **figures}))
         self.display.step(metrics)
         if timing is not None:
             self.display.message(timing.line())
+        report = self.trainer.locate_not_finite()
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise MegaliteError(
                 f"the gradient norm was not finite in the last {MAX_CONSECUTIVE_SKIPS} steps (now step "
                 f"{metrics.iteration}): the run has diverged. Lower --lr, lengthen the warm-up or resume from an "
-                "earlier checkpoint"
+                f"earlier checkpoint{f'. The last of them: {report}' if report else ''}"
             )
+        if report is not None:
+            self.display.message(f"WARNING: {report}")
         if self._collects_garbage_now():
             gc.collect()
 
@@ -186,7 +190,8 @@ class TrainingLoop:
         if self._starting.job_end is None or self.mesh.rank != 0:
             return False
         left = self._starting.job_end - time.time()
-        evaluation = self.sections.longest.get(EVALUATION, 0.0) if trainer.evaluates_next() else 0.0
+        due = (trainer.iteration + 1) % self.config.training.eval_interval == 0
+        evaluation = self.sections.longest.get(EVALUATION, 0.0) if due else 0.0  # 0 too where there is nothing to
         save = 0.0 if trainer.checkpoints is None else trainer.checkpoints.seconds
         self._why = why_stop(left, self._pace.step, evaluation, save) or ""
         return bool(self._why)
@@ -204,7 +209,8 @@ class TrainingLoop:
     def _timing(self) -> Timing:
         """Of the steps since the last time; all ranks together."""
         steps, self._timed = self.trainer.iteration - self._timed, self.trainer.iteration
-        return gather_timing(self.sections.take(), steps, self.mesh)
+        with self.sections(AGREEMENT):
+            return gather_timing(self.sections.take(), steps, self.mesh)
 
     def _progress(self, what: str) -> None:
         if self.trainer.checkpoints is not None:
