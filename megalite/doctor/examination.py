@@ -56,13 +56,27 @@ def examine(options: Options, config: RunConfig | None, problem: str, place: Pla
         if place.rank == 0:
             verdict = judge(found)
             show(found, verdict)
-            if options.json is not None:
-                write_json(options.json, found, verdict)
             call.tell("exit code", verdict.exit_code)
-        code: int = call.hear("exit code")
+        code = _hear_code(call, examination.whole)
         call.gather("heard", "", found.heard)  # rank 0 may be the one that has the store
     if not examination.whole:
         atexit.register(_end, code)
+    if place.rank == 0 and options.json is not None:
+        write_json(options.json, found, verdict)
+    return code
+
+
+def _hear_code(call: RollCall, whole: bool) -> int:
+    """The exit code, from rank 0. Without it, raises CommunicationError, or ends the process where a thread may have
+    the process group's store, by which the error would be told."""
+    try:
+        code: int = call.hear("exit code")
+    except CommunicationError as error:
+        if whole:
+            raise
+        sys.stderr.write(f"error on rank {call.rank}: {error}\n")
+        sys.stderr.flush()
+        os._exit(error.exit_code)
     return code
 
 

@@ -52,10 +52,10 @@ class Found:
 
     @property
     def can_measure(self) -> bool:
-        """Whether all ranks are there and can reach one another."""
+        """Whether all ranks are there, with flags that are a run's, and can reach one another."""
         complete = len(self.reports) == self.world_size and len(self.addresses) == len(self.roll.nodes)
         apart = any(each.problem for others in self.reached.values() for each in others.values())
-        unready = any(report.unfinished for report in self.reports.values())
+        unready = any(report.unfinished or report.problem for report in self.reports.values())
         return self.options.max_bytes > 0 and self.world_size > 1 and complete and not apart and not unready
 
 

@@ -91,6 +91,8 @@ def _bandwidths(found: Found) -> Iterator[list[Row]]:
         rows.append(("alpha", *("" if line is None else f"{1e6 * line.alpha:,.0f} us" for _, line in fitted)))
         for name, bus in (("1 / beta", False), ("bus bandwidth", True)):
             rows.append((name, *(_bandwidth(operation, line, count, bus) for operation, line in fitted)))
+        if len(found.roll.nodes) == 1:
+            rows.append(("(one node: nothing goes across nodes)", *[""] * len(OPERATIONS)))
         yield rows
 
 

@@ -24,7 +24,8 @@ from megalite.training.place import Place
 
 Result = TypeVar("Result")
 _BETWEEN_LOOKS = 0.05
-_HASTE = 3.0  # seconds that are left once a launcher wants this process to end
+_HASTE = 3.0
+"""Seconds that rank 0 waits on, once a launcher wants all ranks to end; the others wait longer for what it says."""
 _STORE_HANGS = 20.0  # seconds that the store may take beyond a limit
 
 
@@ -68,21 +69,21 @@ class RollCall:
     def hear(self, subject: str, more_seconds: float = 0.0) -> Any:
         """What rank 0 tells, once it has waited for everybody. Raises CommunicationError where it says nothing."""
         with self._bounded(2 * self.patience + more_seconds):
-            limit = self.limit(self.patience + more_seconds)
+            limit = self.limit(self.patience + more_seconds, haste=4 * _HASTE)
             while not self._store.check([subject]):
                 if limit():
                     raise CommunicationError("rank 0, which would give the verdict, does not answer")
                 time.sleep(_BETWEEN_LOOKS)
             return json.loads(self._store.get(subject))
 
-    def limit(self, more_seconds: float = 0.0) -> Callable[[], bool]:
-        """Whether so much time has passed, from now on; `stopping` leaves little of it."""
+    def limit(self, more_seconds: float = 0.0, haste: float = _HASTE) -> Callable[[], bool]:
+        """Whether so much time has passed, from now on; `stopping` leaves no more than `haste` of it."""
         end = time.monotonic() + self.patience + more_seconds
 
         def reached() -> bool:
             nonlocal end
             if self._stopping():
-                end = min(end, time.monotonic() + _HASTE)
+                end = min(end, time.monotonic() + haste)
             return time.monotonic() >= end
 
         return reached
