@@ -25,7 +25,7 @@ Traits = dict[str, dict[str, str]]
 
 _KINDS: Mapping[str, Severity] = {"flag": "wrong", "software": "sick", "environment": "warning"}
 _MATTERS = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "UCX_", "PYTHON", "MEGALITE_")
-_DIFFERS_ANYWAY = ("CUDA_VISIBLE_DEVICES", "MEGALITE_EXIT_FILE")
+_DIFFERS_ANYWAY = ("CUDA_VISIBLE_DEVICES", "MEGALITE_EXIT_FILE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 NOTHING = "nothing"
 
 
@@ -50,7 +50,7 @@ def _software(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "NCCL": nccl,
-        "megalite": f"{_version('megalite')} ({_digest(Path(megalite.__path__[0])):08x})",
+        "megalite's files": f"{_digest(Path(megalite.__path__[0])):08x}",
         "GPUs seen by torch": str(torch.cuda.device_count()),
     }
 

@@ -161,20 +161,25 @@ def _unreachable(
     count = len(reached) - 1
     parted = {node: {b if a == node else a for a, b in failed if node in (a, b)} for node in reached}
     alone = [node for node in reached if count > 1 and 2 * len(parted[node]) > count]
+    if 2 * len(alone) > len(reached):
+        (a, b), problem = next(iter(failed.items()))
+        where = addresses[b][0]
+        yield Finding("sick", f"most nodes do not reach most others, as {a} {b} at {where} ({problem}): {_why(where)}")
+        return
     for node in alone:  # the others would each be told of with it
         problem = next(failed[pair] for pair in failed if node in pair)
-        yield Finding(
-            "sick", f"{len(parted[node])} of {count} nodes {_do_not_reach('it', addresses[node][0], problem)}", node
-        )
+        where, these = addresses[node][0], f"{len(parted[node])} of {count} nodes"
+        yield Finding("sick", f"{these} do not reach it at {where}, or it them ({problem}): {_why(where)}", node)
     for (a, b), problem in failed.items():
-        if a not in alone and b not in alone:
-            yield Finding("sick", f"node {a} {_do_not_reach(b, addresses[b][0], problem)}")
+        back = (b, a) in failed
+        if a in alone or b in alone or (back and a > b):  # both directions are one finding
+            continue
+        both = f", nor {b} {a}" if back else ""
+        yield Finding("sick", f"{a} does not reach {b} at {addresses[b][0]}{both} ({problem}): {_why(addresses[b][0])}")
 
 
-def _do_not_reach(node: str, address: str, problem: str) -> str:
-    why = "are ports open between nodes, and is the interface right"
+def _why(address: str) -> str:
+    interface = "the interface between nodes (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
     if ipaddress.ip_address(address).is_loopback:
-        why = "there each finds itself; see to what the node's name stands for in /etc/hosts, or name the interface"
-    return (
-        f"and {node} do not reach each other at {address} ({problem}): {why} (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)?"
-    )
+        return f"there each node finds itself. Name {interface}, or see to /etc/hosts"
+    return f"see to it that ports are open between nodes, or name {interface}"

@@ -21,7 +21,10 @@ Row = Sequence[str]
 
 def show(found: Found, verdict: Verdict) -> None:
     """Print tables, and the verdict last."""
-    blocks = [_head(found), _table(_nodes(found)), *map(_table, _bandwidths(found)), "\n".join(verdict.lines())]
+    blocks = [_head(found), _table(_nodes(found)), *map(_table, _bandwidths(found))]
+    if found.timings and len(found.roll.nodes) == 1:
+        blocks.append("there is one node: nothing goes across nodes")
+    blocks.append("\n".join(verdict.lines()))
     print("\n\n".join(block for block in blocks if block), flush=True)
 
 
@@ -60,7 +63,7 @@ def _nodes(found: Found) -> Iterator[Row]:
         gpus = f"{len(state.gpus)} x {', '.join(names)}" if names else "none"
         files = "any" if state.open_files == resource.RLIM_INFINITY else f"{state.open_files:,}"
         shared = "none" if state.shared_memory is None else memory.in_words(state.shared_memory)
-        ahead = "" if clock is None or clock.problem else f"{-1e3 * clock.clock:+.1f} ms"
+        ahead = "" if clock is None or clock.problem else f"{round(-1e3 * clock.clock, 1) + 0.0:+} ms"
         address = "" if report.address is None else report.address[0]
         yield node, in_words(found.roll.nodes[node]), address, gpus, state.driver, files, shared, ahead
 
@@ -86,13 +89,11 @@ def _bandwidths(found: Found) -> Iterator[list[Row]]:
         rows: list[Row] = [(f"{scope}, {count} ranks", *OPERATIONS)]
         for size in sizes:
             taken = (timed[scope, operation].get(size) for operation in OPERATIONS)
-            rows.append((memory.in_words(size), *("" if each is None else f"{1e6 * each:,.0f} us" for each in taken)))
+            rows.append((memory.in_words(size), *("" if each is None else f"{1e6 * each:,.0f} µs" for each in taken)))
         fitted = [(operation, lines.get((scope, operation))) for operation in OPERATIONS]
-        rows.append(("alpha", *("" if line is None else f"{1e6 * line.alpha:,.0f} us" for _, line in fitted)))
+        rows.append(("alpha", *("" if line is None else f"{1e6 * line.alpha:,.0f} µs" for _, line in fitted)))
         for name, bus in (("1 / beta", False), ("bus bandwidth", True)):
             rows.append((name, *(_bandwidth(operation, line, count, bus) for operation, line in fitted)))
-        if len(found.roll.nodes) == 1:
-            rows.append(("(one node: nothing goes across nodes)", *[""] * len(OPERATIONS)))
         yield rows
 
 

@@ -107,7 +107,7 @@ def test_one_node_needs_no_run(doctor: Doctor) -> None:
     done = doctor(*QUICK, ranks=2)
     assert done.codes == [0, 0]
     assert {each["scope"] for each in done.found["timings"]} == {"within a node"}
-    assert "one node: nothing goes across nodes" in done.stdout
+    assert "there is one node: nothing goes across nodes" in done.stdout
 
 
 # ---------------------------------------------------------------------------------------------------- what ranks have
@@ -247,5 +247,5 @@ if rank == 2:
 """
     done = doctor(*QUICK, before=before)
     assert done.codes == [93] * 4
-    done.only("sick", None, "node n0 and n1 do not reach each other at 127.0.0.1 (Connection refused)")
+    done.only("sick", None, "n0 does not reach n1 at 127.0.0.1 (Connection refused)")
     assert done.found["timings"] == []
