@@ -54,6 +54,7 @@ def examine(options: Options, config: RunConfig | None, problem: str, place: Pla
         examination = Examination(options, config, problem, place, call)
         found = examination.run(stack)
         if place.rank == 0:
+            found.stopped = stop.local_request() != 0
             verdict = judge(found)
             show(found, verdict)
             call.tell("exit code", verdict.exit_code)
@@ -199,17 +200,17 @@ class Examination:
             return
         measurement = Measurement(list(found.roll.nodes.values()), self._options.max_bytes, self._options.seconds)
         work = aside(lambda: self._time(measurement))
-        failure = "does not come to an end"
+        failure = ""
         if self._call.wait(work, self._options.seconds):
             error = work.exception()
             if error is not None and not isinstance(error, MegaliteError | RuntimeError):
                 raise error
-            failure = "" if error is None else str(error).splitlines()[0]
-        self.whole = self.whole and not failure
-        answer = {
-            "failure": f"{measurement.now} {failure}" if failure else "",
-            "timings": [] if failure else [asdict(each) for each in measurement.timings],
-        }
+            failure = "" if error is None else f"{measurement.now}: {str(error).splitlines()[0]}"
+        elif not self._call.stopping():
+            failure = f"{measurement.now} does not come to an end"
+        done = work.done() and not failure
+        self.whole = self.whole and done
+        answer = {"failure": failure, "timings": [asdict(each) for each in measurement.timings] if done else []}
         answers = self._call.gather("measured", answer, range(self._place.world_size), self._options.seconds + _GRACE)
         found.measured = list(answers)
         found.heard = list(answers)

@@ -15,6 +15,7 @@ from megalite.doctor.network import Reached, examine_network
 from megalite.doctor.options import Options
 from megalite.doctor.own_node import Report, Roll
 from megalite.doctor.run_directory import examine_run_directory
+from megalite.errors import EXIT_FINISHED
 
 
 @dataclass
@@ -39,6 +40,8 @@ class Found:
     timings: Sequence[Timing] = ()
     heard: Sequence[int] = ()
     """The ranks that answered last."""
+    stopped: bool = False
+    """Rank 0 was asked to end meanwhile."""
 
     @property
     def nodes(self) -> dict[str, Report]:
@@ -61,27 +64,28 @@ class Found:
 
 def judge(found: Found) -> Verdict:
     """All findings, and the verdict."""
-    differing = {rank: report.differing for rank, report in found.reports.items()}
+    verdict = Verdict.of(_findings(found))
+    if found.stopped and verdict.exit_code == EXIT_FINISHED:
+        broken_off = Finding("sick", "this was to end before everything was looked at: what is told is not all")
+        return Verdict.of([*verdict.findings, broken_off])
+    return verdict
+
+
+def _findings(found: Found) -> list[Finding]:
     first = next(iter(found.roll.nodes))
-    return Verdict.of(
-        [
-            *found.findings,
-            *_absent(found),
-            *_silent(found),
-            *_flags(found),
-            *disagreements(found.roll.traits, differing, found.roll.nodes),
-            *(
-                Finding(each.severity, each.text, node)
-                for node, report in found.nodes.items()
-                for each in report.findings
-            ),
-            *examine_data({node: report.files for node, report in found.nodes.items()}),
-            *_run_directory(found),
-            *examine_network(found.reached, found.addresses, first),
-            *_unmeasured(found),
-            *slow_nodes(found.timings, found.roll.nodes),
-        ]
-    )
+    return [
+        *found.findings,
+        *_absent(found),
+        *_silent(found),
+        *_flags(found),
+        *_disagreements(found),
+        *(Finding(each.severity, each.text, node) for node, report in found.nodes.items() for each in report.findings),
+        *examine_data({node: report.files for node, report in found.nodes.items()}),
+        *_run_directory(found),
+        *examine_network(found.reached, found.addresses, first),
+        *_unmeasured(found),
+        *slow_nodes(found.timings, found.roll.nodes),
+    ]
 
 
 def _absent(found: Found) -> Iterator[Finding]:
@@ -117,6 +121,16 @@ def _flags(found: Found) -> Iterator[Finding]:
     for problem in dict.fromkeys(problems.values()):
         ranks = [rank for rank, each in problems.items() if each == problem]
         yield Finding("wrong", problem if len(ranks) == len(found.reports) else f"on {in_words(ranks)}: {problem}")
+
+
+def _disagreements(found: Found) -> Iterator[Finding]:
+    """Flags that are no run's have no values to compare."""
+    none = found.reports[0].problem
+    differing = {
+        rank: report.differing | ({"flag": {}} if none or report.problem else {})
+        for rank, report in found.reports.items()
+    }
+    return disagreements(found.roll.traits, differing, found.roll.nodes)
 
 
 def _run_directory(found: Found) -> Iterator[Finding]:

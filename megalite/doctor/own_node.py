@@ -90,8 +90,7 @@ class OwnNode:
         self._now = "looking at its GPUs, memory and limits"
         state, more = examine_node(gpus, ranks=len(self._roll.ranks), data_files=len(files))
         self._now = "looking at the run directory"
-        save = None if self._config is None else self._config.checkpoint.save
-        directory = None if save is None or self._roll.probe is None else look(open_directory(save), *self._roll.probe)
+        directory = self._directory(findings)
         return Report(
             self._differing,
             self._problem,
@@ -114,3 +113,13 @@ class OwnNode:
         except MegaliteError as error:
             findings.append(Finding("sick", str(error)))
             return {}
+
+    def _directory(self, findings: list[Finding]) -> Seen | None:
+        save = None if self._config is None else self._config.checkpoint.save
+        if save is None or self._roll.probe is None:
+            return None
+        try:
+            return look(open_directory(save), *self._roll.probe)
+        except MegaliteError as error:
+            findings.append(Finding("sick", str(error)))
+            return None

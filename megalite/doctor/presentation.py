@@ -88,7 +88,7 @@ def _bandwidths(found: Found) -> Iterator[list[Row]]:
         count = _ranks(found, scope)
         rows: list[Row] = [(f"{scope}, {count} ranks", *OPERATIONS)]
         for size in sizes:
-            taken = (timed[scope, operation].get(size) for operation in OPERATIONS)
+            taken = (timed.get((scope, operation), {}).get(size) for operation in OPERATIONS)
             rows.append((memory.in_words(size), *("" if each is None else f"{1e6 * each:,.0f} µs" for each in taken)))
         fitted = [(operation, lines.get((scope, operation))) for operation in OPERATIONS]
         rows.append(("alpha", *("" if line is None else f"{1e6 * line.alpha:,.0f} µs" for _, line in fitted)))
@@ -104,7 +104,7 @@ def _bandwidth(operation: str, line: Line | None, ranks: int, bus: bool) -> str:
 
 
 def _table(rows: Iterator[Row] | Sequence[Row]) -> str:
-    """Columns, of which the first two stand left."""
+    """Columns; nothing where there is but a head."""
     rows = list(rows)
     if len(rows) < 2:
         return ""

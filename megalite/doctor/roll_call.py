@@ -39,7 +39,7 @@ class RollCall:
     def __init__(self, place: Place, patience: float, stopping: Callable[[], object]) -> None:
         """Raises ConfigurationError without a launcher's variables, CommunicationError without an answer."""
         self.rank, self.world_size = place.rank, place.world_size
-        self.patience, self._stopping = patience, stopping
+        self.patience, self.stopping = patience, stopping
         self._store = connect(place, patience)
 
     def gather(self, question: str, answer: object, ranks: Iterable[int], more_seconds: float = 0.0) -> dict[int, Any]:
@@ -82,7 +82,7 @@ class RollCall:
 
         def reached() -> bool:
             nonlocal end
-            if self._stopping():
+            if self.stopping():
                 end = min(end, time.monotonic() + haste)
             return time.monotonic() >= end
 

@@ -6,6 +6,7 @@ A rank's node is what SLURM calls it, so that four processes of one machine are 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,7 @@ def test_two_nodes_that_are_well(doctor: Doctor, tmp_path: Path) -> None:
     assert len(timed) == 10
     assert all(list(each["seconds"]) == ["1024", "4096"] for each in timed.values())
     assert abs(done.found["clock_ahead_seconds"]["n1"]) < 1.0
+    assert "bus bandwidth" in done.stdout
     assert not (tmp_path / "run").exists()  # it was made for the probe alone
 
 
@@ -108,6 +110,20 @@ def test_one_node_needs_no_run(doctor: Doctor) -> None:
     assert done.codes == [0, 0]
     assert {each["scope"] for each in done.found["timings"]} == {"within a node"}
     assert "there is one node: nothing goes across nodes" in done.stdout
+
+
+def test_who_breaks_it_off_is_told_no_more_than_was_found(spawn: Callable[..., Job], tmp_path: Path) -> None:
+    slow = """
+from megalite.doctor.bandwidth import Measurement
+Measurement.run = lambda *_: (print("now"), time.sleep(1000))
+"""
+    (tmp_path / "program.py").write_text(PREAMBLE + slow + RUN)
+    job = spawn([tmp_path / "program.py"], 2)
+    job.wait_for_output(0, "now")
+    job.wait_for_output(1, "now")
+    job.kill_all(signal.SIGTERM)
+    assert job.wait(120) == [93, 93]
+    assert "sick: this was to end before everything was looked at" in job.stdout(0)
 
 
 # ---------------------------------------------------------------------------------------------------- what ranks have
@@ -130,7 +146,7 @@ def test_where_rank_0_is_the_odd_one_it_is_told_of(doctor: Doctor) -> None:
 def test_a_rank_whose_flags_are_wrong_does_not_keep_the_others_from_a_verdict(doctor: Doctor) -> None:
     done = doctor("--max-bytes", 0, *MOCK, *FLAGS, before="if rank == 3: sys.argv += ['--hiden-size', '3']")
     assert done.codes == [64] * 4
-    assert (None, "on rank 3: unknown flag --hiden-size, did you mean --hidden-size?") in done.of("wrong")
+    done.only("wrong", None, "on rank 3: unknown flag --hiden-size, did you mean --hidden-size?")
 
 
 def test_other_software_on_a_node_drops_it_and_another_environment_does_not(doctor: Doctor) -> None:

@@ -18,11 +18,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.doctor import gpus, network, node
+from megalite.config import DataConfig
+from megalite.doctor import data_files, gpus, network, node
+from megalite.doctor.bandwidth import ring_rounds
 from megalite.doctor.data_files import examine_data
 from megalite.doctor.figures import ACROSS, POINT_TO_POINT, SMALLEST, WITHIN, Timing, bus_factor, fit, slow_nodes
 from megalite.doctor.findings import Finding, Verdict
+from megalite.doctor.judgement import Found
 from megalite.doctor.network import Listener, Reached, examine_network, own_address, reach, reach_all
+from megalite.doctor.options import Options
+from megalite.doctor.own_node import Roll
+from megalite.doctor.presentation import show
 from megalite.doctor.run_directory import Seen, examine_run_directory
 from megalite.errors import ConfigurationError
 from tools import doctor
@@ -253,6 +259,10 @@ def test_the_line_through_timings_is_found(alpha: float, bandwidth: float, count
         assert line.bandwidth() == pytest.approx(bandwidth, rel=1e-4)
 
 
+def test_a_small_message_counts_as_much_as_a_large_one() -> None:
+    assert fit({1024: 1e-5, 2048: 1e-5, 2**28: 0.25, 2**30: 1.1}).alpha == pytest.approx(1e-5, rel=0.2)
+
+
 @given(st.dictionaries(st.integers(1, 10**9), st.floats(1e-6, 10.0), min_size=2))
 def test_no_line_has_a_time_below_zero(points: dict[int, float]) -> None:
     line = fit(points)
@@ -264,6 +274,25 @@ def test_the_bus_moves_what_nccl_tests_says_it_does() -> None:
     assert bus_factor("all-reduce", 8) == 2 * 7 / 8
     assert bus_factor("all-gather", 8) == bus_factor("reduce-scatter", 8) == bus_factor("all-to-all", 8) == 7 / 8
     assert bus_factor(POINT_TO_POINT, 8) == 1
+
+
+@pytest.mark.parametrize("size", range(2, 10))
+def test_neighbours_in_a_ring_talk_to_one_at_a_time_and_each_pair_does_once(size: int) -> None:
+    rounds = ring_rounds(size)
+    assert all(len({member for pair in pairs for member in pair}) == 2 * len(pairs) for pairs in rounds)
+    expected = {frozenset((at, (at + 1) % size)) for at in range(size)}
+    assert sorted(map(sorted, expected)) == sorted(sorted(pair) for pairs in rounds for pair in pairs)
+
+
+def test_the_table_has_what_was_fitted(capsys: pytest.CaptureFixture[str]) -> None:
+    timings = [Timing(WITHIN, "all-reduce", size, (0,), 1e-4 + size / 2e9) for size in (1024, 4096)]
+    roll = Roll({"n0": [0, 1, 2, 3]}, "", {"flag": {}, "software": {}, "environment": {}}, None)
+    show(Found(4, "gloo", Options(), None, roll, [], timings=timings), Verdict.of([]))
+    rows = {line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines()}
+    assert rows["4 KiB"] == ["102", "µs"]
+    assert rows["alpha"] == ["100", "µs"]
+    assert rows["1 / beta"] == ["2", "GB/s"]
+    assert rows["bus bandwidth"] == ["3", "GB/s"]
 
 
 def test_a_slow_node_is_named_and_its_neighbours_are_not() -> None:
@@ -303,6 +332,18 @@ def test_there_must_be_room_on_the_node_that_has_least_and_leave_to_write() -> N
     assert not list(examine_run_directory("/run", seen, 99, 3))
     (finding,) = examine_run_directory("/run", {"n0": Seen(True, 1), "n1": Seen(True, problem="denied")}, None, 3)
     assert (finding.node, finding.text) == ("n1", "--save /run cannot be written to: denied")
+
+
+def test_data_that_differ_near_their_end_are_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_files, "_END", 16)
+    data = DataConfig(seq_length=8, train_data_path=(str(tmp_path / "a"),))
+    prints = []
+    for end in (b"1", b"2"):
+        (tmp_path / "a.bin").write_bytes(bytes(100) + end)
+        prints.append(data_files.fingerprints(data))
+    assert prints[0][str(tmp_path / "a.idx")] == "missing"
+    (finding,) = (each for each in examine_data({"n0": prints[0], "n1": prints[1]}) if each.node)
+    assert finding.node == "n1"
 
 
 def test_data_that_no_node_has_is_no_nodes_fault() -> None:
