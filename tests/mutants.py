@@ -1786,10 +1786,10 @@ MUTANTS = (
         f"{_DOCTOR}the_verdict_says_what_to_do",
     ),
     Mutant(
-        "the doctor waits for a driver that hangs",
+        "the doctor takes no answer for a good one",
         "megalite/doctor/gpus.py",
-        '        with suppress(ProcessLookupError):\n            os.killpg(process.pid, signal.SIGKILL)\n        return _Answer(None, "")',
-        '        return _Answer(0, "")',
+        'return _Answer(None, "")',
+        'return _Answer(0, "")',
         f"{_DOCTOR}a_driver_that_hangs_is_not_waited_for",
     ),
     Mutant(

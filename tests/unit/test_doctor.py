@@ -164,7 +164,7 @@ def test_flags_that_make_no_sense_are_refused(alone: Alone) -> None:
 def test_a_node_is_looked_at_without_torch_and_its_limit_of_open_files_too() -> None:
     look = "import sys; sys.path.insert(0, 'tools'); sys.argv[1:] = ['--node']; import doctor; code = doctor.main(); "
     python = [sys.executable, "-c", look + "assert 'torch' not in sys.modules; sys.exit(code)"]
-    command = ["sh", "-c", f"ulimit -n 256; exec {shlex.join(python)}"]
+    command = ["sh", "-c", f"ulimit -S -n 256; exec {shlex.join(python)}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 93
     assert "a process may open 256 files, and a run needs about 516" in done.stderr
