@@ -1,0 +1,102 @@
+"""What is said of ranks that are gone, or that the others wait for in vain."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megalite.watchdog.hang_dump import Dumps, RankDump
+from megalite.watchdog.hang_report import hang_report
+from megalite.watchdog.link import Message
+from megalite.watchdog.sections import OpenSection
+
+_CONSEQUENCES = 5  # of a hang, in its message
+_GO_ON = "The run ends; --resume auto continues from its last checkpoint"
+
+
+@dataclass
+class Peer:
+    """A rank as the monitor knows it: by its own word."""
+
+    rank: int
+    host: str
+    process: int
+    space: str
+    """Where its process number holds."""
+    at: list[str] = field(default_factory=list)
+    """The sections that it was last in."""
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.process} on {self.host})"
+
+    @property
+    def place(self) -> str:
+        return f'step {self.step}, "{self.at[-1]}"' if self.at else f"step {self.step}"
+
+
+def overdue(section: OpenSection, limit: float) -> Message:
+    """What a rank tells of a section that takes longer than its limit, in seconds."""
+    return {"overdue": [section.name, section.seconds, limit]}
+
+
+def loss(lost: Sequence[Peer]) -> str:
+    """Of ranks whose processes have ended without a word."""
+    who = ", ".join(map(str, lost))
+    have = "have" if len(lost) > 1 else "has"
+    return (
+        f"{who} {have} ended without a word, in {lost[0].place}: killed, as by a person or for want of memory (the "
+        f"system's log has that: dmesg), or crashed. {_GO_ON}"
+    )
+
+
+def folder_name() -> str:
+    """Of the folder that ranks write to what they are in, by the time."""
+    return time.strftime("%Y%m%dT%H%M%S")
+
+
+def hang(
+    rank: int,
+    why: Message,
+    peers: Mapping[int, Peer],
+    dumps: Mapping[int, RankDump],
+    silence: Mapping[int, float],
+    folder: Path | None,
+) -> str:
+    """Of a run in which `rank` waits too long, or has lost another one.
+
+    `silence` has the ranks that do not answer, and for how long they have not; `folder` is where the dumps are, too.
+    """
+    report = hang_report(Dumps(dumps, tuple(sorted(silence)), ()))
+    lines = [_alarm(peers[rank], why)]
+    lines += [
+        f"{peers[other]} does not answer, for {seconds:.0f} s: it is stopped or cannot be reached, and was last in "
+        f"{peers[other].place}"
+        for other, seconds in sorted(silence.items())
+    ]
+    busy = [dumps[culprit] for culprit in report.culprits if culprit in dumps]
+    lines += [f"{peers[dump.rank]} holds it up, in {peers[dump.rank].place}: {_innermost(dump)}" for dump in busy]
+    if not report.culprits and report.places:  # nobody waits for another: who is elsewhere than the others is told
+        first = report.places[0][0]
+        lines.append(f"{peers[first.rank]} is in {_innermost(first)}")
+    lines += [finding.text for finding in report.findings if finding.cause and set(finding.culprits) - set(silence)]
+    lines += [finding.text for finding in report.findings if not finding.cause][:_CONSEQUENCES]
+    if folder is not None:
+        lines.append(f"more of each rank: python tools/hang_report.py {folder}")
+    return "\n  ".join([*lines, _GO_ON])
+
+
+def _alarm(peer: Peer, why: Message) -> str:
+    if "lost" in why:
+        return f"{peer}, in {peer.place}: {why['lost']}"
+    section, seconds, limit = why["overdue"]
+    return f'step {peer.step} hangs: {peer} has been in "{section}" for {seconds:.0f} s, and may be for {limit:.0f}'
+
+
+def _innermost(dump: RankDump) -> str:
+    """Where the main thread of a rank is, in Python."""
+    frames = re.findall(r'  File "(.*)", line (\d+), in (.*)', dump.stacks.partition("\nthread ")[0])
+    return "{} line {}, in {}".format(*frames[-1]) if frames else "no code in Python"
