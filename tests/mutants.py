@@ -1842,6 +1842,13 @@ MUTANTS = (
         f"{_DOCTOR}the_table_has_what_was_fitted",
     ),
     Mutant(
+        "the doctor waits without a limit for a store that stands still",
+        "megalite/doctor/roll_call.py",
+        "        with self._bounded(patience):\n            self._store",
+        "        if True:\n            self._store",
+        f"{_DOCTOR_OF_RANKS}where_rank_0_has_the_store_and_stands_still_the_others_end",
+    ),
+    Mutant(
         "the doctor waits on though its launcher wants it to end",
         "megalite/doctor/roll_call.py",
         "if self.stopping():",

@@ -40,7 +40,8 @@ class RollCall:
         """Raises ConfigurationError without a launcher's variables, CommunicationError without an answer."""
         self.rank, self.world_size = place.rank, place.world_size
         self.patience, self.stopping = patience, stopping
-        self._store = connect(place, patience)
+        with self._bounded(patience):
+            self._store = connect(place, patience)
 
     def gather(self, question: str, answer: object, ranks: Iterable[int], more_seconds: float = 0.0) -> dict[int, Any]:
         """The answers of those of `ranks` that have answered in time, on rank 0; nothing on the others.

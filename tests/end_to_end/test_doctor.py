@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from megalite.data.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.runs import COURSE, MOCK, PRETRAIN, ROOT, SIZES, saved_tensors
+from tests.harness.fork_server import wait_for_exit
 from tests.harness.job import Job
 
 PREAMBLE = f"""
@@ -248,6 +250,26 @@ if rank == 2:
     done = doctor("--patience", 60, *QUICK[:2], before=before, launcher=True)
     assert done.codes[0] == 93
     done.only("sick", "n1", "rank 2 did not come back from timing messages")
+
+
+def test_where_rank_0_has_the_store_and_stands_still_the_others_end(spawn: Callable[..., Job], tmp_path: Path) -> None:
+    """No limit of torch's holds then."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    before = f"""
+from megalite.doctor import roll_call
+roll_call._STORE_HANGS = 0.5
+if rank == 0:
+    roll_call.RollCall.gather = lambda *_: {STOP}
+"""
+    (tmp_path / "program.py").write_text(PREAMBLE + before + RUN)
+    store = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
+    job = spawn([tmp_path / "program.py", "--patience", 2], 2, **store)
+    assert wait_for_exit([job.ranks[1]], 60) == []
+    assert job.ranks[1].exit_code == 85
+    assert "error on rank 1: the store at 127.0.0.1" in job.stderr(1)
+    assert "does not answer: the process that has it is stopped" in job.stderr(1)
 
 
 def test_ports_that_cannot_be_reached_are_told_before_anything_waits_for_them(doctor: Doctor) -> None:
