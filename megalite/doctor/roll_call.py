@@ -65,7 +65,8 @@ class RollCall:
 
     def tell(self, subject: str, value: object) -> None:
         """Rank 0 tells all others."""
-        self._store.set(subject, json.dumps(value))
+        with self._bounded(self.patience):
+            self._store.set(subject, json.dumps(value))
 
     def hear(self, subject: str, more_seconds: float = 0.0) -> Any:
         """What rank 0 tells, once it has waited for everybody. Raises CommunicationError where it says nothing."""

@@ -260,8 +260,11 @@ def test_where_rank_0_has_the_store_and_stands_still_the_others_end(spawn: Calla
     before = f"""
 from megalite.doctor import roll_call
 roll_call._STORE_HANGS = 0.5
+stopped = own_folder + "_stopped"
 if rank == 0:
-    roll_call.RollCall.gather = lambda *_: {STOP}
+    roll_call.RollCall.gather = lambda *_: (open(stopped, "w").close(), {STOP})
+while rank == 1 and not os.path.exists(stopped):
+    time.sleep(0.05)
 """
     (tmp_path / "program.py").write_text(PREAMBLE + before + RUN)
     store = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
