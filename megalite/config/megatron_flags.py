@@ -96,6 +96,11 @@ ALREADY_SO: Mapping[str, str] = {
     "a checkpoint of either --ckpt-format is loaded, and says itself which it is": "auto-detect-ckpt-format",
     "every step records its throughput and its peak memory": """
     log-throughput log-memory-to-tensorboard log-memory-interval=1""",
+    "the sections of a step are timed on every rank, without barriers, and told by --timing-interval": """
+    no-barrier-with-level-1-timing log-timers-to-tensorboard log-straggler""",
+    "torch's flight recorder keeps the stack of each collective, and of each group the last ones are dumped": """
+    flight-recorder-include-stack-trace no-flight-recorder-include-only-active
+    disable-flight-recorder-include-only-active""",
     "nothing is reported to other services, and object stores are reached by URLs": "no-one-logger disable-msc",
 }
 """What is so -> flags that ask for it, with =1 where the flag takes a value."""
@@ -134,7 +139,10 @@ WANDB = "is not there: figures go to metrics.jsonl and to TensorBoard's files, f
 LEVELS = "is not there: one rank tells what a person is to know, and --log-interval says how often"
 INJECTION = "is not there: a run plants no faults in itself"
 LARGE = "is not there: what is large and finite is clipped by --clip-grad; metrics.jsonl has loss and grad_norm a step"
-CLUSTER = "arrives with running on clusters (faults, profiling, monitoring)"
+TIMING = "is not there: --timing-interval always tells the median of the ranks, and the slowest one"
+RECORDER = "is not there: torch's recorder is on, TORCH_FR_BUFFER_SIZE says for how many collectives"
+DUMPS = "is not there: when a run hangs the watchdog has each rank write into DIR/hangs, unless --no-watchdog"
+WATCHDOG = "is not there: a section may take five times the longest so far, and at least --watchdog-min-seconds"
 TRANSFORMER_ENGINE = "needs Transformer Engine, which megalite does without"
 NOT_GPT = "is not for pre-training a GPT (vision, BERT, T5, retrieval, distillation, reinforcement learning)"
 INFERENCE = "is for an inference server; tools/generate.py samples from a checkpoint"
@@ -167,7 +175,9 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
     "dataloader-type": ("single", ORDER),
     "dist-ckpt-strictness": ("raise_all", STRICT),
     "dist-ckpt-workers": ("1", BACKGROUND),
-    "timing-log-level": ("0", CLUSTER),
+    "timing-log-level": ("0 1", TIMING),
+    "timing-log-option": ("minmax max", TIMING),
+    "flight-recorder-trace-buffer-size": ("2000", RECORDER),
     "cross-entropy-fusion-impl": ("native", TRANSFORMER_ENGINE),
     "transformer-impl": ("local transformer_engine", INFERENCE),
     "softmax-type": ("vanilla", ARCHITECTURE),
@@ -273,14 +283,12 @@ REFUSED: Mapping[str, str] = {
     LEVELS: "logging-level",
     INJECTION: "error-injection-type",
     LARGE: "check-for-large-grads check-for-spiky-loss",
-    CLUSTER: """
-    distributed-timeout-seconds-after-init flight-recorder-dump-path flight-recorder-trace-buffer-size
-    no-flight-recorder-dump-on-timeout disable-flight-recorder-dump-on-timeout flight-recorder-include-stack-trace
-    no-flight-recorder-include-only-active disable-flight-recorder-include-only-active
-    no-flight-recorder-extra-dump-on-exec disable-flight-recorder-extra-dump-on-exec timing-log-option
-    log-timers-to-tensorboard no-barrier-with-level-1-timing log-straggler straggler-ctrlr-port
-    straggler-minmax-count disable-straggler-on-startup
+    WATCHDOG: "distributed-timeout-seconds-after-init",
+    DUMPS: """
+    flight-recorder-dump-path no-flight-recorder-dump-on-timeout disable-flight-recorder-dump-on-timeout
+    no-flight-recorder-extra-dump-on-exec disable-flight-recorder-extra-dump-on-exec
     """,
+    TIMING: "straggler-ctrlr-port straggler-minmax-count disable-straggler-on-startup",
     TRANSFORMER_ENGINE: """
     tp-comm-overlap no-tp-comm-bulk-wgrad disable-tp-comm-bulk-wgrad no-tp-comm-bulk-dgrad disable-tp-comm-bulk-dgrad
     no-tp-comm-overlap-ag disable-tp-comm-overlap-ag no-tp-comm-overlap-rs disable-tp-comm-overlap-rs
