@@ -1982,21 +1982,21 @@ MUTANTS = (
     ),
     Mutant(
         "of two findings the later one is told",
-        "megalite/training/watch.py",
+        "megalite/training/nonfinite_search.py",
         "if self.first is None or finding.order < self.first.order:",
         "if self.first is None or finding.order >= self.first.order:",
         f"{_FIRST_MODULE}[alone]",
     ),
     Mutant(
         "the stages are told in the order of forward, backward too",
-        "megalite/training/watch.py",
+        "megalite/training/nonfinite_search.py",
         "stage = stage if phase == 0 else self._stages.count - 1 - stage",
         "stage = stage",
         f"{_FIRST_MODULE}[pp 2, zb-v]",
     ),
     Mutant(
         "the gradient buffers stay watched",
-        "megalite/training/watch.py",
+        "megalite/training/nonfinite_search.py",
         "            for parameter, buffer in zip(parameters, buffers, strict=True):\n"
         "                parameter.gradient_buffer = buffer\n",
         "",
@@ -2004,14 +2004,14 @@ MUTANTS = (
     ),
     Mutant(
         "a gradient is not told from the sum that it is added to",
-        "megalite/training/watch.py",
+        "megalite/training/nonfinite_search.py",
         "own = target if overwrite else torch.empty_like(target)\n        self.gradient.add_to(own, overwrite=True)",
         "own = target\n        self.gradient.add_to(own, overwrite=overwrite)",
         f"{_NOT_FINITE}sums_that_overflow_are_told_from_what_they_are_made_of[0]",
     ),
     Mutant(
         "a sum that was not finite before makes every micro-batch after it an affected one",
-        "megalite/training/watch.py",
+        "megalite/training/nonfinite_search.py",
         "finite = finite and not_finite(target) is None",
         "finite = True",
         f"{_FIRST_MODULE}[alone]",

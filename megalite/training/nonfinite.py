@@ -26,7 +26,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
-from megalite.training.watch import Finding, Watch, not_finite
+from megalite.training.nonfinite_search import NotFinite, Search, not_finite
 from megalite.watchdog.link import host_name
 
 MAX_CONSECUTIVE_SKIPS = 10
@@ -101,12 +101,12 @@ def locate(
     told = f"step {step.iteration} was skipped, since its gradient is not finite"
     if any(report.parameters for report in first):
         return f"{told}: {_of_parameters(first, hosts)}"
-    watch = Watch(stages, mesh.coordinate("pp"))
+    search = Search(stages, mesh.coordinate("pp"))
     optimizer.begin_step(len(step.micro_batches))
-    with watch.looking(chunks):
-        engine.run(step.actions, step.micro_batches, step.factor, optimizer, watch)
+    with search.through(chunks):
+        engine.run(step.actions, step.micro_batches, step.factor, optimizer, search)
     result = optimizer.complete(step.loss_scale)
-    second = [_SecondRun(**report) for report in _gather(_second_run(watch, step, optimizer), mesh)]
+    second = [_SecondRun(**report) for report in _gather(_second_run(search, step, optimizer), mesh)]
     return f"{told}. It was run once more and watched: {_of_runs(first, second, result, hosts, mesh, step)}"
 
 
@@ -124,13 +124,13 @@ def _first_run(step: SkippedStep, optimizer: Optimizer) -> _FirstRun:
     return _FirstRun(host_name(), parameters, loss, *_gradients(optimizer))
 
 
-def _second_run(watch: Watch, step: SkippedStep, optimizer: Optimizer) -> _SecondRun:
-    rest = sorted(watch.micro_batches), *_gradients(optimizer)
-    if watch.first is None:
+def _second_run(search: Search, step: SkippedStep, optimizer: Optimizer) -> _SecondRun:
+    rest = sorted(search.micro_batches), *_gradients(optimizer)
+    if search.first is None:
         return _SecondRun(None, (), *rest)
-    micro_batch = step.micro_batches[watch.first.micro_batch]
+    micro_batch = step.micro_batches[search.first.micro_batch]
     sample = micro_batch.key.sample
-    return _SecondRun(asdict(watch.first), (sample, sample + micro_batch.tokens.shape[0] - 1), *rest)
+    return _SecondRun(asdict(search.first), (sample, sample + micro_batch.tokens.shape[0] - 1), *rest)
 
 
 def _parameters(bucket: Bucket) -> Iterator[str]:
@@ -219,7 +219,7 @@ def _of_runs(
 
 
 def _of_origin(second: Sequence[_SecondRun], hosts: Sequence[str]) -> str:
-    findings = {rank: Finding(**report.finding) for rank, report in enumerate(second) if report.finding is not None}
+    findings = {rank: NotFinite(**report.finding) for rank, report in enumerate(second) if report.finding is not None}
     origin, finding = min(findings.items(), key=lambda item: (item[1].order, item[0]))
     ranks = [rank for rank, other in findings.items() if (other.order, other.place) == (finding.order, finding.place)]
     low, high = second[origin].samples

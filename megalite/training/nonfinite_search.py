@@ -1,4 +1,4 @@
-"""A step that is watched: where, in the order of execution, the first value that is not finite comes up.
+"""The search through a step: where, in the order of execution, the first value that is not finite comes up.
 
 What passes from module to module is looked at, forward and, as gradients, backward, and each gradient of a parameter
 as it enters its buffer. A layer that is compiled is looked at from outside alone: inside it has no modules.
@@ -28,7 +28,7 @@ _PHASES = {"F": 0, "B": 1, "I": 1, "W": 2}
 
 
 @dataclass(frozen=True)
-class Finding:
+class NotFinite:
     """Something not finite. Of any two the one that comes first in `order` can be the cause of the other."""
 
     micro_batch: int
@@ -62,12 +62,12 @@ def not_finite(tensor: Tensor) -> str | None:
     return "infinity" if float("inf") in (-least, most) else None
 
 
-class Watch:
-    """Watches a rank's actions: `engine.run(..., observer=watch)` within `watch.looking(chunks)`."""
+class Search:
+    """Looks into a rank's actions: `engine.run(..., observer=search)` within `search.through(chunks)`."""
 
     def __init__(self, stages: Stages, rank: int) -> None:
         """`rank`: in the pipeline."""
-        self.first: Finding | None = None
+        self.first: NotFinite | None = None
         """Not in time, but in the order of findings."""
         self.micro_batches: set[int] = set()
         """Those with a finding."""
@@ -82,15 +82,15 @@ class Watch:
         step.execute(action)
 
     @contextmanager
-    def looking(self, chunks: Sequence[GPT]) -> Iterator[None]:
-        """Within it the modules and the gradient buffers of the rank's stages are watched."""
+    def through(self, chunks: Sequence[GPT]) -> Iterator[None]:
+        """Within it the modules and the gradient buffers of the rank's stages are looked into."""
         parameters = list({id(p): p for chunk in chunks for p in unique_parameters(chunk)}.values())
         buffers = [parameter.gradient_buffer for parameter in parameters]
         places = [place for number, chunk in enumerate(chunks) for place in self._places(number, chunk)]
         handles = [module.register_forward_pre_hook(self._before_forward(name)) for module, name, _ in places]
         handles += [module.register_forward_hook(self._after_forward(name)) for module, _, name in places]
         for parameter, buffer in zip(parameters, buffers, strict=True):
-            parameter.gradient_buffer = None if buffer is None else _WatchedBuffer(buffer, self)
+            parameter.gradient_buffer = None if buffer is None else _SearchedBuffer(buffer, self)
         try:
             yield
         finally:
@@ -100,7 +100,7 @@ class Watch:
                 handle.remove()
 
     def _places(self, number: int, chunk: GPT) -> Iterator[tuple[nn.Module, str, str]]:
-        """The modules of a chunk that are watched; the names of their inputs and of their outputs."""
+        """The modules of a chunk that are looked into; the names of their inputs and of their outputs."""
         stage = self._stages.stage(self._rank, number)
         passed_on = f"what stage {stage} passes on" if chunk.head is None else "the loss times the loss mask"
         yield chunk, f"what stage {stage} receives", passed_on
@@ -150,7 +150,7 @@ class Watch:
         stage = stage if phase == 0 else self._stages.count - 1 - stage
         self.micro_batches.add(action.micro_batch)
         key = action.micro_batch, phase, stage, self._border, of_parameter
-        finding = Finding(*key, place, value, self._before)
+        finding = NotFinite(*key, place, value, self._before)
         if self.first is None or finding.order < self.first.order:
             self.first = finding
         return True
@@ -165,11 +165,11 @@ def _modules(part: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
 
 
 @dataclass(frozen=True)
-class _WatchedBuffer:
-    """A gradient buffer, with a watch at its door."""
+class _SearchedBuffer:
+    """A gradient buffer, with a search at its door."""
 
     buffer: GradientBuffer
-    watch: Watch
+    search: Search
 
     @property
     def deferred(self) -> DeferredGradients | None:
@@ -180,22 +180,23 @@ class _WatchedBuffer:
         return self.buffer.frees_parameters
 
     def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
-        self.buffer.accumulate(parameter, _WatchedGradient(gradient, parameter.sharding.name, self.watch), use)
+        self.buffer.accumulate(parameter, _SearchedGradient(gradient, parameter.sharding.name, self.search), use)
 
 
 @dataclass(frozen=True)
-class _WatchedGradient:
+class _SearchedGradient:
     gradient: Gradient
     name: str
-    watch: Watch
+    search: Search
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         """By itself first, so that it can be told from the sum. A sum that was not finite before tells nothing new."""
         own = target if overwrite else torch.empty_like(target)
         self.gradient.add_to(own, overwrite=True)
-        finite = not self.watch.note(own, f"the gradient of {self.name}", of_parameter=True)
+        finite = not self.search.note(own, f"the gradient of {self.name}", of_parameter=True)
         if not overwrite:
             finite = finite and not_finite(target) is None
             DenseGradient(own).add_to(target, overwrite=False)
             if finite:
-                self.watch.note(target, f"the sum over micro-batches of the gradient of {self.name}", of_parameter=True)
+                place = f"the sum over micro-batches of the gradient of {self.name}"
+                self.search.note(target, place, of_parameter=True)
