@@ -1850,8 +1850,8 @@ MUTANTS = (
     Mutant(
         "the doctor takes rank 0 for right",
         "megalite/doctor/alike.py",
-        "common = _most_common(values)",
-        "common = first",
+        "common = statistics.mode(values.values())",
+        "common = values[0]",
         f"{_DOCTOR_OF_RANKS}where_rank_0_is_the_odd_one_it_is_told_of",
     ),
     Mutant(
@@ -1920,8 +1920,8 @@ MUTANTS = (
     Mutant(
         "the doctor takes one clock for the other",
         "megalite/doctor/network.py",
-        "best, clock = taken, theirs - (sent + taken / 2)",
-        "best, clock = taken, sent + taken / 2 - theirs",
+        "_TIME.unpack(answer)[0] - (sent + taken / 2)",
+        "sent + taken / 2 - _TIME.unpack(answer)[0]",
         f"{_DOCTOR}a_clock_that_is_ahead_is_found_and_told_of",
     ),
     Mutant(
@@ -1940,9 +1940,9 @@ MUTANTS = (
     ),
     Mutant(
         "the doctor does not say what hangs",
-        "megalite/doctor/own_node.py",
-        "unfinished=self._now)",
-        'unfinished="")',
+        "megalite/doctor/reports.py",
+        "self.doing = doing",
+        'self.doing = ""',
         f"{_DOCTOR_OF_RANKS}a_rank_that_stands_still_and_a_file_system_that_hangs_are_told_apart",
     ),
     Mutant(

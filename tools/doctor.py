@@ -22,12 +22,13 @@ from megalite.config.run import RunConfig
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.config.validate import resolve
 from megalite.doctor.findings import Verdict
-from megalite.doctor.node import examine_node, node_name
+from megalite.doctor.node import examine_node
 from megalite.doctor.options import Options
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.files import write_atomically
 from megalite.training.failure import run_main
 from megalite.training.place import place_from_environment
+from megalite.watchdog.link import host_name
 
 
 def main() -> int:
@@ -74,7 +75,7 @@ def look_at_node(options: Options) -> int:
     if gpus is None and os.environ.get("SLURM_GPUS_ON_NODE", "").isdigit():
         gpus = int(os.environ["SLURM_GPUS_ON_NODE"])
     state, findings = examine_node(gpus)
-    name, verdict = node_name(), Verdict.of(findings)
+    name, verdict = host_name(), Verdict.of(findings)
     line = "; ".join(f"{each.severity}: {each.text}" for each in verdict.findings) or "well"
     print(f"node {name}: {line}", file=sys.stderr if verdict.exit_code else sys.stdout)
     if options.json is not None:

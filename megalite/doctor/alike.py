@@ -1,15 +1,12 @@
-"""Whether all ranks have the same configuration, software and environment, and which one differs.
-
-Rank 0 tells what it has, and the others only where they have something else.
-"""
+"""Whether all ranks have the same configuration, software and environment, and which one differs."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import statistics
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,9 +16,10 @@ import torch
 import megalite
 from megalite.config import RunConfig
 from megalite.doctor.findings import Finding, Severity
+from megalite.watchdog.hang_analysis import ranks_text
 
 Traits = dict[str, dict[str, str]]
-"""What a rank has, by kind (a key of `_KINDS`) and name."""
+"""What a rank has, by kind (a key of `_KINDS`) and name; no flags where there is no run, or they are wrong."""
 
 _KINDS: Mapping[str, Severity] = {"flag": "wrong", "software": "sick", "environment": "warning"}
 _MATTERS = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "UCX_", "PYTHON", "MEGALITE_")
@@ -31,16 +29,17 @@ NOTHING = "nothing"
 
 def traits(config: RunConfig | None, device: torch.device) -> Traits:
     """What this rank has."""
-    sections = {} if config is None else asdict(config)
-    flags = {f"--{name.replace('_', '-')}": value for fields in sections.values() for name, value in fields.items()}
     environment = {
         name: value for name, value in os.environ.items() if name.startswith(_MATTERS) and name not in _DIFFERS_ANYWAY
     }
-    return {
-        "flag": {name: str(value) for name, value in flags.items()},
-        "software": _software(device),
-        "environment": environment,
-    }
+    return _flags(config) | {"software": _software(device), "environment": environment}
+
+
+def _flags(config: RunConfig | None) -> Traits:
+    if config is None:
+        return {}
+    named = (item for section in asdict(config).values() for item in section.items())
+    return {"flag": {f"--{name.replace('_', '-')}": str(value) for name, value in named}}
 
 
 def _software(device: torch.device) -> dict[str, str]:
@@ -70,47 +69,19 @@ def _digest(folder: Path) -> int:
     return digest
 
 
-def differences(own: Traits, reference: Traits) -> Traits:
-    """What this rank has otherwise than rank 0."""
+def disagreements(traits: Mapping[int, Traits], nodes: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
+    """What is not the same on all ranks of the `nodes`; most of them are right, and where there is no most, the first.
 
-    def between(own: Mapping[str, str], reference: Mapping[str, str]) -> dict[str, str]:
-        names = own.keys() | reference.keys()
-        return {name: own.get(name, NOTHING) for name in names if own.get(name) != reference.get(name)}
-
-    return {kind: between(own[kind], reference[kind]) for kind in _KINDS}
-
-
-def disagreements(
-    reference: Traits, differing: Mapping[int, Traits], nodes: Mapping[str, Sequence[int]]
-) -> Iterator[Finding]:
-    """What is not the same on all ranks of the `nodes`; most of them are right, and where there is no most, rank 0.
-
-    `differing`: of each rank that has answered, what differs from rank 0.
+    `traits`: by rank, of those that have answered, in rising order.
     """
     for kind, severity in _KINDS.items():
-        for name in sorted({name for traits in differing.values() for name in traits[kind]}):
-            first = reference[kind].get(name, NOTHING)
-            values = {rank: traits[kind].get(name, first) for rank, traits in differing.items()}
-            common = _most_common(values)
+        having = {rank: each[kind] for rank, each in traits.items() if kind in each}
+        for name in sorted({name for each in having.values() for name in each}):
+            values = {rank: each.get(name, NOTHING) for rank, each in having.items()}
+            common = statistics.mode(values.values())
+            others = "rank 0" if common == values.get(0) else "most others"
             for node, ranks in nodes.items():
                 for value in dict.fromkeys(values[rank] for rank in ranks if rank in values):
-                    if value == common:
-                        continue
-                    odd = [rank for rank in ranks if values.get(rank) == value]
-                    others = "rank 0" if common == first else "most others"
-                    text = f"{name} is {value!r} on {in_words(odd)}, {common!r} on {others}"
-                    yield Finding(severity, text, node)
-
-
-def _most_common(values: Mapping[int, str]) -> str:
-    """Counter keeps the order of ranks among equals."""
-    return Counter(values[rank] for rank in sorted(values)).most_common(1)[0][0]
-
-
-def in_words(ranks: Sequence[int]) -> str:
-    """Ranks in rising order."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
+                    if value != common:
+                        odd = ranks_text(rank for rank in ranks if values.get(rank) == value)
+                        yield Finding(severity, f"{name} is {value!r} on {odd}, {common!r} on {others}", node)

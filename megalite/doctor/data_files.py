@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megalite.config import DataConfig
@@ -56,11 +56,7 @@ def examine_data(nodes: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
         if set(prints.values()) == {MISSING}:
             yield Finding("wrong", f"{path} is missing on all nodes")
             continue
-        right = _most_common(value for value in prints.values() if value != MISSING)
+        right = statistics.mode(value for value in prints.values() if value != MISSING)
         for node, found in prints.items():
             if found != right:
                 yield Finding("sick", f"{path} is {found}, and on other nodes {right}", node)
-
-
-def _most_common(values: Iterable[str]) -> str:
-    return Counter(values).most_common(1)[0][0]

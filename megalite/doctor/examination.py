@@ -5,7 +5,6 @@ Each part has a limit. Whoever has not answered by then is named, and what needs
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import os
 import sys
@@ -14,30 +13,31 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from megalite.checkpoint import open_directory
 from megalite.config import RunConfig
-from megalite.doctor import alike
+from megalite.doctor.alike import traits
 from megalite.doctor.bandwidth import Measurement
 from megalite.doctor.figures import Timing
 from megalite.doctor.findings import Finding
 from megalite.doctor.judgement import Found, judge
 from megalite.doctor.network import Reached, reach_all
-from megalite.doctor.node import node_name
 from megalite.doctor.options import Options
-from megalite.doctor.own_node import OwnNode, Report, Roll
 from megalite.doctor.presentation import show, write_json
+from megalite.doctor.reports import Report, Roll
 from megalite.doctor.roll_call import RollCall, aside, connect
 from megalite.doctor.run_directory import Probe, checkpoint_bytes
 from megalite.errors import CommunicationError, MegaliteError
 from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
+from megalite.training.failure import leave_code
 from megalite.training.place import Place
 from megalite.training.signals import StopRequest
+from megalite.watchdog.link import host_name
 
 _GRACE = 5.0
 """Seconds that a rank has to tell that its own time was up."""
@@ -60,10 +60,12 @@ def examine(options: Options, config: RunConfig | None, problem: str, place: Pla
             call.tell("exit code", verdict.exit_code)
         code = _hear_code(call, examination.whole)
         call.gather("heard", "", found.heard)  # rank 0 may be the one that has the store
-    if not examination.whole:
-        atexit.register(_end, code)
     if place.rank == 0 and options.json is not None:
         write_json(options.json, found, verdict)
+    if not examination.whole:
+        if place.rank == 0:
+            leave_code(code)
+        _end(code)
     return code
 
 
@@ -76,13 +78,13 @@ def _hear_code(call: RollCall, whole: bool) -> int:
         if whole:
             raise
         sys.stderr.write(f"error on rank {call.rank}: {error}\n")
-        sys.stderr.flush()
-        os._exit(error.exit_code)
+        _end(error.exit_code)
     return code
 
 
-def _end(code: int) -> None:
-    """A thread or a group whose peers have gone may hang where the interpreter takes them down."""
+def _end(code: int) -> NoReturn:
+    """At once: a thread, or a group whose peers have gone, may hang where the interpreter takes them down."""
+    sys.stderr.flush()
     sys.stdout.flush()
     os._exit(code)
 
@@ -96,7 +98,6 @@ class Examination:
         self._device = device.local_device(place.local_rank)
         chosen = None if config is None else config.parallel.distributed_backend
         self._backend = chosen or device.default_backend(self._device)
-        self._traits = alike.traits(config, self._device)
         self.whole = True
         """Nothing is under way any more, in a thread that may never end."""
 
@@ -116,13 +117,13 @@ class Examination:
     # ---------------------------------------------------------------------------------------------- who is there
 
     def _arrive(self, findings: list[Finding], stack: ExitStack) -> Roll:
-        came = self._call.gather("arrival", node_name(), range(self._place.world_size))
+        came = self._call.gather("arrival", host_name(), range(self._place.world_size))
         if self._place.rank == 0:
             nodes: dict[str, list[int]] = {}
             for rank, node in came.items():
                 nodes.setdefault(node, []).append(rank)
             probe = self._leave_probe(findings, stack)
-            self._call.tell("roll", asdict(Roll(nodes, uuid.uuid4().hex, self._traits, probe)))
+            self._call.tell("roll", asdict(Roll(nodes, uuid.uuid4().hex, probe)))
         roll = Roll(**self._call.hear("roll", self._options.patience))
         if self._place.rank not in roll.ranks:
             raise CommunicationError(f"it came after the {self._options.patience:g} seconds of --patience")
@@ -147,7 +148,7 @@ class Examination:
         """The result of rank 0's work, or None and a finding."""
         if not self._call.wait(work):
             self.whole = False
-            findings.append(Finding("sick", f"{doing} does not come to an end", node_name()))
+            findings.append(Finding("sick", f"{doing} does not come to an end", host_name()))
             return None
         try:
             return work.result()
@@ -158,13 +159,14 @@ class Examination:
     # ---------------------------------------------------------------------------------------------- what each has
 
     def _report(self, found: Found) -> None:
-        own = OwnNode(self._place.rank, found.roll, self._config, self._problem, self._traits)
-        work = aside(lambda: own.examine(self._options.gpus, self._backend))
-        if self._call.wait(work):
-            report = work.result()
-        else:
-            self.whole, report = False, own.unfinished()
-        answers = self._call.gather("report", asdict(report), found.roll.ranks, _GRACE)
+        own = Report(traits(self._config, self._device), self._problem)
+        if self._place.rank in found.firsts:
+            work = aside(lambda: own.examine_node(found.roll, self._config, self._options.gpus, self._backend))
+            if self._call.wait(work):
+                work.result()
+            else:
+                self.whole = False
+        answers = self._call.gather("report", asdict(own), found.roll.ranks, _GRACE)
         found.reports = {rank: Report.of_json(answer) for rank, answer in answers.items()}
 
     # ---------------------------------------------------------------------------------------------- who reaches whom
@@ -174,7 +176,7 @@ class Examination:
         if rank == 0:
             self._call.tell("addresses", found.addresses)
         addresses = self._call.hear("addresses", _GRACE)
-        firsts = [roll.nodes[node][0] for node in addresses]
+        firsts = [first for first, node in found.firsts.items() if node in addresses]
         if len(firsts) > 1 and (rank in firsts or rank == 0):
             answer = self._reach_from(roll.node_of(rank), addresses, roll.token) if rank in firsts else None
             answers = self._call.gather("reached", answer, firsts, _GRACE)
@@ -196,7 +198,6 @@ class Examination:
         if self._place.rank == 0:
             self._call.tell("measure", found.can_measure)
         if not self._call.hear("measure", _GRACE):
-            found.heard = list(found.reports)
             return
         measurement = Measurement(list(found.roll.nodes.values()), self._options.max_bytes, self._options.seconds)
         work = aside(lambda: self._time(measurement))
@@ -213,7 +214,6 @@ class Examination:
         answer = {"failure": failure, "timings": [asdict(each) for each in measurement.timings] if done else []}
         answers = self._call.gather("measured", answer, range(self._place.world_size), self._options.seconds + _GRACE)
         found.measured = list(answers)
-        found.heard = list(answers)
         found.failures = {rank: each["failure"] for rank, each in answers.items() if each["failure"]}
         found.timings = [
             Timing(**timing | {"ranks": tuple(timing["ranks"])})

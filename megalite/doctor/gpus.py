@@ -22,6 +22,7 @@ SECONDS = 10.0
 
 _NAMES = "index,uuid,name,driver_version,ecc.errors.uncorrected.volatile.total,retired_pages.pending"
 _SLOWED = ("hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown", "hw_slowdown")
+_AS_CSV = " --format=csv,noheader,nounits"
 _REMAPPED = "gpu_uuid,remapped_rows.pending,remapped_rows.failure"
 _RESET = "stop what runs on it and reset it (nvidia-smi --gpu-reset), or start the node anew"
 
@@ -54,8 +55,9 @@ def examine_gpus(expected: int | None) -> tuple[list[Gpu], list[Finding]]:
     """The GPUs that there are, and what is wrong with them. `expected`: how many there must be."""
     if shutil.which("nvidia-smi") is None:
         return [], [Finding("sick", f"{expected} GPUs are expected, and there is no nvidia-smi")] if expected else []
-    slowed = "index," + ",".join(f"clocks_event_reasons.{name}" for name in _SLOWED)
-    questions = (_gpu_query(_NAMES), _gpu_query(slowed), _csv(f"--query-remapped-rows={_REMAPPED}"), _nvlink())
+    slowed = "--query-gpu=index," + ",".join(f"clocks_event_reasons.{name}" for name in _SLOWED) + _AS_CSV
+    rows = f"--query-remapped-rows={_REMAPPED}{_AS_CSV}"
+    questions = (f"--query-gpu={_NAMES}{_AS_CSV}", slowed, rows, "nvlink --status")
     with ThreadPoolExecutor(len(questions)) as threads:
         names, throttling, remapped, links = threads.map(_ask, questions)
     if any(answer.code is None for answer in (names, throttling, remapped, links)):
@@ -63,27 +65,15 @@ def examine_gpus(expected: int | None) -> tuple[list[Gpu], list[Finding]]:
             Finding("sick", f"nvidia-smi does not answer within {SECONDS:g} seconds: the driver, or a GPU, hangs")
         ]
     if throttling.code != 0:  # before driver 535
-        throttling = _ask(_gpu_query(slowed.replace("event", "throttle")))
+        throttling = _ask(slowed.replace("event", "throttle"))
     gpus = [Gpu(*row) for row in names.rows() if len(row) == len(_NAMES.split(","))]
     findings = [*_missing(names, gpus, expected), *_memory(gpus, remapped.rows()), *_throttling(throttling.rows())]
     return gpus, findings + list(_nvlinks(links.text))
 
 
-def _gpu_query(fields: str) -> list[str]:
-    return _csv(f"--query-gpu={fields}")
-
-
-def _csv(query: str) -> list[str]:
-    return [query, "--format=csv,noheader,nounits"]
-
-
-def _nvlink() -> list[str]:
-    return ["nvlink", "--status"]
-
-
-def _ask(arguments: Sequence[str]) -> _Answer:
+def _ask(question: str) -> _Answer:
     process = subprocess.Popen(
-        ["nvidia-smi", *arguments],
+        ["nvidia-smi", *question.split()],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

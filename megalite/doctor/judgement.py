@@ -7,15 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megalite.config import RunConfig
-from megalite.doctor.alike import disagreements, in_words
+from megalite.doctor.alike import disagreements
 from megalite.doctor.data_files import examine_data
 from megalite.doctor.figures import Timing, slow_nodes
 from megalite.doctor.findings import Finding, Verdict
 from megalite.doctor.network import Reached, examine_network
 from megalite.doctor.options import Options
-from megalite.doctor.own_node import Report, Roll
+from megalite.doctor.reports import Report, Roll
 from megalite.doctor.run_directory import examine_run_directory
 from megalite.errors import EXIT_FINISHED
+from megalite.watchdog.hang_analysis import ranks_text
 
 
 @dataclass
@@ -38,16 +39,24 @@ class Found:
     failures: Mapping[int, str] = field(default_factory=dict)
     """What failed there, by rank."""
     timings: Sequence[Timing] = ()
-    heard: Sequence[int] = ()
-    """The ranks that answered last."""
     stopped: bool = False
     """Rank 0 was asked to end meanwhile."""
 
     @property
+    def firsts(self) -> dict[int, str]:
+        """The first rank of each node, and the node."""
+        return {ranks[0]: node for node, ranks in self.roll.nodes.items()}
+
+    @property
     def nodes(self) -> dict[str, Report]:
-        """The report of the first rank of each node, as far as these have answered."""
-        firsts = {node: self.reports.get(ranks[0]) for node, ranks in self.roll.nodes.items()}
-        return {node: report for node, report in firsts.items() if report is not None and report.state is not None}
+        """The reports of these, as far as they have looked at their nodes."""
+        reports = {node: self.reports[rank] for rank, node in self.firsts.items() if rank in self.reports}
+        return {node: report for node, report in reports.items() if report.state is not None}
+
+    @property
+    def heard(self) -> list[int]:
+        """The ranks that answered last."""
+        return list(self.reports if self.measured is None else self.measured)
 
     @property
     def addresses(self) -> dict[str, tuple[str, int]]:
@@ -58,7 +67,7 @@ class Found:
         """Whether all ranks are there, with flags that are a run's, and can reach one another."""
         complete = len(self.reports) == self.world_size and len(self.addresses) == len(self.roll.nodes)
         apart = any(each.problem for others in self.reached.values() for each in others.values())
-        unready = any(report.unfinished or report.problem for report in self.reports.values())
+        unready = any(report.doing or report.problem for report in self.reports.values())
         return self.options.max_bytes > 0 and self.world_size > 1 and complete and not apart and not unready
 
 
@@ -78,7 +87,7 @@ def _findings(found: Found) -> list[Finding]:
         *_absent(found),
         *_silent(found),
         *_flags(found),
-        *_disagreements(found),
+        *disagreements({rank: report.traits for rank, report in found.reports.items()}, found.roll.nodes),
         *(Finding(each.severity, each.text, node) for node, report in found.nodes.items() for each in report.findings),
         *examine_data({node: report.files for node, report in found.nodes.items()}),
         *_run_directory(found),
@@ -101,7 +110,7 @@ def _absent(found: Found) -> Iterator[Finding]:
         node = siblings.pop() if len(siblings) == 1 else None
         where = "" if node is not None or size == 1 else f", of the launcher's node {launcher}"
         seconds = f"within {found.options.patience:g} seconds (--patience)"
-        yield Finding("sick", f"{in_words(ranks)} of {found.world_size}{where} never came {seconds}", node)
+        yield Finding("sick", f"{ranks_text(ranks)} of {found.world_size}{where} never came {seconds}", node)
 
 
 def _silent(found: Found) -> Iterator[Finding]:
@@ -109,10 +118,10 @@ def _silent(found: Found) -> Iterator[Finding]:
     for node, ranks in found.roll.nodes.items():
         gone = [rank for rank in ranks if rank not in found.reports]
         if gone:
-            yield Finding("sick", f"{in_words(gone)} came and then did not answer: ended, or stopped", node)
-        doing = {report.unfinished for rank in ranks if (report := found.reports.get(rank)) and report.unfinished}
-        for what in sorted(doing):
-            yield Finding("sick", f"{what} does not come to an end: does a file system hang?", node)
+            yield Finding("sick", f"{ranks_text(gone)} came and then did not answer: ended, or stopped", node)
+        first = found.reports.get(ranks[0])
+        if first is not None and first.doing:
+            yield Finding("sick", f"{first.doing} does not come to an end: does a file system hang?", node)
 
 
 def _flags(found: Found) -> Iterator[Finding]:
@@ -120,17 +129,7 @@ def _flags(found: Found) -> Iterator[Finding]:
     problems = {rank: report.problem for rank, report in found.reports.items() if report.problem}
     for problem in dict.fromkeys(problems.values()):
         ranks = [rank for rank, each in problems.items() if each == problem]
-        yield Finding("wrong", problem if len(ranks) == len(found.reports) else f"on {in_words(ranks)}: {problem}")
-
-
-def _disagreements(found: Found) -> Iterator[Finding]:
-    """Flags that are no run's have no values to compare."""
-    none = found.reports[0].problem
-    differing = {
-        rank: report.differing | ({"flag": {}} if none or report.problem else {})
-        for rank, report in found.reports.items()
-    }
-    return disagreements(found.roll.traits, differing, found.roll.nodes)
+        yield Finding("wrong", problem if len(ranks) == len(found.reports) else f"on {ranks_text(ranks)}: {problem}")
 
 
 def _run_directory(found: Found) -> Iterator[Finding]:
@@ -147,8 +146,8 @@ def _unmeasured(found: Found) -> Iterator[Finding]:
     for node, ranks in found.roll.nodes.items():
         gone = [rank for rank in ranks if rank not in found.measured]
         if gone:
-            yield Finding("sick", f"{in_words(gone)} did not come back from timing messages: ended, or stopped", node)
+            yield Finding("sick", f"{ranks_text(gone)} did not come back from timing messages: ended, or stopped", node)
     if len(found.measured) == found.world_size:
         for failure in dict.fromkeys(found.failures.values()):
             ranks = [rank for rank, each in found.failures.items() if each == failure]
-            yield Finding("sick", f"on {in_words(ranks)}: {failure}")
+            yield Finding("sick", f"on {ranks_text(ranks)}: {failure}")

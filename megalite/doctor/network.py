@@ -108,28 +108,23 @@ def reach(address: str, port: int, token: str) -> Reached:
     """Connect, and compare clocks: of some questions the one whose answer came fastest says most (Cristian, 1989)."""
     best, clock = float("inf"), 0.0
     try:
-        with socket.create_connection((address, port), _CONNECT_SECONDS) as connection:
+        with (
+            socket.create_connection((address, port), _CONNECT_SECONDS) as connection,
+            connection.makefile("rb") as answers,
+        ):
             connection.sendall(token.encode())
             for _ in range(_QUESTIONS):
                 sent, start = time.time(), time.monotonic()
                 connection.sendall(b"?")
-                theirs = _TIME.unpack(_receive(connection, _TIME.size))[0]
+                answer = answers.read(_TIME.size)
                 taken = time.monotonic() - start
+                if len(answer) < _TIME.size:
+                    raise ConnectionError("the other side has closed the connection")
                 if taken < best:
-                    best, clock = taken, theirs - (sent + taken / 2)
+                    best, clock = taken, _TIME.unpack(answer)[0] - (sent + taken / 2)
     except OSError as error:
         return Reached(error.strerror or str(error) or type(error).__name__)
     return Reached(clock=clock)
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    received = b""
-    while len(received) < size:
-        part = connection.recv(size - len(received))
-        if not part:
-            raise ConnectionError("the other side has closed the connection")
-        received += part
-    return received
 
 
 def reach_all(addresses: Mapping[str, tuple[str, int]], own: str, token: str) -> dict[str, Reached]:

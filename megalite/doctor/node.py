@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +29,6 @@ class NodeState:
     """That each process may have; -1: any number."""
     shared_memory: int | None
     """Bytes free; None: there is none."""
-
-
-def node_name() -> str:
-    """The node's name, as SLURM has it, where that has started this."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def examine_node(expected_gpus: int | None, *, ranks: int = 1, data_files: int = 0) -> tuple[NodeState, list[Finding]]:

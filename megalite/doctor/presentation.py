@@ -9,12 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megalite.doctor.alike import NOTHING, in_words
+from megalite.doctor.alike import NOTHING
 from megalite.doctor.figures import ACROSS, OPERATIONS, WITHIN, Line, bus_factor, figures, fit
 from megalite.doctor.findings import Verdict
 from megalite.doctor.judgement import Found
 from megalite.files import write_atomically
 from megalite.training import memory
+from megalite.watchdog.hang_analysis import ranks_text
 
 Row = Sequence[str]
 
@@ -37,7 +38,8 @@ def write_json(path: str, found: Found, verdict: Verdict) -> None:
 def _head(found: Found) -> str:
     nodes = "1 node" if len(found.roll.nodes) == 1 else f"{len(found.roll.nodes)} nodes"
     ranks = "1 rank" if found.world_size == 1 else f"{found.world_size} ranks"
-    software = ", ".join(f"{name} {value}" for name, value in found.roll.traits["software"].items() if value != NOTHING)
+    traits = found.reports[0].traits
+    software = ", ".join(f"{name} {value}" for name, value in traits["software"].items() if value != NOTHING)
     lines = [f"doctor: {ranks} on {nodes}, {found.backend}", f"  rank 0: {software}"]
     if found.config is not None and found.config.checkpoint.save is not None:
         size = "" if found.checkpoint_size is None else f", a checkpoint takes {memory.in_words(found.checkpoint_size)}"
@@ -65,7 +67,7 @@ def _nodes(found: Found) -> Iterator[Row]:
         shared = "none" if state.shared_memory is None else memory.in_words(state.shared_memory)
         ahead = "" if clock is None or clock.problem else f"{round(-1e3 * clock.clock, 1) + 0.0:+} ms"
         address = "" if report.address is None else report.address[0]
-        yield node, in_words(found.roll.nodes[node]), address, gpus, state.driver, files, shared, ahead
+        yield node, ranks_text(found.roll.nodes[node]), address, gpus, state.driver, files, shared, ahead
 
 
 def _lines(found: Found) -> dict[tuple[str, str], Line]:

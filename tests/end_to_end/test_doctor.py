@@ -226,10 +226,9 @@ def test_ranks_that_never_come_are_named_with_their_node(doctor: Doctor) -> None
 
 def test_a_rank_that_stands_still_and_a_file_system_that_hangs_are_told_apart(doctor: Doctor) -> None:
     before = f"""
-from megalite.doctor import data_files
-from megalite.doctor.own_node import OwnNode
+from megalite.doctor import data_files, examination
 if rank == 1:
-    OwnNode.examine = lambda *_: {STOP}
+    examination.traits = lambda *_: {STOP}
 if rank == 2:
     data_files.fingerprints = lambda data: time.sleep(1000)
 """
@@ -277,14 +276,14 @@ while rank == 1 and not os.path.exists(stopped):
 
 def test_ports_that_cannot_be_reached_are_told_before_anything_waits_for_them(doctor: Doctor) -> None:
     before = """
-from megalite.doctor import own_node
+from megalite.doctor import reports
 from megalite.doctor.network import Listener
 class Closed(Listener):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.__exit__()
 if rank == 2:
-    own_node.Listener = Closed
+    reports.Listener = Closed
 """
     done = doctor(*QUICK, before=before)
     assert done.codes == [93] * 4

@@ -27,8 +27,8 @@ from megalite.doctor.findings import Finding, Verdict
 from megalite.doctor.judgement import Found
 from megalite.doctor.network import Listener, Reached, examine_network, own_address, reach, reach_all
 from megalite.doctor.options import Options
-from megalite.doctor.own_node import Roll
 from megalite.doctor.presentation import show
+from megalite.doctor.reports import Report, Roll
 from megalite.doctor.run_directory import Seen, examine_run_directory
 from megalite.errors import ConfigurationError
 from tools import doctor
@@ -286,8 +286,8 @@ def test_neighbours_in_a_ring_talk_to_one_at_a_time_and_each_pair_does_once(size
 
 def test_the_table_has_what_was_fitted(capsys: pytest.CaptureFixture[str]) -> None:
     timings = [Timing(WITHIN, "all-reduce", size, (0,), 1e-4 + size / 2e9) for size in (1024, 4096)]
-    roll = Roll({"n0": [0, 1, 2, 3]}, "", {"flag": {}, "software": {}, "environment": {}}, None)
-    show(Found(4, "gloo", Options(), None, roll, [], timings=timings), Verdict.of([]))
+    roll, reports = Roll({"n0": [0, 1, 2, 3]}, "", None), {0: Report({"software": {}}, "")}
+    show(Found(4, "gloo", Options(), None, roll, [], reports, timings=timings), Verdict.of([]))
     rows = {line.split("  ")[0]: line.split()[-2:] for line in capsys.readouterr().out.splitlines()}
     assert rows["4 KiB"] == ["102", "µs"]
     assert rows["alpha"] == ["100", "µs"]
