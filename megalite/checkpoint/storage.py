@@ -140,6 +140,13 @@ class ObjectPath:
         with self._as_os_errors():
             self.file_system.pipe_file(self.key, data)
 
+    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
+        """There are no folders, and none are needed."""
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        if not missing_ok or self.is_file():  # stores do not agree on what happens where there is none
+            self.parent.remove([self.name])
+
     def remove(self, names: Collection[str]) -> None:
         """Remove these objects directly below."""
         if names:

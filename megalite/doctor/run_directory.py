@@ -33,8 +33,7 @@ class Probe:
         self._directory = directory
         self._made = isinstance(directory, Path) and not directory.exists()
         self.name, self.text = f"doctor_{uuid.uuid4().hex}", uuid.uuid4().hex
-        if isinstance(directory, Path):
-            directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / self.name, self.text.encode())
 
     def __enter__(self) -> Probe:
@@ -42,16 +41,9 @@ class Probe:
 
     def __exit__(self, *_: object) -> None:
         with suppress(OSError):
-            _remove(self._directory, self.name)
+            (self._directory / self.name).unlink()
             if self._made and isinstance(self._directory, Path):
                 self._directory.rmdir()
-
-
-def _remove(directory: AnyPath, name: str) -> None:
-    if isinstance(directory, Path):
-        (directory / name).unlink()
-    else:
-        directory.remove([name])
 
 
 @dataclass(frozen=True)
@@ -73,10 +65,10 @@ def look(directory: AnyPath, name: str, text: str) -> Seen:
         if time.monotonic() > deadline:
             return Seen(False)
         time.sleep(0.1)
-    own = f"{name}_{os.getpid()}"
+    own = directory / f"{name}_{os.getpid()}"
     try:
-        write_atomically(directory / own, text.encode())
-        _remove(directory, own)
+        write_atomically(own, text.encode())
+        own.unlink()
     except Exception as error:  # of a file system or an object store
         return Seen(True, problem=str(error))
     return Seen(True, shutil.disk_usage(directory).free if isinstance(directory, Path) else None)

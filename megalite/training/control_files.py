@@ -39,7 +39,7 @@ class ControlFiles:
         found = [name for name in names if _is_file(self._directory / name)]
         for name in found:
             try:
-                _remove(self._directory, name)
+                (self._directory / name).unlink(missing_ok=True)
             except OSError as error:
                 raise CheckpointError(
                     f"{self._directory / name} is of an earlier run and cannot be removed ({error.strerror}): remove it"
@@ -73,7 +73,7 @@ class ControlFiles:
         for name in (SAVE, PROFILE):
             if _is_file(self._directory / name):
                 with suppress(OSError):  # one that stays would ask again after every step
-                    _remove(self._directory, name)
+                    (self._directory / name).unlink(missing_ok=True)
                     self._asked.add(name)
 
 
@@ -82,10 +82,3 @@ def _is_file(path: AnyPath) -> bool:
         return path.is_file()
     except OSError:  # a file server that does not answer now may do so at the next look
         return False
-
-
-def _remove(directory: AnyPath, name: str) -> None:
-    if isinstance(directory, Path):
-        (directory / name).unlink(missing_ok=True)
-    else:
-        directory.remove([name])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 
 from megalite import checkpoint
 from megalite.checkpoint import AnyPath, write_atomically
@@ -147,11 +146,8 @@ def _anew(config: RunConfig) -> str:
 def _record_run(directory: AnyPath, config: RunConfig) -> None:
     """Write what this run is into its directory; it is not done (again)."""
     try:
-        if isinstance(directory, Path):
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / "DONE").unlink(missing_ok=True)
-        elif "DONE" in directory.listing():
-            directory.remove(["DONE"])
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "DONE").unlink(missing_ok=True)
         write_atomically(directory / "config.yaml", dump(config).encode())
     except OSError as error:
         raise CheckpointError(f"cannot write to the run directory --save {directory}: {error}") from error
