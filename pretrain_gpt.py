@@ -15,7 +15,7 @@ from megalite.training.starting import Starting
 
 def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sections:
     """What --use-checkpoint-args takes: then torch comes first."""
-    from megalite.training.start import saved_fields
+    from megalite.training.origin import saved_fields
 
     return saved_fields(settings, tokenizer_type)
 

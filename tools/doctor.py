@@ -88,7 +88,7 @@ def read_run(flags: Sequence[str], world_size: int) -> tuple[RunConfig | None, s
     """The run's configuration; None without one, and with why where its flags are wrong."""
     if not flags:
         return None, ""
-    from megalite.training.start import saved_fields
+    from megalite.training.origin import saved_fields
 
     try:
         return resolve(parse_arguments(flags, saved_fields).config, world_size), ""

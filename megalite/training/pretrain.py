@@ -23,9 +23,9 @@ from megalite.training.kernels import choose_kernels
 from megalite.training.launch import join, leave
 from megalite.training.loop import TrainingLoop
 from megalite.training.memory_history import record_memory_history
+from megalite.training.origin import find_origin
 from megalite.training.place import Place
 from megalite.training.profiling import require_device
-from megalite.training.start import find_start
 from megalite.training.starting import Starting
 from megalite.training.summary import summary
 from megalite.training.trainer import Trainer
@@ -41,7 +41,7 @@ class _Begun:
     """None where it is finished."""
     last: int
     """The number of the last step."""
-    origin: str
+    how: str
     """What it begins with, in words."""
     checkpoint: AnyPath | None
     """Where it comes from one."""
@@ -73,7 +73,7 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
 def _begin(
     config: RunConfig, directory: AnyPath | None, data: RunData, mesh: ParallelMesh, sections: Sections
 ) -> _Begun:
-    start = find_start(config.checkpoint, mesh)
+    origin = find_origin(config.checkpoint, mesh)
     build = cache(partial(Trainer, config, data, mesh, directory, sections))
 
     def load(path: AnyPath) -> tuple[int, Trainer | None]:
@@ -81,22 +81,22 @@ def _begin(
         described = checkpoint.check_whole(path, mesh)
         training = described.training
         last = last_iteration(config, training.iteration, training.consumed_samples)
-        if start.position and training.iteration >= last:
+        if origin.position and training.iteration >= last:
             return last, None
-        build().load(path, described, start)
+        build().load(path, described, origin)
         return build().iterations, build()
 
-    paths = start.candidates.paths
+    paths = origin.candidates.paths
     if paths:
         path, (last, trainer), damaged = checkpoint.newest_whole(paths, load)
-        notes = (*start.candidates.notes, *checkpoint.fall_back_notes(paths[0], path, damaged))
-        origin = f"continues from {path}" if start.position else f"new, with the weights of {path}"
-        return _Begun(trainer, last, origin, path, notes)
+        notes = (*origin.candidates.notes, *checkpoint.fall_back_notes(paths[0], path, damaged))
+        how = f"continues from {path}" if origin.position else f"new, with the weights of {path}"
+        return _Begun(trainer, last, how, path, notes)
     trainer = build()
-    if start.model is None:
+    if origin.model is None:
         return _Begun(trainer, trainer.iterations, _anew(config), None)
-    with checkpoint.together(mesh, f"opening {start.model}"):
-        opened = open_huggingface(start.model)
+    with checkpoint.together(mesh, f"opening {origin.model}"):
+        opened = open_huggingface(origin.model)
     trainer.load_model(opened)
     return _Begun(trainer, trainer.iterations, f"new, with the weights of {opened.what}", None)
 
@@ -115,7 +115,7 @@ def _run(
         for note in notes:
             display.message(note)
         if begun.trainer is not None:
-            code = _train(begun.trainer, begun.origin, display, starting)
+            code = _train(begun.trainer, begun.how, display, starting)
         else:
             assert begun.checkpoint is not None
             code = EXIT_FINISHED
@@ -127,10 +127,10 @@ def _run(
     return code
 
 
-def _train(trainer: Trainer, origin: str, display: Display, starting: Starting) -> int:
+def _train(trainer: Trainer, how: str, display: Display, starting: Starting) -> int:
     for note in trainer.notes():
         display.message(note)
-    display.summary("megalite", summary(trainer) | {"start": origin})
+    display.summary("megalite", summary(trainer) | {"start": how})
     if trainer.directory is not None and trainer.mesh.rank == 0:
         _record_run(trainer.directory, trainer.config)
     code = TrainingLoop(trainer, display, starting).run()

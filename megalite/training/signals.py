@@ -1,6 +1,6 @@
-"""When a run is to stop early: asked to by a signal, at a deadline, or after an interval.
+"""Signals that ask a program to stop.
 
-Each rank sees its own signals and its own clock; the trainer makes the ranks agree, once a step, by the maximum.
+Each rank sees its own; the loop makes the ranks agree, once a step, by the maximum.
 """
 
 from __future__ import annotations
@@ -98,13 +98,3 @@ def ignore_stop_signals() -> None:
     """For a program that is ending anyway."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def deadline_passed(elapsed_seconds: float, exit_duration_in_mins: float | None) -> bool:
-    """Whether a program that began `elapsed_seconds` ago has used up its `--exit-duration-in-mins`."""
-    return exit_duration_in_mins is not None and elapsed_seconds >= 60.0 * exit_duration_in_mins
-
-
-def interval_reached(iteration: int, exit_interval: int | None) -> bool:
-    """Whether to exit after `iteration`, being a multiple of `--exit-interval`."""
-    return exit_interval is not None and iteration % exit_interval == 0

@@ -42,7 +42,7 @@ from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.load_report import load_notes, rounding_notes
 from megalite.training.metrics import StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
-from megalite.training.start import Start
+from megalite.training.origin import Origin
 from megalite.training.time_line import begin_recording, gone_by, write_recording
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, SECOND_RUN, Sections
 
@@ -192,9 +192,9 @@ class Trainer:
         )
         self.checkpoints.save(state, asdict(replace(self.config, model=self.model_config)), display, last=last)
 
-    def load(self, path: AnyPath, described: Manifest, start: Start) -> None:
+    def load(self, path: AnyPath, described: Manifest, origin: Origin) -> None:
         """Continue from a checkpoint of this model, written under any layout, `described` by its manifest, with what
-        `start` says of it.
+        `origin` says of it.
 
         Raises DamagedCheckpointError or CheckpointError, the same on every rank; after the former another may be
         loaded.
@@ -209,15 +209,15 @@ class Trainer:
             self.mesh,
             described=described,
             plan=self.plan,
-            state=start.optimizer,
+            state=origin.optimizer,
             casts=casts,
         )
         self._load_notes = load_notes(
-            described.config, self.config, state, position=start.position, optimizer=start.optimizer
+            described.config, self.config, state, position=origin.position, optimizer=origin.optimizer
         )
-        if start.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
+        if origin.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
-        if start.position:
+        if origin.position:
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
             self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
             self.evaluation_left = state.evaluation_left and self.evaluates_now()

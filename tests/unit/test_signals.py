@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megalite.training.signals import STOP_SIGNALS, StopRequest, deadline_passed, interval_reached
+from megalite.training.signals import STOP_SIGNALS, StopRequest
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -66,14 +66,3 @@ sys.exit(85)
         child.send_signal(signal.SIGTERM)
     output, _ = child.communicate(timeout=240)
     assert (output, child.returncode) == ("step done\n", 85)
-
-
-def test_the_deadline_is_in_minutes() -> None:
-    assert not deadline_passed(1e9, None)
-    assert not deadline_passed(89.9, 1.5)
-    assert deadline_passed(90.0, 1.5)
-
-
-def test_the_exit_interval_counts_iterations_of_the_whole_run() -> None:
-    assert [iteration for iteration in range(1, 10) if interval_reached(iteration, 4)] == [4, 8]
-    assert not interval_reached(4, None)

@@ -19,7 +19,7 @@ from megalite.parallel.mesh import ParallelMesh
 
 
 @dataclass(frozen=True)
-class Start:
+class Origin:
     """The checkpoints that a run may start from, and what it takes from the first of them that is whole."""
 
     candidates: Candidates
@@ -32,7 +32,7 @@ class Start:
     """Where there are no candidates, a Hugging Face folder whose weights the run begins with."""
 
 
-def find_start(settings: CheckpointConfig, mesh: ParallelMesh) -> Start:
+def find_origin(settings: CheckpointConfig, mesh: ParallelMesh) -> Origin:
     """Under `--resume auto` the checkpoints of --save, where there is one; else those of --load.
 
     Raises:
@@ -45,7 +45,7 @@ def find_start(settings: CheckpointConfig, mesh: ParallelMesh) -> Start:
 
     present = found(settings.save)
     if settings.resume == "auto" and present.paths:
-        return Start(present)
+        return Origin(present)
     if settings.ckpt_step is not None and settings.load is not None:
         loaded = checkpoint.find_iteration(open_directory(settings.load), settings.ckpt_step, mesh)
     else:
@@ -63,7 +63,7 @@ def find_start(settings: CheckpointConfig, mesh: ParallelMesh) -> Start:
     if settings.exit_on_missing_checkpoint and not loaded.paths and model is None:
         places = " and ".join(f"--{name} {place}" for name in ("save", "load") if (place := getattr(settings, name)))
         raise ConfigurationError(f"--exit-on-missing-checkpoint: {places} holds no checkpoint")
-    return Start(loaded, not settings.finetune, settings.load_optim and not settings.finetune, model)
+    return Origin(loaded, not settings.finetune, settings.load_optim and not settings.finetune, model)
 
 
 def _refuse_other_folders(load: str) -> None:
@@ -96,10 +96,10 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
 
     Raises ConfigurationError where there is none, CheckpointError where none can be read.
     """
-    start = find_start(settings, ParallelMesh())
-    paths = start.candidates.paths
-    if start.model is not None and not paths:
-        return _fields_of_model(open_huggingface(start.model), tokenizer_type)
+    origin = find_origin(settings, ParallelMesh())
+    paths = origin.candidates.paths
+    if origin.model is not None and not paths:
+        return _fields_of_model(open_huggingface(origin.model), tokenizer_type)
     if not paths:
         raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} holds no checkpoint")
     path, data, _ = checkpoint.newest_whole(paths, lambda path: checkpoint.read_config(path)["data"])
