@@ -5,8 +5,10 @@ from __future__ import annotations
 CONFIGURATION = """
 ClusterName=megalite
 SlurmctldHost={controller}({address})
-SlurmctldPort=26817
-SlurmdPort=26818
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+# So that jobs of clusters on one address take different ports.
+FirstJobId={first_job}
 SlurmUser=root
 AuthType=auth/munge
 CredType=cred/munge
@@ -27,7 +29,7 @@ SlurmdSpoolDir={folder}/%n/spool
 StateSaveLocation={folder}/state
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n/slurmd.log
-SchedulerParameters=bf_interval=2,batch_sched_delay=1,sched_interval=2,nohold_on_prolog_fail
+SchedulerParameters=bf_interval=1,batch_sched_delay=0,sched_interval=1,nohold_on_prolog_fail
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none

@@ -1,0 +1,78 @@
+"""A training on nodes that are lost, cut off or sick ends, on others, as one that nothing disturbed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.slurm.conftest import Training
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.mark.parametrize("options", [("--nodes=3", "--no-kill"), ("--nodes=2",)], ids=["by the guard", "by SLURM"])
+def test_the_loss_of_the_node_of_the_script_moves_the_job(options: tuple[str, ...], training: Training) -> None:
+    job = training.submit(*options, NODES=2, LAUNCHER="srun")
+    training.wait_for_checkpoint(job)
+    training.cluster.kill(training.cluster.nodes[0])
+    training.hold.unlink()
+    job.wait()
+    assert job.restarts == 1
+    training.assert_whole()
+
+
+def test_a_spare_takes_the_place_of_a_node_without_power(training: Training) -> None:
+    job = training.submit("--nodes=3", "--no-kill", NODES=2)
+    training.wait_for_checkpoint(job)
+    first, second, spare, _ = training.cluster.nodes
+    training.cluster.kill(second)
+    job.until(lambda: "the program ended" in job.log)
+    training.hold.unlink()
+    job.wait()
+    assert job.restarts == 0
+    assert f" on {first} {spare}," in job.log
+    assert all(line.startswith("0: ") for line in training.logs(job)[first].splitlines())  # one task on a node
+    training.assert_whole()
+
+
+def test_a_node_that_is_cut_off_is_left_out(training: Training) -> None:
+    if not training.cluster.namespaces:
+        pytest.skip("nodes that share one address cannot be cut off")
+    job = training.submit("--nodes=3", "--no-kill", NODES=2, LAUNCHER="srun")
+    training.wait_for_checkpoint(job)
+    first, second, spare, _ = training.cluster.nodes
+    training.cluster.fail(second)
+    job.until(lambda: "the program ended" in job.log)
+    training.hold.unlink()
+    job.wait()
+    assert job.restarts == 0
+    assert f" on {first} {spare}," in job.log
+    training.assert_whole()
+
+
+def test_a_node_whose_prolog_fails_is_drained_and_the_job_moves(training: Training) -> None:
+    training.hold.unlink()
+    first = training.cluster.nodes[0]
+    training.cluster.sicken(first)
+    job = training.submit(LAUNCHER="srun")
+    job.wait()
+    assert "drain" in training.cluster.states()[first]
+    assert job.restarts == 1
+    assert f" on {first}" not in job.log
+    training.assert_whole()
+
+
+def test_a_node_that_fails_its_check_is_left_out(training: Training) -> None:
+    training.hold.unlink()
+    first, second, spare, _ = training.cluster.nodes
+    job = training.submit("--nodes=3", NODES=2, HEALTH_CHECK=f'test "$SLURMD_NODENAME" != {first}', LAUNCHER="srun")
+    job.wait()
+    assert job.restarts == 0
+    assert f" on {second} {spare}," in job.log
+    training.assert_whole()
+
+
+def test_a_job_that_finds_no_healthy_nodes_is_given_up(training: Training) -> None:
+    job = training.submit(HEALTH_CHECK="false")
+    job.wait(exit_code=93)
+    assert job.restarts == 2
+    assert job.log.count("only 0 of 2 nodes are well") == 2
