@@ -91,9 +91,7 @@ class Cluster:
         """End every process of the cluster and of its jobs, and undo all that `up` did; also after half an `up`."""
         kill_all(self._processes)
         for space in self._networks():
-            run_quietly(
-                "ip", "link", "delete", space.name
-            )  # the cable first: with the namespace it goes some time later
+            run_quietly("ip", "link", "delete", space.name)  # with the namespace it would go some time later
             run_quietly("ip", "netns", "delete", space.name)
         run_quietly("ip", "link", "delete", self._bridge)
         remove_cgroups(self.nodes)
@@ -279,9 +277,7 @@ def main() -> None:
     """The command line; see the head of this file."""
     parser = argparse.ArgumentParser(description="A real SLURM on one machine, for tests.")
     parser.add_argument("verb", choices=("up", "down", "fail", "heal", "kill", "restart"))
-    parser.add_argument(
-        "name", nargs="?", default="0", help="a node, r0-n1; with `up` and `down`, the cluster's number"
-    )
+    parser.add_argument("name", nargs="?", default="0", help="a node; with `up` and `down`, the number of the cluster")
     arguments = parser.parse_args()
     whole = arguments.verb in ("up", "down")
     cluster = Cluster(number=int(arguments.name if whole else arguments.name.lstrip("r").partition("-")[0]))

@@ -79,7 +79,7 @@ def in_networks(networks: Iterable[Path]) -> Iterator[int]:
 
 
 def with_variables(*variables: str) -> Iterator[int]:
-    """Numbers of the processes that were started with all of these variables; of one that ends in `=`, with any value."""
+    """Numbers of the processes that were started with all of these variables; `NAME=` stands for any value."""
 
     def has_all(folder: Path) -> bool:
         found = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
