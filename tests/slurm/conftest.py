@@ -31,7 +31,13 @@ class Training:
 
     def submit(self, *options: object, flags: tuple[object, ...] = (), **variables: object) -> SlurmJob:
         """Submit it, on two nodes with a rank each, and slow as long as `hold` is there."""
-        settings = {"RUN": self.run, "HOLD": self.hold, "PROGRAM": PROGRAM, "RANKS_PER_NODE": 1} | variables
+        settings = {
+            "RUN": self.run,
+            "HOLD": self.hold,
+            "PROGRAM": PROGRAM,
+            "RANKS_PER_NODE": 1,
+            "RETRY_SECONDS": 1,
+        } | variables
         arguments = ("--nodes=2", *options, "slurm/pretrain_gpt.sbatch", *FLAGS, *flags)
         return submit(self.cluster, *arguments, directory=self.directory, **settings)
 

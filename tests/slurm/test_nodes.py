@@ -71,6 +71,21 @@ def test_a_node_that_fails_its_check_is_left_out(training: Training) -> None:
     training.assert_whole()
 
 
+def test_a_job_moves_away_from_a_node_that_fails_its_check(training: Training) -> None:
+    training.hold.unlink()
+    first, second, third, _ = training.cluster.nodes
+    check = f'echo sound; test "$SLURMD_NODENAME" != {first} || {{ echo no GPU here; exit 1; }}'
+    job = training.submit(HEALTH_CHECK=check, LAUNCHER="srun")
+    job.wait()
+    assert job.restarts == 1
+    assert job.fields()[0]["ExcNodeList"] == first
+    assert f"{first} is sick: no GPU here" in job.log
+    assert f" on {second} {third}," in job.log
+    (line,) = (training.run / "slurm" / "sick_nodes").read_text().splitlines()
+    assert line.endswith(f" {first} no GPU here")
+    training.assert_whole()
+
+
 def test_a_job_that_finds_no_healthy_nodes_is_given_up(training: Training) -> None:
     job = training.submit(HEALTH_CHECK="false")
     job.wait(exit_code=93)

@@ -12,11 +12,15 @@ pytestmark = pytest.mark.slurm
 
 
 def test_at_the_time_limit_the_job_saves_and_is_requeued(training: Training) -> None:
+    def set_limit(minutes: int) -> None:
+        training.cluster.ask("scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes}")
+
     job = training.submit("--time=60", "--signal=B:USR1@90", PAUSE=1, LAUNCHER="srun")
     training.wait_for_checkpoint(job)
-    minutes = int(training.cluster.ask("squeue", "--noheader", f"--job={job.number}", "--format=%M").split(":")[0]) + 2
-    training.cluster.ask("scontrol", "update", f"JobId={job.number}", f"TimeLimit={minutes}")
-    job.until(lambda: "requeue after" in job.log)
+    _, run_minutes, _ = job.fields()[0]["RunTime"].split(":")
+    set_limit(int(run_minutes) + 2)
+    job.until(lambda: "requeue after" in job.log and job.state == "PENDING")
+    set_limit(60)
     training.hold.unlink()
     job.wait()
     assert job.restarts == 1
@@ -58,6 +62,29 @@ def test_a_file_ends_the_job_for_good(training: Training) -> None:
     assert job.restarts == 0
     assert latest_iteration(training.run) == iterations(training.run)[-1]
     training.assert_goes_on()
+
+
+def test_a_persons_stop_counts_beside_the_one_of_the_script(training: Training) -> None:
+    job = training.submit(LAUNCHER="srun", PAUSE=3)
+    training.wait_for_checkpoint(job)
+    training.cluster.ask("scancel", "--batch", "--signal=USR1", job.number)
+    job.until((training.run / "STOP").exists)
+    (training.run / "STOP").touch()
+    job.wait(exit_code=85)
+    assert job.restarts == 0
+    assert "stopped by" in job.log
+
+
+def test_a_stop_while_the_job_waits_again_ends_it_before_it_trains(training: Training) -> None:
+    job = training.submit(LAUNCHER="srun")
+    training.wait_for_checkpoint(job)
+    training.cluster.ask("scancel", "--batch", "--signal=USR1", job.number)
+    job.until(lambda: job.state == "PENDING")
+    assert not (training.run / "STOP").exists()
+    (training.run / "STOP").touch()
+    job.wait(exit_code=85)
+    assert job.restarts == 1
+    assert job.log.count("attempt") == 1
 
 
 def test_a_chain_of_jobs_goes_on_where_one_has_stopped(training: Training) -> None:

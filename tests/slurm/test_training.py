@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,50 @@ def test_a_job_without_progress_is_given_up(training: Training) -> None:
     job = training.submit(PROGRAM=program, LAUNCHER="srun")
     job.wait(exit_code=93)
     assert job.log.count("the program ended after step 0, exit code unknown") == 3
+
+
+def test_a_job_whose_run_directory_is_full_is_given_up(training: Training) -> None:
+    (training.run / "slurm" / "attempts").mkdir(parents=True)  # to which nothing can be written, either
+    job = training.submit()
+    job.wait(exit_code=93)
+    assert "cannot write to" in job.log
+
+
+def test_a_second_job_does_not_disturb_the_run_of_the_first(training: Training) -> None:
+    first = training.submit(LAUNCHER="srun")
+    training.wait_for_checkpoint(first)
+    second = training.submit(LAUNCHER="srun")
+    second.wait(exit_code=64)
+    assert any("another run is saving" in log for log in training.logs(second).values())
+    training.hold.unlink()
+    first.wait()
+    assert first.log.count("attempt") == 1
+    training.assert_whole()
+
+
+def test_programs_are_told_when_the_job_ends_and_none_is_begun_soon_before(training: Training) -> None:
+    """In a chain, whose last job has the number of the chain."""
+    program, seen = training.directory / "program.py", training.directory / "seen"
+    program.write_text(
+        f"""import os, pathlib, subprocess
+            if os.environ["RANK"] == "0":
+                with open({str(seen)!r}, "a") as file:
+                    print(os.environ["SLURM_JOB_END_TIME"], file=file)
+                if os.environ["SLURM_ARRAY_TASK_ID"] == "2" and "SLURM_RESTART_COUNT" not in os.environ:
+                    job = os.environ["SLURM_ARRAY_JOB_ID"] + "_2"
+                    subprocess.run(["scontrol", "update", f"JobId={{job}}", "TimeLimit=5"], check=True)
+                else:
+                    pathlib.Path(os.environ["MEGALITE_EXIT_FILE"]).write_text("0")
+        """.replace("\n            ", "\n")
+    )
+    now = time.time()
+    job = training.submit("--array=1-2%1", "--time=60", PROGRAM=program, LAUNCHER="srun")
+    job.wait()
+    assert {each["ArrayTaskId"]: each["Restarts"] for each in job.fields()} == {"1": "0", "2": "1"}
+    first, second, third = (int(line) for line in seen.read_text().split())
+    assert now + 3500 < first <= second
+    assert third < now + 900
+    assert "requeue after step 0: the time limit is near" in job.log
 
 
 def test_bad_flags_are_not_tried_again(training: Training) -> None:
