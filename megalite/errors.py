@@ -48,3 +48,14 @@ class CheckpointError(MegaliteError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint is not as it was written: a file is missing, cut off or changed. An older one may be whole."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What the program ends with for an error that nothing catches."""
+    if isinstance(error, MegaliteError):
+        return error.exit_code
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else EXIT_FINISHED if error.code is None else 1
+    if isinstance(error, KeyboardInterrupt | BrokenPipeError):
+        return EXIT_RESUMABLE
+    return EXIT_CONFIGURATION if isinstance(error, ModuleNotFoundError) else EXIT_INTERNAL

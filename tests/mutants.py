@@ -1722,9 +1722,9 @@ MUTANTS = (
     ),
     Mutant(
         "an evaluation that was broken off is not made up for",
-        "megalite/training/trainer.py",
-        "self._evaluation_left = True",
-        "self._evaluation_left = False",
+        "megalite/training/loop.py",
+        "trainer.evaluation_left = loss is None",
+        "trainer.evaluation_left = False",
         f"{_STOP}a_stop_breaks_an_evaluation_off_and_the_next_start_makes_up_for_it[file]",
     ),
     Mutant(

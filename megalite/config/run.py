@@ -1,4 +1,4 @@
-"""A whole run: the eight concerns together."""
+"""A whole run: the nine concerns together."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.training import TrainingConfig
+from megalite.config.watchdog import WatchdogConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class RunConfig:
     """Saving and loading."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Screen, metrics, TensorBoard."""
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    """What finds a run that hangs."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ followed by a sum in rank order: a third of the cost of gloo's own, and the orde
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megalite.errors import CommunicationError
-from megalite.parallel.mesh import Group
+from megalite.parallel.mesh import Group, Waits
 
 _LOST = (
     "another rank has ended (its own message says why, or the system's log where it ran out of "
@@ -34,16 +35,19 @@ class Pending:
 
     work: Any
     finish: Callable[[], Tensor]
+    waits: Waits = field(default_factory=Waits)
 
     def wait(self, what: str = "a collective failed") -> Tensor:
         """The result. Raises CommunicationError, which begins with `what`, where a rank of the group has gone or does
         not answer.
         """
         if self.work is not None:
+            began = time.perf_counter()
             try:
                 self.work.wait()
             except RuntimeError as error:
                 raise CommunicationError(f"{what}: {_LOST}{str(error).splitlines()[0]}") from error
+            self.waits.seconds += time.perf_counter() - began
         return self.finish()
 
 
@@ -70,7 +74,7 @@ def all_reduce_async_(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
         return Pending(None, lambda: tensor.copy_(pending.wait()))
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
     work = dist.all_reduce(tensor, reduce_op, group=group.process_group, async_op=True)
-    return Pending(work, lambda: tensor)
+    return Pending(work, lambda: tensor, group.waits)
 
 
 def _exchange_and_add(tensor: Tensor, group: Group) -> Pending:
@@ -91,7 +95,7 @@ def all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) ->
     tensor = tensor.contiguous()
     gathered = tensor.new_empty((group.size * tensor.shape[0], *tensor.shape[1:])) if out is None else out
     work = _all_gather_single(gathered, tensor, group=group.process_group, async_op=True)
-    return Pending(work, lambda: gathered)
+    return Pending(work, lambda: gathered, group.waits)
 
 
 def all_gather(tensor: Tensor, group: Group) -> Tensor:
@@ -130,7 +134,7 @@ def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> l
     received = sent.new_empty(sum(sizes))
     counts = [part.numel() for part in parts]
     work = dist.all_to_all_single(received, sent, list(sizes), counts, group=group.process_group, async_op=True)
-    return list(Pending(work, lambda: received).wait().split(list(sizes)))
+    return list(Pending(work, lambda: received, group.waits).wait().split(list(sizes)))
 
 
 def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:
@@ -144,7 +148,7 @@ def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None
     result = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:])) if out is None else out
     if not _is_gloo(group):
         work = _reduce_scatter_single(result, tensor, group=group.process_group, async_op=True)
-        return Pending(work, lambda: result)
+        return Pending(work, lambda: result, group.waits)
     received = torch.empty_like(tensor)
     work = dist.all_to_all_single(received, tensor, group=group.process_group, async_op=True)
 
@@ -155,7 +159,7 @@ def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None
             result.add_(other)
         return result
 
-    return Pending(work, sum_in_rank_order)
+    return Pending(work, sum_in_rank_order, group.waits)
 
 
 def reduce_scatter(tensor: Tensor, group: Group) -> Tensor:

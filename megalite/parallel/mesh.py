@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,13 @@ DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
 
 
+@dataclass
+class Waits:
+    """How long a rank has waited for others, as the host sees it: what waits on a GPU does not keep the host."""
+
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class Group:
     """Ranks that talk to one another, as seen by one of them. A group of one has no process group."""
@@ -24,6 +31,8 @@ class Group:
     rank: int
     """Position of this process in `ranks`."""
     process_group: dist.ProcessGroup | None = None
+    waits: Waits = field(default_factory=Waits, compare=False)
+    """What the time spent waiting for the group is added to."""
 
     @property
     def size(self) -> int:
@@ -72,6 +81,7 @@ class ParallelMesh:
             for axes, view in ((DENSE_AXES, sizes), (EXPERT_AXES, expert_sizes))
         }
         self._sizes = sizes | expert_sizes
+        self.waits = Waits()
         self._groups: dict[tuple[int, ...], Group] = {}
         self._links: dict[tuple[int, int], Group] = {}
         self._coordinates = self.coordinates_of(rank)
@@ -124,7 +134,7 @@ class ParallelMesh:
         """The group of an explicit set of ranks that contains this one."""
         key = tuple(sorted(ranks))
         if key not in self._groups:
-            self._groups[key] = Group(key, key.index(self.rank), self._make_process_group(key))
+            self._groups[key] = Group(key, key.index(self.rank), self._make_process_group(key), self.waits)
         return self._groups[key]
 
     def _make_process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -142,7 +152,7 @@ class ParallelMesh:
         key = source, destination
         if key not in self._links:
             group = _new_process_group(self.rank, key, self._timeout, label="link")
-            self._links[key] = Group(key, key.index(self.rank), group)
+            self._links[key] = Group(key, key.index(self.rank), group, self.waits)
         return self._links[key]
 
     def close(self) -> None:

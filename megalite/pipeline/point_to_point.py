@@ -26,13 +26,13 @@ class Links:
 
     def send(self, tensor: Tensor, peer: int) -> Pending:
         """Start to send; the tensor must not change before the result is waited for."""
-        work = dist.isend(tensor, group=self.outgoing[peer].process_group, group_dst=1)
-        return Pending(work, lambda: tensor)
+        group = self.outgoing[peer]
+        return Pending(dist.isend(tensor, group=group.process_group, group_dst=1), lambda: tensor, group.waits)
 
     def receive(self, tensor: Tensor, peer: int) -> Pending:
         """Start to receive into `tensor`."""
-        work = dist.irecv(tensor, group=self.incoming[peer].process_group, group_src=0)
-        return Pending(work, lambda: tensor)
+        group = self.incoming[peer]
+        return Pending(dist.irecv(tensor, group=group.process_group, group_src=0), lambda: tensor, group.waits)
 
 
 def make_links(mesh: ParallelMesh, stages: Stages) -> Links:

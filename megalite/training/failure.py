@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megalite.errors import EXIT_CONFIGURATION, EXIT_INTERNAL, EXIT_RESUMABLE, FileError, MegaliteError
+from megalite.errors import EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
 from megalite.files import write_atomically
 from megalite.training.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _LOWEST = "megalite/failure/lowest_rank"
 _REPORT = "megalite/failure/report"
+_NO_RANK = -1
 _GATHERING_SECONDS = 0.5  # ranks that fail of the same cause arrive within this time
 _LAUNCHER_SECONDS = 10.0  # ranks come to the same error, and a launcher ends the others, within this time
 _STAGGER_SECONDS = 0.5
@@ -52,20 +53,20 @@ def run_main(main: Callable[[], int]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _fail("interrupted: nobody reads the output any more", EXIT_RESUMABLE)
     except BaseException as error:
-        _fail(*_describe(error))
+        _fail(_describe(error), exit_code_of(error))
     sys.exit(code)
 
 
-def _describe(error: BaseException) -> tuple[str, int]:
-    """What to say, to be preceded by where, and the exit code."""
+def _describe(error: BaseException) -> str:
+    """What to say, to be preceded by where."""
     if isinstance(error, MegaliteError):
-        return str(error), error.exit_code
+        return str(error)
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted", EXIT_RESUMABLE
+        return "interrupted"
     if isinstance(error, ModuleNotFoundError):
-        return f"{error}: install what the program needs with `pip install -e .` in its folder", EXIT_CONFIGURATION
+        return f"{error}: install what the program needs with `pip install -e .` in its folder"
     trace = "".join(traceback.format_exception(error))
-    return f"a defect in megalite or below it, please report it:\n{trace.rstrip()}", EXIT_INTERNAL
+    return f"a defect in megalite or below it, please report it:\n{trace.rstrip()}"
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -73,7 +74,7 @@ def _fail(message: str, code: int) -> NoReturn:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    store = _default_store()
+    store = default_store()
     if store is not None and world_size > 1:
         try:
             code = _agree(store, message, code, rank)
@@ -97,12 +98,26 @@ def _agree(store: Store, message: str, code: int, rank: int) -> int:
     if int(store.get(_LOWEST)) < rank:
         _wait_for_report(store, _LAUNCHER_SECONDS)
     mine = f"{rank} {code}"
-    report = store.compare_set(_REPORT, "", mine).decode()
-    if report == mine:
+    reported = store.compare_set(_REPORT, "", mine).decode()
+    if reported == mine:
         _speak(message, code, rank)
     if rank == 0:  # which may hold the store: others are still asking
         time.sleep(_GATHERING_SECONDS)
-    return int(report.split()[1])
+    return int(reported.split()[1])
+
+
+def report(store: Store | None, message: str, code: int) -> int:
+    """Report what no rank can say of itself, as that it was killed; unless one has reported something. Returns the
+    exit code of what is reported. `store` is that of the process group, where there is one: its own connection.
+    """
+    mine = f"{_NO_RANK} {code}"
+    if store is not None:
+        with suppress(RuntimeError):  # the store has gone with the process that held it
+            first = store.compare_set(_REPORT, "", mine).decode()
+            if first != mine:
+                return int(first.split()[1])
+    _speak(message, code, rank=0)
+    return code
 
 
 def _wait_for_report(store: Store, seconds: float) -> None:
@@ -134,7 +149,7 @@ def _leave_code(code: int) -> None:
             write_atomically(Path(path), f"{code}\n".encode())
 
 
-def _default_store() -> Store | None:
+def default_store() -> Store | None:
     """The store of the process group, if there is a group; torch is not imported for the question."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -19,10 +20,28 @@ from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
 from megalite.training.launch import join, leave
+from megalite.training.loop import TrainingLoop
 from megalite.training.place import Place
 from megalite.training.start import find_start
 from megalite.training.summary import summary
 from megalite.training.trainer import Trainer
+from megalite.training.watching import watched
+from megalite.watchdog.sections import START, Sections
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A run that is ready for its first step, or finished already."""
+
+    trainer: Trainer | None
+    """None where it is finished."""
+    last: int
+    """The number of the last step."""
+    origin: str
+    """What it begins with, in words."""
+    checkpoint: AnyPath | None
+    """Where it comes from one."""
+    notes: tuple[str, ...] = ()
 
 
 def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Place) -> int:
@@ -31,20 +50,24 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
     choose_kernels(config.kernels)
     directory = None if config.checkpoint.save is None else checkpoint.open_directory(config.checkpoint.save)
     mesh = join(config.parallel, place, dump(config))
+    sections = Sections(lambda: mesh.waits.seconds)
     with ExitStack() as stack:
-        if directory is not None:
-            notes += stack.enter_context(checkpoint.only_run(directory, mesh))
-            notes += ControlFiles(directory, mesh).clear()
-        code = _run(config, directory, (*notes, *data.notes), data, mesh)
+        stack.enter_context(watched(config, sections, place, directory))
+        with sections(START):
+            if directory is not None:
+                notes += stack.enter_context(checkpoint.only_run(directory, mesh))
+                notes += ControlFiles(directory, mesh).clear()
+            begun = _begin(config, directory, data, mesh, sections)
+        code = _run(config, directory, begun, (*notes, *data.notes, *begun.notes), mesh)
     leave(mesh)
     return code
 
 
-def _run(
-    config: RunConfig, directory: AnyPath | None, notes: tuple[str, ...], data: RunData, mesh: ParallelMesh
-) -> int:
+def _begin(
+    config: RunConfig, directory: AnyPath | None, data: RunData, mesh: ParallelMesh, sections: Sections
+) -> _Begun:
     start = find_start(config.checkpoint, mesh)
-    build = cache(partial(Trainer, config, data, mesh, directory))
+    build = cache(partial(Trainer, config, data, mesh, directory, sections))
 
     def load(path: AnyPath) -> tuple[int, Trainer | None]:
         """The last step, and the run gone on from there; None where it was finished by then."""
@@ -59,28 +82,35 @@ def _run(
     paths = start.candidates.paths
     if paths:
         path, (last, trainer), damaged = checkpoint.newest_whole(paths, load)
-        notes += (*start.candidates.notes, *checkpoint.fall_back_notes(paths[0], path, damaged))
+        notes = (*start.candidates.notes, *checkpoint.fall_back_notes(paths[0], path, damaged))
         origin = f"continues from {path}" if start.position else f"new, with the weights of {path}"
-    else:
-        trainer = build()
-        last, origin = trainer.iterations, _anew(config)
-        if start.model is not None:
-            with checkpoint.together(mesh, f"opening {start.model}"):
-                opened = open_huggingface(start.model)
-            trainer.load_model(opened)
-            origin = f"new, with the weights of {opened.what}"
-    iteration = 0 if trainer is None else trainer.iteration
-    with Display(last, config.logging.log_interval, start_iteration=iteration, enabled=mesh.rank == 0) as display:
+        return _Begun(trainer, last, origin, path, notes)
+    trainer = build()
+    if start.model is None:
+        return _Begun(trainer, trainer.iterations, _anew(config), None)
+    with checkpoint.together(mesh, f"opening {start.model}"):
+        opened = open_huggingface(start.model)
+    trainer.load_model(opened)
+    return _Begun(trainer, trainer.iterations, f"new, with the weights of {opened.what}", None)
+
+
+def _run(
+    config: RunConfig, directory: AnyPath | None, begun: _Begun, notes: tuple[str, ...], mesh: ParallelMesh
+) -> int:
+    iteration = 0 if begun.trainer is None else begun.trainer.iteration
+    display = Display(begun.last, config.logging.log_interval, start_iteration=iteration, enabled=mesh.rank == 0)
+    with display:
         for note in notes:
             display.message(note)
-        if trainer is not None:
-            code = _train(trainer, origin, display)
+        if begun.trainer is not None:
+            code = _train(begun.trainer, begun.origin, display)
         else:
+            assert begun.checkpoint is not None
             code = EXIT_FINISHED
-            at = checkpoint.iteration_of(path)
-            display.message(f"finished already: {path} is after step {at}. A longer --train-iters goes on")
+            at = checkpoint.iteration_of(begun.checkpoint)
+            display.message(f"finished already: {begun.checkpoint} is after step {at}. A longer --train-iters goes on")
         if code == EXIT_FINISHED and directory is not None and mesh.rank == 0:
-            write_atomically(directory / "DONE", f"{last}\n".encode())
+            write_atomically(directory / "DONE", f"{begun.last}\n".encode())
             display.message(f"everything is in {directory}")
     return code
 
@@ -91,7 +121,7 @@ def _train(trainer: Trainer, origin: str, display: Display) -> int:
     display.summary("megalite", summary(trainer) | {"start": origin})
     if trainer.directory is not None and trainer.mesh.rank == 0:
         _record_run(trainer.directory, trainer.config)
-    code = trainer.train(display)
+    code = TrainingLoop(trainer, display).run()
     if code == EXIT_FINISHED:
         display.message(f"finished after step {trainer.iteration}")
     return code

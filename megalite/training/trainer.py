@@ -1,12 +1,11 @@
-"""The training loop, and the one step that it repeats."""
+"""A run on this rank: the one step that training repeats, evaluation, and what is saved and loaded."""
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from megalite.config import RunConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
-from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
@@ -38,46 +36,32 @@ from megalite.training.construction import (
     make_steps,
     model_dtype,
 )
-from megalite.training.control_files import ControlFiles
 from megalite.training.data import RunData, global_batch_size, last_iteration, order_note, seen_samples
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.load_report import load_notes, rounding_notes
-from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
+from megalite.training.metrics import StepMetrics
 from megalite.training.profiling import begin_recording, gone_by, write_recording
-from megalite.training.signals import StopRequest, deadline_passed, interval_reached
 from megalite.training.start import Start
-
-MAX_CONSECUTIVE_SKIPS = 10
-"""Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
-
-
-@dataclass(frozen=True)
-class _Agreed:
-    """Whether any rank ..."""
-
-    stop: bool
-    """was told to stop after this step;"""
-    save: bool
-    """was told to save after it;"""
-    saving: bool
-    """is still writing a checkpoint in the background;"""
-    save_failed: bool
-    """has failed to."""
-
-
-class _BrokenOff(Exception):
-    """An evaluation came to no end."""
+from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, Sections
 
 
 class Trainer:
-    """A run on this rank: `train` repeats `step` until the end, a stop or a deadline.
+    """A run on this rank. The loop (loop.py) says when it steps, evaluates and saves.
 
     Where the run is in its data, and so its learning rate, is told by `consumed_samples` alone.
     """
 
-    def __init__(self, config: RunConfig, data: RunData, mesh: ParallelMesh, directory: AnyPath | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        data: RunData,
+        mesh: ParallelMesh,
+        directory: AnyPath | None = None,
+        sections: Sections | None = None,
+    ) -> None:
         self.config, self.data, self.mesh, self.directory = config, data, mesh, directory
+        self.sections = sections if sections is not None else Sections()
         self.model_config = replace(config.model, vocab_size=data.vocab_size(config.model))
         self.dtype = model_dtype(config)
         device.make_deterministic(config.training.deterministic_mode)
@@ -99,7 +83,7 @@ class Trainer:
         self.iterations = last_iteration(config)
         self.iteration = 0
         self.consumed_samples = 0
-        self._evaluation_left = False
+        self.evaluation_left = False
         self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
         self._load_notes: tuple[str, ...] = ()
@@ -108,8 +92,6 @@ class Trainer:
         self.checkpoints: Checkpoints | None = None
         if self.directory is not None:
             self.checkpoints = Checkpoints(config.checkpoint, self.directory, self.optimizer, self.plan)
-        self.control_files = ControlFiles(directory, mesh)
-        self.started = time.monotonic()
 
     # ------------------------------------------------------------------------------------------------ one step
 
@@ -117,8 +99,9 @@ class Trainer:
         """One optimizer step over one global batch."""
         began = time.perf_counter()
         batch_size = self.batch_size.at(self.consumed_samples)
-        arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches(batch_size))
-        micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
+        with self.sections(DATA):
+            arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches(batch_size))
+            micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
         data_parallel = self.mesh.group("dp", "cp")
         count = collectives.all_reduce_(valid_tokens(micro_batches, self.mesh.device), data_parallel).item()
 
@@ -128,9 +111,11 @@ class Trainer:
         loss_scale = self.loss_scale.value
         factor = loss_scale / count if count else 0.0
         recording = begin_recording(self.mesh) if self._records_now() else None
-        loss_sum = self.engine.run(actions, micro_batches, factor, self.optimizer, recording)
+        with self.sections(FORWARD_BACKWARD):
+            loss_sum = self.engine.run(actions, micro_batches, factor, self.optimizer, recording)
         rates = self.rates.at(self.consumed_samples)
-        update = self.optimizer.step(rates, loss_scale)
+        with self.sections(OPTIMIZER):
+            update = self.optimizer.step(rates, loss_scale)
         self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not self.loss_scale.can_shrink else 0
         self.loss_scale = self.loss_scale.after(overflow=update.skipped)
 
@@ -150,10 +135,15 @@ class Trainer:
         """Forwards of each rank in a step of `batch_size` samples."""
         return batch_size // (self.config.training.micro_batch_size * self.mesh.size("dp"))
 
-    def evaluate(self, dataset: Dataset[SampleFields], stop: StopRequest | None = None) -> float:
+    def evaluates_now(self) -> bool:
+        """Whether the validation data are due after the last step."""
+        due = self.iteration % self.config.training.eval_interval == 0 or self.iteration == self.iterations
+        return due and self.data.valid is not None
+
+    def evaluate(self, dataset: Dataset[SampleFields], broken_off: Callable[[], bool] | None = None) -> float | None:
         """The mean loss over `eval_iters` global batches of the dataset, always from its first sample on.
 
-        Raises _BrokenOff, on every rank, where between two batches one is found to have been told to `stop`.
+        `broken_off` is asked between two batches, and answers the same on all ranks; None where it says so.
         """
         self.network.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
@@ -162,8 +152,8 @@ class Trainer:
         actions = self.steps.evaluation(num_micro_batches)
         with make_loader(self.config, self.mesh, self.data.tokenizer, dataset) as loader:
             for batch in range(self.config.training.eval_iters):
-                if batch and stop is not None and self._on_any_rank(self._told_to_stop(stop))[0]:
-                    raise _BrokenOff
+                if batch and broken_off is not None and broken_off():
+                    return None
                 arrays = loader.micro_batches(batch * batch_size, num_micro_batches)
                 micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
                 totals[0] += self.engine.run(actions, micro_batches)
@@ -177,98 +167,6 @@ class Trainer:
         over_data = collectives.all_reduce_(loss_sum, self.mesh.group("dp", "cp"))
         return collectives.all_reduce_(over_data, self.mesh.group("pp"))
 
-    # ------------------------------------------------------------------------------------------------ the loop
-
-    def train(self, display: Display) -> int:
-        """Run to the end of training, or until asked to stop; returns the program's exit code."""
-        with ExitStack() as stack:
-            if self.checkpoints is not None:
-                stack.callback(self.checkpoints.close)
-            writer = stack.enter_context(self._metrics_writer())
-            stop = stack.enter_context(StopRequest())
-            stack.enter_context(self.loader)
-            if self.config.training.manual_gc:
-                gc.disable()
-            while self.iteration < self.iterations:
-                if not self._evaluation_left:
-                    metrics = self.step()
-                    _record(metrics, writer, display)
-                    display.step(metrics)
-                    self._refuse_to_diverge()
-                    if self._collects_garbage_now():
-                        gc.collect()
-                if self._evaluates_now():
-                    self._validate(stop, writer, display)
-                agreed = self._agree(stop)
-                if self.checkpoints is not None:
-                    self.checkpoints.advance(agreed.saving, agreed.save_failed, display)
-                if agreed.stop and self.iteration < self.iterations:
-                    writer.publish()
-                    self.save(display, last=True)
-                    saved = "nothing is saved without --save" if self.directory is None else "--resume auto continues"
-                    display.message(f"stopped after step {self.iteration}; {saved}")
-                    return EXIT_RESUMABLE
-                if agreed.save or self._saves_now():
-                    writer.publish()
-                    self.save(display, last=self.iteration == self.iterations)
-            if self.data.test is not None:
-                test = TestMetrics(*self._where(), self.evaluate(self.data.test))
-                _record(test, writer, display)
-                display.test(test)
-        return EXIT_FINISHED
-
-    def _validate(self, stop: StopRequest, writer: MetricsWriter, display: Display) -> None:
-        """Evaluate; where a stop comes in between, the run that goes on from here does it, before its first step."""
-        assert self.data.valid is not None
-        try:
-            loss = self.evaluate(self.data.valid, stop if self.iteration < self.iterations else None)
-        except _BrokenOff:
-            self._evaluation_left = True
-            return
-        self._evaluation_left = False
-        validation = ValidationMetrics(*self._where(), loss)
-        _record(validation, writer, display)
-        display.validation(validation)
-
-    def _evaluates_now(self) -> bool:
-        due = self.iteration % self.config.training.eval_interval == 0 or self.iteration == self.iterations
-        return due and self.data.valid is not None
-
-    def _collects_garbage_now(self) -> bool:
-        """With --manual-gc Python's collector is off, so that ranks do not pause at different times."""
-        training = self.config.training
-        interval = training.manual_gc_interval
-        due = (interval > 0 and self.iteration % interval == 0) or (training.manual_gc_eval and self._evaluates_now())
-        return training.manual_gc and due
-
-    def _saves_now(self) -> bool:
-        interval = self.config.checkpoint.save_interval
-        return self.iteration == self.iterations or (interval is not None and self.iteration % interval == 0)
-
-    def _agree(self, stop: StopRequest) -> _Agreed:
-        """What the ranks have to tell each other between two steps, all in one message."""
-        saving = self.checkpoints.flags if self.checkpoints is not None else (False, False)
-        asked, *others = self._on_any_rank(self._told_to_stop(stop), self.control_files.save(), *saving)
-        return _Agreed(asked or interval_reached(self.iteration, self.config.training.exit_interval), *others)
-
-    def _told_to_stop(self, stop: StopRequest) -> bool:
-        """Whether this rank was, by a signal, its clock or a file."""
-        late = deadline_passed(time.monotonic() - self.started, self.config.training.exit_duration_in_mins)
-        return stop.local_request() > 0 or late or self.control_files.stop()
-
-    def _on_any_rank(self, *flags: bool) -> list[bool]:
-        """Which of the flags are set on a rank."""
-        numbers = torch.tensor(flags, dtype=torch.float32, device=self.mesh.device)
-        return [number > 0 for number in collectives.all_reduce_(numbers, self.mesh.world(), "max").tolist()]
-
-    def _refuse_to_diverge(self) -> None:
-        if self.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
-            raise MegaliteError(
-                f"the gradient norm was not finite in the last {MAX_CONSECUTIVE_SKIPS} steps (now step "
-                f"{self.iteration}): the run has diverged. Lower --lr, lengthen the warm-up or resume from an earlier "
-                "checkpoint"
-            )
-
     # ------------------------------------------------------------------------------------------------ what is kept
 
     def save(self, display: Display, *, last: bool) -> None:
@@ -278,7 +176,7 @@ class Trainer:
         loss_scale = self.loss_scale.state() if self.loss_scale.window is not None else None
         seen = seen_samples(self.data.train, self.consumed_samples) if self.mesh.rank == 0 else None
         state = checkpoint.TrainingState(
-            self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen, self._evaluation_left
+            self.iteration, self.consumed_samples, self.optimizer.steps, loss_scale, seen, self.evaluation_left
         )
         self.checkpoints.save(state, asdict(replace(self.config, model=self.model_config)), display, last=last)
 
@@ -310,7 +208,7 @@ class Trainer:
         if start.position:
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
             self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
-            self._evaluation_left = state.evaluation_left and self._evaluates_now()
+            self.evaluation_left = state.evaluation_left and self.evaluates_now()
             order = order_note(self.data.train, state.seen_samples or ()) if self.mesh.rank == 0 else None
             self._load_notes += () if order is None else (order,)
 
@@ -329,7 +227,8 @@ class Trainer:
     def _tokens(self) -> int:
         return self.consumed_samples * self.config.data.seq_length
 
-    def _where(self) -> tuple[int, int, int]:
+    def where(self) -> tuple[int, int, int]:
+        """Steps, samples and tokens since the start of the run."""
         return self.iteration, self.consumed_samples, self._tokens()
 
     def _metrics(
@@ -380,27 +279,9 @@ class Trainer:
             figures["num_zeros_in_grad"] = zeros_in_gradients(self.optimizer.buckets, self.mesh)
         return figures
 
-    def _metrics_writer(self) -> MetricsWriter:
-        if self.mesh.rank != 0:
-            return MetricsWriter()
-        logging = self.config.logging
-        path = checkpoint.open_directory(logging.metrics_path) if logging.metrics_path else None
-        events = Path(logging.tensorboard_dir) if logging.tensorboard_dir else None
-        if self.directory is not None:
-            path = path or self.directory / "metrics.jsonl"
-        if isinstance(self.directory, Path):
-            events = events or self.directory / "tensorboard"
-        return MetricsWriter(path, events, self.iteration, evaluation_left=self._evaluation_left)
-
     def notes(self) -> tuple[str, ...]:
         """What flags have made of the run, and what there is to tell of the checkpoint, a line each."""
         profile = gone_by(self.config.logging.profile_pipeline, self.iteration)
         rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()
         return (*rates, *self._load_notes, *saves, *profile)
-
-
-def _record(metrics: StepMetrics | ValidationMetrics | TestMetrics, writer: MetricsWriter, display: Display) -> None:
-    told = writer.write(metrics)
-    if told is not None:
-        display.message(told)

@@ -1,0 +1,195 @@
+"""The loop of a run: step after step, with evaluations and saves between them, to the end or until asked to stop."""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megalite import checkpoint
+from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
+from megalite.parallel import collectives
+from megalite.training.control_files import ControlFiles
+from megalite.training.display import Display
+from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
+from megalite.training.signals import StopRequest, deadline_passed, interval_reached
+from megalite.training.timing import Timing, gather_timing
+from megalite.training.trainer import Trainer
+from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, STEP
+
+MAX_CONSECUTIVE_SKIPS = 10
+"""Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """Whether any rank ..."""
+
+    stop: bool
+    """was told to stop after this step;"""
+    save: bool
+    """was told to save after it;"""
+    saving: bool
+    """is still writing a checkpoint in the background;"""
+    save_failed: bool
+    """has failed to."""
+
+
+class TrainingLoop:
+    """What the ranks do together from the trainer's first step to its last, and when."""
+
+    def __init__(self, trainer: Trainer, display: Display) -> None:
+        self.trainer, self.display = trainer, display
+        self.config, self.mesh, self.sections = trainer.config, trainer.mesh, trainer.sections
+        self.control_files = ControlFiles(trainer.directory, trainer.mesh)
+        self.started = time.monotonic()
+        self._timed = trainer.iteration
+        self._writer = MetricsWriter()
+        self._stop = StopRequest()
+
+    def run(self) -> int:
+        """Train to the end, or until asked to stop; returns the program's exit code."""
+        trainer = self.trainer
+        with ExitStack() as stack:
+            if trainer.checkpoints is not None:
+                stack.callback(trainer.checkpoints.close)
+            self._writer = stack.enter_context(_metrics_writer(trainer))
+            stack.enter_context(self._stop)
+            stack.enter_context(trainer.loader)
+            if self.config.training.manual_gc:
+                gc.disable()
+            while trainer.iteration < trainer.iterations:
+                if not trainer.evaluation_left:
+                    self._step()
+                if trainer.evaluates_now():
+                    self._validate()
+                with self.sections(AGREEMENT):
+                    agreed = self._agree()
+                if trainer.checkpoints is not None:
+                    with self.sections(SAVE):
+                        trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
+                if agreed.stop and trainer.iteration < trainer.iterations:
+                    return self._end_early()
+                if agreed.save or self._saves_now():
+                    self._save(last=trainer.iteration == trainer.iterations)
+            self._test()
+        return EXIT_FINISHED
+
+    def _step(self) -> None:
+        self.sections.step = self.trainer.iteration + 1
+        with self.sections(STEP):
+            metrics = self.trainer.step()
+        timing = self._timing() if self._times_now() else None
+        self._record(metrics if timing is None else replace(metrics, extra={**metrics.extra, **timing.figures()}))
+        self.display.step(metrics)
+        if timing is not None:
+            self.display.message(timing.line())
+        if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
+            raise MegaliteError(
+                f"the gradient norm was not finite in the last {MAX_CONSECUTIVE_SKIPS} steps (now step "
+                f"{metrics.iteration}): the run has diverged. Lower --lr, lengthen the warm-up or resume from an "
+                "earlier checkpoint"
+            )
+        if self._collects_garbage_now():
+            gc.collect()
+
+    def _validate(self) -> None:
+        """Evaluate; where a stop comes in between, the run that goes on from here does it, before its first step."""
+        trainer = self.trainer
+        assert trainer.data.valid is not None
+        stopped = self._any_rank_is_told_to_stop if trainer.iteration < trainer.iterations else None
+        with self.sections(EVALUATION):
+            loss = trainer.evaluate(trainer.data.valid, stopped)
+        trainer.evaluation_left = loss is None
+        if loss is not None:
+            validation = ValidationMetrics(*trainer.where(), loss)
+            self._record(validation)
+            self.display.validation(validation)
+
+    def _test(self) -> None:
+        trainer = self.trainer
+        if trainer.data.test is not None:
+            with self.sections(EVALUATION):
+                loss = trainer.evaluate(trainer.data.test)
+            assert loss is not None
+            test = TestMetrics(*trainer.where(), loss)
+            self._record(test)
+            self.display.test(test)
+
+    def _save(self, *, last: bool) -> None:
+        with self.sections(SAVE):
+            self._writer.publish()
+            self.trainer.save(self.display, last=last)
+
+    def _end_early(self) -> int:
+        self._save(last=True)
+        saved = "nothing is saved without --save" if self.trainer.directory is None else "--resume auto continues"
+        self.display.message(f"stopped after step {self.trainer.iteration}; {saved}")
+        return EXIT_RESUMABLE
+
+    # ------------------------------------------------------------------------------------------------ when
+
+    def _collects_garbage_now(self) -> bool:
+        """With --manual-gc Python's collector is off, so that ranks do not pause at different times."""
+        training, iteration = self.config.training, self.trainer.iteration
+        interval = training.manual_gc_interval
+        due = (interval > 0 and iteration % interval == 0) or (training.manual_gc_eval and self.trainer.evaluates_now())
+        return training.manual_gc and due
+
+    def _times_now(self) -> bool:
+        interval = self.config.watchdog.timing_interval
+        return interval > 0 and self.trainer.iteration % interval == 0
+
+    def _saves_now(self) -> bool:
+        interval, iteration = self.config.checkpoint.save_interval, self.trainer.iteration
+        return iteration == self.trainer.iterations or (interval is not None and iteration % interval == 0)
+
+    def _agree(self) -> _Agreed:
+        """What the ranks have to tell each other between two steps, all in one message."""
+        checkpoints = self.trainer.checkpoints
+        saving = checkpoints.flags if checkpoints is not None else (False, False)
+        asked, *others = self._on_any_rank(self._told_to_stop(), self.control_files.save(), *saving)
+        interval = interval_reached(self.trainer.iteration, self.config.training.exit_interval)
+        return _Agreed(asked or interval, *others)
+
+    def _told_to_stop(self) -> bool:
+        """Whether this rank was, by a signal, its clock or a file."""
+        late = deadline_passed(time.monotonic() - self.started, self.config.training.exit_duration_in_mins)
+        return self._stop.local_request() > 0 or late or self.control_files.stop()
+
+    def _any_rank_is_told_to_stop(self) -> bool:
+        return self._on_any_rank(self._told_to_stop())[0]
+
+    def _on_any_rank(self, *flags: bool) -> list[bool]:
+        """Which of the flags are set on a rank."""
+        numbers = torch.tensor(flags, dtype=torch.float32, device=self.mesh.device)
+        return [number > 0 for number in collectives.all_reduce_(numbers, self.mesh.world(), "max").tolist()]
+
+    # ------------------------------------------------------------------------------------------------ what is told
+
+    def _timing(self) -> Timing:
+        """Of the steps since the last time; all ranks together."""
+        steps, self._timed = self.trainer.iteration - self._timed, self.trainer.iteration
+        return gather_timing(self.sections.take(), steps, self.mesh)
+
+    def _record(self, metrics: StepMetrics | ValidationMetrics | TestMetrics) -> None:
+        told = self._writer.write(metrics)
+        if told is not None:
+            self.display.message(told)
+
+
+def _metrics_writer(trainer: Trainer) -> MetricsWriter:
+    if trainer.mesh.rank != 0:
+        return MetricsWriter()
+    logging, directory = trainer.config.logging, trainer.directory
+    path = checkpoint.open_directory(logging.metrics_path) if logging.metrics_path else None
+    events = Path(logging.tensorboard_dir) if logging.tensorboard_dir else None
+    if directory is not None:
+        path = path or directory / "metrics.jsonl"
+    if isinstance(directory, Path):
+        events = events or directory / "tensorboard"
+    return MetricsWriter(path, events, trainer.iteration, evaluation_left=trainer.evaluation_left)

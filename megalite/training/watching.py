@@ -1,0 +1,37 @@
+"""The watchdog of a run, from its configuration."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from megalite.checkpoint import AnyPath
+from megalite.config import RunConfig
+from megalite.training.failure import default_store, report
+from megalite.training.place import Place
+from megalite.watchdog.limits import Limits
+from megalite.watchdog.sections import Sections
+from megalite.watchdog.watchdog import Watchdog
+
+
+def watched(
+    config: RunConfig, sections: Sections, place: Place, directory: AnyPath | None
+) -> AbstractContextManager[object]:
+    """Within it a run that hangs is ended, and a rank that dies is named; nothing happens under --no-watchdog."""
+    if not config.watchdog.watchdog:
+        return nullcontext()
+    store = default_store()
+    if store is not None:
+        store = cast(Any, store).clone()  # on a connection of its own: the main thread may be waiting over the other
+    return Watchdog(
+        sections,
+        Limits(config.watchdog.watchdog_min_seconds, 60.0 * config.parallel.distributed_timeout_minutes),
+        partial(report, store),
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        store=store,
+        folder=directory / "hangs" if isinstance(directory, Path) else None,
+    )

@@ -1,0 +1,80 @@
+"""A connection between a rank's watchdog and the monitor: JSON objects, a line each.
+
+Nothing that comes over it is ever unpickled. A rank proves by a token, which the ranks share through their process
+group's store, that it is one of the run's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from contextlib import suppress
+from typing import Any
+
+Message = dict[str, Any]
+
+_SEND_SECONDS = 5.0
+_LARGEST = 2**26  # bytes of a message
+
+
+class LinkLost(Exception):
+    """The other end has gone: its process has ended, or the connection was cut."""
+
+
+class Link:
+    """One end of a connection. Reading waits for nothing: ask when the socket has something."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._buffer = connection, b""
+        connection.settimeout(_SEND_SECONDS)
+
+    def fileno(self) -> int:
+        """For `select`."""
+        return self._connection.fileno()
+
+    def send(self, **message: Any) -> None:
+        """Send an object. Where the other end has gone nothing happens: reading tells."""
+        with suppress(OSError):
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[Message]:
+        """The objects that have come. Raises LinkLost at the end of the connection, or of sense."""
+        try:
+            data = self._connection.recv(2**16)
+        except OSError as error:
+            raise LinkLost from error
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if not data or len(self._buffer) > _LARGEST:
+            raise LinkLost
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError as error:
+            raise LinkLost from error
+        if not all(isinstance(message, dict) for message in messages):
+            raise LinkLost
+        return messages
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+def listen() -> socket.socket:
+    """A socket that takes connections on every address of this machine, on a port that the system chooses."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+    return socket.create_server(("", 0), backlog=4096)
+
+
+def host_name() -> str:
+    """What this machine is called by whoever starts jobs on it."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def process_space() -> str:
+    """What two processes have in common that see each other by their numbers: a machine, and a container on it."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not on Linux
+        return socket.gethostname()

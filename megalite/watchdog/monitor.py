@@ -1,0 +1,219 @@
+"""The monitor, a thread of rank 0: it knows by a connection to each rank whether that rank lives, and says who is gone.
+
+When a process is killed the system closes its connections at once: so the monitor hears within milliseconds of a rank
+that dies, also where the others wait for it on a GPU and notice nothing. When a rank is late with a section, or has
+lost another one, the monitor asks all ranks what they are in, and concludes from the answers, and from who gives none,
+which rank is missing and where. Then it says so, once, and has all ranks end.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megalite.errors import EXIT_RESUMABLE
+from megalite.watchdog.link import Link, LinkLost, Message, listen
+from megalite.watchdog.verdict import Peer, hang, loss
+
+Report = Callable[[str, int], int]
+"""Say an error and leave its exit code, unless a rank has said one; returns the code of what was said."""
+
+ANSWER_SECONDS = 5.0  # to say what one is in, and to write it to a shared file system
+_TOGETHER_SECONDS = 0.3  # ranks that die of one cause, as of a node without power, go within this time
+_GREETING_SECONDS = 60.0
+_TICK_SECONDS = 0.1
+_PING_SECONDS = 1.0
+
+
+@dataclass
+class _Connected:
+    """A rank's connection, and what came over it."""
+
+    link: Link
+    peer: Peer | None = None
+    """None until it has said who it is."""
+    heard: float = 0.0
+    fails: int | None = None
+    """The exit code that it is about to end with, having said why."""
+    dump: Message | None = None
+
+
+@dataclass
+class _Alarm:
+    """Why the monitor has asked all ranks what they are in."""
+
+    since: float
+    rank: int
+    why: Message = field(default_factory=dict)
+
+
+class Monitor(threading.Thread):
+    """Watches the ranks from rank 0. `address` is for the store: a port and a token."""
+
+    def __init__(self, first: Peer, world_size: int, report: Report, folder: Path | None) -> None:
+        """`first` is rank 0 itself; `folder`: where the ranks write what they are in."""
+        super().__init__(name="monitor", daemon=True)
+        self._first, self._world_size, self._report, self._folder = first, world_size, report, folder
+        self._token = secrets.token_hex(16)
+        self._listener = listen()
+        self.address = f"{self._listener.getsockname()[1]} {self._token}"
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._ranks: dict[int, _Connected] = {}
+        self._lost: dict[int, float] = {}
+        self._alarm: _Alarm | None = None
+        self._concluded = self._closing = False
+        self._began = self._pinged = time.monotonic()
+        self._greeted = False
+
+    def run(self) -> None:
+        """Until `close`."""
+        while not self._closing:
+            for key, _ in self._selector.select(_TICK_SECONDS):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._read(key.data)
+            self._tick(time.monotonic())
+        for connected in self._ranks.values():
+            connected.link.send(bye=True)
+            connected.link.close()
+        self._listener.close()
+        self._selector.close()
+
+    def close(self) -> None:
+        """Take leave of all ranks: the run ends well."""
+        self._closing = True
+        self.join()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connected = _Connected(Link(connection))
+        self._selector.register(connected.link, selectors.EVENT_READ, connected)
+
+    def _read(self, connected: _Connected) -> None:
+        try:
+            for message in connected.link.receive():
+                self._take(connected, message)
+        except LinkLost:
+            self._forget(connected)
+            if connected.peer is not None:
+                self._lost[connected.peer.rank] = time.monotonic()
+
+    def _forget(self, connected: _Connected) -> None:
+        self._selector.unregister(connected.link)
+        connected.link.close()
+
+    def _take(self, connected: _Connected, message: Message) -> None:
+        if connected.peer is None:
+            self._greet(connected, message)
+            return
+        rank, connected.heard = connected.peer.rank, time.monotonic()
+        if "at" in message:
+            connected.peer.at, connected.peer.step = message["at"], message["step"]
+        elif "fails" in message:
+            connected.fails = message["fails"]
+            if rank == 0:  # which may take this monitor with it before any rank can ask
+                self._tell_all(first_fails=connected.fails)
+        elif "dump" in message:
+            connected.dump = message["dump"]
+        elif "bye" in message:
+            self._forget(connected)
+            del self._ranks[rank]
+        elif ("overdue" in message or "lost" in message) and self._alarm is None:
+            self._alarm = _Alarm(time.monotonic(), rank, message)
+            self._tell_all(dump=True)
+
+    def _greet(self, connected: _Connected, message: Message) -> None:
+        if not hmac.compare_digest(str(message.get("token")), self._token):
+            raise LinkLost
+        connected.peer = Peer(**{name: value for name, value in message.items() if name != "token"})
+        connected.heard = time.monotonic()
+        self._ranks[connected.peer.rank] = connected
+        connected.link.send(first=self._first_now())
+
+    def _first_now(self) -> Message:
+        """Rank 0 and where it is: for those that lose it."""
+        own = self._ranks.get(0)
+        return asdict(self._first if own is None or own.peer is None else own.peer)
+
+    def _tell_all(self, **message: Any) -> None:
+        for connected in self._ranks.values():
+            connected.link.send(**message)
+
+    # ------------------------------------------------------------------------------------------------ conclusions
+
+    def _tick(self, now: float) -> None:
+        if now - self._pinged > _PING_SECONDS:
+            self._pinged = now
+            self._tell_all(first=self._first_now())
+        if not self._greeted and now - self._began > _GREETING_SECONDS:
+            self._greeted = True
+            self._tell_of_strangers()
+        if self._concluded:
+            return
+        if self._lost and now - min(self._lost.values()) > _TOGETHER_SECONDS:
+            self._conclude_loss()
+        elif self._alarm is not None and not self._lost:
+            unanswered = [rank for rank, connected in self._ranks.items() if connected.dump is None]
+            if not unanswered or now - self._alarm.since > ANSWER_SECONDS:
+                self._conclude_hang(self._alarm, set(unanswered), now)
+
+    def _tell_of_strangers(self) -> None:
+        missing = sorted(set(range(self._world_size)) - set(self._ranks))
+        if missing:
+            port = self.address.split()[0]
+            sys.stderr.write(
+                f"warning: rank 0's watchdog, on port {port} of its machine, has not been reached by ranks {missing}: "
+                "where one of them dies the others may not hear of it. Let the ports between nodes be open\n"
+            )
+
+    def _conclude_loss(self) -> None:
+        lost = [self._ranks[rank] for rank in sorted(self._lost)]
+        failed = [connected.fails for connected in lost if connected.fails is not None]
+        if failed:  # the rank says why by itself, or a rank that failed of the same
+            code = failed[0]
+        else:
+            code = self._report(loss([connected.peer for connected in lost if connected.peer]), EXIT_RESUMABLE)
+        self._end(code, at_once=False)
+
+    def _conclude_hang(self, alarm: _Alarm, silent: set[int], now: float) -> None:
+        ranks = self._ranks
+        dumps = {rank: connected.dump for rank, connected in ranks.items() if connected.dump is not None}
+        peers = {rank: connected.peer for rank, connected in ranks.items() if connected.peer is not None}
+        silence = {rank: now - ranks[rank].heard for rank in silent}
+        message = hang(alarm.rank, alarm.why, peers, dumps, silence, self._folder)
+        code = self._report(message, EXIT_RESUMABLE)
+        self._end(code, at_once=True, kill=self._executioners(silent, peers))
+
+    def _executioners(self, silent: set[int], peers: Mapping[int, Peer]) -> dict[int, list[int]]:
+        """For a process that does not answer, a rank that can kill it: else it would stay, stopped, and keep its
+        launcher waiting."""
+        found: dict[int, list[int]] = {}
+        for rank in silent:
+            near = [other for other, peer in peers.items() if other not in silent and peer.space == peers[rank].space]
+            if near:
+                found.setdefault(min(near), []).append(peers[rank].process)
+        return found
+
+    def _end(self, code: int, *, at_once: bool, kill: Mapping[int, list[int]] | None = None) -> None:
+        self._concluded = True
+        for rank, connected in self._ranks.items():
+            connected.link.send(end=code, at_once=at_once, kill=(kill or {}).get(rank, []))
+
+
+def connect(address: str, host: str, own: Peer) -> Link:
+    """Connect to the monitor at an address from the store, and say who one is. Raises OSError where that fails."""
+    port, token = address.split()
+    link = Link(socket.create_connection((host, int(port)), timeout=30.0))
+    link.send(token=token, **asdict(own))
+    return link

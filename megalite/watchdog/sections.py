@@ -1,0 +1,80 @@
+"""What a rank is doing: named sections of a run, one inside another, and how long each takes."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+START = "start"
+STEP = "step"
+DATA = "data"
+FORWARD_BACKWARD = "forward and backward"
+OPTIMIZER = "optimizer"
+AGREEMENT = "agreement"
+EVALUATION = "evaluation"
+SAVE = "save"
+
+WAITING = "waiting for others"
+"""No section: what of steps was spent waiting for other ranks."""
+
+OF_A_STEP = (DATA, FORWARD_BACKWARD, OPTIMIZER, WAITING)
+
+
+class OpenSection(NamedTuple):
+    """A section that a rank is in."""
+
+    name: str
+    seconds: float
+    """Since it began."""
+
+
+class Sections:
+    """The sections of one rank, which its main thread enters and its watchdog's thread looks at.
+
+    `step`: the step that the rank is in, or was in last. `waited` gives the seconds that the main thread has so far
+    waited for other ranks.
+    """
+
+    def __init__(self, waited: Callable[[], float] = lambda: 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.step = 0
+        self.longest: dict[str, float] = {}
+        """Of each section that has come to its end, the longest time that it took."""
+        self._waited, self._clock = waited, clock
+        self._stopped = 0.0
+        self._open: list[tuple[str, float]] = []
+        self._own: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Within it this rank is in the section."""
+        began, waited = self._now(), self._waited()
+        self._open.append((name, began))
+        try:
+            yield
+            seconds, waited = self._now() - began, self._waited() - waited
+            self.longest[name] = max(seconds, self.longest.get(name, 0.0))
+            self._own[name] += seconds - waited
+            if name == STEP:
+                self._own[WAITING] += waited
+        finally:
+            self._open.pop()
+
+    def open(self) -> list[OpenSection]:
+        """What the rank is in now, the outermost first."""
+        now = self._now()
+        return [OpenSection(name, now - began) for name, began in tuple(self._open)]
+
+    def was_stopped(self, seconds: float) -> None:
+        """Leave a time in which the whole process stood still, as under Ctrl-Z, out of that of the open sections."""
+        self._stopped += seconds
+
+    def take(self) -> dict[str, float]:
+        """The seconds in each section since this was last asked, without what was waited for other ranks, and that."""
+        own, self._own = self._own, defaultdict(float)
+        return dict(own)
+
+    def _now(self) -> float:
+        return self._clock() - self._stopped

@@ -1,0 +1,214 @@
+"""A rank's watchdog: a thread that knows what the main thread is in, tells the monitor, and ends a rank that is stuck.
+
+The main thread of a rank that hangs is in a collective, where no signal handler of Python's runs and no exception
+comes: so it is another thread that looks at the clock, dumps and ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+from megalite.errors import EXIT_RESUMABLE, CommunicationError, exit_code_of
+from megalite.watchdog.limits import Limits
+from megalite.watchdog.link import Link, LinkLost, Message, host_name, process_space
+from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor, Report, connect
+from megalite.watchdog.sections import Sections
+from megalite.watchdog.verdict import Peer, hang, loss, overdue
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_TICK_SECONDS = 0.5
+_HEARTBEAT_SECONDS = 1.0
+_STOPPED_SECONDS = 2.0  # a tick that comes so much too late shows that the whole process stood still
+_LEAVING_SECONDS = 2.0  # for the main thread, to end by itself
+_VERDICT_SECONDS = 2 * ANSWER_SECONDS
+_ADDRESS = "megalite/watchdog"
+
+
+class Watchdog:
+    """While entered, the sections of this rank are watched, and on rank 0 all ranks are."""
+
+    def __init__(
+        self,
+        sections: Sections,
+        limits: Limits,
+        report: Report,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        local_rank: int = 0,
+        store: Store | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """`store`: the process group's, where there are several ranks. `folder` gets what the ranks are in when the
+        run hangs."""
+        self.sections, self._limits, self._report = sections, limits, report
+        self._rank, self._world_size, self._local_rank = rank, world_size, local_rank
+        self._store, self._folder = store, folder
+        self._monitor: Monitor | None = None
+        self._link: Link | None = None
+        self._first: Peer | None = None  # rank 0, by its monitor's word
+        self._first_fails: int | None = None
+        self._alarm: tuple[float, Message] | None = None  # when it was raised, and why
+        self._leaving = self._awaits_verdict = False
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        if self._store is not None:
+            if self._rank == 0:
+                self._monitor = Monitor(self._peer(), self._world_size, self._report, self._folder)
+                self._monitor.start()
+                self._store.set(_ADDRESS, self._monitor.address)
+            host = os.environ.get("MASTER_ADDR", "localhost") if self._rank else "localhost"
+            with suppress(OSError):  # the monitor tells of those that do not come
+                self._link = connect(self._store.get(_ADDRESS).decode(), host, self._peer())
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._leave()
+        elif self._link is not None and isinstance(error, CommunicationError):
+            self._await_verdict(error)
+        elif self._link is not None:
+            self._link.send(fails=exit_code_of(error))  # and says itself why
+
+    def _peer(self) -> Peer:
+        return Peer(self._rank, host_name(), os.getpid(), process_space())
+
+    # ------------------------------------------------------------------------------------------------ the main thread
+
+    def _leave(self) -> None:
+        self._leaving = True
+        self._thread.join()
+        if self._link is not None:
+            self._link.send(bye=True)
+            self._link.close()
+        if self._monitor is not None:
+            self._monitor.close()
+
+    def _await_verdict(self, error: CommunicationError) -> None:
+        """Who has gone is not known here. The monitor finds out and says so, and this thread ends meanwhile."""
+        self._awaits_verdict = True
+        assert self._link is not None
+        self._link.send(lost=str(error))
+        self._thread.join(_VERDICT_SECONDS)
+
+    # ------------------------------------------------------------------------------------------------ the thread
+
+    def _watch(self) -> None:
+        last = told = time.monotonic()
+        while not self._leaving:
+            self._read(_TICK_SECONDS)
+            now = time.monotonic()
+            if now - last > _TICK_SECONDS + _STOPPED_SECONDS:
+                self.sections.was_stopped(now - last)
+            last = now
+            if self._link is not None and now - told > _HEARTBEAT_SECONDS:
+                told = now
+                self._link.send(at=[section.name for section in self.sections.open()], step=self.sections.step)
+            self._look_at_the_clock(now)
+
+    def _read(self, seconds: float) -> None:
+        if self._link is None:
+            time.sleep(seconds)
+            return
+        if not select.select([self._link], [], [], seconds)[0]:
+            return
+        try:
+            for message in self._link.receive():
+                self._take(message)
+        except LinkLost:
+            self._lose_first()
+
+    def _take(self, message: Message) -> None:
+        if "first" in message:
+            self._first = Peer(**message["first"])
+        elif "first_fails" in message:
+            self._first_fails = message["first_fails"]
+        elif "dump" in message:
+            self._dump()
+        elif "end" in message:
+            self._end(message["end"], at_once=message["at_once"], kill=message["kill"])
+        elif "bye" in message:  # rank 0 has come to the end of the run
+            self._leaving = True
+
+    def _look_at_the_clock(self, now: float) -> None:
+        late = self._limits.overdue(self.sections.open(), self.sections.longest)
+        if late is not None and self._alarm is None:
+            self._alarm = now, overdue(late, self._limits.of(late.name, self.sections.longest))
+            if self._link is not None:
+                self._link.send(**self._alarm[1])
+        if self._alarm is not None and (self._link is None or now - self._alarm[0] > _VERDICT_SECONDS):
+            self._conclude_alone(self._alarm[1])
+
+    # ------------------------------------------------------------------------------------------------ how it ends
+
+    def _dump(self) -> None:
+        """Say what this rank is in: to the monitor, and to the folder."""
+        assert self._link is not None
+        self._link.send(dump={"stacks": stacks()})
+
+    def _lose_first(self) -> None:
+        """Rank 0's process has ended, and its monitor with it: the next rank on each node speaks."""
+        if self._leaving:
+            return
+        code = self._first_fails
+        if code is None and self._first is not None and self._speaks():
+            code = self._report(loss([self._first]), EXIT_RESUMABLE)
+        elif code is None:
+            time.sleep(_LEAVING_SECONDS)
+        self._end(EXIT_RESUMABLE if code is None else code, at_once=False)
+
+    def _conclude_alone(self, why: Message) -> None:
+        """Where there is no monitor, or it does not answer."""
+        self._dump()
+        own, silence = self._peer(), {}
+        own.at, own.step = [section.name for section in self.sections.open()], self.sections.step
+        peers, kill = {self._rank: own}, []
+        if self._first is not None:
+            peers[0], silence[0] = self._first, _VERDICT_SECONDS
+            kill = [self._first.process] if self._first.space == own.space else []
+        if self._speaks():
+            self._report(hang(self._rank, why, peers, {}, silence, self._folder), EXIT_RESUMABLE)
+        self._end(EXIT_RESUMABLE, at_once=True, kill=kill)
+
+    def _speaks(self) -> bool:
+        """Whether this is the first rank of a node, rank 0 not counted."""
+        beside_first = self._first is not None and self._first.space == process_space()
+        return self._local_rank == (1 if beside_first else 0)
+
+    def _end(self, code: int, *, at_once: bool, kill: Sequence[int] = ()) -> NoReturn:
+        for process in kill:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        if not at_once and not self._awaits_verdict:
+            time.sleep(_LEAVING_SECONDS)
+        if self._rank == 0:
+            time.sleep(_TICK_SECONDS)  # it may hold the store, which others are still asking
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def stacks() -> str:
+    """Where every thread of this process but the caller's own is, in Python, the main thread first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
+    order = sorted(frames, key=lambda ident: ident != threading.main_thread().ident)
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frames[ident]))}" for ident in order
+    )
