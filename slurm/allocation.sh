@@ -1,12 +1,6 @@
-# shellcheck shell=bash disable=SC2034,SC2154 # the script that sources it has variables of its own
-# What a training has of the cluster, until when, and which of its nodes are well. One that fails its check or does not
-# answer is sick: it is left out of the attempt, and of what SLURM gives to the job next. Variables that sbatch passes on:
-#
-#   HEALTH_CHECK   a command that fails on a sick node. Default: true, so that a node must answer, no more
-#   SICK_HOURS     for how long a sick node is left out. Default: 6
+# shellcheck shell=bash disable=SC2154 # the script that sources it has variables of its own
+# What a training asks SLURM of its job: until when it runs, and that it begins again where its first node is lost.
 
-export HEALTH_CHECK=${HEALTH_CHECK:-true}
-SICK_HOURS=${SICK_HOURS:-6}
 # The job as scontrol names it: SLURM_JOB_ID alone may be the number of a whole array.
 this_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 this_job=${this_job:-$SLURM_JOB_ID}
@@ -32,73 +26,6 @@ export_end_time() {
 is_near_its_end() {
     export_end_time
     [ -n "${SLURM_JOB_END_TIME:-}" ] && ((SLURM_JOB_END_TIME - $(date +%s) < 2 * STOP_SECONDS))
-}
-
-# Nodes that were sick lately, the latest first.
-sick_nodes() {
-    tac "$sick_file" 2>/dev/null |
-        awk -v since="$(date -u -d "-$SICK_HOURS hours" +%FT%TZ)" '$1 > since && !seen[$2]++ { print $2 }'
-}
-
-mark_sick() { # mark_sick NODE WHY
-    say "$1 is sick: $2"
-    echo "$(date -u +%FT%TZ) $1 $2" >>"$sick_file"
-}
-
-# Set nodes to those of the job that answer and pass the check; those that were sick lately come last.
-find_nodes() {
-    local all node answer well=()
-    local -A answers=()
-    nodes=()
-    mapfile -t all < <(scontrol show hostnames "$(about_job NodeList)")
-    while read -r node answer; do answers[$node]=$answer; done < <(ask_nodes "${all[@]}")
-    for node in "${all[@]}"; do [ "${answers[$node]:-}" = well ] && well+=("$node"); done
-    ((${#well[@]})) || return # then it is not the nodes, but the check, or SLURM
-    for node in "${all[@]}"; do
-        answer=${answers[$node]:-did not answer}
-        [ "$answer" = well ] || mark_sick "$node" "$answer"
-    done
-    mapfile -t nodes < <(
-        printf '%s\n' "${well[@]}" | grep -vFx -f <(sick_nodes)
-        printf '%s\n' "${well[@]}" | grep -Fx -f <(sick_nodes)
-    )
-}
-
-# ask_nodes NODE...: a line of each that answers: NODE well, or NODE and what is wrong with it
-ask_nodes() {
-    # shellcheck disable=SC2016 # each node fills in values of its own
-    timeout 60 srun --overlap --no-kill "$(nodelist "$@")" --ntasks=$# --ntasks-per-node=1 --cpu-bind=none --quiet \
-        bash -c 'said=$(bash -c "$HEALTH_CHECK" 2>&1 | tail -n 1; exit "${PIPESTATUS[0]}") && said=well
-            echo "$SLURMD_NODENAME ${said:-fails its check}"' 2>/dev/null
-}
-
-# Ranks of this job that were killed or fell silent, by the program's own messages: process NUMBER on NODE, a line each
-deaths() {
-    grep -hE 'ended without a word|does not answer' "$logs"/*.log 2>/dev/null | grep -oP 'process \d+ on [^).]+' | sort -u
-}
-
-# A node on which ranks died in this attempt and in the one before is sick, unless they died on all nodes.
-judge_deaths() {
-    local node deadly
-    mapfile -t deadly < <(deaths | grep -vFx "$known_deaths" | sed 's/.* on //' | grep -Fx -f <(printf '%s\n' "${nodes[@]}") | sort -u)
-    ((${#deadly[@]} == ${#nodes[@]})) && deadly=()
-    for node in "${deadly[@]}"; do
-        [[ " $last_deadly_nodes " != *" $node "* ]] || mark_sick "$node" "ranks died on it in two attempts"
-    done
-    known_deaths=$(deaths) last_deadly_nodes=${deadly[*]}
-}
-
-# Have SLURM give this job, which waits again, none of the nodes that were sick lately, as long as its partition has
-# enough others. What a person has excluded stays so, and what was excluded here before is given again.
-exclude_sick_nodes() {
-    local before=$logs/excluded_nodes excluded sick there IFS=,
-    touch "$before"
-    mapfile -t excluded < <(scontrol show hostnames "$(about_job ExcNodeList)" | grep -vFx -e '(null)' -f "$before")
-    there=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format=%t | grep -cvE 'down|drain|fail')
-    mapfile -t sick < <(sick_nodes | head -n $((there > SLURM_NNODES ? there - SLURM_NNODES : 0)))
-    printf '%s\n' "${sick[@]}" >"$before"
-    excluded+=("${sick[@]}")
-    scontrol update JobId="$this_job" ExcNodeList="${excluded[*]}" && say "without the nodes: ${excluded[*]:-none}"
 }
 
 # Under --no-kill, which spares need, SLURM lets a job run on without its script when that one's node is lost: the last

@@ -43,7 +43,12 @@ class Training:
 
     def wait_for_checkpoint(self, job: SlurmJob) -> None:
         """Return when the first one is there."""
-        job.until((self.run / "latest_checkpointed_iteration.txt").exists)
+        job.until(lambda: self.newest_checkpoint() > 0)
+
+    def newest_checkpoint(self) -> int:
+        """The step that it was written after; 0 where there is none."""
+        tracker = self.run / "latest_checkpointed_iteration.txt"
+        return latest_iteration(self.run) if tracker.exists() else 0
 
     def logs(self, job: SlurmJob) -> dict[str, str]:
         """What the program has written on each node."""

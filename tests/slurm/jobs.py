@@ -58,16 +58,21 @@ class SlurmJob:
 
     def wait(self, *, exit_code: int | None = 0, seconds: float = SECONDS) -> None:
         """Return when it has ended, all of it. Asserts its exit code, or those of all jobs of an array."""
-        self.until(lambda: all(job["JobState"] in ENDED for job in self.fields()), seconds)
+        self.until(self.ended, seconds)
         if exit_code is not None:
             assert {job["ExitCode"] for job in self.fields()} == {f"{exit_code}:0"}, self.report()
 
     def until(self, condition: Callable[[], bool], seconds: float = SECONDS) -> None:
-        """Return when the condition holds. Fails, with all that is known, where it does not come to hold."""
+        """Return when the condition holds. Fails, with all that is known, where it does not, or the job ends before."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, self.report()
+            ended = self.ended()  # asked first: what it did last is then known to the condition
+            assert condition() or not (ended or time.monotonic() > deadline), self.report()
             time.sleep(0.2)
+
+    def ended(self) -> bool:
+        """Whether the job is over, or all jobs of an array."""
+        return all(job["JobState"] in ENDED for job in self.fields())
 
     def report(self) -> str:
         """All that tells why a job is not where it should be."""

@@ -84,7 +84,7 @@ def test_a_stop_while_the_job_waits_again_ends_it_before_it_trains(training: Tra
     (training.run / "STOP").touch()
     job.wait(exit_code=85)
     assert job.restarts == 1
-    assert job.log.count("attempt") == 1
+    assert job.log.count("attempt 1 after") == 1
 
 
 def test_a_chain_of_jobs_goes_on_where_one_has_stopped(training: Training) -> None:
