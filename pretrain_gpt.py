@@ -1,4 +1,4 @@
-"""Pre-train a GPT, with Megatron-LM's flags (`--help`); on several ranks where torchrun or SLURM starts it, see README.md."""
+"""Pre-train a GPT, with Megatron-LM's flags (`--help`): alone, or on many ranks under torchrun or SLURM."""
 
 from __future__ import annotations
 
