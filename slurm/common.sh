@@ -2,13 +2,16 @@
 # What the jobs of this folder share; they source it in megalite's folder. Variables that sbatch passes on:
 #
 #   NODES            nodes to train on; what the allocation has beyond them are spares. Default: all
-#   RANKS_PER_NODE   default: the GPUs of a node, else its tasks (--ntasks-per-node), else 1
+#   RANKS_PER_NODE   default: the GPUs of a node (--gpus-per-node), else its tasks (--ntasks-per-node), else 1
 #   LAUNCHER         torchrun, the default, with its agents; or srun: a task for each rank, and nothing between
 #   CONTAINER        how to run in a container: options of srun (--container-image=x.sqsh, of pyxis), or a command that
 #                    runs another one (apptainer exec --nv x.sif)
 set -uo pipefail
 
-RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}}
+gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}} # --exclusive gives a job more than it asked for
+gpus=${gpus##*:}                                     # without their kind
+unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK         # a step's task may be the launcher of all ranks of its node
+RANKS_PER_NODE=${RANKS_PER_NODE:-${gpus:-${SLURM_NTASKS_PER_NODE:-1}}}
 STOP_SECONDS=${STOP_SECONDS:-240} # what a program may take to save and end, once it was asked to
 threads=$((${SLURM_CPUS_ON_NODE:-1} / RANKS_PER_NODE))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
@@ -56,7 +59,7 @@ launch() {
     split_container
     local options=(
         "${container_options[@]}"
-        --overlap --nodes="${#nodes[@]}" "$(nodelist "${nodes[@]}")" --cpu-bind=none
+        ${gpus:+--gpus-per-node="$gpus"} --overlap --nodes="${#nodes[@]}" "$(nodelist "${nodes[@]}")" --cpu-bind=none
         --kill-on-bad-exit=0 --wait=60 # ranks that have lost a peer end by themselves
         --label --open-mode=append --output="$logs/%N.log"
     )

@@ -42,9 +42,9 @@ find_nodes() {
 # ask_nodes NODE...: a line of each that answers: NODE well, or NODE and what is wrong with it
 ask_nodes() {
     # shellcheck disable=SC2016 # each node fills in values of its own
-    timeout 60 srun --overlap --no-kill "$(nodelist "$@")" --ntasks=$# --ntasks-per-node=1 --cpu-bind=none --quiet \
+    timeout 60 srun ${gpus:+--gpus-per-node="$gpus"} --overlap --no-kill "$(nodelist "$@")" --ntasks=$# --ntasks-per-node=1 --cpu-bind=none --quiet \
         bash -c 'said=$(bash -c "$HEALTH_CHECK" 2>&1 | tail -n 1; exit "${PIPESTATUS[0]}") && said=well
-            echo "$SLURMD_NODENAME ${said:-fails its check}"' 2>/dev/null
+            echo "$SLURMD_NODENAME ${said:-fails its check}"'
 }
 
 # Ranks of this job that were killed or fell silent, by the program's own messages: process NUMBER on NODE, a line each

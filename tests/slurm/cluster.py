@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tests.slurm.configuration import CONFIGURATION, PROLOG
+from tests.slurm.configuration import CONFIGURATION, GPUS, PROLOG
 from tests.slurm.machine import (
     CGROUPS,
     ClusterError,
@@ -39,7 +39,7 @@ from tests.slurm.machine import (
 )
 
 CONTROLLER = "controller"
-CPUS, MEGABYTES = 4, 8000
+CPUS, MEGABYTES, GPUS_A_NODE = 4, 8000, 2
 SECONDS_TO_NOTICE = 15
 """After which a node that does not answer is down (SlurmdTimeout)."""
 
@@ -122,6 +122,7 @@ class Cluster:
             notice=SECONDS_TO_NOTICE,
         )
         (self.folder / "slurm.conf").write_text(text + "".join(map(self._describe, self.nodes)))
+        (self.folder / "gres.conf").write_text(GPUS.format(nodes=",".join(self.nodes)))
         if self.limits_memory:
             (self.folder / "cgroup.conf").write_text(
                 f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={CGROUPS}\nCgroupAutomount=no\nConstrainRAMSpace=yes\n"
@@ -139,7 +140,7 @@ class Cluster:
         here = "" if self.namespaces else f"NodeHostname={host_name()} Port={port} "
         return (
             f"NodeName={node} NodeAddr={self._address(node)} {here}CPUs={CPUS} Boards=1 SocketsPerBoard=1 "
-            f"CoresPerSocket={CPUS} ThreadsPerCore=1 RealMemory={MEGABYTES} State=UNKNOWN\n"
+            f"CoresPerSocket={CPUS} ThreadsPerCore=1 RealMemory={MEGABYTES} Gres=gpu:{GPUS_A_NODE} State=UNKNOWN\n"
         )
 
     def _address(self, name: str) -> str:

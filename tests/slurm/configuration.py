@@ -18,6 +18,8 @@ MpiDefault=none
 SwitchType=switch/none
 ProctrackType=proctrack/{tracking}
 TaskPlugin=task/{task}
+# Two GPUs a node, for want of which there are two devices that every machine has.
+GresTypes=gpu
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core{memory}
 # Nodes may declare more processors than the machine has.
@@ -44,6 +46,11 @@ Prolog={folder}/prolog
 PrologFlags=Alloc
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+GPUS = """
+NodeName={nodes} Name=gpu File=/dev/null
+NodeName={nodes} Name=gpu File=/dev/zero
 """
 
 PROLOG = """#!/bin/sh

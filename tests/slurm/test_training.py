@@ -128,6 +128,29 @@ def test_programs_are_told_when_the_job_ends_and_none_is_begun_soon_before(train
     assert "requeue after step 0: the time limit is near" in job.log
 
 
+@pytest.mark.parametrize(
+    ("options", "gpus"),
+    [
+        (("--gpus-per-node=2",), ["0,1"] * 4),
+        (("--gpus-per-node=1",), ["0"] * 2),
+        (("--gpus-per-task=1", "--ntasks-per-node=2"), ["0,1"] * 4),
+    ],
+    ids=["all of a node", "half of a node", "by tasks"],
+)
+def test_there_is_a_rank_for_each_gpu_and_it_sees_those_of_its_node(
+    options: tuple[str, ...], gpus: list[str], training: Training
+) -> None:
+    program, seen = training.directory / "program.py", training.directory / "seen"
+    program.write_text(
+        "import os, pathlib\n"
+        f"with open({str(seen)!r}, 'a') as file:\n"
+        "    file.write(os.environ['CUDA_VISIBLE_DEVICES'] + '\\n')\n"
+        "pathlib.Path(os.environ['MEGALITE_EXIT_FILE']).write_text('0')\n"
+    )
+    training.submit(*options, PROGRAM=program, RANKS_PER_NODE="").wait()
+    assert seen.read_text().splitlines() == gpus
+
+
 def test_bad_flags_are_not_tried_again(training: Training) -> None:
     job = training.submit(flags=("--no-such-flag",))
     job.wait(exit_code=64)
