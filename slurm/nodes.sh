@@ -52,15 +52,17 @@ deaths() {
     grep -hE 'ended without a word|does not answer' "$logs"/*.log 2>/dev/null | grep -oP 'process \d+ on [^).]+' | sort -u
 }
 
-# A node on which ranks died in this attempt and in the one before is sick, unless they died on all nodes.
+# A node on which ranks died in this attempt and in the one before is sick, unless they died on all nodes. Fails where
+# none is.
 judge_deaths() {
-    local node deadly
+    local node deadly judged=1
     mapfile -t deadly < <(deaths | grep -vFx "$known_deaths" | sed 's/.* on //' | sort -u)
     ((${#deadly[@]} == ${#nodes[@]})) && deadly=()
     for node in "${deadly[@]}"; do
-        [[ " $last_deadly_nodes " != *" $node "* ]] || mark_sick "$node" "ranks died on it in two attempts"
+        [[ " $last_deadly_nodes " != *" $node "* ]] || { mark_sick "$node" "ranks died on it in two attempts" && judged=0; }
     done
     known_deaths=$(deaths) last_deadly_nodes=${deadly[*]}
+    return $judged
 }
 
 # Have SLURM give this job, which waits again, none of the nodes that were sick lately, as long as its partition has
@@ -73,7 +75,7 @@ exclude_sick_nodes() {
     mapfile -t sick < <(sick_nodes | head -n $((there > SLURM_NNODES ? there - SLURM_NNODES : 0)))
     printf '%s\n' "${sick[@]}" >"$before"
     excluded+=("${sick[@]}")
-    scontrol update JobId="$this_job" ExcNodeList="${excluded[*]}" && say "without the nodes: ${excluded[*]:-none}"
+    scontrol update JobId="$this_job" ExcNodeList="${excluded[*]}" && say "SLURM leaves out: ${excluded[*]:-no node}"
 }
 
 known_deaths=$(deaths)

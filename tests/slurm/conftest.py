@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -40,6 +41,12 @@ class Training:
         } | variables
         arguments = ("--nodes=2", *options, "slurm/pretrain_gpt.sbatch", *FLAGS, *flags)
         return submit(self.cluster, *arguments, directory=self.directory, **settings)
+
+    def submit_instead(self, program: str, *options: object, **variables: object) -> SlurmJob:
+        """Submit another program, which starts at once: its text. It has `code`, a file, to write its exit code to."""
+        path = self.directory / "program.py"
+        path.write_text(f"import os, pathlib\ncode = pathlib.Path(os.environ['MEGALITE_EXIT_FILE'])\n{dedent(program)}")
+        return self.submit(*options, PROGRAM=path, **({"LAUNCHER": "srun"} | variables))
 
     def wait_for_checkpoint(self, job: SlurmJob) -> None:
         """Return when the first one is there."""

@@ -28,9 +28,8 @@ def test_at_the_time_limit_the_job_saves_and_is_requeued(training: Training) -> 
     training.assert_whole()
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
-def test_a_preempted_job_saves_and_is_requeued(launcher: str, training: Training) -> None:
-    job = training.submit(LAUNCHER=launcher)
+def test_a_preempted_job_saves_and_is_requeued(training: Training) -> None:
+    job = training.submit()
     training.wait_for_checkpoint(job)
     other = ("--partition=high", "--nodes=4", "--wrap=sleep 1")
     more_important = submit(training.cluster, *other, directory=training.directory)
@@ -40,12 +39,13 @@ def test_a_preempted_job_saves_and_is_requeued(launcher: str, training: Training
     job.wait()
     assert job.restarts == 1
     assert "preempted" in job.log
+    assert job.fields()[0]["PreemptTime"] == "None"  # so that what comes later is not taken for it
     assert "exit code 85" in job.log
     training.assert_whole()
 
 
 def test_a_cancelled_job_saves_and_stays_cancelled(training: Training) -> None:
-    job = training.submit()
+    job = training.submit(LAUNCHER="srun")
     training.wait_for_checkpoint(job)
     training.cluster.ask("scancel", job.number)
     job.wait(exit_code=None)
@@ -64,9 +64,20 @@ def test_a_file_ends_the_job_for_good(training: Training) -> None:
     training.assert_goes_on()
 
 
+STOPS_BY_FILE = """
+    import time
+    run = code.parents[2]
+    (run / "started").touch()
+    while not (run / "STOP").exists():
+        time.sleep(0.1)
+    time.sleep(3)
+    code.write_text("85")
+"""
+
+
 def test_a_persons_stop_counts_beside_the_one_of_the_script(training: Training) -> None:
-    job = training.submit(LAUNCHER="srun", PAUSE=3)
-    training.wait_for_checkpoint(job)
+    job = training.submit_instead(STOPS_BY_FILE)
+    job.until((training.run / "started").exists)
     training.cluster.ask("scancel", "--batch", "--signal=USR1", job.number)
     job.until((training.run / "STOP").exists)
     (training.run / "STOP").touch()
@@ -76,8 +87,8 @@ def test_a_persons_stop_counts_beside_the_one_of_the_script(training: Training) 
 
 
 def test_a_stop_while_the_job_waits_again_ends_it_before_it_trains(training: Training) -> None:
-    job = training.submit(LAUNCHER="srun")
-    training.wait_for_checkpoint(job)
+    job = training.submit_instead(STOPS_BY_FILE)
+    job.until((training.run / "started").exists)
     training.cluster.ask("scancel", "--batch", "--signal=USR1", job.number)
     job.until(lambda: job.state == "PENDING")
     assert not (training.run / "STOP").exists()

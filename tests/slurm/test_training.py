@@ -77,9 +77,7 @@ def test_a_node_that_runs_out_of_memory_costs_an_attempt(training: Training) -> 
 
 
 def test_a_job_without_progress_is_given_up(training: Training) -> None:
-    program = training.directory / "program.py"
-    program.write_text("raise SystemExit(1)")
-    job = training.submit(PROGRAM=program, LAUNCHER="srun")
+    job = training.submit_instead("raise SystemExit(1)")
     job.wait(exit_code=93)
     assert job.log.count("the program ended after step 0, exit code unknown") == 3
 
@@ -94,7 +92,7 @@ def test_a_job_whose_run_directory_is_full_is_given_up(training: Training) -> No
 def test_a_second_job_does_not_disturb_the_run_of_the_first(training: Training) -> None:
     first = training.submit(LAUNCHER="srun")
     training.wait_for_checkpoint(first)
-    second = training.submit(LAUNCHER="srun")
+    second = training.submit("--nodes=1", flags=("--tp", 1), LAUNCHER="srun")
     second.wait(exit_code=64)
     assert any("another run is saving" in log for log in training.logs(second).values())
     training.hold.unlink()
@@ -105,21 +103,22 @@ def test_a_second_job_does_not_disturb_the_run_of_the_first(training: Training) 
 
 def test_programs_are_told_when_the_job_ends_and_none_is_begun_soon_before(training: Training) -> None:
     """In a chain, whose last job has the number of the chain."""
-    program, seen = training.directory / "program.py", training.directory / "seen"
-    program.write_text(
-        f"""import os, pathlib, subprocess
-            if os.environ["RANK"] == "0":
-                with open({str(seen)!r}, "a") as file:
-                    print(os.environ["SLURM_JOB_END_TIME"], file=file)
-                if os.environ["SLURM_ARRAY_TASK_ID"] == "2" and "SLURM_RESTART_COUNT" not in os.environ:
-                    job = os.environ["SLURM_ARRAY_JOB_ID"] + "_2"
-                    subprocess.run(["scontrol", "update", f"JobId={{job}}", "TimeLimit=5"], check=True)
-                else:
-                    pathlib.Path(os.environ["MEGALITE_EXIT_FILE"]).write_text("0")
-        """.replace("\n            ", "\n")
+    seen, now = training.directory / "seen", time.time()
+    job = training.submit_instead(
+        f"""
+        import subprocess
+        if os.environ["RANK"] == "0":
+            with open({str(seen)!r}, "a") as file:
+                print(os.environ["SLURM_JOB_END_TIME"], file=file)
+            if os.environ["SLURM_ARRAY_TASK_ID"] == "2" and "SLURM_RESTART_COUNT" not in os.environ:
+                job = os.environ["SLURM_ARRAY_JOB_ID"] + "_2"
+                subprocess.run(["scontrol", "update", "JobId=" + job, "TimeLimit=5"], check=True)
+            else:
+                code.write_text("0")
+        """,
+        "--array=1-2%1",
+        "--time=60",
     )
-    now = time.time()
-    job = training.submit("--array=1-2%1", "--time=60", PROGRAM=program, LAUNCHER="srun")
     job.wait()
     assert {each["ArrayTaskId"]: each["Restarts"] for each in job.fields()} == {"1": "0", "2": "1"}
     first, second, third = (int(line) for line in seen.read_text().split())
@@ -140,19 +139,23 @@ def test_programs_are_told_when_the_job_ends_and_none_is_begun_soon_before(train
 def test_there_is_a_rank_for_each_gpu_and_it_sees_those_of_its_node(
     options: tuple[str, ...], gpus: list[str], training: Training
 ) -> None:
-    program, seen = training.directory / "program.py", training.directory / "seen"
-    program.write_text(
-        "import os, pathlib\n"
-        f"with open({str(seen)!r}, 'a') as file:\n"
-        "    file.write(os.environ['CUDA_VISIBLE_DEVICES'] + '\\n')\n"
-        "pathlib.Path(os.environ['MEGALITE_EXIT_FILE']).write_text('0')\n"
+    seen = training.directory / "seen"
+    job = training.submit_instead(
+        f"""
+        with open({str(seen)!r}, "a") as file:
+            file.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
+        code.write_text("0")
+        """,
+        *options,
+        LAUNCHER="torchrun",
+        RANKS_PER_NODE="",
     )
-    training.submit(*options, PROGRAM=program, RANKS_PER_NODE="").wait()
+    job.wait()
     assert seen.read_text().splitlines() == gpus
 
 
 def test_bad_flags_are_not_tried_again(training: Training) -> None:
-    job = training.submit(flags=("--no-such-flag",))
+    job = training.submit(flags=("--no-such-flag",), LAUNCHER="srun")
     job.wait(exit_code=64)
     assert "attempt 2" not in job.log
     assert any("--no-such-flag" in log for log in training.logs(job).values())
