@@ -42,7 +42,8 @@ find_nodes() {
 # ask_nodes NODE...: a line of each that answers: NODE well, or NODE and what is wrong with it
 ask_nodes() {
     # shellcheck disable=SC2016 # each node fills in values of its own
-    timeout 60 srun ${gpus:+--gpus-per-node="$gpus"} --overlap --no-kill "$(nodelist "$@")" --ntasks=$# --ntasks-per-node=1 --cpu-bind=none --quiet \
+    timeout --kill-after=10 60 srun "$(nodelist "$@")" --ntasks=$# --ntasks-per-node=1 --overlap --no-kill \
+        ${gpus:+--gpus-per-node="$gpus"} --cpu-bind=none --quiet \
         bash -c 'said=$(bash -c "$HEALTH_CHECK" 2>&1 | tail -n 1; exit "${PIPESTATUS[0]}") && said=well
             echo "$SLURMD_NODENAME ${said:-fails its check}"'
 }
@@ -68,14 +69,16 @@ judge_deaths() {
 # Have SLURM give this job, which waits again, none of the nodes that were sick lately, as long as its partition has
 # enough others. What a person has excluded stays so, and what was excluded here before is given again.
 exclude_sick_nodes() {
-    local before=$logs/excluded_nodes excluded sick there IFS=,
+    local before=$logs/excluded_nodes excluded sick spare IFS=,
     touch "$before"
     mapfile -t excluded < <(scontrol show hostnames "$(about_job ExcNodeList)" | grep -vFx -e '(null)' -f "$before")
-    there=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format=%t | grep -cvE 'down|drain|fail')
-    mapfile -t sick < <(sick_nodes | head -n $((there > SLURM_NNODES ? there - SLURM_NNODES : 0)))
+    spare=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --format=%t | grep -cvE 'down|drain|fail')
+    ((spare -= SLURM_NNODES + ${#excluded[@]}))
+    mapfile -t sick < <(sick_nodes | head -n $((spare > 0 ? spare : 0)))
     printf '%s\n' "${sick[@]}" >"$before"
     excluded+=("${sick[@]}")
-    scontrol update JobId="$this_job" ExcNodeList="${excluded[*]}" && say "SLURM leaves out: ${excluded[*]:-no node}"
+    scontrol update JobId="$this_job" ExcNodeList="${excluded[*]}"
+    [ -z "${sick[*]}" ] || say "SLURM is to leave out ${sick[*]}"
 }
 
 known_deaths=$(deaths)

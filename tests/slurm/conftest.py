@@ -74,6 +74,18 @@ class Training:
         self.assert_whole()
 
 
+STOPS_BY_FILE = """
+    import time
+    run = code.parents[2]
+    (run / "started").touch()
+    while not (run / "STOP").exists():
+        time.sleep(0.1)
+    time.sleep(3)
+    code.write_text("85")
+"""
+"""For `submit_instead`: a program that does what it should, slowly, when it is to stop."""
+
+
 @pytest.fixture(scope="session")
 def worker() -> int:
     """Of the processes that share the tests, which this is: each has a cluster of its own."""

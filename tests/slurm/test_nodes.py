@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 
-from tests.slurm.conftest import Training
+from tests.slurm.conftest import STOPS_BY_FILE, Training
 
 pytestmark = pytest.mark.slurm
 
@@ -100,6 +102,27 @@ def test_a_job_moves_away_from_a_node_on_which_ranks_die_twice_running(training:
     assert job.log.count(f" on {first} {second},") == 2
     assert job.log.count(f" {second},") == 2
     assert job.fields()[0]["ExcNodeList"] == second
+
+
+def test_a_node_is_sick_for_hours_or_until_its_line_is_removed(training: Training) -> None:
+    forgotten, sick, _, excluded = training.cluster.nodes
+    file, started = training.run / "slurm" / "sick_nodes", training.run / "started"
+    file.parent.mkdir(parents=True)
+    hours_ago = datetime.now(UTC) - timedelta(hours=7)
+    file.write_text(f"{hours_ago:%FT%TZ} {forgotten} why\n{datetime.now(UTC):%FT%TZ} {sick} why\n")
+    job = training.submit_instead(STOPS_BY_FILE, "--nodes=1", f"--exclude={excluded}")
+
+    def excluded_after_a_requeue() -> set[str]:
+        job.until(started.exists)
+        started.unlink()
+        training.cluster.ask("scancel", "--batch", "--signal=USR1", job.number)
+        job.until(lambda: job.state == "PENDING")
+        names = job.fields()[0]["ExcNodeList"]
+        return set(training.cluster.ask("scontrol", "show", "hostnames", names).split())
+
+    assert excluded_after_a_requeue() == {sick, excluded}
+    file.write_text("")
+    assert excluded_after_a_requeue() == {excluded}
 
 
 def test_a_job_that_finds_no_healthy_nodes_is_given_up(training: Training) -> None:

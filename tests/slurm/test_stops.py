@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.end_to_end.runs import iterations, latest_iteration
-from tests.slurm.conftest import Training
+from tests.slurm.conftest import STOPS_BY_FILE, Training
 from tests.slurm.jobs import submit
 
 pytestmark = pytest.mark.slurm
@@ -62,17 +62,6 @@ def test_a_file_ends_the_job_for_good(training: Training) -> None:
     assert job.restarts == 0
     assert latest_iteration(training.run) == iterations(training.run)[-1]
     training.assert_goes_on()
-
-
-STOPS_BY_FILE = """
-    import time
-    run = code.parents[2]
-    (run / "started").touch()
-    while not (run / "STOP").exists():
-        time.sleep(0.1)
-    time.sleep(3)
-    code.write_text("85")
-"""
 
 
 def test_a_persons_stop_counts_beside_the_one_of_the_script(training: Training) -> None:
