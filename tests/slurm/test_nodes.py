@@ -32,7 +32,8 @@ def test_a_spare_takes_the_place_of_a_node_without_power(training: Training) -> 
     job.wait()
     assert job.restarts == 0
     assert f" on {first} {spare}," in job.log
-    assert all(line.startswith("0: ") for line in training.logs(job)[first].splitlines())  # one task on a node
+    if training.cluster.namespaces:  # else all nodes have one log, by the machine's name
+        assert all(line.startswith("0: ") for line in training.logs(job)[first].splitlines())  # one task on a node
     training.assert_whole()
 
 
