@@ -15,12 +15,14 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.errors import EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
 from megalite.files import write_atomically
 from megalite.training.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
+from megalite.watchdog.bounded import within
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -31,6 +33,7 @@ _NO_RANK = -1
 _GATHERING_SECONDS = 0.5  # ranks that fail of the same cause arrive within this time
 _LAUNCHER_SECONDS = 10.0  # ranks come to the same error, and a launcher ends the others, within this time
 _STAGGER_SECONDS = 0.5
+_STORE_SECONDS = 5.0  # for the store's answer
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:
@@ -77,8 +80,9 @@ def _fail(message: str, code: int) -> NoReturn:
     store = default_store()
     if store is not None and world_size > 1:
         try:
+            within(_STORE_SECONDS, partial(store.check, [_REPORT]))
             code = _agree(store, message, code, rank)
-        except RuntimeError:  # the store has gone with the process that held it
+        except (RuntimeError, TimeoutError):  # the store has gone with the process that held it, or stands still
             _speak_unless_ended(message, code, rank)
     else:
         _speak_unless_ended(message, code, rank)
@@ -112,8 +116,8 @@ def report(store: Store | None, message: str, code: int) -> int:
     """
     mine = f"{_NO_RANK} {code}"
     if store is not None:
-        with suppress(RuntimeError):  # the store has gone with the process that held it
-            first = store.compare_set(_REPORT, "", mine).decode()
+        with suppress(RuntimeError, TimeoutError):  # as above
+            first = within(_STORE_SECONDS, lambda: store.compare_set(_REPORT, "", mine)).decode()
             if first != mine:
                 return int(first.split()[1])
     _speak(message, code, rank=0)

@@ -49,6 +49,7 @@ def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMe
             with default_signals():  # torch waits for the other ranks where no handler of Python's would run
                 store, rank, world_size = next(rendezvous("env://"))
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            _compare(description, store, mesh)
         except ValueError as error:  # a variable is missing
             raise ConfigurationError(f"{place.world_size} ranks must be started by torchrun: {error}") from error
         except RuntimeError as error:
@@ -56,7 +57,6 @@ def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMe
             raise CommunicationError(
                 f"the {place.world_size} ranks did not come together at {address} (MASTER_ADDR, MASTER_PORT): {error}"
             ) from error
-        _compare(description, store, mesh)
     return mesh
 
 

@@ -62,13 +62,15 @@ class Monitor(threading.Thread):
     def __init__(self, first: Peer, world_size: int, report: Report, folder: Path | None) -> None:
         """`first` is rank 0 itself; `folder`: where the ranks write what they are in."""
         super().__init__(name="monitor", daemon=True)
-        self._first, self._world_size, self._report, self._folder = first, world_size, report, folder
+        self._first, self._report, self._folder = first, report, folder
         self._token = secrets.token_hex(16)
         self._listener = listen()
         self.address = f"{self._listener.getsockname()[1]} {self._token}"
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._ranks: dict[int, _Connected] = {}
+        self._missing = set(range(world_size))
+        """Ranks that have never connected."""
         self._lost: dict[int, float] = {}
         self._alarm: _Alarm | None = None
         self._concluded = self._closing = False
@@ -96,7 +98,10 @@ class Monitor(threading.Thread):
         self.join()
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it has gone again, or this process has too many files open: whoever is left out is told of
+            return
         connected = _Connected(Link(connection))
         self._selector.register(connected.link, selectors.EVENT_READ, connected)
 
@@ -129,16 +134,19 @@ class Monitor(threading.Thread):
         elif "bye" in message:
             self._forget(connected)
             del self._ranks[rank]
+            if self._alarm is not None and self._alarm.rank == rank:  # it went on after all
+                self._alarm = None
         elif ("overdue" in message or "lost" in message) and self._alarm is None:
             self._alarm = _Alarm(time.monotonic(), rank, message)
             self._tell_all(dump=True)
 
     def _greet(self, connected: _Connected, message: Message) -> None:
-        if not hmac.compare_digest(str(message.get("token")), self._token):
+        if not hmac.compare_digest(str(message.get("token")).encode(), self._token.encode()):
             raise LinkLost
         connected.peer = Peer(**{name: value for name, value in message.items() if name != "token"})
         connected.heard = time.monotonic()
         self._ranks[connected.peer.rank] = connected
+        self._missing.discard(connected.peer.rank)
         connected.link.send(first=self._first_now())
 
     def _first_now(self) -> Message:
@@ -169,11 +177,11 @@ class Monitor(threading.Thread):
                 self._conclude_hang(self._alarm, set(unanswered), now)
 
     def _tell_of_strangers(self) -> None:
-        missing = sorted(set(range(self._world_size)) - set(self._ranks))
-        if missing:
+        if self._missing:
             port = self.address.split()[0]
             sys.stderr.write(
-                f"warning: rank 0's watchdog, on port {port} of its machine, has not been reached by ranks {missing}: "
+                f"warning: rank 0's watchdog, on port {port} of its machine, has not been reached by ranks "
+                f"{sorted(self._missing)}: "
                 "where one of them dies the others may not hear of it. Let the ports between nodes be open\n"
             )
 
@@ -191,7 +199,7 @@ class Monitor(threading.Thread):
         dumps = {rank: connected.dump for rank, connected in ranks.items() if connected.dump is not None}
         peers = {rank: connected.peer for rank, connected in ranks.items() if connected.peer is not None}
         silence = {rank: now - ranks[rank].heard for rank in silent}
-        message = hang(alarm.rank, alarm.why, peers, dumps, silence, self._folder)
+        message = hang(alarm.rank, alarm.why, peers, dumps, silence, self._folder, sorted(self._missing))
         code = self._report(message, EXIT_RESUMABLE)
         self._end(code, at_once=True, kill=self._executioners(silent, peers))
 

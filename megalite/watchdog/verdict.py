@@ -55,14 +55,19 @@ def hang(
     dumps: Mapping[int, Message],
     silence: Mapping[int, float],
     folder: Path | None,
+    missing: Sequence[int] = (),
 ) -> str:
     """Of a run in which `rank` waits too long, or has lost another one: `silence` has the ranks that do not answer, and
-    for how long they have not."""
+    for how long they have not; `missing` are those that have never come to the monitor."""
     lines = [_alarm(peers[rank], why)]
     lines += [
         f"{peers[other]} does not answer, for {seconds:.0f} s: it is stopped or cannot be reached, and was last in "
         f"{peers[other].place}"
         for other, seconds in sorted(silence.items())
+    ]
+    lines += [
+        f"rank {other} has never come to rank 0's watchdog: it ended or stands still before that, or cannot reach it"
+        for other in missing
     ]
     if folder is not None:
         lines.append(f"what each rank was in: python tools/hang_report.py {folder}")

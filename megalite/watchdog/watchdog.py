@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, exit_code_of
+from megalite.watchdog.bounded import within
 from megalite.watchdog.limits import Limits
 from megalite.watchdog.link import Link, LinkLost, Message, host_name, process_space
 from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor, Report, connect
@@ -34,6 +35,7 @@ _HEARTBEAT_SECONDS = 1.0
 _STOPPED_SECONDS = 2.0  # a tick that comes so much too late shows that the whole process stood still
 _LEAVING_SECONDS = 2.0  # for the main thread, to end by itself
 _VERDICT_SECONDS = 2 * ANSWER_SECONDS
+_FIRST_SECONDS = 60.0  # ranks come here together
 _ADDRESS = "megalite/watchdog"
 
 
@@ -63,6 +65,7 @@ class Watchdog:
         self._first_fails: int | None = None
         self._alarm: tuple[float, Message] | None = None  # when it was raised, and why
         self._leaving = self._awaits_verdict = False
+        self._woken = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -73,7 +76,7 @@ class Watchdog:
                 self._store.set(_ADDRESS, self._monitor.address)
             host = os.environ.get("MASTER_ADDR", "localhost") if self._rank else "localhost"
             with suppress(OSError):  # the monitor tells of those that do not come
-                self._link = connect(self._store.get(_ADDRESS).decode(), host, self._peer())
+                self._link = connect(self._address(self._store), host, self._peer())
         self._thread.start()
         return self
 
@@ -87,6 +90,15 @@ class Watchdog:
         elif self._link is not None:
             self._link.send(fails=exit_code_of(error))  # and says itself why
 
+    def _address(self, store: Store) -> str:
+        """Of the monitor. Raises CommunicationError where there is none: nobody watches rank 0 yet."""
+        try:
+            return within(_FIRST_SECONDS, lambda: store.get(_ADDRESS)).decode()
+        except (TimeoutError, RuntimeError) as error:
+            raise CommunicationError(
+                f"rank 0 has not begun to watch the run within {_FIRST_SECONDS:.0f} s: it has ended, or stands still"
+            ) from error
+
     def _peer(self) -> Peer:
         return Peer(self._rank, host_name(), os.getpid(), process_space())
 
@@ -94,9 +106,11 @@ class Watchdog:
 
     def _leave(self) -> None:
         self._leaving = True
+        if self._link is not None:
+            self._link.send(bye=True)  # the monitor hangs up, which wakes the thread
+        self._woken.set()
         self._thread.join()
         if self._link is not None:
-            self._link.send(bye=True)
             self._link.close()
         if self._monitor is not None:
             self._monitor.close()
@@ -125,7 +139,7 @@ class Watchdog:
 
     def _read(self, seconds: float) -> None:
         if self._link is None:
-            time.sleep(seconds)
+            self._woken.wait(seconds)
             return
         if not select.select([self._link], [], [], seconds)[0]:
             return
@@ -160,8 +174,8 @@ class Watchdog:
 
     def _dump(self) -> None:
         """Say what this rank is in: to the monitor, and to the folder."""
-        assert self._link is not None
-        self._link.send(dump={"stacks": stacks()})
+        if self._link is not None:
+            self._link.send(dump={"stacks": stacks()})
 
     def _lose_first(self) -> None:
         """Rank 0's process has ended, and its monitor with it: the next rank on each node speaks."""
