@@ -167,7 +167,9 @@ class Watchdog:
             self._alarm = now, overdue(late, self._limits.of(late.name, self.sections.longest))
             if self._link is not None:
                 self._link.send(**self._alarm[1])
-        if self._alarm is not None and (self._link is None or now - self._alarm[0] > _VERDICT_SECONDS):
+        # The rank that speaks comes first: it says that rank 0 stands still before another one has killed it.
+        patience = _VERDICT_SECONDS if self._speaks() else _VERDICT_SECONDS + ANSWER_SECONDS
+        if self._alarm is not None and (self._link is None or now - self._alarm[0] > patience):
             self._conclude_alone(self._alarm[1])
 
     # ------------------------------------------------------------------------------------------------ how it ends
@@ -181,6 +183,8 @@ class Watchdog:
         """Rank 0's process has ended, and its monitor with it: the next rank on each node speaks."""
         if self._leaving:
             return
+        if self._alarm is not None and self._first_fails is None:  # it stood still, and has been killed for that
+            self._conclude_alone(self._alarm[1])
         code = self._first_fails
         if code is None and self._first is not None and self._speaks():
             code = self._report(loss([self._first]), EXIT_RESUMABLE)
@@ -188,7 +192,7 @@ class Watchdog:
             time.sleep(_LEAVING_SECONDS)
         self._end(EXIT_RESUMABLE if code is None else code, at_once=False)
 
-    def _conclude_alone(self, why: Message) -> None:
+    def _conclude_alone(self, why: Message) -> NoReturn:
         """Where there is no monitor, or it does not answer."""
         self._dump()
         own, silence = self._peer(), {}

@@ -210,7 +210,7 @@ def disturb() -> None:
 
 def shorten() -> None:
     """What may take an hour takes seconds here."""
-    limits.START_SECONDS = SECONDS
+    limits.START_SECONDS = watchdog._FIRST_SECONDS = SECONDS
     limits.Limits.__init__ = (  # type: ignore[method-assign]
         lambda self, least, unlearnt: (
             object.__setattr__(self, "least", least) or object.__setattr__(self, "unlearnt", SECONDS)
