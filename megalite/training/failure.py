@@ -9,6 +9,7 @@ does when rank 0 has ended; if nothing ends them, the error was theirs alone, an
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 import time
@@ -114,7 +115,7 @@ def report(store: Store | None, message: str, code: int) -> int:
     """Report what no rank can say of itself, as that it was killed; unless one has reported something. Returns the
     exit code of what is reported. `store` is that of the process group, where there is one: its own connection.
     """
-    mine = f"{_NO_RANK} {code}"
+    mine = f"{_NO_RANK} {code} {secrets.token_hex(8)}"
     if store is not None:
         with suppress(RuntimeError, TimeoutError):  # as above
             first = within(_STORE_SECONDS, lambda: store.compare_set(_REPORT, "", mine)).decode()

@@ -73,7 +73,7 @@ class Monitor(threading.Thread):
         """Ranks that have never connected."""
         self._lost: dict[int, float] = {}
         self._alarm: _Alarm | None = None
-        self._concluded = self._closing = False
+        self._first_failed = self._concluded = self._closing = False
         self._began = self._pinged = time.monotonic()
         self._greeted = False
 
@@ -96,6 +96,12 @@ class Monitor(threading.Thread):
         """Take leave of all ranks: the run ends well."""
         self._closing = True
         self.join()
+
+    def settle(self) -> None:
+        """For rank 0, which ends by an error: wait until all know of that, and until what has happened is told."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while time.monotonic() < deadline and not (self._first_failed and (self._concluded or not self._lost)):
+            time.sleep(_TICK_SECONDS / 10)
 
     def _accept(self) -> None:
         try:
@@ -129,6 +135,7 @@ class Monitor(threading.Thread):
             connected.fails = message["fails"]
             if rank == 0:  # which may take this monitor with it before any rank can ask
                 self._tell_all(first_fails=connected.fails)
+                self._first_failed = True
         elif "dump" in message:
             connected.dump = message["dump"]
         elif "bye" in message:
@@ -188,10 +195,11 @@ class Monitor(threading.Thread):
     def _conclude_loss(self) -> None:
         lost = [self._ranks[rank] for rank in sorted(self._lost)]
         failed = [connected.fails for connected in lost if connected.fails is not None]
-        if failed:  # the rank says why by itself, or a rank that failed of the same
-            code = failed[0]
-        else:
-            code = self._report(loss([connected.peer for connected in lost if connected.peer]), EXIT_RESUMABLE)
+        silent = [connected.peer for connected in lost if connected.fails is None and connected.peer is not None]
+        if silent and set(failed) <= {EXIT_RESUMABLE}:  # a launcher ends the others when one has died
+            code = self._report(loss(silent), EXIT_RESUMABLE)
+        else:  # the rank says why by itself, or a rank that failed of the same
+            code = max(failed, key=lambda code: code != EXIT_RESUMABLE)
         self._end(code, at_once=False)
 
     def _conclude_hang(self, alarm: _Alarm, silent: set[int], now: float) -> None:

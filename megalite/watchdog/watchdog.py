@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
@@ -23,7 +24,7 @@ from megalite.errors import EXIT_RESUMABLE, CommunicationError, exit_code_of
 from megalite.watchdog.bounded import within
 from megalite.watchdog.limits import Limits
 from megalite.watchdog.link import Link, LinkLost, Message, host_name, process_space
-from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor, Report, connect
+from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor, connect
 from megalite.watchdog.sections import Sections
 from megalite.watchdog.verdict import Peer, hang, loss, overdue
 
@@ -46,17 +47,20 @@ class Watchdog:
         self,
         sections: Sections,
         limits: Limits,
-        report: Report,
+        report: Callable[[Store | None, str, int], int],
         *,
         rank: int = 0,
         world_size: int = 1,
         local_rank: int = 0,
         store: Store | None = None,
+        store_is_of_rank_0: bool = False,
         folder: Path | None = None,
     ) -> None:
-        """`store`: the process group's, where there are several ranks. `folder` gets what the ranks are in when the
-        run hangs."""
+        """`report`: to say an error with, once for all that share a store; as `Report`. `store`: the process group's,
+        where there are several ranks; `store_is_of_rank_0`: it ends with that process. `folder` gets what the ranks are
+        in when the run hangs."""
         self.sections, self._limits, self._report = sections, limits, report
+        self._last_store = None if store_is_of_rank_0 else store
         self._rank, self._world_size, self._local_rank = rank, world_size, local_rank
         self._store, self._folder = store, folder
         self._monitor: Monitor | None = None
@@ -71,7 +75,9 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self._store is not None:
             if self._rank == 0:
-                self._monitor = Monitor(self._peer(), self._world_size, self._report, self._folder)
+                self._monitor = Monitor(
+                    self._peer(), self._world_size, partial(self._report, self._store), self._folder
+                )
                 self._monitor.start()
                 self._store.set(_ADDRESS, self._monitor.address)
             host = os.environ.get("MASTER_ADDR", "localhost") if self._rank else "localhost"
@@ -89,6 +95,8 @@ class Watchdog:
             self._await_verdict(error)
         elif self._link is not None:
             self._link.send(fails=exit_code_of(error))  # and says itself why
+            if self._monitor is not None:
+                self._monitor.settle()
 
     def _address(self, store: Store) -> str:
         """Of the monitor. Raises CommunicationError where there is none: nobody watches rank 0 yet."""
@@ -116,7 +124,12 @@ class Watchdog:
             self._monitor.close()
 
     def _await_verdict(self, error: CommunicationError) -> None:
-        """Who has gone is not known here. The monitor finds out and says so, and this thread ends meanwhile."""
+        """Who has gone is not known here. The monitor finds out and says so; the watchdog ends the process then.
+
+        A launcher that has seen a rank die ends the others now: too early.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
         self._awaits_verdict = True
         assert self._link is not None
         self._link.send(lost=str(error))
@@ -186,10 +199,8 @@ class Watchdog:
         if self._alarm is not None and self._first_fails is None:  # it stood still, and has been killed for that
             self._conclude_alone(self._alarm[1])
         code = self._first_fails
-        if code is None and self._first is not None and self._speaks():
-            code = self._report(loss([self._first]), EXIT_RESUMABLE)
-        elif code is None:
-            time.sleep(_LEAVING_SECONDS)
+        if code is None and self._first is not None and self._is_to_speak():
+            code = self._report(self._last_store, loss([self._first]), EXIT_RESUMABLE)
         self._end(EXIT_RESUMABLE if code is None else code, at_once=False)
 
     def _conclude_alone(self, why: Message) -> NoReturn:
@@ -201,14 +212,21 @@ class Watchdog:
         if self._first is not None:
             peers[0], silence[0] = self._first, _VERDICT_SECONDS
             kill = [self._first.process] if self._first.space == own.space else []
-        if self._speaks():
-            self._report(hang(self._rank, why, peers, {}, silence, self._folder), EXIT_RESUMABLE)
+        if self._is_to_speak():
+            message = hang(self._rank, why, peers, {}, silence, self._folder)
+            self._report(self._last_store, message, EXIT_RESUMABLE)
         self._end(EXIT_RESUMABLE, at_once=True, kill=kill)
 
     def _speaks(self) -> bool:
         """Whether this is the first rank of a node, rank 0 not counted."""
         beside_first = self._first is not None and self._first.space == process_space()
         return self._local_rank == (1 if beside_first else 0)
+
+    def _is_to_speak(self) -> bool:
+        """Where that first rank has gone, too, another one may, if a store is left that lets but one."""
+        if not self._speaks():
+            time.sleep(_LEAVING_SECONDS)
+        return self._speaks() or self._last_store is not None
 
     def _end(self, code: int, *, at_once: bool, kill: Sequence[int] = ()) -> NoReturn:
         for process in kill:

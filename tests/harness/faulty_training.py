@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,29 +32,11 @@ from megalite.training import checkpoints, loop, pretrain, trainer
 from megalite.training.failure import run_main
 from megalite.watchdog import limits, watchdog
 from pretrain_gpt import main
+from tests.harness.fault import Fault
 
 RANK = int(os.environ["RANK"])
 RECORD = Path(os.environ["FAULT_RECORD"])
 SECONDS = float(os.environ.get("LONGEST_SECONDS", "8"))  # that a start and a save may take
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that is to happen."""
-
-    phase: str
-    rank: int
-    step: int
-    """Of this process, from 1 on; 0 for what comes before the first."""
-    kind: str
-
-    def __str__(self) -> str:
-        return f"{self.phase}/{self.rank}/{self.step}/{self.kind}"
-
-    @staticmethod
-    def read(text: str) -> Fault:
-        phase, rank, step, kind = text.split("/")
-        return Fault(phase, int(rank), int(step), kind)
 
 
 FAULTS = [Fault.read(text) for text in filter(None, os.environ.get("FAULT", "").split(";"))]
@@ -71,16 +52,12 @@ class Skip(Exception):
     """The wrapped function is not to be called."""
 
 
-def record(fault: Fault) -> Path:
-    return RECORD / str(fault).replace("/", "-")
-
-
 def reach(phase: str) -> None:
     """Let the fault of this phase fall, if it is due. Raises Skip where what follows is to be left out."""
     for fault in FAULTS:
         if (fault.phase, fault.rank) == (phase, RANK) and fault.step <= Steps.begun:
             FAULTS.remove(fault)
-            record(fault).write_text(str(fault))
+            fault.record(RECORD).write_text(str(fault))
             KINDS[fault.kind]()
             return
 
@@ -147,7 +124,7 @@ def in_index_build() -> None:
             return build()
 
         deadline = time.monotonic() + 60.0
-        while any(f.rank != RANK and not record(f).exists() for f in builder) and time.monotonic() < deadline:
+        while any(f.rank != RANK and not f.record(RECORD).exists() for f in builder) and time.monotonic() < deadline:
             time.sleep(0.01)
         return get(cache, path, description, disturbed_build)
 
