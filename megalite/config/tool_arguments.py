@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +28,9 @@ def run_tool(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # nobody reads the output any more, as behind `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushing it at the end must not fail again
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def parse_tool_arguments(

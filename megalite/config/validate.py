@@ -18,6 +18,7 @@ from megalite.config.validate_checkpoint import checkpoint_problems
 from megalite.config.validate_optimizer import optimizer_problems
 from megalite.config.validate_pipeline import pipeline_problems, why_nothing_is_aligned
 from megalite.config.validate_rates import rate_problems
+from megalite.config.watchdog import WatchdogConfig
 from megalite.errors import ConfigurationError
 
 _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups
@@ -34,12 +35,12 @@ _AT_LEAST_ZERO = """tiktoken_num_special_tokens
     norm_epsilon init_method_std num_workers lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init
     decoupled_lr decoupled_min_lr weight_decay start_weight_decay end_weight_decay
     clip_grad eval_iters seed ckpt_step tolerated_save_failures manual_gc_interval mid_level_dataset_surplus
-    mscale mscale_all_dim z_loss_coeff"""
+    mscale mscale_all_dim z_loss_coeff timing_interval"""
 _ABOVE_ZERO = """loss_scale initial_loss_scale min_loss_scale rotary_base exit_duration_in_mins
     window_rotary_base query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
     rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor rotary_seq_len_interpolation_factor
     yarn_beta_fast yarn_beta_slow yarn_attention_factor rotary_scaling_factor
-    muon_extra_scale_factor adam_eps"""
+    muon_extra_scale_factor adam_eps watchdog_min_seconds"""
 _TOKENIZER_FLAGS = {
     "tokenizer_model": "SentencePieceTokenizer GPTSentencePieceTokenizer Llama2Tokenizer HuggingFaceTokenizer "
     "TikTokenizer",
@@ -402,6 +403,9 @@ def _recompute(config: RunConfig) -> Iterator[str]:
             yield f"--recompute-num-layers {number} is more than --num-layers {layers}"
     elif method is not None or number is not None:
         yield "--recompute-method and --recompute-num-layers need --recompute-granularity full"
+    watchdog = config.watchdog
+    if not watchdog.watchdog and watchdog.watchdog_min_seconds != WatchdogConfig.watchdog_min_seconds:
+        yield f"--watchdog-min-seconds {watchdog.watchdog_min_seconds:g} needs the watchdog: drop --no-watchdog"
     if training.manual_gc_interval and not training.manual_gc:
         yield f"--manual-gc-interval {training.manual_gc_interval} needs --manual-gc"
 

@@ -18,10 +18,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.errors import EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
-from megalite.files import write_atomically
+from megalite.files import TemporaryFile
 from megalite.training.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 from megalite.watchdog.bounded import within
 
@@ -35,6 +36,7 @@ _GATHERING_SECONDS = 0.5  # ranks that fail of the same cause arrive within this
 _LAUNCHER_SECONDS = 10.0  # ranks come to the same error, and a launcher ends the others, within this time
 _STAGGER_SECONDS = 0.5
 _STORE_SECONDS = 5.0  # for the store's answer
+_SPEAKING = RLock()  # a thread that reports what it has found must come to its end before the process does
 
 
 def run_main(main: Callable[[], int]) -> NoReturn:
@@ -91,6 +93,7 @@ def _fail(message: str, code: int) -> NoReturn:
         sys.exit(code)
     # A group whose peers have gone may hang in its destructors.
     sys.stdout.flush()
+    _SPEAKING.acquire(timeout=_LAUNCHER_SECONDS)
     os._exit(code)
 
 
@@ -116,12 +119,13 @@ def report(store: Store | None, message: str, code: int) -> int:
     exit code of what is reported. `store` is that of the process group, where there is one: its own connection.
     """
     mine = f"{_NO_RANK} {code} {secrets.token_hex(8)}"
-    if store is not None:
-        with suppress(RuntimeError, TimeoutError):  # as above
-            first = within(_STORE_SECONDS, lambda: store.compare_set(_REPORT, "", mine)).decode()
-            if first != mine:
-                return int(first.split()[1])
-    _speak(message, code, rank=0)
+    with _SPEAKING:
+        if store is not None:
+            with suppress(RuntimeError, TimeoutError):  # as above
+                first = within(_STORE_SECONDS, lambda: store.compare_set(_REPORT, "", mine)).decode()
+                if first != mine:
+                    return int(first.split()[1])
+        _speak(message, code, rank=0)
     return code
 
 
@@ -151,7 +155,16 @@ def _leave_code(code: int) -> None:
     path = os.environ.get("MEGALITE_EXIT_FILE")
     if path and not Path(path).exists():
         with suppress(FileError, OSError):
-            write_atomically(Path(path), f"{code}\n".encode())
+            _write_at_once(Path(path), f"{code}\n".encode())
+
+
+def _write_at_once(path: Path, data: bytes) -> None:
+    """Whole or not at all, but without waiting for the disk: nobody reads it after a crash of the machine, and what is
+    to be said waits."""
+    with TemporaryFile(path) as file:
+        file.write(data)
+        file.flush()
+        file.rename()
 
 
 def default_store() -> Store | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from megalite.training.control_files import ControlFiles
 from megalite.training.display import Display
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
+from megalite.training.timing import Timing, gather_timing
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, STEP
 
@@ -46,6 +47,7 @@ class TrainingLoop:
         self.config, self.mesh, self.sections = trainer.config, trainer.mesh, trainer.sections
         self.control_files = ControlFiles(trainer.directory, trainer.mesh)
         self.started = time.monotonic()
+        self._timed = trainer.iteration
         self._writer = MetricsWriter()
         self._stop = StopRequest()
 
@@ -81,8 +83,11 @@ class TrainingLoop:
         self.sections.step = self.trainer.iteration + 1
         with self.sections(STEP):
             metrics = self.trainer.step()
-        self._record(metrics)
+        timing = self._timing() if self._times_now() else None
+        self._record(metrics if timing is None else replace(metrics, extra={**metrics.extra, **timing.figures()}))
         self.display.step(metrics)
+        if timing is not None:
+            self.display.message(timing.line())
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise MegaliteError(
                 f"the gradient norm was not finite in the last {MAX_CONSECUTIVE_SKIPS} steps (now step "
@@ -135,6 +140,10 @@ class TrainingLoop:
         due = (interval > 0 and iteration % interval == 0) or (training.manual_gc_eval and self.trainer.evaluates_now())
         return training.manual_gc and due
 
+    def _times_now(self) -> bool:
+        interval = self.config.watchdog.timing_interval
+        return interval > 0 and self.trainer.iteration % interval == 0
+
     def _saves_now(self) -> bool:
         interval, iteration = self.config.checkpoint.save_interval, self.trainer.iteration
         return iteration == self.trainer.iterations or (interval is not None and iteration % interval == 0)
@@ -161,6 +170,11 @@ class TrainingLoop:
         return [number > 0 for number in collectives.all_reduce_(numbers, self.mesh.world(), "max").tolist()]
 
     # ------------------------------------------------------------------------------------------------ what is told
+
+    def _timing(self) -> Timing:
+        """Of the steps since the last time; all ranks together."""
+        steps, self._timed = self.trainer.iteration - self._timed, self.trainer.iteration
+        return gather_timing(self.sections.take(), steps, self.mesh)
 
     def _record(self, metrics: StepMetrics | ValidationMetrics | TestMetrics) -> None:
         told = self._writer.write(metrics)

@@ -16,13 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megalite.errors import EXIT_RESUMABLE
+from megalite.watchdog.hang_dump import RankDump
 from megalite.watchdog.link import Link, LinkLost, Message, listen
-from megalite.watchdog.verdict import Peer, hang, loss
+from megalite.watchdog.verdict import Peer, folder_name, hang, loss
 
 Report = Callable[[str, int], int]
 """Say an error and leave its exit code, unless a rank has said one; returns the code of what was said."""
@@ -44,7 +45,7 @@ class _Connected:
     heard: float = 0.0
     fails: int | None = None
     """The exit code that it is about to end with, having said why."""
-    dump: Message | None = None
+    dump: RankDump | None = None
 
 
 @dataclass
@@ -53,7 +54,9 @@ class _Alarm:
 
     since: float
     rank: int
-    why: Message = field(default_factory=dict)
+    why: Message
+    name: str
+    """Of the folder that the answers are written to."""
 
 
 class Monitor(threading.Thread):
@@ -137,15 +140,15 @@ class Monitor(threading.Thread):
                 self._tell_all(first_fails=connected.fails)
                 self._first_failed = True
         elif "dump" in message:
-            connected.dump = message["dump"]
+            connected.dump = RankDump.of(message["dump"])
         elif "bye" in message:
             self._forget(connected)
             del self._ranks[rank]
             if self._alarm is not None and self._alarm.rank == rank:  # it went on after all
                 self._alarm = None
         elif ("overdue" in message or "lost" in message) and self._alarm is None:
-            self._alarm = _Alarm(time.monotonic(), rank, message)
-            self._tell_all(dump=True)
+            self._alarm = _Alarm(time.monotonic(), rank, message, folder_name())
+            self._tell_all(dump=self._alarm.name)
 
     def _greet(self, connected: _Connected, message: Message) -> None:
         if not hmac.compare_digest(str(message.get("token")).encode(), self._token.encode()):
@@ -207,7 +210,8 @@ class Monitor(threading.Thread):
         dumps = {rank: connected.dump for rank, connected in ranks.items() if connected.dump is not None}
         peers = {rank: connected.peer for rank, connected in ranks.items() if connected.peer is not None}
         silence = {rank: now - ranks[rank].heard for rank in silent}
-        message = hang(alarm.rank, alarm.why, peers, dumps, silence, self._folder, sorted(self._missing))
+        folder = None if self._folder is None else self._folder / alarm.name
+        message = hang(alarm.rank, alarm.why, peers, dumps, silence, folder, sorted(self._missing))
         code = self._report(message, EXIT_RESUMABLE)
         self._end(code, at_once=True, kill=self._executioners(silent, peers))
 

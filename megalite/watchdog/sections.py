@@ -17,7 +17,10 @@ AGREEMENT = "agreement"
 EVALUATION = "evaluation"
 SAVE = "save"
 
-OF_A_STEP = (DATA, FORWARD_BACKWARD, OPTIMIZER)
+WAITING = "waiting for others"
+"""No section: what of steps was spent waiting for other ranks."""
+
+OF_A_STEP = (DATA, FORWARD_BACKWARD, OPTIMIZER, WAITING)
 
 
 class OpenSection(NamedTuple):
@@ -43,7 +46,6 @@ class Sections:
         self._stopped = 0.0
         self._open: list[tuple[str, float]] = []
         self._own: dict[str, float] = defaultdict(float)
-        self._waiting = 0.0
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -55,6 +57,8 @@ class Sections:
             seconds, waited = self._now() - began, self._waited() - waited
             self.longest[name] = max(seconds, self.longest.get(name, 0.0))
             self._own[name] += seconds - waited
+            if name == STEP:
+                self._own[WAITING] += waited
         finally:
             self._open.pop()
 
@@ -68,7 +72,7 @@ class Sections:
         self._stopped += seconds
 
     def take(self) -> dict[str, float]:
-        """The seconds in each section since this was last asked, without what was waited for other ranks."""
+        """The seconds in each section since this was last asked, without what was waited for other ranks, and that."""
         own, self._own = self._own, defaultdict(float)
         return dict(own)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megalite.watchdog.hang_dump import Dumps, RankDump
+from megalite.watchdog.hang_report import hang_report
 from megalite.watchdog.link import Message
 from megalite.watchdog.sections import OpenSection
 
+_CONSEQUENCES = 5  # of a hang, in its message
 _GO_ON = "The run ends; --resume auto continues from its last checkpoint"
 
 
@@ -48,17 +53,26 @@ def loss(lost: Sequence[Peer]) -> str:
     )
 
 
+def folder_name() -> str:
+    """Of the folder that ranks write to what they are in, by the time."""
+    return time.strftime("%Y%m%dT%H%M%S")
+
+
 def hang(
     rank: int,
     why: Message,
     peers: Mapping[int, Peer],
-    dumps: Mapping[int, Message],
+    dumps: Mapping[int, RankDump],
     silence: Mapping[int, float],
     folder: Path | None,
     missing: Sequence[int] = (),
 ) -> str:
-    """Of a run in which `rank` waits too long, or has lost another one: `silence` has the ranks that do not answer, and
-    for how long they have not; `missing` are those that have never come to the monitor."""
+    """Of a run in which `rank` waits too long, or has lost another one.
+
+    `silence` has the ranks that do not answer, and for how long they have not; `folder` is where the dumps are, too;
+    `missing` are the ranks that have never come to the monitor.
+    """
+    report = hang_report(Dumps(dumps, tuple(sorted(silence)), ()))
     lines = [_alarm(peers[rank], why)]
     lines += [
         f"{peers[other]} does not answer, for {seconds:.0f} s: it is stopped or cannot be reached, and was last in "
@@ -69,8 +83,15 @@ def hang(
         f"rank {other} has never come to rank 0's watchdog: it ended or stands still before that, or cannot reach it"
         for other in missing
     ]
+    busy = [dumps[culprit] for culprit in report.culprits if culprit in dumps]
+    lines += [f"{peers[dump.rank]} holds it up, in {peers[dump.rank].place}: {_innermost(dump)}" for dump in busy]
+    if not report.culprits and report.places:  # nobody waits for another: who is elsewhere than the others is told
+        first = report.places[0][0]
+        lines.append(f"{peers[first.rank]} is in {_innermost(first)}")
+    lines += [finding.text for finding in report.findings if finding.cause and set(finding.culprits) - set(silence)]
+    lines += [finding.text for finding in report.findings if not finding.cause][:_CONSEQUENCES]
     if folder is not None:
-        lines.append(f"what each rank was in: python tools/hang_report.py {folder}")
+        lines.append(f"more of each rank: python tools/hang_report.py {folder}")
     return "\n  ".join([*lines, _GO_ON])
 
 
@@ -79,3 +100,9 @@ def _alarm(peer: Peer, why: Message) -> str:
         return f"{peer}, in {peer.place}: {why['lost']}"
     section, seconds, limit = why["overdue"]
     return f'step {peer.step} hangs: {peer} has been in "{section}" for {seconds:.0f} s, and may be for {limit:.0f}'
+
+
+def _innermost(dump: RankDump) -> str:
+    """Where the main thread of a rank is, in Python."""
+    frames = re.findall(r'  File "(.*)", line (\d+), in (.*)', dump.stacks.partition("\nthread ")[0])
+    return "{} line {}, in {}".format(*frames[-1]) if frames else "no code in Python"

@@ -15,18 +15,21 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from megalite.errors import EXIT_RESUMABLE, CommunicationError, exit_code_of
+from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, exit_code_of
 from megalite.watchdog.bounded import within
+from megalite.watchdog.flight_record import Snapshot
+from megalite.watchdog.hang_dump import RankDump, write_dump
 from megalite.watchdog.limits import Limits
 from megalite.watchdog.link import Link, LinkLost, Message, host_name, process_space
 from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor, connect
-from megalite.watchdog.sections import Sections
-from megalite.watchdog.verdict import Peer, hang, loss, overdue
+from megalite.watchdog.sections import OpenSection, Sections
+from megalite.watchdog.verdict import Peer, folder_name, hang, loss, overdue
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 _TICK_SECONDS = 0.5
 _HEARTBEAT_SECONDS = 1.0
 _STOPPED_SECONDS = 2.0  # a tick that comes so much too late shows that the whole process stood still
+_WRITING_SECONDS = 3.0
 _LEAVING_SECONDS = 2.0  # for the main thread, to end by itself
 _VERDICT_SECONDS = 2 * ANSWER_SECONDS
 _FIRST_SECONDS = 60.0  # ranks come here together
@@ -75,9 +79,8 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self._store is not None:
             if self._rank == 0:
-                self._monitor = Monitor(
-                    self._peer(), self._world_size, partial(self._report, self._store), self._folder
-                )
+                report = partial(self._report, self._store)
+                self._monitor = Monitor(self._peer(), self._world_size, report, self._folder)
                 self._monitor.start()
                 self._store.set(_ADDRESS, self._monitor.address)
             host = os.environ.get("MASTER_ADDR", "localhost") if self._rank else "localhost"
@@ -168,7 +171,7 @@ class Watchdog:
         elif "first_fails" in message:
             self._first_fails = message["first_fails"]
         elif "dump" in message:
-            self._dump()
+            self._dump(message["dump"])
         elif "end" in message:
             self._end(message["end"], at_once=message["at_once"], kill=message["kill"])
         elif "bye" in message:  # rank 0 has come to the end of the run
@@ -187,10 +190,36 @@ class Watchdog:
 
     # ------------------------------------------------------------------------------------------------ how it ends
 
-    def _dump(self) -> None:
-        """Say what this rank is in: to the monitor, and to the folder."""
+    def _dump(self, name: str) -> RankDump:
+        """Say what this rank is in: to the monitor, and in the folder of this name, where it can be written to."""
+        dump = self._own_dump()
+        if self._folder is not None:
+            # A file system may be what hangs: then this thread must not.
+            writing = threading.Thread(target=_write, args=(self._folder / name, dump), daemon=True)
+            writing.start()
+            writing.join(_WRITING_SECONDS)
         if self._link is not None:
-            self._link.send(dump={"stacks": stacks()})
+            self._link.send(dump=asdict(dump))
+        return dump
+
+    def _own_dump(self) -> RankDump:
+        recorded = Snapshot(False, ())
+        if self._world_size > 1:
+            from megalite.watchdog.flight_recorder import snapshot
+
+            recorded = snapshot()
+        innermost = self.sections.open()[-1:] or [OpenSection("no section", 0.0)]
+        return RankDump(
+            self._rank,
+            self._world_size,
+            host_name(),
+            os.getpid(),
+            innermost[0].name,
+            innermost[0].seconds,
+            stacks(),
+            recorded,
+            {"step": self.sections.step},
+        )
 
     def _lose_first(self) -> None:
         """Rank 0's process has ended, and its monitor with it: the next rank on each node speaks."""
@@ -205,15 +234,16 @@ class Watchdog:
 
     def _conclude_alone(self, why: Message) -> NoReturn:
         """Where there is no monitor, or it does not answer."""
-        self._dump()
-        own, silence = self._peer(), {}
-        own.at, own.step = [section.name for section in self.sections.open()], self.sections.step
-        peers, kill = {self._rank: own}, []
+        name = folder_name()
+        own = self._dump(name)
+        peer, silence, kill = self._peer(), {}, []
+        peers = {self._rank: replace(peer, at=[own.section], step=self.sections.step)}
         if self._first is not None:
             peers[0], silence[0] = self._first, _VERDICT_SECONDS
-            kill = [self._first.process] if self._first.space == own.space else []
+            kill = [self._first.process] if self._first.space == peer.space else []
         if self._is_to_speak():
-            message = hang(self._rank, why, peers, {}, silence, self._folder)
+            folder = None if self._folder is None else self._folder / name
+            message = hang(self._rank, why, peers, {self._rank: own}, silence, folder)
             self._report(self._last_store, message, EXIT_RESUMABLE)
         self._end(EXIT_RESUMABLE, at_once=True, kill=kill)
 
@@ -238,6 +268,11 @@ class Watchdog:
             time.sleep(_TICK_SECONDS)  # it may hold the store, which others are still asking
         sys.stdout.flush()
         os._exit(code)
+
+
+def _write(folder: Path, dump: RankDump) -> None:
+    with suppress(FileError, OSError):  # what cannot be written is told to the monitor all the same
+        write_dump(folder, dump)
 
 
 def stacks() -> str:

@@ -181,6 +181,7 @@ def assert_said(job: Job, fault: Fault, where: str) -> None:
         assert "planted" in said[0], where
     else:
         assert re.match(r"error: step \d+ hangs: rank ", said[0]), where
+        assert f"rank {fault.rank} (process {process} on {os.uname().nodename}) holds it up" in said[0], where
 
 
 def undisturbed(folder: Path, layout: str) -> Path:

@@ -217,3 +217,16 @@ def test_statistics_are_those_of_the_sorted_lengths(lengths: list[int], cut: int
 
 def test_statistics_of_nothing() -> None:
     assert length_statistics([]).longest == 0
+
+
+def test_a_tool_whose_output_nobody_reads_ends_without_a_word(tmp_path: Path) -> None:
+    program = "from megalite.config.tool_arguments import run_tool\nrun_tool(lambda: print(*range(10**5), sep='\\n'))"
+    command = [sys.executable, "-c", program]
+    tool = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    assert tool.stdout is not None
+    assert tool.stdout.readline() == b"0\n"
+    tool.stdout.close()
+    assert tool.wait(60) == 128 + signal.SIGPIPE
+    assert tool.stderr is not None
+    assert tool.stderr.read() == b""
+    tool.stderr.close()

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from megalite.errors import EXIT_RESUMABLE
 from megalite.watchdog import monitor as monitor_file
+from megalite.watchdog.hang_dump import RankDump
 from megalite.watchdog.link import Link, LinkLost, Message
 from megalite.watchdog.monitor import Monitor, connect
 from megalite.watchdog.sections import OpenSection
@@ -49,7 +51,7 @@ class FakeRank:
     def answer(self) -> None:
         """What the monitor asks."""
         assert self.wait_for("dump")
-        self.link.send(dump={"stacks": "somewhere"})
+        self.link.send(dump=asdict(RankDump(self.rank, 4)))
 
     def dies(self) -> None:
         self.link.close()

@@ -1,0 +1,70 @@
+"""Where the ranks spend the time of a step, and which is the slowest."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megalite.parallel import collectives
+from megalite.parallel.mesh import ParallelMesh
+from megalite.watchdog.link import host_name
+from megalite.watchdog.sections import OF_A_STEP, WAITING
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The host's seconds a step in each section, by rank; a rank that others wait for works longer than they do."""
+
+    seconds: Sequence[Sequence[float]]
+    """[rank][section of OF_A_STEP]"""
+    hosts: Sequence[str]
+
+    def figures(self) -> dict[str, float]:
+        """For the metrics: the median over ranks of each section, and the slowest rank with the time of its work."""
+        medians = {f"iteration_time_s/{_key(name)}": median for name, median in self._medians().items()}
+        slowest = self._slowest()
+        return medians | {
+            "iteration_time_s/slowest_rank": float(slowest),
+            "iteration_time_s/slowest_rank_works": self._work(slowest),
+        }
+
+    def line(self) -> str:
+        """For the screen."""
+        parts = [f"{name} {1000 * seconds:,.1f}" for name, seconds in self._medians().items()]
+        if len(self.seconds) == 1:
+            return f"ms a step: {', '.join(parts[:-1])}"
+        slowest = self._slowest()
+        works = self._work(slowest), statistics.median(map(self._work, range(len(self.seconds))))
+        section = max(range(len(OF_A_STEP) - 1), key=lambda column: self._excess(slowest, column))
+        return (
+            f"ms a step, median of {len(self.seconds)} ranks: {', '.join(parts)}; slowest: rank {slowest} on "
+            f"{self.hosts[slowest]}, {1000 * works[0]:,.1f} of work against {1000 * works[1]:,.1f}, "
+            f"most of the difference in {OF_A_STEP[section]}"
+        )
+
+    def _medians(self) -> dict[str, float]:
+        columns = zip(*self.seconds, strict=True)
+        return {name: statistics.median(column) for name, column in zip(OF_A_STEP, columns, strict=True)}
+
+    def _work(self, rank: int) -> float:
+        return sum(seconds for name, seconds in zip(OF_A_STEP, self.seconds[rank], strict=True) if name != WAITING)
+
+    def _slowest(self) -> int:
+        return max(range(len(self.seconds)), key=self._work)
+
+    def _excess(self, rank: int, column: int) -> float:
+        return self.seconds[rank][column] - statistics.median(row[column] for row in self.seconds)
+
+
+def gather_timing(seconds: Mapping[str, float], steps: int, mesh: ParallelMesh) -> Timing:
+    """What each rank has spent in `steps` steps; all ranks call it together."""
+    own = torch.tensor([[seconds.get(name, 0.0) / steps for name in OF_A_STEP]], dtype=torch.float64)
+    gathered = collectives.all_gather(own.to(mesh.device), mesh.world())
+    return Timing(gathered.tolist(), collectives.all_gather_text(host_name(), mesh.world(), mesh.device))
+
+
+def _key(name: str) -> str:
+    return name.replace(" ", "_")

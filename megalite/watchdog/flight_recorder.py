@@ -1,0 +1,125 @@
+"""torch's flight recorder: a ring of the last collectives of this process, kept whether or not anybody looks.
+
+torch (2.11 to 2.13) records by default, 2000 collectives with the stack of each, for 2 µs of the CPU's time. What it
+keeps is read here, at any time and from any thread: nothing that a blocked collective holds is needed. On gloo, a
+collective that has come to its end is not called completed but `retired`, and messages are not recorded, only counted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d as c10d
+
+from megalite.parallel import collectives
+from megalite.watchdog.flight_record import COMPLETED, GroupRecord, Operation, Snapshot
+
+KEPT = 100  # collectives of each group in a snapshot
+
+_READERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo's recorder, and of NCCL's where there is NCCL
+_NAME = re.compile(r"megalite (group|link) (\d+(?:-\d+)*) #\d+")  # as parallel/mesh.py names its groups
+_DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Byte": "uint8"}
+
+
+def snapshot() -> Snapshot:
+    """What this rank has recorded, and whether it waits now; without a process group, nothing."""
+    # Counted before the entries are read: an operation that begins meanwhile is then missing from both or has an entry.
+    groups = {record.name: record for record in map(_counts, list(c10d._world.pg_group_ranks.items()))}
+    for name in _READERS:
+        if hasattr(_distributed_c10d, name):
+            for record in group_records(json.loads(getattr(_distributed_c10d, name)())):
+                groups[record.name] = _merge(groups.get(record.name, record), record)
+    return Snapshot(_waiting(), tuple(record for record in groups.values() if len(record.ranks) != 1))
+
+
+def _counts(group_and_members: tuple[Any, Mapping[int, int]]) -> GroupRecord:
+    """What the group itself knows: its operations may have left the ring, and messages on gloo never enter it."""
+    group, members = group_and_members
+    count = 0
+    with suppress(RuntimeError):  # a backend that does not count
+        count = group._get_sequence_number_for_group()
+    named = _NAME.fullmatch(group.group_name)
+    link = named is not None and named[1] == "link"
+    ranks = tuple(sorted(members, key=members.__getitem__))
+    return GroupRecord(group.group_name, ranks, 0 if link else count, messages=count if link else 0)
+
+
+def _merge(counted: GroupRecord, recorded: GroupRecord) -> GroupRecord:
+    # On gloo, the count is of collectives and messages together; where both are recorded, what is recorded is right.
+    return replace(
+        recorded,
+        ranks=counted.ranks,
+        collectives=recorded.collectives or counted.collectives,
+        messages=recorded.messages or counted.messages,
+    )
+
+
+def group_records(trace: Mapping[str, Any]) -> list[GroupRecord]:
+    """The groups of a dump of torch's, read from JSON or from a pickle of plain containers.
+
+    Raises TypeError, KeyError, IndexError or ValueError where it is no such dump.
+    """
+    entries: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in trace.get("entries", ()):
+        entries.setdefault(entry["process_group"][0], []).append(entry)
+    return [_record(name, trace["pg_config"].get(name), of_group) for name, of_group in entries.items()]
+
+
+def _record(name: str, configuration: Mapping[str, str] | None, entries: Iterable[Mapping[str, Any]]) -> GroupRecord:
+    # Operations that NCCL was given together have one number: the last entry is of all of them.
+    operations = {entry["collective_seq_id"]: _operation(entry) for entry in entries if not entry["is_p2p"]}
+    messages = {entry["p2p_seq_id"]: _state(entry) for entry in entries if entry["is_p2p"]}
+    return GroupRecord(
+        name=name,
+        ranks=_ranks(name, configuration),
+        collectives=max(operations, default=0),
+        operations=tuple(operations[number] for number in sorted(operations)[-KEPT:]),
+        messages=max(messages, default=0),
+        finished_messages=max((number for number, state in messages.items() if state == COMPLETED), default=0),
+    )
+
+
+def _ranks(name: str, configuration: Mapping[str, str] | None) -> tuple[int, ...]:
+    """NCCL tells them; gloo does not, but the names of our own groups do."""
+    named = _NAME.fullmatch(name)
+    members = json.loads(configuration["ranks"]) if configuration else named[2].split("-") if named else ()
+    return tuple(map(int, members))
+
+
+def _operation(entry: Mapping[str, Any]) -> Operation:
+    dtypes = entry["input_dtypes"]
+    return Operation(
+        number=entry["collective_seq_id"],
+        name=entry["profiling_name"].partition(":")[2],
+        shapes=tuple(map(tuple, entry["input_sizes"])),
+        dtype=_DTYPES.get(dtypes[0], dtypes[0].lower()) if dtypes else "",
+        state=_state(entry),
+        time=entry["time_created_ns"] / 1e9,
+    )
+
+
+def _state(entry: Mapping[str, Any]) -> str:
+    # On NCCL, what is retired and not completed has timed out.
+    ended_on_gloo = entry["retired"] and entry["profiling_name"].startswith("gloo:")
+    return COMPLETED if ended_on_gloo else str(entry["state"])
+
+
+def _waiting() -> bool | None:
+    """Whether the main thread stands in a communication: its innermost frame is torch's or collectives.py's."""
+    if any(dist.get_backend(group) != "gloo" for group in list(c10d._world.pg_map)):
+        return None
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return None
+    file = frame.f_code.co_filename
+    return file == collectives.__file__ or Path(file).is_relative_to(Path(dist.__file__).parent)

@@ -1,0 +1,276 @@
+"""Where a run hangs, and because of whom: the snapshots of the ranks' flight recorders, compared.
+
+A rank waits in a collective that some rank of its group has not entered, or for a message that the other end has not
+begun. What all have entered is over or will be. Who waits for whom is followed over all groups to the ranks that wait
+for nobody: those are the cause, and the other findings are its consequences. A circle that leads to no such rank is a
+deadlock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from megalite.watchdog.flight_record import COMPLETED, GroupRecord, Operation, Snapshot
+
+_UNEQUAL = ("all_to_all", "gather", "scatter", "coalesced")  # collectives to which ranks may bring different sizes
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it is in a run that goes on."""
+
+    text: str
+    """What, in a sentence without its full stop."""
+    culprits: tuple[int, ...]
+    """The ranks that hold others up in it; none where it is a consequence, or the fault of nobody in particular."""
+    cause: bool
+    """Whether it explains the hang, rather than follows from another finding."""
+
+
+def missing(snapshots: Mapping[int, Snapshot], silent: Collection[int] = ()) -> list[Finding]:
+    """What the groups lack, causes first; nothing where no rank waits for another.
+
+    `snapshots`: by rank, taken when nothing moved any more. `silent`: the ranks that gave none.
+    """
+    groups = list(_groups(snapshots, set(silent)))
+    mismatches = [wait for group in groups for wait in group.mismatches()]
+    lacking = [wait for group in groups for wait in (*group.lacking_ranks(), *group.lacking_messages())]
+    lacking.sort(key=lambda wait: len(wait.absent))
+    waits = [*mismatches, *lacking]
+    unfinished = [wait for group in groups for wait in group.unfinished()]
+    odd = {rank for wait in mismatches for rank in wait.absent}
+    waiting = {rank for wait in waits for rank in wait.waiting} - odd
+    stuck = {rank for wait in unfinished for rank in wait.waiting} - waiting - odd
+    causes = {rank for wait in waits for rank in wait.absent} - waiting - stuck
+    circles = list(_circles(waits, causes | stuck))
+    findings = [
+        *(_mismatch_finding(wait) for wait in mismatches),
+        *_silence(silent, causes),
+        *(_finding(wait, causes) for wait in lacking),
+        *(_deadlock(circle, waits, snapshots) for circle in circles),
+        *(Finding(wait.text, (), True) for wait in unfinished if stuck & wait.waiting),
+    ]
+    return sorted(findings, key=lambda finding: not finding.cause)
+
+
+def ranks_text(ranks: Iterable[int], most: int = 16) -> str:
+    """`rank 3`, `ranks 0, 2-5`; where it takes more than `most` pieces, the first ones and the count."""
+    ordered = sorted(set(ranks))
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
+    pieces = [piece for run in runs for piece in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
+    if len(pieces) > most:
+        pieces = [*pieces[:most], f"... ({len(ordered)} of them)"]
+    return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(pieces)}"
+
+
+# ------------------------------------------------------------------------------------------------------- one group
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """An operation that some ranks wait in and others have not come to."""
+
+    what: str
+    text: str
+    waiting: set[int]
+    absent: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group, as its ranks have used it."""
+
+    ranks: tuple[int, ...]
+    records: Mapping[int, GroupRecord]
+    """Of the ranks with a snapshot."""
+    operations: Mapping[int, Mapping[int, Operation]]
+    """Of these, the collectives by number."""
+    waiting: set[int]
+    """The ranks that stand in some communication, or may."""
+    silent: set[int]
+
+    def mismatches(self) -> Iterator[_Wait]:
+        """The first collective that is not the same on all ranks; the absent ranks are the fewer, or all."""
+        number, kinds = self._first_mismatch()
+        if len(kinds) < 2:
+            return
+        (usual, most), *others = sorted(kinds.items(), key=lambda item: -len(item[1]))
+        even = len(others[0][1]) == len(most)
+        odd = {rank for _, ranks in others for rank in ranks} | (set(most) if even else set())
+        what = f"collective #{number} of {ranks_text(self.ranks)}"
+        parts = [f"{ranks_text(ranks)} {_are(ranks)} in {kind}" for kind, ranks in [(usual, most), *others]]
+        pending = {rank for rank in most if self.operations[rank][number].state != COMPLETED}
+        yield _Wait(what, f"{what} is not the same on all: {', '.join(parts)}", pending & self.waiting - odd, odd)
+
+    def lacking_ranks(self) -> Iterator[_Wait]:
+        """The collectives that some ranks wait in and others have not entered; one for each set of absent ranks."""
+        for absent, pending in groupby(self._pending(), key=lambda item: self._absent(item[0])):
+            (number, first), *later = pending
+            if absent:
+                what = self._what(number, first)
+                inside = [rank for rank, record in self.records.items() if record.collectives >= number]
+                more = f" (and {len(later)} after it)" if later else ""
+                text = f"{what}{more}: {ranks_text(inside)} {_are(inside)} in it, {self._why_absent(absent)}"
+                yield _Wait(what, text, set(first).union(*(ranks for _, ranks in later)), absent)
+
+    def unfinished(self) -> Iterator[_Wait]:
+        """The first collective that all ranks have entered and that does not end."""
+        for number, ranks in self._pending():
+            if not self._absent(number):
+                what = self._what(number, ranks)
+                yield _Wait(what, f"{what}: all are in it, and it does not end on {ranks_text(ranks)}", set(ranks))
+                return
+
+    def lacking_messages(self) -> Iterator[_Wait]:
+        """On a link, the message that one end waits for and the other has not come to."""
+        if len(self.ranks) != 2 or not any(record.messages for record in self.records.values()):
+            return
+        source, destination = self.ranks
+        for rank, other in ((source, destination), (destination, source)):
+            record = self.records.get(rank)
+            if record is None or rank not in self.waiting:
+                continue
+            theirs = self.records[other].messages if other in self.records else 0
+            number = max(record.finished_messages, theirs) + 1
+            if number <= record.messages:
+                if other in self.silent:
+                    number = record.messages
+                what = f"message #{number} from rank {source} to rank {destination}"
+                verb = "sends it" if rank == source else "waits for it"
+                absent = "left no record" if other in self.silent else _last("has not come to it", theirs)
+                yield _Wait(what, f"{what}: rank {rank} {verb}, rank {other} {absent}", {rank}, {other})
+
+    def _first_mismatch(self) -> tuple[int, Mapping[str, list[int]]]:
+        for number in sorted({number for operations in self.operations.values() for number in operations}):
+            kinds: dict[str, list[int]] = {}
+            texts: dict[tuple[object, ...], str] = {}
+            for rank, operations in self.operations.items():
+                if number in operations:
+                    operation = operations[number]
+                    kinds.setdefault(texts.setdefault(_kind(operation), _operation_text(operation)), []).append(rank)
+            if len(kinds) > 1:
+                return number, kinds
+        return 0, {}
+
+    def _pending(self) -> list[tuple[int, list[int]]]:
+        """The collectives that ranks wait in, with these ranks; but for one that is not the same on all."""
+        mismatch, _ = self._first_mismatch()
+        ranks: dict[int, list[int]] = {}
+        for rank in sorted(self.waiting & self.operations.keys()):
+            for number, operation in self.operations[rank].items():
+                if operation.state != COMPLETED and number != mismatch:
+                    ranks.setdefault(number, []).append(rank)
+        return sorted(ranks.items())
+
+    def _absent(self, number: int) -> set[int]:
+        return self.silent | {rank for rank, record in self.records.items() if record.collectives < number}
+
+    def _what(self, number: int, ranks: Collection[int]) -> str:
+        operation = self.operations[min(ranks)][number]
+        name, _, details = _operation_text(operation).partition(" ")
+        return f"{name} #{number} of {ranks_text(self.ranks)} {details}".rstrip()
+
+    def _why_absent(self, absent: set[int]) -> str:
+        by_last: dict[int, list[int]] = {}
+        for rank in sorted(absent - self.silent):
+            by_last.setdefault(self.records[rank].collectives, []).append(rank)
+        parts = [f"{ranks_text(ranks)} {_last(f'{_are(ranks)} not', last)}" for last, ranks in sorted(by_last.items())]
+        if self.silent:
+            parts.append(f"{ranks_text(self.silent)} left no record")
+        return ", ".join(parts)
+
+
+def _groups(snapshots: Mapping[int, Snapshot], silent: set[int]) -> Iterator[_Group]:
+    """The groups by name; a rank that has not made one, as far as its snapshot tells, has entered nothing there."""
+    ranks: dict[str, tuple[int, ...]] = {}
+    records: dict[str, dict[int, GroupRecord]] = {}
+    for rank, snapshot in sorted(snapshots.items()):
+        for record in snapshot.groups:
+            ranks[record.name] = record.ranks or ranks.get(record.name, ())
+            records.setdefault(record.name, {})[rank] = record
+    for name, members in ranks.items():
+        own = {rank: records[name].get(rank, GroupRecord(name, members)) for rank in members if rank in snapshots}
+        yield _Group(
+            members,
+            own,
+            {rank: {operation.number: operation for operation in record.operations} for rank, record in own.items()},
+            {rank for rank in own if snapshots[rank].waiting is not False},
+            silent.intersection(members),
+        )
+
+
+def _kind(operation: Operation) -> tuple[object, ...]:
+    """What must be the same on all ranks."""
+    if any(name in operation.name for name in _UNEQUAL):
+        return (operation.name,)
+    return operation.name, operation.dtype, sum(math.prod(shape) for shape in operation.shapes)
+
+
+def _operation_text(operation: Operation) -> str:
+    shapes = ", ".join(str(list(shape)) for shape in operation.shapes)
+    return f"{operation.name} ({operation.dtype} {shapes})" if shapes else operation.name
+
+
+def _are(ranks: Collection[int]) -> str:
+    return "are" if len(ranks) > 1 else "is"
+
+
+def _last(what: str, number: int) -> str:
+    return f"{what}: the last there was #{number}" if number else f"{what}, nor has been in any there"
+
+
+# ----------------------------------------------------------------------------------------------------- all together
+
+
+def _mismatch_finding(wait: _Wait) -> Finding:
+    return Finding(wait.text, tuple(sorted(wait.absent)), True)
+
+
+def _finding(wait: _Wait, causes: set[int]) -> Finding:
+    culprits = tuple(sorted(wait.absent & causes))
+    return Finding(wait.text, culprits, bool(culprits))
+
+
+def _silence(silent: Collection[int], causes: set[int]) -> Iterator[Finding]:
+    """Whom others wait for is to blame; the rest only where nobody else is."""
+    for ranks, cause in ((causes.intersection(silent), True), (set(silent) - causes, not causes)):
+        if ranks:
+            text = f"{ranks_text(ranks)} left no record: stopped, ended or out of reach"
+            yield Finding(text, tuple(sorted(ranks)), cause)
+
+
+def _circles(waits: Collection[_Wait], free: set[int]) -> Iterator[list[int]]:
+    """Ranks each of which waits for the next, and the last for the first, with no way to one that is free."""
+    explained = _with_waiting(waits, free)
+    while rest := {rank for wait in waits for rank in wait.waiting} - explained:
+        path = [min(rest)]
+        while (following := min(_waits_for(path[-1], waits) & rest)) not in path:
+            path.append(following)
+        circle = path[path.index(following) :]
+        yield circle
+        explained = _with_waiting(waits, explained.union(circle))
+
+
+def _with_waiting(waits: Collection[_Wait], ranks: set[int]) -> set[int]:
+    """`ranks`, who waits for them, who waits for those, and so on."""
+    found = set(ranks)
+    while new := {rank for wait in waits if wait.absent & found for rank in wait.waiting} - found:
+        found |= new
+    return found
+
+
+def _waits_for(rank: int, waits: Iterable[_Wait]) -> set[int]:
+    return {other for wait in waits if rank in wait.waiting for other in wait.absent}
+
+
+def _deadlock(circle: list[int], waits: Collection[_Wait], snapshots: Mapping[int, Snapshot]) -> Finding:
+    parts = []
+    for rank, other in zip(circle, [*circle[1:], circle[0]], strict=True):
+        what = next(wait.what for wait in waits if rank in wait.waiting and other in wait.absent)
+        parts.append(f"rank {rank} for rank {other} in {what}")
+    unsure = any(snapshots[rank].waiting is None for rank in circle)
+    hint = ", unless one of them is busy with something else: see its stacks" if unsure else ""
+    return Finding(f"deadlock{hint}: {', '.join(parts)}", tuple(sorted(circle)), True)

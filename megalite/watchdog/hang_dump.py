@@ -1,0 +1,124 @@
+"""The file that a rank leaves in a folder when the run hangs, and how all of them are read together.
+
+A rank writes `rank_00003.json`, whole or not at all: an object with the fields of `RankDump`, the flight recorder as
+`Snapshot` has it, and the format's version. In the same folder may lie what NCCL's own watchdog writes, pickles of the
+flight recorder alone; they go through the restricted unpickler, and serve where a rank's own file has no recorder.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megalite.errors import ConfigurationError
+from megalite.files import write_atomically
+from megalite.watchdog.flight_record import Snapshot
+
+VERSION = 1
+_OWN = re.compile(r"rank_(\d+)\.json")
+_FROM_TORCH = re.compile(r".*\D(\d+)")  # TORCH_FR_DUMP_TEMP_FILE with the rank behind it
+
+
+@dataclass(frozen=True)
+class RankDump:
+    """What one rank tells of itself when the run hangs."""
+
+    rank: int
+    world_size: int
+    host: str = ""
+    pid: int = 0
+    section: str = ""
+    """What the rank was doing, in the watchdog's words."""
+    seconds: float = 0.0
+    """For how long."""
+    stacks: str = ""
+    """The Python stacks of its threads."""
+    flight_recorder: Snapshot | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else the writer knows, as JSON has it."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> RankDump:
+        """Back from `dataclasses.asdict`, and from JSON. Raises ValueError, TypeError or KeyError where it is none."""
+        recorded = values["flight_recorder"]
+        dump = cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
+        return replace(dump, flight_recorder=None if recorded is None else Snapshot.of(recorded))
+
+
+def write_dump(folder: Path, dump: RankDump) -> Path:
+    """Write a rank's file; the folder is made. Raises FileError."""
+    path = folder / f"rank_{dump.rank:05}.json"
+    write_atomically(path, json.dumps({"version": VERSION, **asdict(dump)}).encode())
+    return path
+
+
+@dataclass(frozen=True)
+class Dumps:
+    """What a folder holds of them."""
+
+    ranks: Mapping[int, RankDump]
+    silent: tuple[int, ...]
+    """The ranks of the run of whose flight recorder nothing is known."""
+    problems: tuple[str, ...]
+    """The files that cannot be used, and why."""
+
+    @property
+    def snapshots(self) -> dict[int, Snapshot]:
+        """The flight recorders, by rank."""
+        return {rank: dump.flight_recorder for rank, dump in self.ranks.items() if dump.flight_recorder is not None}
+
+
+def read_dumps(folder: Path) -> Dumps:
+    """What the ranks have left. Raises ConfigurationError where the folder is none, or holds nothing of any rank."""
+    ranks: dict[int, RankDump] = {}
+    problems: list[str] = []
+    for path in _files(folder):
+        try:
+            dump = _read_own(path) if path.suffix == ".json" else _read_from_torch(path)
+        except Exception as error:  # a damaged file can be wrong in any way, and the others still tell
+            problems.append(f"{path.name} cannot be read, the rest is used: {type(error).__name__}: {error}")
+        else:
+            ranks[dump.rank] = _merge(ranks.get(dump.rank), dump)
+    if not ranks:
+        raise ConfigurationError("; ".join([f"{folder} holds nothing that a rank has left", *problems]))
+    world = set(range(max(dump.world_size for dump in ranks.values())))
+    known = {rank for rank, dump in ranks.items() if dump.flight_recorder is not None}
+    return Dumps(dict(sorted(ranks.items())), tuple(sorted(world - known)), tuple(problems))
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those of the ranks first, then those of torch."""
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    except OSError as error:
+        raise ConfigurationError(f"{folder} cannot be read ({error.strerror}): give the folder of the dumps") from error
+    own = [name for name in names if _OWN.fullmatch(name)]
+    return [folder / name for name in (*own, *(name for name in names if _FROM_TORCH.fullmatch(name)))]
+
+
+def _read_own(path: Path) -> RankDump:
+    values = json.loads(path.read_bytes())
+    if values.pop("version") != VERSION:
+        raise ValueError(f"it is not of version {VERSION} of the format")
+    return RankDump.of(values)
+
+
+def _read_from_torch(path: Path) -> RankDump:
+    from megalite.conversion.restricted_pickle import load
+    from megalite.watchdog.flight_recorder import group_records
+
+    groups = tuple(group_records(load(io.BytesIO(path.read_bytes()))))
+    match = _FROM_TORCH.fullmatch(path.name)
+    assert match is not None
+    rank = int(match[1])
+    world_size = 1 + max((member for group in groups for member in group.ranks), default=rank)
+    return RankDump(rank, world_size, flight_recorder=Snapshot(None, groups))
+
+
+def _merge(own: RankDump | None, other: RankDump) -> RankDump:
+    return other if own is None else replace(own, flight_recorder=own.flight_recorder or other.flight_recorder)

@@ -1,0 +1,100 @@
+"""The recorder's variables, and dumps of torch's as NCCL makes them, by its documentation: it does not run here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.watchdog.flight_record import GroupRecord, Operation
+from megalite.watchdog.flight_recorder import enable, group_records
+
+NEW = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": "folder/nccl_trace_rank_"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, NEW),
+        ({"TORCH_FR_BUFFER_SIZE": "0"}, NEW | {"TORCH_FR_BUFFER_SIZE": "0"}),
+        (
+            {"TORCH_NCCL_TRACE_BUFFER_SIZE": "50", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "mine"},
+            {"TORCH_NCCL_TRACE_BUFFER_SIZE": "50", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "mine"},
+        ),
+    ],
+    ids=["nothing", "present", "older"],
+)
+def test_what_the_user_has_set_stays(
+    given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    enable(Path("folder"))
+    assert os.environ == expected
+
+
+def entry(number: int, name: str, state: str, group: str = "0", retired: bool = False, p2p: int = 0) -> dict[str, Any]:
+    """An entry of the recorder; a message where `p2p` numbers it."""
+    return {
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": (group, "undefined"),
+        "collective_seq_id": number,
+        "p2p_seq_id": p2p,
+        "op_id": number,
+        "profiling_name": name,
+        "time_created_ns": 1_500_000_000,
+        "input_sizes": [[4, 2]],
+        "input_dtypes": ["BFloat16"],
+        "output_sizes": [[4, 2]],
+        "output_dtypes": ["BFloat16"],
+        "state": state,
+        "retired": retired,
+        "is_p2p": p2p > 0,
+    }
+
+
+def test_states_of_nccl() -> None:
+    trace = {
+        "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
+        "entries": [
+            entry(1, "nccl:all_reduce", "completed", retired=True),
+            entry(2, "nccl:_all_gather_base", "started", retired=True),
+            entry(3, "nccl:_all_gather_base", "scheduled"),
+        ],
+    }
+    (record,) = group_records(trace)
+    assert (record.name, record.ranks, record.collectives) == ("0", (0, 1), 3)
+    assert [one.state for one in record.operations] == ["completed", "started", "scheduled"]
+    assert record.operations[1] == Operation(2, "_all_gather_base", ((4, 2),), "bfloat16", "started", 1.5)
+
+
+def test_what_gloo_retires_has_ended() -> None:
+    trace = {
+        "pg_config": {"": {"ranks": "[]"}},
+        "entries": [
+            entry(1, "gloo:all_reduce", "scheduled", "megalite group 2-5 #1", retired=True),
+            entry(2, "gloo:all_reduce", "scheduled", "megalite group 2-5 #1"),
+        ],
+    }
+    (record,) = group_records(trace)
+    assert record.ranks == (2, 5)
+    assert [one.state for one in record.operations] == ["completed", "scheduled"]
+
+
+def test_messages_of_nccl_are_counted_on_their_link() -> None:
+    name = "megalite link 1-0 #1"
+    trace = {
+        "pg_config": {},
+        "entries": [
+            entry(0, "nccl:send 0->1", "completed", name, p2p=1),
+            entry(0, "nccl:send 0->1", "completed", name, p2p=2),
+            entry(0, "nccl:send 0->1", "started", name, p2p=3),
+        ],
+    }
+    assert group_records(trace) == [GroupRecord(name, (1, 0), 0, (), messages=3, finished_messages=2)]
+
+
+def test_a_ring_without_entries_has_no_groups() -> None:
+    assert group_records({"pg_config": {}, "version": "2.10"}) == []

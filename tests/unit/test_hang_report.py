@@ -1,0 +1,135 @@
+"""`tools/hang_report.py`: the files that ranks leave, whole and damaged, put together."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from megalite.watchdog.flight_record import GroupRecord, Operation, Snapshot
+from megalite.watchdog.hang_dump import RankDump, read_dumps, write_dump
+from tests.harness.tool import Ended, run_tool
+from tests.unit.test_flight_recorder import entry
+
+STACKS = 'Thread 0x00007f{}00 (most recent call first):\n  File "train.py", line {} in step'
+
+
+def report(*arguments: object) -> Ended:
+    return run_tool("tools.hang_report", *arguments)
+
+
+def leave(folder: Path, rank: int, collectives: int, line: int, waiting: bool = True) -> Path:
+    operations = (Operation(2, "all_reduce", ((4,),), "float32", "scheduled", 1.5),) if collectives == 2 else ()
+    group = GroupRecord("0", (0, 1, 2, 3), collectives, operations)
+    stacks = STACKS.format(rank, line)
+    dump = RankDump(rank, 4, f"node{rank // 2}", 100 + rank, "step", 60.0 + rank, stacks, Snapshot(waiting, (group,)))
+    return write_dump(folder, dump)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Rank 2 is not in the second all-reduce, and stands at a line of its own."""
+    for rank in (0, 1, 3):
+        leave(tmp_path, rank, collectives=2, line=7)
+    leave(tmp_path, 2, collectives=1, line=90, waiting=False)
+    return tmp_path
+
+
+def test_a_dump_is_read_as_it_was_written(tmp_path: Path) -> None:
+    group = GroupRecord("g", (1, 0), 1, (Operation(1, "all_gather", ((2, 3), ()), "int64", "started", 0.25),), 5, 4)
+    dump = RankDump(1, 2, "node", 17, "data", 3.5, "stacks", Snapshot(None, (group,)), {"step": 12})
+    write_dump(tmp_path, dump)
+    assert read_dumps(tmp_path).ranks == {1: dump}
+
+
+def test_the_report_names_the_rank_and_sets_the_outlier_apart(folder: Path) -> None:
+    assert report(folder).stdout == (
+        "4 of 4 ranks have left a file\n\n"
+        "HELD UP BY rank 2\n"
+        "because:\n"
+        "  - all_reduce #2 of ranks 0-3 (float32 [4]): ranks 0, 1, 3 are in it, rank 2 is not: the last there was #1\n"
+        "\n"
+        "rank 2 on node1 (process 102) in step for 62 s:\n"
+        "    Thread 0x00007f200 (most recent call first):\n"
+        '      File "train.py", line 90 in step\n'
+        "\n"
+        "ranks 0, 1, 3 on node0, node1 in step for 60 s:\n"
+        "    Thread 0x00007f000 (most recent call first):\n"
+        '      File "train.py", line 7 in step\n'
+    )
+
+
+def test_the_report_for_machines_says_the_same(folder: Path) -> None:
+    found = json.loads(report(folder, "--json").stdout)
+    assert found["culprits"] == [2]
+    assert [finding["cause"] for finding in found["findings"]] == [True]
+    assert [place["ranks"] for place in found["places"]] == [[2], [0, 1, 3]]
+    assert found["without_file"] == found["problems"] == []
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"version": 2}', b'{"version": 1}', b'{"version": 1, "flight_recorder": {}}']
+)
+def test_a_damaged_file_is_told_and_the_rest_used(folder: Path, content: bytes) -> None:
+    (folder / "rank_00002.json").write_bytes(content)
+    ended = report(folder)
+    assert ended.code == 0
+    assert "note: rank_00002.json cannot be read, the rest is used: " in ended.stdout
+    assert "HELD UP BY rank 2\n" in ended.stdout
+    assert "rank 2 left no record: stopped, ended or out of reach" in ended.stdout
+
+
+def test_a_missing_file_is_told(folder: Path) -> None:
+    (folder / "rank_00002.json").unlink()
+    assert report(folder).stdout.startswith("3 of 4 ranks have left a file\nwithout one: rank 2\n\nHELD UP BY rank 2\n")
+
+
+def test_a_rank_without_a_recorder_still_shows_where_it_stood(folder: Path) -> None:
+    write_dump(folder, RankDump(2, 4, stacks="at home"))
+    ended = report(folder)
+    assert "HELD UP BY rank 2" in ended.stdout
+    assert "\nrank 2:\n    at home\n" in ended.stdout
+
+
+def test_dumps_of_nccls_own_watchdog_stand_in(folder: Path) -> None:
+    """Files of torch, as pickles, for the ranks that have no file of their own, or one without a recorder."""
+    (folder / "rank_00003.json").unlink()
+    write_dump(folder, RankDump(2, 4, stacks="at home"))
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
+    first = entry(1, "nccl:all_reduce", "completed")
+    second = entry(2, "nccl:all_reduce", "started") | {"input_sizes": [[4]], "input_dtypes": ["Float"]}
+    for rank, entries in ((2, [first]), (3, [first, second])):
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps({"pg_config": config, "entries": entries}))
+    found = json.loads(report(folder, "--json").stdout)
+    assert found["without_file"] == found["problems"] == []
+    assert found["culprits"] == [2]
+
+
+class Hostile:
+    """Runs something where it is unpickled freely."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (Path("harm"),)
+
+
+def test_a_pickle_that_is_no_dump_does_nothing(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("here"))
+    (folder / "nccl_trace_rank_2").write_bytes(pickle.dumps({"pg_config": {}, "entries": Hostile()}))
+    (folder / "nccl_trace_rank_3").write_bytes(b"\x80")
+    ended = report(folder)
+    assert not Path("harm").exists()
+    assert ended.stdout.count("cannot be read") == 2
+    assert "HELD UP BY rank 2\n" in ended.stdout
+
+
+@pytest.mark.parametrize("name", ["absent", "file", "empty"])
+def test_a_folder_without_dumps_is_an_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    ended = report(tmp_path / name)
+    assert ended.code == 64
+    assert str(tmp_path / name) in ended.stderr

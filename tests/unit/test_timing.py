@@ -1,0 +1,47 @@
+"""Which rank is the slowest, by the work that it does and not by how long it waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from megalite.parallel.mesh import ParallelMesh
+from megalite.training.timing import Timing, gather_timing
+from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, STEP, WAITING, Sections
+
+FAST, SLOW = [0.001, 0.010, 0.002, 0.025], [0.001, 0.030, 0.002, 0.004]
+
+
+def test_the_slowest_rank_is_the_one_that_works_longest_and_waits_least() -> None:
+    timing = Timing([FAST, FAST, SLOW, FAST], ["n0", "n0", "n1", "n1"])
+    figures = timing.figures()
+    assert figures["iteration_time_s/slowest_rank"] == 2
+    assert figures["iteration_time_s/slowest_rank_works"] == pytest.approx(0.033)
+    assert figures["iteration_time_s/forward_and_backward"] == 0.010
+    assert timing.line() == (
+        "ms a step, median of 4 ranks: data 1.0, forward and backward 10.0, optimizer 2.0, waiting for others 25.0; "
+        "slowest: rank 2 on n1, 33.0 of work against 13.0, most of the difference in forward and backward"
+    )
+
+
+def test_one_rank_is_slower_than_none() -> None:
+    timing = gather_timing({DATA: 0.1, FORWARD_BACKWARD: 1.0, OPTIMIZER: 0.2}, 10, ParallelMesh())
+    assert timing.line() == "ms a step: data 10.0, forward and backward 100.0, optimizer 20.0"
+
+
+def test_what_is_waited_for_others_is_no_time_of_a_section() -> None:
+    now = waited = 0.0
+
+    def pass_time(work: float, wait: float) -> None:
+        nonlocal now, waited
+        now, waited = now + work + wait, waited + wait
+
+    sections = Sections(lambda: waited, lambda: now)
+    for _ in range(2):
+        with sections(STEP):
+            with sections(DATA):
+                pass_time(0.5, 0.0)
+            with sections(FORWARD_BACKWARD):
+                pass_time(2.0, 1.0)
+    assert sections.take() == {STEP: 5.0, DATA: 1.0, FORWARD_BACKWARD: 4.0, WAITING: 2.0}
+    assert sections.take() == {}
+    assert sections.longest == {STEP: 3.5, DATA: 0.5, FORWARD_BACKWARD: 3.0}
