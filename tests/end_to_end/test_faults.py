@@ -243,3 +243,9 @@ def test_one_process_alone_that_hangs_is_ended(spawn: Callable[..., Job], tmp_pa
     job = spawn([FAULTY, *flags], 1, FAULT="forward/0/3/loop", FAULT_RECORD=str(tmp_path))
     assert job.wait() == [85]
     assert job.stderr(0).startswith("error: step 3 hangs: rank 0 (process ")
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_rank_0_is_named_where_the_store_goes_with_it(kind: str, tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path / "campaign", "tp")
+    campaign.disturb(Fault("forward", 0, 2, kind), store_of_rank_0=True)
