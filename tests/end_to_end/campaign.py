@@ -53,6 +53,9 @@ OF_ALL = ("writing", "commit")
 """The ranks agree on what becomes of an error."""
 
 
+_OF_TORCH = re.compile(r"^(\[rank\d+\]:\[W.*|Exception raised from .*|frame #.*|<omitting python frames>|)\n", re.M)
+
+
 class Campaign:
     """One run directory, and all the starts of its run."""
 
@@ -153,9 +156,15 @@ def assert_codes(codes: list[int], fault: Fault, where: str) -> None:
     assert codes[fault.rank] == own, where
 
 
+def everything_said(job: Job) -> list[str]:
+    """What each rank that has said something has, without torch's warnings of a store that has gone with rank 0."""
+    texts = (_OF_TORCH.sub("", job.stderr(rank)) for rank in range(RANKS))
+    return [text for text in texts if text]
+
+
 def assert_said(job: Job, fault: Fault, where: str) -> None:
     """One message, by one rank, that names the culprit; none where the run was asked to end."""
-    said = [text for rank in range(RANKS) if (text := job.stderr(rank))]
+    said = everything_said(job)
     messages = [line for text in said for line in text.splitlines() if line.startswith("error")]
     watched = fault.phase not in UNWATCHED
     if fault.kind in REQUESTS and watched:

@@ -31,6 +31,7 @@ from tests.end_to_end.campaign import (
     START,
     UNWATCHED,
     Campaign,
+    everything_said,
     undisturbed,
 )
 from tests.end_to_end.runs import GPT2, MOCK
@@ -198,15 +199,15 @@ class Chance:
                     job.kill(rank, number)
                 time.sleep(seconds)
             codes = job.wait()
-            said = "".join(map(job.stderr, range(RANKS)))
-        assert (codes, said) == ([85] * RANKS, ""), f"pause of {ranks}"
+            said = everything_said(job)
+        assert (codes, said) == ([85] * RANKS, []), f"pause of {ranks}"
 
     def _wait_a_moment(self, job: Job) -> None:
         job.wait_for_output(0, "  start  ")
         time.sleep(self.random.random())
 
     def _assert_ended(self, job: Job, where: str) -> None:
-        said = [text for rank in range(RANKS) if (text := job.stderr(rank))]
+        said = everything_said(job)
         where = f"{where} in {job.directory}\n" + "\n".join(said)
         assert sum(line.startswith("error") for text in said for line in text.splitlines()) <= 1, where
         assert all("planted" in text for text in said if "Traceback" in text), where
@@ -241,8 +242,14 @@ def test_a_run_survives_more_of_it(seed: int, whole: Whole, tmp_path: Path) -> N
 def test_one_process_alone_that_hangs_is_ended(spawn: Callable[..., Job], tmp_path: Path) -> None:
     flags = [*MOCK, *GPT2, "--train-iters", 9, "--watchdog-min-seconds", 1, "--save", tmp_path / "run"]
     job = spawn([FAULTY, *flags], 1, FAULT="forward/0/3/loop", FAULT_RECORD=str(tmp_path))
-    assert job.wait() == [85]
+    assert job.wait(timeout=60) == [85]
     assert job.stderr(0).startswith("error: step 3 hangs: rank 0 (process ")
+
+
+def test_a_rank_that_dies_is_named_though_the_launcher_ends_the_others(tmp_path: Path) -> None:
+    campaign = Campaign(tmp_path / "campaign", "tp")
+    for rank in (1, 3):
+        campaign.disturb(Fault("forward", rank, 2, "kill"), launcher=True)
 
 
 @pytest.mark.parametrize("kind", ["kill", "stop"])

@@ -209,7 +209,7 @@ def test_strangers_disturb_nobody(watch: Begin) -> None:
     watched = watch()
     port = int(watched.monitor.address.split()[0])
     garbage = (b"", b"x" * 5000, b"GET / HTTP/1.1\r\n\r\n", b'{"token": "\xc3\xa9"}\n', b'{"token": 3}\n', b"[" * 9999)
-    strangers = [socket.create_connection(("localhost", port)) for _ in garbage]
+    strangers = [socket.create_connection(("localhost", port), timeout=SECONDS) for _ in garbage]
     for stranger, data in zip(strangers, garbage, strict=True):
         stranger.sendall(data)
         if data.startswith(b"["):
