@@ -63,11 +63,15 @@ _PACKED = "tests/unit/test_optimizer_packed.py::test_"
 _DEFERRED = "tests/distributed/test_deferred_gradients.py::test_"
 _ENGINE = "tests/distributed/test_pipeline_engine.py::test_"
 _TIME_LINE = "tests/end_to_end/test_pipeline.py::test_the_time_line_of_a_step_is_written_and_can_be_drawn_again"
+_NOT_FINITE = "tests/distributed/test_nonfinite.py::test_"
+_FIRST_MODULE = f"{_NOT_FINITE}the_first_module_is_told_and_the_training_goes_on_with_the_same_bits"
 _GOES_ON = "tests/distributed/test_checkpoint_layouts.py::test_a_training_goes_on_under_any_layout[8]"
 _KILL = "tests/unit/test_checkpoint_kill.py::test_"
 _STOP = "tests/end_to_end/test_stop.py::test_"
 _FAULTS = "tests/end_to_end/test_faults.py::test_"
 _WATCHDOG = "tests/unit/test_watchdog_"
+_HANG = "tests/distributed/test_hang.py::test_"
+_HANG_REPORT = "tests/unit/test_hang_report.py::test_"
 _FIGURES = "tests/end_to_end/test_evaluate.py::test_"
 _LM_EVAL = "tests/end_to_end/test_lm_eval.py::test_"
 _INFERENCE = "tests/distributed/test_inference.py::test_"
@@ -1709,6 +1713,69 @@ MUTANTS = (
         f"{_FAMILIES}there_and_back_is_the_same_bit_for_bit[llama]",
     ),
     Mutant(
+        "a hang: what has ended on gloo is taken for under way",
+        "megalite/watchdog/flight_recorder.py",
+        'return COMPLETED if ended_on_gloo else str(entry["state"])',
+        'return str(entry["state"])',
+        "tests/unit/test_flight_recorder.py::test_what_gloo_retires_has_ended",
+    ),
+    Mutant(
+        "a hang: a rank that is busy is taken for one that waits",
+        "megalite/watchdog/flight_recorder.py",
+        "return file == collectives.__file__ or Path(file).is_relative_to(Path(dist.__file__).parent)",
+        "return bool(file)",
+        f"{_HANG}collectives_under_way_are_counted_from_the_first_that_lacks_a_rank",
+    ),
+    Mutant(
+        "a hang: messages on gloo are not counted",
+        "megalite/watchdog/flight_recorder.py",
+        "messages=count if link else 0",
+        "messages=0",
+        f"{_HANG}a_missing_stage_is_found_by_the_messages_that_wait_for_it",
+    ),
+    Mutant(
+        "a hang: who waits for others is blamed as well",
+        "megalite/watchdog/hang_analysis.py",
+        "causes = {rank for wait in waits for rank in wait.absent} - waiting - stuck",
+        "causes = {rank for wait in waits for rank in wait.absent} - stuck",
+        "tests/unit/test_hang_analysis.py::test_the_rank_that_stopped_is_the_one_to_blame",
+    ),
+    Mutant(
+        "a hang: operations are compared by their names alone",
+        "megalite/watchdog/hang_analysis.py",
+        "    return operation.name, operation.dtype, sum(math.prod(shape) for shape in operation.shapes)",
+        "    return (operation.name,)",
+        f"{_HANG}a_rank_with_another_size_is_named_even_where_the_backend_let_it_pass",
+    ),
+    Mutant(
+        "a hang: whether a rank waits is lost on the way",
+        "megalite/watchdog/flight_record.py",
+        "return cls(waiting, tuple(",
+        "return cls(None, tuple(",
+        f"{_HANG_REPORT}a_dump_is_read_as_it_was_written",
+    ),
+    Mutant(
+        "a hang: a rank without a file is not missed",
+        "megalite/watchdog/hang_dump.py",
+        "tuple(sorted(world - known))",
+        "()",
+        f"{_HANG_REPORT}a_missing_file_is_told",
+    ),
+    Mutant(
+        "a hang: a damaged file ends the report",
+        "megalite/watchdog/hang_dump.py",
+        "except Exception as error:",
+        "except KeyError as error:",
+        f"{_HANG_REPORT}a_damaged_file_is_told_and_the_rest_used",
+    ),
+    Mutant(
+        "a hang: rank 0 stands apart, by the thread of its monitor",
+        "megalite/watchdog/hang_report.py",
+        "if not other.startswith(_OWN_THREADS) and not _idles(other)",
+        "if not _idles(other)",
+        f"{_HANG_REPORT}the_report_names_the_rank_and_sets_the_outlier_apart",
+    ),
+    Mutant(
         "a STOP from before the run stops it",
         "megalite/training/control_files.py",
         "found = [name for name in (STOP, SAVE) if _is_file(self._directory / name)]",
@@ -1805,6 +1872,78 @@ MUTANTS = (
         "return future.result(seconds)",
         "return future.result()",
         f"{_WATCHDOG}bounded.py::test_a_call_that_does_not_come_back_is_left_alone",
+    ),
+    Mutant(
+        "of two findings the later one is told",
+        "megalite/training/watch.py",
+        "if self.first is None or finding.order < self.first.order:",
+        "if self.first is None or finding.order >= self.first.order:",
+        f"{_FIRST_MODULE}[alone]",
+    ),
+    Mutant(
+        "the stages are told in the order of forward, backward too",
+        "megalite/training/watch.py",
+        "stage = stage if phase == 0 else self._stages.count - 1 - stage",
+        "stage = stage",
+        f"{_FIRST_MODULE}[pp 2, zb-v]",
+    ),
+    Mutant(
+        "the gradient buffers stay watched",
+        "megalite/training/watch.py",
+        "            for parameter, buffer in zip(parameters, buffers, strict=True):\n"
+        "                parameter.gradient_buffer = buffer\n",
+        "",
+        f"{_FIRST_MODULE}[alone]",
+    ),
+    Mutant(
+        "a gradient is not told from the sum that it is added to",
+        "megalite/training/watch.py",
+        "own = target if overwrite else torch.empty_like(target)\n        self.gradient.add_to(own, overwrite=True)",
+        "own = target\n        self.gradient.add_to(own, overwrite=overwrite)",
+        f"{_NOT_FINITE}sums_that_overflow_are_told_from_what_they_are_made_of[0]",
+    ),
+    Mutant(
+        "a sum that was not finite before makes every micro-batch after it an affected one",
+        "megalite/training/watch.py",
+        "finite = finite and not_finite(target) is None",
+        "finite = True",
+        f"{_FIRST_MODULE}[alone]",
+    ),
+    Mutant(
+        "the ranks that saw the first finding are not told from those that saw a later one",
+        "megalite/training/nonfinite.py",
+        "if (other.order, other.place) == (finding.order, finding.place)]",
+        "if other.place == finding.place or other.order > finding.order]",
+        f"{_FIRST_MODULE}[tp 2]",
+    ),
+    Mutant(
+        "what is left of a first run is looked at after the second",
+        "megalite/training/nonfinite.py",
+        "_of_runs(first, second, result, hosts",
+        "_of_runs([_FirstRun(**report) for report in _gather(_first_run(step, optimizer), mesh)], second, result, "
+        "hosts",
+        f"{_NOT_FINITE}a_fault_that_does_not_come_again_makes_a_device_suspect[0]",
+    ),
+    Mutant(
+        "every search for a loss scale is looked into",
+        "megalite/training/trainer.py",
+        "if update.skipped and not searches else 0",
+        "if update.skipped else 0",
+        "tests/end_to_end/test_nonfinite.py::test_the_search_for_a_loss_scale_is_not_looked_into",
+    ),
+    Mutant(
+        "a loss that is not finite is one rank's alone",
+        "megalite/training/nonfinite.py",
+        'return collectives.all_reduce_(flag, mesh.world(), "max").item() == 0.0',
+        "return flag.item() == 0.0",
+        "tests/end_to_end/test_nonfinite.py::test_a_loss_that_is_not_finite_on_one_rank_alone_is_every_ranks",
+    ),
+    Mutant(
+        "a dynamic loss scale shrinks under a loss that is not finite",
+        "megalite/training/trainer.py",
+        "self.loss_scale.can_shrink and is_finite_everywhere(loss, self.mesh)",
+        "self.loss_scale.can_shrink",
+        "tests/end_to_end/test_nonfinite.py::test_a_run_that_has_diverged_tells_where_it_last_did",
     ),
 )
 

@@ -1,7 +1,7 @@
 """Say why a run hung, from what its ranks have left: who held it up, in which collective, and where each rank stood.
 
-    python tools/hang_report.py run/small-llama/hang/20260314T021500
-    python tools/hang_report.py run/small-llama/hang/20260314T021500 --json
+    python tools/hang_report.py run/small-llama/hangs/20260314T021500
+    python tools/hang_report.py run/small-llama/hangs/20260314T021500 --json
 
 The folder holds a file of each rank that could still write one, and perhaps what NCCL's own watchdog has written.
 """

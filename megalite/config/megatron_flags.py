@@ -63,7 +63,8 @@ ALREADY_SO: Mapping[str, str] = {
     "the loss is the sum over the tokens of the global batch over their count": "calculate-per-token-loss",
     "initial weights are drawn on the CPU, the same for every layout": "use-cpu-initialization",
     "gradients are accumulated and reduced in fp32 unless --grad-reduce-in-bf16": "accumulate-allreduce-grads-in-fp32",
-    "a gradient that is not finite makes every rank skip the step": "no-check-for-nan-in-loss-and-grad",
+    "a gradient that is not finite makes every rank skip the step, and the run ends after ten in a row": """
+    no-check-for-nan-in-loss-and-grad""",
     "SIGTERM, SIGINT and SIGUSR1 always save and exit": "exit-signal-handler",
     "ranks are read from the environment that torchrun sets": "local-rank=1",
     "masks are made from document ids where attention needs them": "no-create-attention-mask-in-dataloader",
@@ -118,6 +119,8 @@ POSITION = "is not there: what is loaded goes on where it was saved, or at step 
 CONVERSION = "is not there: tools/checkpoint/reshard.py --ckpt-format writes a checkpoint anew in the other format"
 FAMILIES = "arrives with the model families and their conversion"
 SYMMETRIC = "is not there: Newton-Schulz multiplies by torch's own matrix products"
+INJECTION = "is not there: a run plants no faults in itself"
+LARGE = "is not there: what is large and finite is clipped by --clip-grad; metrics.jsonl has loss and grad_norm a step"
 CLUSTER = "arrives with running on clusters (faults, profiling, monitoring)"
 TRANSFORMER_ENGINE = "needs Transformer Engine, which megalite does without"
 NOT_GPT = "is not for pre-training a GPT (vision, BERT, T5, retrieval, distillation, reinforcement learning)"
@@ -162,7 +165,7 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
     "cuda-graph-impl": ("none", MACHINERY),
     "empty-unused-memory-level": ("0", MACHINERY),
     "exit-signal": ("SIGTERM SIGINT SIGUSR1", MACHINERY),
-    "rerun-mode": ("disabled", MACHINERY),
+    "error-injection-rate": ("0", INJECTION),
 }
 """Flags that are already so at these values -> why others are refused."""
 
@@ -181,6 +184,9 @@ REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "exp-avg-sq-dtype": {
         "fp16": "is not there: squares below 6e-8, of gradients below 2e-4, would be zero (bf16 has fp32's range)",
+    },
+    "rerun-mode": {
+        "report_stats": "is not there: a step is run again only where its gradient is not finite (validate_results)",
     },
     "position-embedding-type": dict.fromkeys(("mrope", "relative"), NOT_GPT),
     "tokenizer-type": {
@@ -247,11 +253,13 @@ REFUSED: Mapping[str, str] = {
     load-main-params-from-ckpt skip-train
     """,
     SYMMETRIC: "muon-use-syrk",
+    INJECTION: "error-injection-type",
+    LARGE: "check-for-large-grads check-for-spiky-loss",
     CLUSTER: """
     profile profile-step-start profile-step-end use-pytorch-profiler pytorch-profiler-collect-shapes
     pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra profile-ranks record-memory-history
     memory-snapshot-path record-shapes nvtx-ranges check-weight-hash-across-dp-replicas-interval
-    exit-signal-handler-for-dataloader exit-signal-handler-for-training iterations-to-skip check-for-large-grads
+    exit-signal-handler-for-dataloader exit-signal-handler-for-training iterations-to-skip
     distributed-timeout-seconds-after-init flight-recorder-dump-path flight-recorder-trace-buffer-size
     no-flight-recorder-dump-on-timeout disable-flight-recorder-dump-on-timeout flight-recorder-include-stack-trace
     no-flight-recorder-include-only-active disable-flight-recorder-include-only-active
@@ -377,7 +385,7 @@ REFUSED: Mapping[str, str] = {
     inprocess-soft-timeout inprocess-hard-timeout inprocess-heartbeat-timeout inprocess-barrier-timeout
     inprocess-completion-timeout inprocess-last-call-wait inprocess-termination-grace-time inprocess-granularity
     inprocess-active-world-size inprocess-empty-cuda-cache enable-ft-package calc-ft-timeouts ft-num-warmup-iters
-    error-injection-rate error-injection-type check-for-spiky-loss enable-msc fault-injector-ranks
+    enable-msc fault-injector-ranks
     fault-injector-num-ranks fault-injector-fault-types fault-injector-fault-probabilities fault-injector-fault-delay
     fault-injector-delay-start-iteration fault-injector-mtti-seconds fault-injector-offset-seconds fault-injector-seed
     """,

@@ -50,6 +50,8 @@ class TrainingConfig:
     """In training, this times the square of log(sum(exp(logits))) is added to a token's loss; evaluation is without."""
     fp64: bool = False
     """Compute in float64, to compare layouts to the last digits."""
+    rerun_mode: Literal["validate_results", "disabled"] = "validate_results"
+    """Run a step whose gradient is not finite once more, watched, and tell where it came from; or disabled."""
     deterministic_mode: bool = False
     """On GPUs use deterministic algorithms alone (on CPUs they are, at a fixed number of threads)."""
     recompute_granularity: Literal["full", "selective"] | None = None

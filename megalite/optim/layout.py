@@ -8,6 +8,7 @@ same layout.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -75,6 +76,17 @@ class BucketLayout:
             low, high = max(begin, start), min(end, stop)
             if low < high:
                 yield group, slice(low - start, high - start)
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """What stands in [start, stop) and no padding: parts of logical tensors, their names and places."""
+        for slot in self.slots:
+            record = slot.parameter.sharding
+            columns = math.prod(record.local_shape[1:])
+            for piece in record.pieces:
+                first = slot.start + piece.row * columns
+                low, high = max(first, start), min(first + piece.rows * columns, stop)
+                if low < high:
+                    yield piece.tensor.name, low, high
 
 
 def lay_out(sizes: Sequence[int], bucket_size: int | None) -> list[list[tuple[int, int, int]]]:

@@ -109,14 +109,18 @@ class Optimizer:
             for bucket in buckets:
                 bucket.deferred = None
 
+    def complete(self, loss_scale: float = 1.0) -> StepResult:
+        """Finish the gradients' reduction, and update nothing."""
+        for part in self._completion():
+            part.run()
+        return StepResult({name: norm / loss_scale for name, norm in self._norms().run().items()})
+
     def step(self, rates: Rates, loss_scale: float = 1.0) -> StepResult:
         """Finish the gradients' reduction, clip and update. The same decision and the same bits on every rank.
 
         `loss_scale` is what the loss was multiplied by: the gradients are divided by it.
         """
-        for part in self._completion():
-            part.run()
-        result = StepResult({name: norm / loss_scale for name, norm in self._norms().run().items()})
+        result = self.complete(loss_scale)
         if result.skipped:
             return result
         for pending in [gather.run() for gather in self._gradient_gathers()]:

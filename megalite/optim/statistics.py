@@ -41,22 +41,11 @@ def zeros_in_gradients(buckets: Iterable[Bucket], mesh: ParallelMesh) -> int:
     count = 0
     for bucket in buckets:
         if bucket.place.counted_here:
-            for start, stop in _unpadded_ranges(bucket):
-                part = bucket.gradient_shard[start:stop]
+            begin, end = bucket.owned_range
+            for _, start, stop in bucket.layout.pieces(begin, end):
+                part = bucket.gradient_shard[start - begin : stop - begin]
                 count += part.numel() - int(part.count_nonzero())
     return int(_over_ranks({"zeros": [float(count)]}, mesh)["zeros"])
-
-
-def _unpadded_ranges(bucket: Bucket) -> Iterable[tuple[int, int]]:
-    """What of this rank's slice stands in the global model, counted from the slice's start."""
-    begin, end = bucket.owned_range
-    for slot in bucket.slots:
-        columns = math.prod(slot.parameter.sharding.local_shape[1:])
-        for piece in slot.parameter.sharding.pieces:
-            start = slot.start + piece.row * columns
-            low, high = max(start, begin), min(start + piece.rows * columns, end)
-            if low < high:
-                yield low - begin, high - begin
 
 
 def _over_ranks(numbers: dict[str, list[float]], mesh: ParallelMesh) -> dict[str, float]:

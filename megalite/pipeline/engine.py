@@ -60,6 +60,23 @@ class HiddenStates:
             )
 
 
+class UnderWay(Protocol):
+    """A step, as an observer sees it."""
+
+    def execute(self, action: Action) -> None:
+        """Run an action."""
+
+    def wait_for_message(self, action: Action) -> None:
+        """Wait for what another stage gives to a computation."""
+
+
+class Observer(Protocol):
+    """Who sees a step's actions one by one."""
+
+    def execute(self, action: Action, step: UnderWay) -> None:
+        """Have the step run the action."""
+
+
 class Recording:
     """When each action of a step ran on this rank, in seconds since this was made."""
 
@@ -67,7 +84,7 @@ class Recording:
         self.spans: list[Span] = []
         self._device, self._origin = device, time.perf_counter()
 
-    def execute(self, action: Action, step: _Step[MicroBatch]) -> None:
+    def execute(self, action: Action, step: UnderWay) -> None:
         """Run an action to its end on the device: a step that is recorded overlaps less than others. What it waits for
         is not part of it.
         """
@@ -102,7 +119,7 @@ class PipelineEngine(Generic[MicroBatch]):
         micro_batches: Sequence[MicroBatch],
         factor: float = 1.0,
         gradients: Gradients | None = None,
-        recording: Recording | None = None,
+        observer: Observer | None = None,
     ) -> Tensor:
         """Execute `actions`, differentiating factor * (sum of losses). Without `gradients` nothing is reduced, and I
         does all that B does.
@@ -117,10 +134,10 @@ class PipelineEngine(Generic[MicroBatch]):
         actions = list(actions)
         with torch.set_grad_enabled(any(action.kind in ("B", "I") for action in actions)):
             for action in actions:
-                if recording is None:
+                if observer is None:
                     step.execute(action)
                 else:
-                    recording.execute(action, step)
+                    observer.execute(action, step)
         return step.loss_sum()
 
 
@@ -201,7 +218,6 @@ class _Step(Generic[MicroBatch]):
             self._free(action)
 
     def wait_for_message(self, action: Action) -> None:
-        """Wait for what another stage gives to a computation."""
         way = "F" if action.kind == "F" else "B"
         key = way, action.chunk, action.micro_batch
         if action.kind in ("F", "B", "I") and key in self._arriving:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 from megalite.errors import ConfigurationError
 from megalite.model.attention import Attention
@@ -48,6 +49,11 @@ def compile_layers(chunks: Iterable[GPT], backend: str | Callable[..., Any] = "i
     for chunk in chunks:
         for layer in chunk.layers:
             layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is one of those layers."""
+    return "forward" in vars(module)
 
 
 @functools.cache

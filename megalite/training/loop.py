@@ -16,13 +16,11 @@ from megalite.parallel import collectives
 from megalite.training.control_files import ControlFiles
 from megalite.training.display import Display
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
+from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
 from megalite.training.timing import Timing, gather_timing
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, STEP
-
-MAX_CONSECUTIVE_SKIPS = 10
-"""Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +86,15 @@ class TrainingLoop:
         self.display.step(metrics)
         if timing is not None:
             self.display.message(timing.line())
+        report = self.trainer.locate_not_finite()
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise MegaliteError(
                 f"the gradient norm was not finite in the last {MAX_CONSECUTIVE_SKIPS} steps (now step "
                 f"{metrics.iteration}): the run has diverged. Lower --lr, lengthen the warm-up or resume from an "
-                "earlier checkpoint"
+                f"earlier checkpoint{f'. The last of them: {report}' if report else ''}"
             )
+        if report is not None:
+            self.display.message(f"WARNING: {report}")
         if self._collects_garbage_now():
             gc.collect()
 
@@ -174,7 +175,8 @@ class TrainingLoop:
     def _timing(self) -> Timing:
         """Of the steps since the last time; all ranks together."""
         steps, self._timed = self.trainer.iteration - self._timed, self.trainer.iteration
-        return gather_timing(self.sections.take(), steps, self.mesh)
+        with self.sections(AGREEMENT):
+            return gather_timing(self.sections.take(), steps, self.mesh)
 
     def _record(self, metrics: StepMetrics | ValidationMetrics | TestMetrics) -> None:
         told = self._writer.write(metrics)

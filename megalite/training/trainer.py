@@ -41,9 +41,10 @@ from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.load_report import load_notes, rounding_notes
 from megalite.training.metrics import StepMetrics
+from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.profiling import begin_recording, gone_by, write_recording
 from megalite.training.start import Start
-from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, Sections
+from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, SECOND_RUN, Sections
 
 
 class Trainer:
@@ -86,6 +87,7 @@ class Trainer:
         self.evaluation_left = False
         self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
+        self._skipped: SkippedStep | None = None
         self._load_notes: tuple[str, ...] = ()
         self.loader = make_loader(config, mesh, data.tokenizer, data.train)
         self.plan = make_plan(config, self.model_config, mesh, stages)
@@ -116,16 +118,26 @@ class Trainer:
         rates = self.rates.at(self.consumed_samples)
         with self.sections(OPTIMIZER):
             update = self.optimizer.step(rates, loss_scale)
-        self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not self.loss_scale.can_shrink else 0
+        loss = self._over_model(loss_sum.clone().view(1)).item() / max(count, 1.0)
+        searches = update.skipped and self.loss_scale.can_shrink and is_finite_everywhere(loss, self.mesh)
+        self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not searches else 0
         self.loss_scale = self.loss_scale.after(overflow=update.skipped)
-
-        loss = self._over_model(loss_sum.view(1)).item() / max(count, 1.0)
         self.iteration += 1
+        skipped = SkippedStep(self.iteration, actions, micro_batches, factor, loss_scale, loss_sum)
+        self._skipped = skipped if self.skips_in_a_row in LOCATED_SKIPS else None
         self.consumed_samples += batch_size
         if recording is not None and isinstance(self.directory, Path):
             write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)
         seconds = time.perf_counter() - began
         return self._metrics(loss, update, rates, loss_scale, batch_size, seconds)
+
+    def locate_not_finite(self) -> str | None:
+        """Where the last step got NaN or infinity from, where that is to be told. All ranks call it together."""
+        skipped, self._skipped = self._skipped, None
+        if skipped is None or self.config.training.rerun_mode == "disabled":
+            return None
+        with self.sections(SECOND_RUN):
+            return locate(skipped, self.chunks, self.engine, self.steps.stages, self.optimizer, self.mesh)
 
     def _records_now(self) -> bool:
         """Whether the step that begins is the one whose time line is asked for."""

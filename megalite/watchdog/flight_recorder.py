@@ -1,8 +1,9 @@
 """torch's flight recorder: a ring of the last collectives of this process, kept whether or not anybody looks.
 
-torch (2.11 to 2.13) records by default, 2000 collectives with the stack of each, for 2 µs of the CPU's time. What it
-keeps is read here, at any time and from any thread: nothing that a blocked collective holds is needed. On gloo, a
-collective that has come to its end is not called completed but `retired`, and messages are not recorded, only counted.
+torch (2.11 to 2.13) records by default, 2000 collectives with the stack of each; it costs 1 to 1.5 µs of a collective's
+8 on gloo, the stacks cannot be left out, and nothing is recorded where TORCH_FR_BUFFER_SIZE is 0. What it keeps is read
+here, at any time and from any thread: nothing that a blocked collective holds is needed. On gloo, a collective that has
+come to its end is not called completed but `retired`, and messages are not recorded, only counted.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 
 from megalite.watchdog.flight_record import COMPLETED, GroupRecord, Operation, Snapshot
@@ -33,9 +34,11 @@ class Finding:
 def missing(snapshots: Mapping[int, Snapshot], silent: Collection[int] = ()) -> list[Finding]:
     """What the groups lack, causes first; nothing where no rank waits for another.
 
-    `snapshots`: by rank, taken when nothing moved any more. `silent`: the ranks that gave none.
+    `snapshots`: by rank, taken when nothing moved any more. `silent`: ranks that gave none, to tell of them also where
+    they are in no group of those that did.
     """
-    groups = list(_groups(snapshots, set(silent)))
+    groups = list(_groups(snapshots))
+    silent = set(silent).union(*(group.silent for group in groups))
     mismatches = [wait for group in groups for wait in group.mismatches()]
     lacking = [wait for group in groups for wait in (*group.lacking_ranks(), *group.lacking_messages())]
     lacking.sort(key=lambda wait: len(wait.absent))
@@ -46,10 +49,11 @@ def missing(snapshots: Mapping[int, Snapshot], silent: Collection[int] = ()) -> 
     stuck = {rank for wait in unfinished for rank in wait.waiting} - waiting - odd
     causes = {rank for wait in waits for rank in wait.absent} - waiting - stuck
     circles = list(_circles(waits, causes | stuck))
+    known = {rank for wait in waits if not wait.guess for rank in wait.waiting}
     findings = [
         *(_mismatch_finding(wait) for wait in mismatches),
         *_silence(silent, causes),
-        *(_finding(wait, causes) for wait in lacking),
+        *(_finding(wait, causes) for wait in lacking if not (wait.guess and wait.waiting <= known)),
         *(_deadlock(circle, waits, snapshots) for circle in circles),
         *(Finding(wait.text, (), True) for wait in unfinished if stuck & wait.waiting),
     ]
@@ -77,6 +81,8 @@ class _Wait:
     text: str
     waiting: set[int]
     absent: set[int] = field(default_factory=set)
+    guess: bool = False
+    """Whether the ranks perhaps do not wait: on gloo a message that has arrived looks like one that has not."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class _Group:
 
     def mismatches(self) -> Iterator[_Wait]:
         """The first collective that is not the same on all ranks; the absent ranks are the fewer, or all."""
-        number, kinds = self._first_mismatch()
+        number, kinds = self._first_mismatch
         if len(kinds) < 2:
             return
         (usual, most), *others = sorted(kinds.items(), key=lambda item: -len(item[1]))
@@ -107,7 +113,7 @@ class _Group:
 
     def lacking_ranks(self) -> Iterator[_Wait]:
         """The collectives that some ranks wait in and others have not entered; one for each set of absent ranks."""
-        for absent, pending in groupby(self._pending(), key=lambda item: self._absent(item[0])):
+        for absent, pending in groupby(self._pending, key=lambda item: self._absent(item[0])):
             (number, first), *later = pending
             if absent:
                 what = self._what(number, first)
@@ -118,7 +124,7 @@ class _Group:
 
     def unfinished(self) -> Iterator[_Wait]:
         """The first collective that all ranks have entered and that does not end."""
-        for number, ranks in self._pending():
+        for number, ranks in self._pending:
             if not self._absent(number):
                 what = self._what(number, ranks)
                 yield _Wait(what, f"{what}: all are in it, and it does not end on {ranks_text(ranks)}", set(ranks))
@@ -130,34 +136,39 @@ class _Group:
             return
         source, destination = self.ranks
         for rank, other in ((source, destination), (destination, source)):
-            record = self.records.get(rank)
-            if record is None or rank not in self.waiting:
-                continue
-            theirs = self.records[other].messages if other in self.records else 0
-            number = max(record.finished_messages, theirs) + 1
-            if number <= record.messages:
-                if other in self.silent:
-                    number = record.messages
-                what = f"message #{number} from rank {source} to rank {destination}"
-                verb = "sends it" if rank == source else "waits for it"
-                absent = "left no record" if other in self.silent else _last("has not come to it", theirs)
-                yield _Wait(what, f"{what}: rank {rank} {verb}, rank {other} {absent}", {rank}, {other})
+            begun = self.records[rank].messages if rank in self.waiting else 0
+            over = max(self.records[rank].finished_messages, self._messages(other)) if begun else 0
+            if begun > over:
+                yield self._lacking_message(rank, other, begun if other in self.silent else over + 1)
 
+    def _lacking_message(self, rank: int, other: int, number: int) -> _Wait:
+        what = f"message #{number} from rank {self.ranks[0]} to rank {self.ranks[1]}"
+        verb = "sends it" if rank == self.ranks[0] else "waits for it"
+        absent = _last("has not come to it", self._messages(other))
+        if other in self.silent:
+            verb, absent = "has begun it", "left no record"
+        text = f"{what}: rank {rank} {verb}, rank {other} {absent}"
+        return _Wait(what, text, {rank}, {other}, guess=other in self.silent)
+
+    def _messages(self, rank: int) -> int:
+        return self.records[rank].messages if rank in self.records else 0
+
+    @cached_property
     def _first_mismatch(self) -> tuple[int, Mapping[str, list[int]]]:
         for number in sorted({number for operations in self.operations.values() for number in operations}):
-            kinds: dict[str, list[int]] = {}
-            texts: dict[tuple[object, ...], str] = {}
-            for rank, operations in self.operations.items():
-                if number in operations:
-                    operation = operations[number]
-                    kinds.setdefault(texts.setdefault(_kind(operation), _operation_text(operation)), []).append(rank)
-            if len(kinds) > 1:
-                return number, kinds
+            entered = {rank: operations[number] for rank, operations in self.operations.items() if number in operations}
+            if len({(one.name, one.dtype, one.shapes) for one in entered.values()}) > 1:
+                kinds: dict[tuple[object, ...], list[int]] = {}
+                for rank, operation in entered.items():
+                    kinds.setdefault(_kind(operation), []).append(rank)
+                if len(kinds) > 1:
+                    return number, {_operation_text(entered[ranks[0]]): ranks for ranks in kinds.values()}
         return 0, {}
 
+    @cached_property
     def _pending(self) -> list[tuple[int, list[int]]]:
         """The collectives that ranks wait in, with these ranks; but for one that is not the same on all."""
-        mismatch, _ = self._first_mismatch()
+        mismatch, _ = self._first_mismatch
         ranks: dict[int, list[int]] = {}
         for rank in sorted(self.waiting & self.operations.keys()):
             for number, operation in self.operations[rank].items():
@@ -183,7 +194,7 @@ class _Group:
         return ", ".join(parts)
 
 
-def _groups(snapshots: Mapping[int, Snapshot], silent: set[int]) -> Iterator[_Group]:
+def _groups(snapshots: Mapping[int, Snapshot]) -> Iterator[_Group]:
     """The groups by name; a rank that has not made one, as far as its snapshot tells, has entered nothing there."""
     ranks: dict[str, tuple[int, ...]] = {}
     records: dict[str, dict[int, GroupRecord]] = {}
@@ -198,7 +209,7 @@ def _groups(snapshots: Mapping[int, Snapshot], silent: set[int]) -> Iterator[_Gr
             own,
             {rank: {operation.number: operation for operation in record.operations} for rank, record in own.items()},
             {rank for rank in own if snapshots[rank].waiting is not False},
-            silent.intersection(members),
+            set(members) - snapshots.keys(),
         )
 
 

@@ -37,7 +37,7 @@ class RankDump:
     seconds: float = 0.0
     """For how long."""
     stacks: str = ""
-    """The Python stacks of its threads."""
+    """Where its threads are in Python, the main one first: "thread NAME:" and what `traceback.format_stack` says."""
     flight_recorder: Snapshot | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
     """Whatever else the writer knows, as JSON has it."""
@@ -86,7 +86,8 @@ def read_dumps(folder: Path) -> Dumps:
             ranks[dump.rank] = _merge(ranks.get(dump.rank), dump)
     if not ranks:
         raise ConfigurationError("; ".join([f"{folder} holds nothing that a rank has left", *problems]))
-    world = set(range(max(dump.world_size for dump in ranks.values())))
+    world_size = max(dump.world_size for dump in ranks.values())
+    world = set(range(world_size)) if world_size > 1 else set()  # one process alone has nothing to record
     known = {rank for rank, dump in ranks.items() if dump.flight_recorder is not None}
     return Dumps(dict(sorted(ranks.items())), tuple(sorted(world - known)), tuple(problems))
 

@@ -11,7 +11,10 @@ from megalite.watchdog.hang_analysis import Finding, missing, ranks_text
 from megalite.watchdog.hang_dump import Dumps, RankDump
 
 SHOWN = 20  # findings of each kind in the text
-_ADDRESS = re.compile(r"0x[0-9a-f]+")  # of a thread, by which stacks that are alike differ
+_NEXT_THREAD = re.compile(r"\n\s*(?=thread )")
+_FILE = re.compile(r'  File "(?:.*/)?(.*)", line')
+_OWN_THREADS = ("thread monitor:", "thread watchdog:")
+_WAITING = ("threading.py", "queue.py", "selectors.py", "thread.py")  # of the standard library, in which threads idle
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class HangReport:
     culprits: tuple[int, ...]
     findings: tuple[Finding, ...]
     places: tuple[tuple[RankDump, ...], ...]
-    """The ranks with a file, in sets that were in the same section with the same stacks; the smallest set first."""
+    """The ranks with a file, in sets that were in the same section at the same lines; who is to blame comes first."""
     without_file: tuple[int, ...]
     problems: tuple[str, ...]
 
@@ -51,7 +54,7 @@ class HangReport:
             lines += [title, *(f"  - {text}" for text in texts[:SHOWN])] if texts else []
             lines += [f"  ... and {len(texts) - SHOWN} more, which --json tells"] if len(texts) > SHOWN else []
         for place in self.places:
-            stacks = place[0].stacks.strip() or "(no stacks)"
+            stacks = _telling(place[0].stacks) or "(no stacks)"
             lines += ["", f"{_where(place)}:", *(f"    {line}" for line in stacks.splitlines())]
         return "\n".join(lines)
 
@@ -62,14 +65,30 @@ def hang_report(dumps: Dumps) -> HangReport:
     culprits = {rank for finding in findings if finding.cause for rank in finding.culprits}
     places: dict[tuple[str, str], list[RankDump]] = {}
     for dump in dumps.ranks.values():
-        places.setdefault((dump.section, _ADDRESS.sub("0x", dump.stacks)), []).append(dump)
+        places.setdefault((dump.section, _telling(dump.stacks)), []).append(dump)
+
+    def order(place: list[RankDump]) -> tuple[bool, int]:
+        return culprits.isdisjoint(dump.rank for dump in place), len(place)
+
     return HangReport(
         culprits=tuple(sorted(culprits)),
         findings=tuple(findings),
-        places=tuple(map(tuple, sorted(places.values(), key=len))),
+        places=tuple(map(tuple, sorted(places.values(), key=order))),
         without_file=tuple(rank for rank in dumps.silent if rank not in dumps.ranks),
         problems=dumps.problems,
     )
+
+
+def _telling(stacks: str) -> str:
+    """The main thread's stack, and of the other threads those that are at something."""
+    main, *others = _NEXT_THREAD.split(stacks.strip())
+    busy = [other for other in others if not other.startswith(_OWN_THREADS) and not _idles(other)]
+    return "\n\n".join([main, *busy])
+
+
+def _idles(stack: str) -> bool:
+    files = _FILE.findall(stack)
+    return not files or files[-1] in _WAITING
 
 
 def _where(place: Sequence[RankDump]) -> str:

@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,9 +31,7 @@ WIDTH = 64
 
 
 def leave_dump(rank: int, folder: Path, record: Snapshot) -> None:
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    stacks = "".join(traceback.format_stack(frame))
-    write_dump(folder, RankDump(rank, dist.get_world_size(), stacks=stacks, flight_recorder=record))
+    write_dump(folder, RankDump(rank, dist.get_world_size(), flight_recorder=record))
 
 
 def operations(record: Snapshot) -> int:
@@ -137,12 +134,15 @@ def pipeline(place: Place) -> None:
 
 
 def under_way(place: Place) -> None:
-    """Rank 1 has begun two of five reductions and then is busy; rank 0 waits for it in another group as well."""
+    """Rank 1 has begun two of five reductions, and one with rank 2 before that comes to it; then it is busy. Rank 0
+    waits for it in another group as well."""
     mesh = place.mesh()
     world, pair = mesh.world(), mesh.group_of([0, 1]) if place.rank < 2 else None
+    ahead = mesh.group_of([1, 2]) if place.rank in (1, 2) else None
     tensors = [torch.ones(WIDTH) for _ in range(5)]
     begun = [collectives.all_reduce_async_(tensor, world) for tensor in tensors[: 2 if place.rank == 1 else 5]]
-    if place.rank == 1:
+    if place.rank == 1 and ahead is not None:
+        begun.append(collectives.all_reduce_async_(torch.ones(1), ahead))
         place.stay_away()
     if pair is not None:
         place.wait_in(lambda: collectives.all_reduce_(torch.ones(1), pair))

@@ -77,9 +77,9 @@ KILLED = [
 def test_a_rank_that_is_killed_ends_the_others(
     flags: str, rank: int, ranks: int, stage: str, spawn: Spawn, tmp_path: Path
 ) -> None:
-    """One of the others says which stage waited in which action for what."""
+    """One of the others says which stage waited in which action for what; the watchdog would say first who died."""
     kill = "time.sleep(1.0), os.kill(os.getpid(), signal.SIGKILL)"  # the others have come to what they wait for
-    job = start_failing(spawn, tmp_path, kill, rank, *words(flags), world_size=ranks)
+    job = start_failing(spawn, tmp_path, kill, rank, *words(flags), "--no-watchdog", world_size=ranks)
     codes = job.wait(timeout=60)
     assert codes == [-signal.SIGKILL if number == rank else 85 for number in range(ranks)]
     (error,) = errors(job)

@@ -1,37 +1,11 @@
-"""The recorder's variables, and dumps of torch's as NCCL makes them, by its documentation: it does not run here."""
+"""Dumps of torch's as gloo makes them, and as NCCL does by its documentation: that does not run here."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from megalite.watchdog.flight_record import GroupRecord, Operation
-from megalite.watchdog.flight_recorder import enable, group_records
-
-NEW = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": "folder/nccl_trace_rank_"}
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, NEW),
-        ({"TORCH_FR_BUFFER_SIZE": "0"}, NEW | {"TORCH_FR_BUFFER_SIZE": "0"}),
-        (
-            {"TORCH_NCCL_TRACE_BUFFER_SIZE": "50", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "mine"},
-            {"TORCH_NCCL_TRACE_BUFFER_SIZE": "50", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "mine"},
-        ),
-    ],
-    ids=["nothing", "present", "older"],
-)
-def test_what_the_user_has_set_stays(
-    given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", dict(given))
-    enable(Path("folder"))
-    assert os.environ == expected
+from megalite.watchdog.flight_recorder import group_records
 
 
 def entry(number: int, name: str, state: str, group: str = "0", retired: bool = False, p2p: int = 0) -> dict[str, Any]:

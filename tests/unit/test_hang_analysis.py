@@ -129,6 +129,8 @@ def test_the_rank_that_stopped_is_the_one_to_blame(program: Program, rank: int, 
     if silent:
         del snapshots[stopped]
         assert blamed(missing(snapshots, [stopped])) == {stopped}
+        known = {rank for snapshot in snapshots.values() for group in snapshot.groups for rank in group.ranks}
+        assert blamed(missing(snapshots)) == {stopped} & known
     else:
         assert not snapshots[stopped].waiting
         assert blamed(missing(snapshots)) == ({stopped} if hangs else set())

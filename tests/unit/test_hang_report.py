@@ -13,7 +13,16 @@ from megalite.watchdog.hang_dump import RankDump, read_dumps, write_dump
 from tests.harness.tool import Ended, run_tool
 from tests.unit.test_flight_recorder import entry
 
-STACKS = 'Thread 0x00007f{}00 (most recent call first):\n  File "train.py", line {} in step'
+STACKS = """thread MainThread:
+  File "train.py", line {line}, in step
+    step()
+
+thread {name}:
+  File "/python/threading.py", line 1002, in _bootstrap
+    self._bootstrap_inner()
+  File "/python/{file}", line 81, in {name}
+    wait()
+"""
 
 
 def report(*arguments: object) -> Ended:
@@ -23,7 +32,8 @@ def report(*arguments: object) -> Ended:
 def leave(folder: Path, rank: int, collectives: int, line: int, waiting: bool = True) -> Path:
     operations = (Operation(2, "all_reduce", ((4,),), "float32", "scheduled", 1.5),) if collectives == 2 else ()
     group = GroupRecord("0", (0, 1, 2, 3), collectives, operations)
-    stacks = STACKS.format(rank, line)
+    name, file = ("monitor", "link.py") if rank == 0 else (f"loader_{rank}", "concurrent/futures/thread.py")
+    stacks = STACKS.format(line=line, name=name, file=file)
     dump = RankDump(rank, 4, f"node{rank // 2}", 100 + rank, "step", 60.0 + rank, stacks, Snapshot(waiting, (group,)))
     return write_dump(folder, dump)
 
@@ -39,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_dump_is_read_as_it_was_written(tmp_path: Path) -> None:
     group = GroupRecord("g", (1, 0), 1, (Operation(1, "all_gather", ((2, 3), ()), "int64", "started", 0.25),), 5, 4)
-    dump = RankDump(1, 2, "node", 17, "data", 3.5, "stacks", Snapshot(None, (group,)), {"step": 12})
+    dump = RankDump(1, 2, "node", 17, "data", 3.5, "stacks", Snapshot(False, (group,)), {"step": 12})
     write_dump(tmp_path, dump)
     assert read_dumps(tmp_path).ranks == {1: dump}
 
@@ -52,13 +62,23 @@ def test_the_report_names_the_rank_and_sets_the_outlier_apart(folder: Path) -> N
         "  - all_reduce #2 of ranks 0-3 (float32 [4]): ranks 0, 1, 3 are in it, rank 2 is not: the last there was #1\n"
         "\n"
         "rank 2 on node1 (process 102) in step for 62 s:\n"
-        "    Thread 0x00007f200 (most recent call first):\n"
-        '      File "train.py", line 90 in step\n'
+        "    thread MainThread:\n"
+        '      File "train.py", line 90, in step\n'
+        "        step()\n"
         "\n"
         "ranks 0, 1, 3 on node0, node1 in step for 60 s:\n"
-        "    Thread 0x00007f000 (most recent call first):\n"
-        '      File "train.py", line 7 in step\n'
+        "    thread MainThread:\n"
+        '      File "train.py", line 7, in step\n'
+        "        step()\n"
     )
+
+
+def test_a_thread_that_is_at_something_is_shown(folder: Path) -> None:
+    busy = STACKS.format(line=7, name="loader_0", file="storage.py")
+    write_dump(folder, RankDump(1, 4, section="step", stacks=busy))
+    place = report(folder).stdout.partition("\nrank 1 in step for 0 s:\n")[2].partition("\nrank 2 ")[0]
+    assert place.count("thread ") == 2
+    assert 'File "/python/storage.py", line 81, in loader_0' in place
 
 
 def test_the_report_for_machines_says_the_same(folder: Path) -> None:
@@ -84,6 +104,12 @@ def test_a_damaged_file_is_told_and_the_rest_used(folder: Path, content: bytes) 
 def test_a_missing_file_is_told(folder: Path) -> None:
     (folder / "rank_00002.json").unlink()
     assert report(folder).stdout.startswith("3 of 4 ranks have left a file\nwithout one: rank 2\n\nHELD UP BY rank 2\n")
+
+
+def test_of_one_process_alone_there_is_where_it_stood(tmp_path: Path) -> None:
+    write_dump(tmp_path, RankDump(0, 1, stacks="at home"))
+    expected = "1 of 1 ranks have left a file\n\nNo rank is known to hold it up.\n\nrank 0:\n    at home\n"
+    assert report(tmp_path).stdout == expected
 
 
 def test_a_rank_without_a_recorder_still_shows_where_it_stood(folder: Path) -> None:

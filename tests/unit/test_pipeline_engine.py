@@ -205,7 +205,7 @@ def test_a_message_may_be_waited_for_behind_its_own_backward(micro_batches: int,
 def test_a_recording_has_every_action_in_its_order() -> None:
     recording = Recording(CPU)
     actions = Steps(reductions=Reductions()).training(3)
-    PipelineEngine([Stage()]).run(actions, MICRO_BATCHES, gradients=Gradients(), recording=recording)
+    PipelineEngine([Stage()]).run(actions, MICRO_BATCHES, gradients=Gradients(), observer=recording)
     assert [span.action for span in recording.spans] == actions
     times = [time for span in recording.spans for time in (span.start, span.end)]
     assert times == sorted(times)

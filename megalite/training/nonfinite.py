@@ -1,0 +1,258 @@
+"""Where a step got NaN or infinity from: which rank, which micro-batch, which module.
+
+A step whose gradient is not finite is skipped by all ranks together. The parameters have not changed then, and what is
+random follows from its key: so the step can be run again, the same to the last bit, and this time be watched. While
+all is well this costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT
+from megalite.optim.buckets import Bucket
+from megalite.optim.optimizer import Optimizer, StepResult
+from megalite.parallel import collectives
+from megalite.parallel.mesh import ParallelMesh
+from megalite.pipeline.engine import PipelineEngine
+from megalite.pipeline.schedules import Action
+from megalite.pipeline.stages import Stages
+from megalite.training.watch import Finding, Watch, not_finite
+from megalite.watchdog.link import host_name
+
+MAX_CONSECUTIVE_SKIPS = 10
+"""Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
+LOCATED_SKIPS = (1, MAX_CONSECUTIVE_SKIPS)
+"""Of so many in a row, those that are looked into."""
+_SHOWN = 8  # names and ranks in a line
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """What a skipped step was run with, and so can be run with again."""
+
+    iteration: int
+    actions: Sequence[Action]
+    micro_batches: Sequence[MicroBatch]
+    factor: float
+    loss_scale: float
+    loss_sum: Tensor
+    """Of this rank alone."""
+
+
+def is_finite_everywhere(loss: float, mesh: ParallelMesh) -> bool:
+    """Whether the loss is finite on all ranks, which call this together: tensor-parallel ranks compute it each."""
+    flag = torch.tensor([not math.isfinite(loss)], dtype=torch.float32, device=mesh.device)
+    return collectives.all_reduce_(flag, mesh.world(), "max").item() == 0.0
+
+
+@dataclass(frozen=True)
+class _FirstRun:
+    """What a rank still has of the run that was skipped, where it is not finite."""
+
+    host: str
+    parameters: Sequence[str]
+    """Logical names."""
+    loss: str | None
+    own: Sequence[str]
+    """Logical names of gradients that no other rank has added to;"""
+    summed: Sequence[str]
+    """of those that are sums over ranks."""
+
+
+@dataclass(frozen=True)
+class _SecondRun:
+    """What a rank saw in the run that was watched."""
+
+    finding: dict[str, Any] | None
+    samples: Sequence[int]
+    """The first and the last of its micro-batch."""
+    micro_batches: Sequence[int]
+    """Those with a finding."""
+    own: Sequence[str]
+    summed: Sequence[str]
+    """These two as of the first run."""
+
+
+def locate(
+    step: SkippedStep,
+    chunks: Sequence[GPT],
+    engine: PipelineEngine[MicroBatch],
+    stages: Stages,
+    optimizer: Optimizer,
+    mesh: ParallelMesh,
+) -> str:
+    """What is to be told of a step that was skipped, the same on all ranks: they call this together, before they begin
+    another step. It leaves the gradients as a skipped step does, to be overwritten by the next.
+
+    Beside what a step takes, it needs room for the gradient of the largest parameter.
+    """
+    first = [_FirstRun(**report) for report in _gather(_first_run(step, optimizer), mesh)]
+    hosts = [report.host for report in first]
+    told = f"step {step.iteration} was skipped, since its gradient is not finite"
+    if any(report.parameters for report in first):
+        return f"{told}: {_of_parameters(first, hosts)}"
+    watch = Watch(stages, mesh.coordinate("pp"))
+    optimizer.begin_step(len(step.micro_batches))
+    with watch.looking(chunks):
+        engine.run(step.actions, step.micro_batches, step.factor, optimizer, watch)
+    result = optimizer.complete(step.loss_scale)
+    second = [_SecondRun(**report) for report in _gather(_second_run(watch, step, optimizer), mesh)]
+    return f"{told}. It was run once more and watched: {_of_runs(first, second, result, hosts, mesh, step)}"
+
+
+def _gather(report: _FirstRun | _SecondRun, mesh: ParallelMesh) -> list[dict[str, Any]]:
+    texts = collectives.all_gather_text(json.dumps(asdict(report)), mesh.world(), mesh.device)
+    return [json.loads(text) for text in texts]
+
+
+# ---------------------------------------------------------------------------------------------------- what a rank has
+
+
+def _first_run(step: SkippedStep, optimizer: Optimizer) -> _FirstRun:
+    parameters = _some(name for bucket in optimizer.buckets for name in _parameters(bucket))
+    loss = not_finite(step.loss_sum)
+    return _FirstRun(host_name(), parameters, loss, *_gradients(optimizer))
+
+
+def _second_run(watch: Watch, step: SkippedStep, optimizer: Optimizer) -> _SecondRun:
+    rest = sorted(watch.micro_batches), *_gradients(optimizer)
+    if watch.first is None:
+        return _SecondRun(None, (), *rest)
+    micro_batch = step.micro_batches[watch.first.micro_batch]
+    sample = micro_batch.key.sample
+    return _SecondRun(asdict(watch.first), (sample, sample + micro_batch.tokens.shape[0] - 1), *rest)
+
+
+def _parameters(bucket: Bucket) -> Iterator[str]:
+    """Logical names of the bucket's parameters that are not finite, as far as this rank keeps them."""
+    if bucket.stage == 3:
+        yield from _names(bucket, bucket.parameter_shard, *bucket.owned_range)
+    else:
+        yield from _names(bucket, bucket.parameters, 0, bucket.length)
+
+
+def _gradients(optimizer: Optimizer) -> tuple[list[str], list[str]]:
+    """Of the step's gradients, as the reduction has left them: this rank's own, and what is a sum over ranks."""
+    buckets = optimizer.buckets
+    return _some(n for bucket in buckets for n in _own(bucket)), _some(n for bucket in buckets for n in _sums(bucket))
+
+
+def _own(bucket: Bucket) -> Iterator[str]:
+    """ZeRO 2 and 3 keep none that is not a sum, unless there is nothing to be summed."""
+    start, stop = bucket.owned_range
+    if not _is_summed(bucket):
+        yield from _names(bucket, bucket.gradient_shard, start, stop)
+    elif bucket.stage < 2:
+        yield from _names(bucket, bucket.gradients[:start], 0, start)
+        yield from _names(bucket, bucket.gradients[stop:], stop, bucket.length)
+
+
+def _sums(bucket: Bucket) -> Iterator[str]:
+    if _is_summed(bucket):
+        yield from _names(bucket, bucket.gradient_shard, *bucket.owned_range)
+
+
+def _some(names: Iterable[str]) -> list[str]:
+    """No more than are told: where everything is not finite, ranks would send each other their whole lists."""
+    return list(islice(names, _SHOWN + 1))
+
+
+def _is_summed(bucket: Bucket) -> bool:
+    """Whether this rank's slice of the gradients is a sum over ranks."""
+    return any(len(part.ranks) > 1 for part in bucket.completion())
+
+
+def _names(bucket: Bucket, values: Tensor, start: int, stop: int) -> Iterator[str]:
+    """Logical names of what is not finite in [start, stop) of a bucket, which are these values."""
+    for name, low, high in bucket.layout.pieces(start, stop):
+        if value := not_finite(values[low - start : high - start]):
+            yield f"{name} ({value})"
+
+
+# ---------------------------------------------------------------------------------------------------- what is told
+
+
+def _of_parameters(first: Sequence[_FirstRun], hosts: Sequence[str]) -> str:
+    ranks = [rank for rank, report in enumerate(first) if report.parameters]
+    names = _listed(dict.fromkeys(name for report in first for name in report.parameters))
+    return (
+        f"before it began, parameters were not finite already, on {_ranks(ranks, hosts)}: {names}. No step can be "
+        "finite from here on: resume from an earlier checkpoint"
+    )
+
+
+def _of_runs(
+    first: Sequence[_FirstRun],
+    second: Sequence[_SecondRun],
+    result: StepResult,
+    hosts: Sequence[str],
+    mesh: ParallelMesh,
+    step: SkippedStep,
+) -> str:
+    if not result.skipped:
+        return (
+            f"it was finite. So a device or its memory is suspect, not the model. In the first run {_suspects(first)}"
+        )
+    if any(report.finding for report in second):
+        replicas = {rank: mesh.coordinates_of(rank)["dp"] for rank in range(mesh.world_size)}
+        affected = {(replicas[rank], number) for rank, report in enumerate(second) for number in report.micro_batches}
+        total = mesh.size("dp") * len(step.micro_batches)
+        return f"{_of_origin(second, hosts)}. Of the step's {total} micro-batches {len(affected)} are affected"
+    if kept := [rank for rank, report in enumerate(second) if report.own]:
+        names = dict.fromkeys(name for rank in kept for name in second[rank].own)
+        return (
+            f"every gradient was finite as it came, and what {_ranks(kept, hosts)} made of it is not: {_listed(names)}"
+        )
+    if names := dict.fromkeys(name for report in second for name in report.summed):
+        return f"each rank's gradients are finite, and their sum over the ranks is not: {_listed(names)}"
+    return "all gradients are finite, and their norm overflows"
+
+
+def _of_origin(second: Sequence[_SecondRun], hosts: Sequence[str]) -> str:
+    findings = {rank: Finding(**report.finding) for rank, report in enumerate(second) if report.finding is not None}
+    origin, finding = min(findings.items(), key=lambda item: (item[1].order, item[0]))
+    ranks = [rank for rank, other in findings.items() if (other.order, other.place) == (finding.order, finding.place)]
+    low, high = second[origin].samples
+    return (
+        f"{finding.value} came first on {_ranks(ranks, hosts)}, in micro-batch {finding.micro_batch} (samples {low} to "
+        f"{high}{f' on rank {origin}' if len(ranks) > 1 else ''}), {'backward' if finding.phase else 'forward'}, in "
+        f"{finding.place}{f'; {finding.before} was still finite' if finding.before else ''}"
+    )
+
+
+def _suspects(first: Sequence[_FirstRun]) -> str:
+    """Where the first run was not finite, as closely as what is left of it tells."""
+    hosts = [report.host for report in first]
+    losses = [rank for rank, report in enumerate(first) if report.loss]
+    own = [rank for rank, report in enumerate(first) if report.own]
+    summed = [rank for rank, report in enumerate(first) if report.summed]
+    seen = []
+    if losses:
+        seen.append(f"the loss of {_ranks(losses, hosts)}")
+    if own:
+        seen.append(f"gradients of {_ranks(own, hosts)}, such as {first[own[0]].own[0]}")
+    elif summed:
+        example = first[summed[0]].summed[0]
+        seen.append(f"sums of the ranks' gradients, kept by {_ranks(summed, hosts)}, such as {example}")
+    return f"these were not finite: {'; '.join(seen)}" if seen else "the norm alone was not finite"
+
+
+def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    shown = ", ".join(f"{rank} ({hosts[rank]})" for rank in ranks[:_SHOWN])
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return f"{', '.join(names[:_SHOWN])}{' and more' if len(names) > _SHOWN else ''}"

@@ -1,0 +1,201 @@
+"""A step that is watched: where, in the order of execution, the first value that is not finite comes up.
+
+What passes from module to module is looked at, forward and, as gradients, backward, and each gradient of a parameter
+as it enters its buffer. A layer that is compiled is looked at from outside alone: inside it has no modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megalite.model.gpt import GPT
+from megalite.optim.layout import unique_parameters
+from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, GradientBuffer, Parameter
+from megalite.pipeline.engine import UnderWay
+from megalite.pipeline.schedules import Action
+from megalite.pipeline.stages import Stages
+from megalite.training.compiled import is_compiled
+
+_PHASES = {"F": 0, "B": 1, "I": 1, "W": 2}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something not finite. Of any two the one that comes first in `order` can be the cause of the other."""
+
+    micro_batch: int
+    phase: int
+    """0: forward; 1: backward; 2: weight gradients that were put off."""
+    stage: int
+    """Of the pipeline, in the direction of the phase."""
+    border: int
+    """How many tensors passed from module to module before, in this phase of the stage: tensor-parallel ranks count
+    alike."""
+    of_parameter: bool
+    """Whether it is a parameter's gradient, which nothing else in the step is computed from."""
+    place: str
+    value: str
+    """NaN or infinity."""
+    before: str
+    """The last place that was finite; empty: there is none to tell."""
+
+    @property
+    def order(self) -> tuple[int, int, int, int, bool]:
+        return self.micro_batch, self.phase, self.stage, self.border, self.of_parameter
+
+
+def not_finite(tensor: Tensor) -> str | None:
+    """What there is in a tensor: "NaN", "infinity" or, where all is finite, None."""
+    if tensor.numel() == 0:
+        return None
+    least, most = (bound.item() for bound in torch.aminmax(tensor.detach()))  # without a mask as large as the tensor
+    if least != least:
+        return "NaN"
+    return "infinity" if float("inf") in (-least, most) else None
+
+
+class Watch:
+    """Watches a rank's actions: `engine.run(..., observer=watch)` within `watch.looking(chunks)`."""
+
+    def __init__(self, stages: Stages, rank: int) -> None:
+        """`rank`: in the pipeline."""
+        self.first: Finding | None = None
+        """Not in time, but in the order of findings."""
+        self.micro_batches: set[int] = set()
+        """Those with a finding."""
+        self._stages, self._rank = stages, rank
+        self._action = Action("F", 0, 0)
+        self._border, self._before = 0, ""
+        self._seen = WeakTensorKeyDictionary()
+
+    def execute(self, action: Action, step: UnderWay) -> None:
+        self._action = action
+        self._border, self._before = 0, ""
+        step.execute(action)
+
+    @contextmanager
+    def looking(self, chunks: Sequence[GPT]) -> Iterator[None]:
+        """Within it the modules and the gradient buffers of the rank's stages are watched."""
+        parameters = list({id(p): p for chunk in chunks for p in unique_parameters(chunk)}.values())
+        buffers = [parameter.gradient_buffer for parameter in parameters]
+        places = [place for number, chunk in enumerate(chunks) for place in self._places(number, chunk)]
+        handles = [module.register_forward_pre_hook(self._before_forward(name)) for module, name, _ in places]
+        handles += [module.register_forward_hook(self._after_forward(name)) for module, _, name in places]
+        for parameter, buffer in zip(parameters, buffers, strict=True):
+            parameter.gradient_buffer = None if buffer is None else _WatchedBuffer(buffer, self)
+        try:
+            yield
+        finally:
+            for parameter, buffer in zip(parameters, buffers, strict=True):
+                parameter.gradient_buffer = buffer
+            for handle in handles:
+                handle.remove()
+
+    def _places(self, number: int, chunk: GPT) -> Iterator[tuple[nn.Module, str, str]]:
+        """The modules of a chunk that are watched; the names of their inputs and of their outputs."""
+        stage = self._stages.stage(self._rank, number)
+        passed_on = f"what stage {stage} passes on" if chunk.head is None else "the loss times the loss mask"
+        yield chunk, f"what stage {stage} receives", passed_on
+        parts: list[tuple[nn.Module | None, str]] = [(chunk.embedding, "the embedding")]
+        parts += [(layer, f"layer {index}") for index, layer in enumerate(chunk.layers, chunk.part.first_layer)]
+        if chunk.head is not None:
+            parts += [(chunk.head.norm, "the final norm"), (chunk.head.output, "the output layer and its loss")]
+        for part, name in parts:
+            if part is not None:
+                for module, place in _modules(part, name):
+                    yield module, f"the input of {place}", f"the output of {place}"
+
+    # ------------------------------------------------------------------------------------------------ what is looked at
+
+    def _before_forward(self, place: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        return lambda _, arguments: self._look(arguments, place)
+
+    def _after_forward(self, place: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        return lambda _, arguments, output: self._look(output if isinstance(output, tuple) else (output,), place)
+
+    def _look(self, values: tuple[Any, ...], place: str) -> None:
+        """At what goes into a module or comes out, and in its time at the gradient of it. The output of one module is
+        the input of another, and looked at once.
+        """
+        again = "" if self._action.kind == "F" else ", computed again,"
+        for tensor in values:
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor not in self._seen:
+                self._seen[tensor] = None
+                self._pass(f"{place}{again}", tensor)
+                if tensor.requires_grad and not again:
+                    tensor.register_hook(partial(self._pass, f"the gradient with respect to {place}"))
+
+    def _pass(self, place: str, tensor: Tensor) -> None:
+        """A tensor passes from one module to another."""
+        self._border += 1
+        if not self.note(tensor, place):
+            self._before = place
+
+    def note(self, tensor: Tensor, place: str, *, of_parameter: bool = False) -> bool:
+        """Whether the tensor is not finite; then it may be the first."""
+        value = not_finite(tensor)
+        if value is None:
+            return False
+        action = self._action
+        phase = _PHASES[action.kind]
+        stage = self._stages.stage(self._rank, action.chunk)
+        stage = stage if phase == 0 else self._stages.count - 1 - stage
+        self.micro_batches.add(action.micro_batch)
+        key = action.micro_batch, phase, stage, self._border, of_parameter
+        finding = Finding(*key, place, value, self._before)
+        if self.first is None or finding.order < self.first.order:
+            self.first = finding
+        return True
+
+
+def _modules(part: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+    yield part, name
+    if not is_compiled(part):
+        for path, module in part.named_modules():
+            if path:
+                yield module, ", ".join([name, *path.replace("_", " ").split(".")])
+
+
+@dataclass(frozen=True)
+class _WatchedBuffer:
+    """A gradient buffer, with a watch at its door."""
+
+    buffer: GradientBuffer
+    watch: Watch
+
+    @property
+    def deferred(self) -> DeferredGradients | None:
+        return self.buffer.deferred
+
+    @property
+    def frees_parameters(self) -> bool:
+        return self.buffer.frees_parameters
+
+    def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
+        self.buffer.accumulate(parameter, _WatchedGradient(gradient, parameter.sharding.name, self.watch), use)
+
+
+@dataclass(frozen=True)
+class _WatchedGradient:
+    gradient: Gradient
+    name: str
+    watch: Watch
+
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        """By itself first, so that it can be told from the sum. A sum that was not finite before tells nothing new."""
+        own = target if overwrite else torch.empty_like(target)
+        self.gradient.add_to(own, overwrite=True)
+        finite = not self.watch.note(own, f"the gradient of {self.name}", of_parameter=True)
+        if not overwrite:
+            finite = finite and not_finite(target) is None
+            DenseGradient(own).add_to(target, overwrite=False)
+            if finite:
+                self.watch.note(target, f"the sum over micro-batches of the gradient of {self.name}", of_parameter=True)
