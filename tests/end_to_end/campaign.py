@@ -84,9 +84,10 @@ class Campaign:
         least_seconds: float = 60.0,
         longest_seconds: float = 120.0,
         store_of_rank_0: bool = False,
+        step_seconds: float = 0.0,
     ) -> Iterator[Job]:
         """A start that ends by itself after so many steps; `least_seconds` and `longest_seconds`: what a step, and what
-        a start or a save may take."""
+        a start or a save may take; `step_seconds`: what each step takes longer, for a test to come in time."""
         self._starts += 1
         shutil.rmtree(self.folder / "cache", ignore_errors=True)  # so that each start builds its indices
         flags = ["--data-path", self.folder / "corpus", "--data-cache-path", self.folder / "cache"]
@@ -94,6 +95,7 @@ class Campaign:
         if steps is not None:
             flags += ["--exit-interval", self.latest + steps]
         environment = {"FAULT": faults, "FAULT_RECORD": str(self.folder), "LONGEST_SECONDS": str(longest_seconds)}
+        environment["STEP_SECONDS"] = str(step_seconds)
         output = self.folder / f"start{self._starts}"
         with Job(
             [FAULTY, *FLAGS, *LAYOUTS[self.layout], *flags],

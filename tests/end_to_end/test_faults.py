@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -37,6 +38,7 @@ from tests.end_to_end.campaign import (
 from tests.end_to_end.runs import GPT2, MOCK
 from tests.harness.covering_array import Row, covering_array
 from tests.harness.fault import Fault
+from tests.harness.fork_server import wait_for_exit
 from tests.harness.job import Job
 
 MANNERS = {"death": tuple(DEATHS), "hang": HANGS, "request": REQUESTS, "error": tuple(ERRORS)}
@@ -168,18 +170,20 @@ class Chance:
         number = self.random.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGSTOP])
         ranks = self.random.sample(range(RANKS), self.random.randint(1, RANKS))
         times = self.random.randint(1, 5)
-        with self.campaign.start(steps=6, least_seconds=3.0, longest_seconds=12.0) as job:
-            self._wait_a_moment(job)
+        with self._slow_start(least_seconds=3.0) as job:
             for rank in ranks * times:
                 job.kill(rank, number)
             if number == signal.SIGSTOP and len(ranks) == RANKS:
                 job.kill_all(signal.SIGKILL)  # nobody is left who could notice
+            wait_for_exit(job.ranks, 60.0)
+            if over := "stopped after" in job.stdout(0):
+                job.kill_all(signal.SIGKILL)  # nobody watches a rank that stands still when all is done
             codes = job.wait()
             where = f"{number.name} to {ranks}: {codes}"
             self._assert_ended(job, where)
             if number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
                 assert codes == [85] * RANKS, where
-            elif len(ranks) < RANKS and any(code < 0 for code in codes):
+            elif not over and len(ranks) < RANKS:
                 said = "".join(map(job.stderr, range(RANKS)))
                 assert any(f"rank {rank} (process {job.ranks[rank].process.pid} " in said for rank in ranks), where
 
@@ -192,8 +196,7 @@ class Chance:
         self._pause(list(range(RANKS)), seconds=8.0, least_seconds=3.0)
 
     def _pause(self, ranks: list[int], seconds: float, least_seconds: float) -> None:
-        with self.campaign.start(steps=6, least_seconds=least_seconds) as job:
-            self._wait_a_moment(job)
+        with self._slow_start(least_seconds) as job:
             for number in (signal.SIGSTOP, signal.SIGCONT):
                 for rank in ranks:
                     job.kill(rank, number)
@@ -202,9 +205,13 @@ class Chance:
             said = everything_said(job)
         assert (codes, said) == ([85] * RANKS, []), f"pause of {ranks}"
 
-    def _wait_a_moment(self, job: Job) -> None:
-        job.wait_for_output(0, "  start  ")
-        time.sleep(self.random.random())
+    @contextmanager
+    def _slow_start(self, least_seconds: float) -> Iterator[Job]:
+        """Entered at a moment in one of its first steps."""
+        with self.campaign.start(steps=8, least_seconds=least_seconds, longest_seconds=30.0, step_seconds=0.2) as job:
+            job.wait_for_output(0, "  start  ")
+            time.sleep(self.random.random())
+            yield job
 
     def _assert_ended(self, job: Job, where: str) -> None:
         said = everything_said(job)

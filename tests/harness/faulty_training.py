@@ -36,6 +36,7 @@ from tests.harness.fault import Fault
 
 RANK = int(os.environ["RANK"])
 RECORD = Path(os.environ["FAULT_RECORD"])
+STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0"))  # that each step takes longer
 SECONDS = float(os.environ.get("LONGEST_SECONDS", "8"))  # that a start and a save may take
 
 
@@ -160,6 +161,7 @@ def count_steps() -> None:
 
     def counted(self: trainer.Trainer) -> Any:
         Steps.begun += 1
+        time.sleep(STEP_SECONDS)
         return step(self)
 
     trainer.Trainer.step = counted  # type: ignore[method-assign]

@@ -122,6 +122,15 @@ def test_a_rank_that_says_why_it_fails_speaks_for_itself(watch: Begin) -> None:
     assert watched.reported == []
 
 
+def test_ranks_that_a_launcher_ends_do_not_hide_the_one_that_died(watch: Begin) -> None:
+    watched = watch()
+    watched.ranks[1].dies()
+    for rank in (watched.ranks[2], watched.ranks[0]):
+        rank.link.send(fails=EXIT_RESUMABLE)
+    watched.monitor.settle()  # rank 0 ends no sooner
+    assert watched.message.startswith("rank 1 (process 1001 on n1) has ended without a word")
+
+
 def test_the_failure_of_rank_0_is_told_before_it_takes_the_monitor_along(watch: Begin) -> None:
     watched = watch()
     watched.ranks[0].link.send(fails=70)
