@@ -10,6 +10,7 @@ from megalite.config.validate import resolve
 from megalite.config.yaml_file import Sections
 from megalite.training.failure import run_main
 from megalite.training.place import place_from_environment
+from megalite.training.starting import Starting
 
 
 def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sections:
@@ -22,8 +23,10 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sect
 def main() -> int:
     """What the flags say is checked first; then the data; torch and the other ranks come last."""
     place = place_from_environment()
+    starting = Starting(place)
     arguments = parse_arguments(sys.argv[1:], saved_fields)
     config = resolve(arguments.config, place.world_size)
+    starting.look_for_stop(config.checkpoint.save)
 
     from megalite.training.data import open_data
 
@@ -31,7 +34,7 @@ def main() -> int:
 
     from megalite.training.pretrain import pretrain
 
-    return pretrain(config, arguments.notes, data, place)
+    return pretrain(config, arguments.notes, data, place, starting)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,8 @@ _KILL = "tests/unit/test_checkpoint_kill.py::test_"
 _STOP = "tests/end_to_end/test_stop.py::test_"
 _FAULTS = "tests/end_to_end/test_faults.py::test_"
 _WATCHDOG = "tests/unit/test_watchdog_"
+_START = "tests/end_to_end/test_stop_at_start.py::test_"
+_PROFILES = "tests/end_to_end/test_profiling.py::test_"
 _HANG = "tests/distributed/test_hang.py::test_"
 _HANG_REPORT = "tests/unit/test_hang_report.py::test_"
 _FIGURES = "tests/end_to_end/test_evaluate.py::test_"
@@ -82,6 +84,8 @@ _LEGACY = "tests/unit/test_conversion_megatron_legacy.py::test_any_layout_is_rea
 _FAMILIES = "tests/unit/test_conversion_huggingface.py::test_"
 _AS_THEIRS = f"{_FAMILIES}megalite_computes_what_transformers_does"
 _PICKLE = "tests/unit/test_conversion_restricted_pickle.py::test_"
+_DOCTOR = "tests/unit/test_doctor.py::test_"
+_DOCTOR_OF_RANKS = "tests/end_to_end/test_doctor.py::test_"
 
 MUTANTS = (
     Mutant(
@@ -1778,15 +1782,15 @@ MUTANTS = (
     Mutant(
         "a STOP from before the run stops it",
         "megalite/training/control_files.py",
-        "found = [name for name in (STOP, SAVE) if _is_file(self._directory / name)]",
+        "found = [name for name in names if _is_file(self._directory / name)]",
         "found: list[str] = []",
         f"{_STOP}a_file_stops_the_run_and_one_from_before_does_not",
     ),
     Mutant(
         "a SAVE asks for a checkpoint after every step",
         "megalite/training/control_files.py",
-        "save, self._save = self._save, False",
-        "save = self._save",
+        "        self._asked.discard(name)\n",
+        "",
         f"{_STOP}a_file_saves_the_run_once_and_it_goes_on",
     ),
     Mutant(
@@ -1799,7 +1803,7 @@ MUTANTS = (
     Mutant(
         "the exit code of an error is not left in the file",
         "megalite/training/failure.py",
-        "    _leave_code(code)\n    where",
+        "    leave_code(code)\n    where",
         "    where",
         "tests/distributed/test_failure.py::test_the_code_that_launchers_hide_is_left_in_a_file",
     ),
@@ -1872,6 +1876,181 @@ MUTANTS = (
         "return future.result(seconds)",
         "return future.result()",
         f"{_WATCHDOG}bounded.py::test_a_call_that_does_not_come_back_is_left_alone",
+    ),
+    Mutant(
+        "a start does not see that STOP is touched",
+        "megalite/training/starting.py",
+        "return status.st_mtime_ns, status.st_ino",
+        "return status.st_ino",
+        f"{_START}while_a_rank_does_not_come",
+    ),
+    Mutant(
+        "a signal waits for the library that the main thread is in",
+        "megalite/training/signals.py",
+        "    os._exit(EXIT_RESUMABLE)\n",
+        "    sys.exit()\n",
+        f"{_START}while_a_checkpoint_is_loaded",
+    ),
+    Mutant(
+        "a job ends in the middle of the last save",
+        "megalite/training/deadline.py",
+        "+ SAVES * save",
+        "+ save",
+        "tests/unit/test_deadline.py::test_the_reason_has_its_figures",
+    ),
+    Mutant(
+        "a trace begins a step late",
+        "megalite/training/profiling.py",
+        "self._plan(config.profile_step_start + 1,",
+        "self._plan(config.profile_step_start + 2,",
+        f"{_PROFILES}chosen_steps_of_chosen_ranks_are_traced_by_flags[--save]",
+    ),
+    Mutant(
+        "actions of the pipeline have no name in a trace",
+        "megalite/pipeline/engine.py",
+        "with named(str(action)) if naming",
+        "with nullcontext() if naming",
+        f"{_PROFILES}chosen_steps_of_chosen_ranks_are_traced_by_flags[--save]",
+    ),
+    Mutant(
+        "a snapshot of memory is of any rank",
+        "megalite/training/memory_history.py",
+        "if rank in config.profile_ranks:",
+        "if True:",
+        "tests/unit/test_profiling.py::test_snapshots_of_memory_are_of_chosen_ranks_and_of_one_that_has_too_little",
+    ),
+    Mutant(
+        "the doctor takes rank 0 for right",
+        "megalite/doctor/alike.py",
+        "common = _most_common(values)",
+        "common = first",
+        f"{_DOCTOR_OF_RANKS}where_rank_0_is_the_odd_one_it_is_told_of",
+    ),
+    Mutant(
+        "the doctor lets one pair of neighbours out",
+        "megalite/doctor/bandwidth.py",
+        "pairs[1::2], odd_one)",
+        "pairs[1::2])",
+        f"{_DOCTOR}neighbours_in_a_ring_talk_to_one_at_a_time_and_each_pair_does_once",
+    ),
+    Mutant(
+        "the doctor looks at the beginning of data alone",
+        "megalite/doctor/data_files.py",
+        "for start in (0, max(size - _END, 0)):",
+        "for start in (0,):",
+        f"{_DOCTOR}data_that_differ_near_their_end_are_other_data",
+    ),
+    Mutant(
+        "the doctor leaves its probe behind",
+        "megalite/doctor/examination.py",
+        "        stack.enter_context(probe)\n",
+        "",
+        f"{_DOCTOR_OF_RANKS}two_nodes_that_are_well",
+    ),
+    Mutant(
+        "the doctor fits absolute errors",
+        "megalite/doctor/figures.py",
+        "weights = {size: 1 / seconds for size, seconds in points.items()}",
+        "weights = dict.fromkeys(points, 1.0)",
+        f"{_DOCTOR}a_small_message_counts_as_much_as_a_large_one",
+    ),
+    Mutant(
+        "the doctor blames a slow node's neighbours",
+        "megalite/doctor/figures.py",
+        "found[node] = min(found[node], seconds)",
+        "found[node] = seconds",
+        f"{_DOCTOR}a_slow_node_is_named_and_its_neighbours_are_not",
+    ),
+    Mutant(
+        "the doctor calls what is wrong well",
+        "megalite/doctor/findings.py",
+        'return EXIT_CONFIGURATION if self._of("wrong") else EXIT_FINISHED',
+        "return EXIT_FINISHED",
+        f"{_DOCTOR}the_verdict_says_what_to_do",
+    ),
+    Mutant(
+        "the doctor takes no answer for a good one",
+        "megalite/doctor/gpus.py",
+        'return _Answer(None, "")',
+        'return _Answer(0, "")',
+        f"{_DOCTOR}a_driver_that_hangs_is_not_waited_for",
+    ),
+    Mutant(
+        "the doctor passes over links that are down",
+        "megalite/doctor/gpus.py",
+        "if 0 < count < most:",
+        "if False:",
+        f"{_DOCTOR}what_is_wrong_with_a_gpu_is_told[link]",
+    ),
+    Mutant(
+        "the doctor times messages where nodes do not reach each other",
+        "megalite/doctor/judgement.py",
+        "complete and not apart and not unready",
+        "complete and not unready",
+        f"{_DOCTOR_OF_RANKS}ports_that_cannot_be_reached_are_told_before_anything_waits_for_them",
+    ),
+    Mutant(
+        "the doctor takes one clock for the other",
+        "megalite/doctor/network.py",
+        "best, clock = taken, theirs - (sent + taken / 2)",
+        "best, clock = taken, sent + taken / 2 - theirs",
+        f"{_DOCTOR}a_clock_that_is_ahead_is_found_and_told_of",
+    ),
+    Mutant(
+        "the doctor drops both ends of a broken pair",
+        "megalite/doctor/network.py",
+        "if count > 1 and 2 * len(parted[node]) > count]",
+        "if parted[node]]",
+        f"{_DOCTOR}a_node_that_none_reaches_is_to_be_dropped_and_a_broken_pair_is_not",
+    ),
+    Mutant(
+        "the doctor takes the limit that might be for the one that is",
+        "megalite/doctor/node.py",
+        "limit < needed:",
+        "most < needed:",
+        f"{_DOCTOR}a_node_is_looked_at_without_torch_and_its_limit_of_open_files_too",
+    ),
+    Mutant(
+        "the doctor does not say what hangs",
+        "megalite/doctor/own_node.py",
+        "unfinished=self._now)",
+        'unfinished="")',
+        f"{_DOCTOR_OF_RANKS}a_rank_that_stands_still_and_a_file_system_that_hangs_are_told_apart",
+    ),
+    Mutant(
+        "the doctor shows the algorithm's bandwidth as the bus's",
+        "megalite/doctor/presentation.py",
+        "if bus else 1)",
+        "if not bus else 1)",
+        f"{_DOCTOR}the_table_has_what_was_fitted",
+    ),
+    Mutant(
+        "the doctor waits without a limit for a store that stands still",
+        "megalite/doctor/roll_call.py",
+        "        with self._bounded(patience):\n            self._store",
+        "        if True:\n            self._store",
+        f"{_DOCTOR_OF_RANKS}where_rank_0_has_the_store_and_stands_still_the_others_end",
+    ),
+    Mutant(
+        "the doctor waits on though its launcher wants it to end",
+        "megalite/doctor/roll_call.py",
+        "if self.stopping():",
+        "if False:",
+        f"{_DOCTOR_OF_RANKS}a_rank_that_dies_while_messages_are_timed_is_named_though_its_launcher_ends_all",
+    ),
+    Mutant(
+        "the doctor looks for room where there is most",
+        "megalite/doctor/run_directory.py",
+        "and min(free) < checkpoints",
+        "and max(free) < checkpoints",
+        f"{_DOCTOR}there_must_be_room_on_the_node_that_has_least_and_leave_to_write",
+    ),
+    Mutant(
+        "the doctor counts a checkpoint without the optimizer's state",
+        "megalite/doctor/run_directory.py",
+        "if with_state or part.name",
+        "if part.name",
+        f"{_DOCTOR_OF_RANKS}a_checkpoint_takes_what_the_doctor_says_and_there_must_be_room",
     ),
     Mutant(
         "of two findings the later one is told",

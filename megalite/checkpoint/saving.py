@@ -113,6 +113,11 @@ class Saver:
         return done
 
     @property
+    def size(self) -> int:
+        """Bytes that this rank writes."""
+        return sum(region.part.size for region in self._regions())
+
+    @property
     def under_way(self) -> bool:
         """Whether a save has begun and not come to its end."""
         return self._save is not None

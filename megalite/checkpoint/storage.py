@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -104,6 +105,12 @@ class ObjectPath:
     def stat(self) -> ObjectStatus:
         with self._as_os_errors():
             return ObjectStatus(self.file_system.info(self.key)["size"])
+
+    def modified(self) -> datetime:
+        """When it was last written. Raises OSError, also where a store does not say."""
+        with self._as_os_errors():
+            when: datetime = self.file_system.modified(self.key)
+            return when
 
     def is_file(self) -> bool:
         try:

@@ -26,6 +26,8 @@ class CheckpointConfig:
     """What is written: safetensors files, or those that torch.distributed.checkpoint reads too. Either is loaded."""
     tolerated_save_failures: int = 2
     """Failed saves in a row after which training still goes on to the next; 0: the first ends the run."""
+    log_progress: bool = False
+    """Keep a progress.txt in the run directory: a line for each start, checkpoint and end."""
     load: str | None = None
     """Run directory, or its URL, whose latest checkpoint the run starts from, if it holds one. Or a Hugging Face
     folder: the run begins with its weights, its network and its tokenizer, unless flags name others."""

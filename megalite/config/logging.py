@@ -19,5 +19,11 @@ class LoggingConfig:
     """Record in every step how many elements of the gradient are zero."""
     tensorboard_dir: str | None = None
     """Folder for TensorBoard events."""
-    profile_pipeline: int | None = None
-    """Step whose measured time line of all pipeline ranks is written to the run directory, as a picture and a trace."""
+    tensorboard_log_interval: int = 1
+    """Steps between those that TensorBoard gets."""
+    log_loss_scale_to_tensorboard: bool = True
+    """TensorBoard gets the loss scale, too."""
+    log_validation_ppl_to_tensorboard: bool = False
+    """Record the perplexity of evaluations, too."""
+    log_world_size_to_tensorboard: bool = False
+    """Record the number of ranks in every step."""

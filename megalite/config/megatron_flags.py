@@ -28,6 +28,7 @@ SHORTHANDS: Mapping[str, Sequence[str]] = {
     "disable-bias-linear": ("--no-add-bias-linear",),
     "dataloader-inter-document-masking": ("--reset-attention-mask",),
     "disable-manual-gc-eval": ("--no-manual-gc-eval",),
+    "disable-log-loss-scale-to-tensorboard": ("--no-log-loss-scale-to-tensorboard",),
     "disable-align-grad-reduce": ("--no-align-grad-reduce",),
     "use-torch-fsdp2": ("--data-parallel-sharding-strategy", "optim_grads_params"),
     "recompute-activations": ("--recompute-granularity", "selective"),
@@ -65,7 +66,10 @@ ALREADY_SO: Mapping[str, str] = {
     "gradients are accumulated and reduced in fp32 unless --grad-reduce-in-bf16": "accumulate-allreduce-grads-in-fp32",
     "a gradient that is not finite makes every rank skip the step, and the run ends after ten in a row": """
     no-check-for-nan-in-loss-and-grad""",
-    "SIGTERM, SIGINT and SIGUSR1 always save and exit": "exit-signal-handler",
+    "SIGTERM, SIGINT and SIGUSR1 always save and exit": "exit-signal-handler exit-signal-handler-for-training",
+    "data are read by threads, which have no signals of their own": "exit-signal-handler-for-dataloader",
+    "in a profile for nsys all operations, actions and sections are NVTX ranges": "nvtx-ranges",
+    "what is recorded is written at once, through no queue": "tensorboard-queue-size=1",
     "ranks are read from the environment that torchrun sets": "local-rank=1",
     "masks are made from document ids where attention needs them": "no-create-attention-mask-in-dataloader",
     "sample indices are computed at once, found by content and mapped into memory": """
@@ -90,7 +94,13 @@ ALREADY_SO: Mapping[str, str] = {
     "a checkpoint holds weights and optimizer state alone": """
     ckpt-drop-redundant-extra-state no-save-tokenizer-assets disable-save-tokenizer-assets""",
     "a checkpoint of either --ckpt-format is loaded, and says itself which it is": "auto-detect-ckpt-format",
-    "every step records its throughput and its peak memory": "log-throughput log-memory-to-tensorboard",
+    "every step records its throughput and its peak memory": """
+    log-throughput log-memory-to-tensorboard log-memory-interval=1""",
+    "the sections of a step are timed on every rank, without barriers, and told by --timing-interval": """
+    no-barrier-with-level-1-timing log-timers-to-tensorboard log-straggler""",
+    "torch's flight recorder keeps the stack of each collective, and of each group the last ones are dumped": """
+    flight-recorder-include-stack-trace no-flight-recorder-include-only-active
+    disable-flight-recorder-include-only-active""",
     "nothing is reported to other services, and object stores are reached by URLs": "no-one-logger disable-msc",
 }
 """What is so -> flags that ask for it, with =1 where the flag takes a value."""
@@ -119,9 +129,20 @@ POSITION = "is not there: what is loaded goes on where it was saved, or at step 
 CONVERSION = "is not there: tools/checkpoint/reshard.py --ckpt-format writes a checkpoint anew in the other format"
 FAMILIES = "arrives with the model families and their conversion"
 SYMMETRIC = "is not there: Newton-Schulz multiplies by torch's own matrix products"
+CHAKRA = (
+    "is not there: --pytorch-profiler-collect-shapes and -callstack write what torch's profiler knows into its trace"
+)
+COMPARISON = "is not there: nothing compares replicas while a run lasts; they are computed alike, bit for bit"
+SKIPPING = "is not there: every batch is trained on"
+DEVICE_FIGURES = "is not there: nvidia-smi and DCGM measure the device; every step records its peak of allocated memory"
+WANDB = "is not there: figures go to metrics.jsonl and to TensorBoard's files, from where other services take them"
+LEVELS = "is not there: one rank tells what a person is to know, and --log-interval says how often"
 INJECTION = "is not there: a run plants no faults in itself"
 LARGE = "is not there: what is large and finite is clipped by --clip-grad; metrics.jsonl has loss and grad_norm a step"
-CLUSTER = "arrives with running on clusters (faults, profiling, monitoring)"
+TIMING = "is not there: --timing-interval always tells the median of the ranks, and the slowest one"
+RECORDER = "is not there: torch's recorder is on, TORCH_FR_BUFFER_SIZE says for how many collectives"
+DUMPS = "is not there: when a run hangs the watchdog has each rank write into DIR/hangs, unless --no-watchdog"
+WATCHDOG = "is not there: a section may take five times the longest so far, and at least --watchdog-min-seconds"
 TRANSFORMER_ENGINE = "needs Transformer Engine, which megalite does without"
 NOT_GPT = "is not for pre-training a GPT (vision, BERT, T5, retrieval, distillation, reinforcement learning)"
 INFERENCE = "is for an inference server; tools/generate.py samples from a checkpoint"
@@ -154,8 +175,9 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
     "dataloader-type": ("single", ORDER),
     "dist-ckpt-strictness": ("raise_all", STRICT),
     "dist-ckpt-workers": ("1", BACKGROUND),
-    "timing-log-level": ("0", CLUSTER),
-    "tensorboard-log-interval": ("1", CLUSTER),
+    "timing-log-level": ("0 1", TIMING),
+    "timing-log-option": ("minmax max", TIMING),
+    "flight-recorder-trace-buffer-size": ("2000", RECORDER),
     "cross-entropy-fusion-impl": ("native", TRANSFORMER_ENGINE),
     "transformer-impl": ("local transformer_engine", INFERENCE),
     "softmax-type": ("vanilla", ARCHITECTURE),
@@ -164,7 +186,7 @@ ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
     "cpu-offloading-num-layers": ("0", MACHINERY),
     "cuda-graph-impl": ("none", MACHINERY),
     "empty-unused-memory-level": ("0", MACHINERY),
-    "exit-signal": ("SIGTERM SIGINT SIGUSR1", MACHINERY),
+    "exit-signal": ("SIGTERM SIGINT SIGUSR1", "is not there: these three always save and exit"),
     "error-injection-rate": ("0", INJECTION),
 }
 """Flags that are already so at these values -> why others are refused."""
@@ -253,23 +275,20 @@ REFUSED: Mapping[str, str] = {
     load-main-params-from-ckpt skip-train
     """,
     SYMMETRIC: "muon-use-syrk",
+    CHAKRA: "pytorch-profiler-collect-chakra",
+    COMPARISON: "check-weight-hash-across-dp-replicas-interval",
+    SKIPPING: "iterations-to-skip",
+    DEVICE_FIGURES: "log-device-memory-used log-energy",
+    WANDB: "wandb-project wandb-exp-name wandb-save-dir wandb-entity",
+    LEVELS: "logging-level",
     INJECTION: "error-injection-type",
     LARGE: "check-for-large-grads check-for-spiky-loss",
-    CLUSTER: """
-    profile profile-step-start profile-step-end use-pytorch-profiler pytorch-profiler-collect-shapes
-    pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra profile-ranks record-memory-history
-    memory-snapshot-path record-shapes nvtx-ranges check-weight-hash-across-dp-replicas-interval
-    exit-signal-handler-for-dataloader exit-signal-handler-for-training iterations-to-skip
-    distributed-timeout-seconds-after-init flight-recorder-dump-path flight-recorder-trace-buffer-size
-    no-flight-recorder-dump-on-timeout disable-flight-recorder-dump-on-timeout flight-recorder-include-stack-trace
-    no-flight-recorder-include-only-active disable-flight-recorder-include-only-active
-    no-flight-recorder-extra-dump-on-exec disable-flight-recorder-extra-dump-on-exec log-progress timing-log-option
-    tensorboard-queue-size log-timers-to-tensorboard no-log-loss-scale-to-tensorboard
-    disable-log-loss-scale-to-tensorboard log-validation-ppl-to-tensorboard log-memory-interval log-device-memory-used
-    no-barrier-with-level-1-timing log-world-size-to-tensorboard wandb-project wandb-exp-name wandb-save-dir
-    wandb-entity logging-level log-energy log-straggler straggler-ctrlr-port straggler-minmax-count
-    disable-straggler-on-startup
+    WATCHDOG: "distributed-timeout-seconds-after-init",
+    DUMPS: """
+    flight-recorder-dump-path no-flight-recorder-dump-on-timeout disable-flight-recorder-dump-on-timeout
+    no-flight-recorder-extra-dump-on-exec disable-flight-recorder-extra-dump-on-exec
     """,
+    TIMING: "straggler-ctrlr-port straggler-minmax-count disable-straggler-on-startup",
     TRANSFORMER_ENGINE: """
     tp-comm-overlap no-tp-comm-bulk-wgrad disable-tp-comm-bulk-wgrad no-tp-comm-bulk-dgrad disable-tp-comm-bulk-dgrad
     no-tp-comm-overlap-ag disable-tp-comm-overlap-ag no-tp-comm-overlap-rs disable-tp-comm-overlap-rs

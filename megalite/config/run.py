@@ -13,6 +13,7 @@ from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
+from megalite.config.profiling import ProfilingConfig
 from megalite.config.training import TrainingConfig
 from megalite.config.watchdog import WatchdogConfig
 
@@ -37,6 +38,8 @@ class RunConfig:
     """Saving and loading."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Screen, metrics, TensorBoard."""
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    """Where time and memory go."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     """What finds a run that hangs."""
 

@@ -17,6 +17,7 @@ from megalite.config.training import TrainingConfig
 from megalite.config.validate_checkpoint import checkpoint_problems
 from megalite.config.validate_optimizer import optimizer_problems
 from megalite.config.validate_pipeline import pipeline_problems, why_nothing_is_aligned
+from megalite.config.validate_profiling import profiling_problems
 from megalite.config.validate_rates import rate_problems
 from megalite.config.watchdog import WatchdogConfig
 from megalite.errors import ConfigurationError
@@ -30,12 +31,12 @@ _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv
     distributed_timeout_minutes seq_length lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
     micro_batch_size global_batch_size train_iters train_samples eval_interval exit_interval recompute_num_layers
     save_interval save_retain_interval log_interval loss_scale_window hysteresis lr_scaling_base_batch_size
-    muon_num_ns_steps"""
+    muon_num_ns_steps profile_step_end tensorboard_log_interval"""
 _AT_LEAST_ZERO = """tiktoken_num_special_tokens
     norm_epsilon init_method_std num_workers lr min_lr lr_warmup_iters lr_warmup_samples lr_warmup_init
     decoupled_lr decoupled_min_lr weight_decay start_weight_decay end_weight_decay
     clip_grad eval_iters seed ckpt_step tolerated_save_failures manual_gc_interval mid_level_dataset_surplus
-    mscale mscale_all_dim z_loss_coeff timing_interval"""
+    mscale mscale_all_dim z_loss_coeff profile_step_start timing_interval"""
 _ABOVE_ZERO = """loss_scale initial_loss_scale min_loss_scale rotary_base exit_duration_in_mins
     window_rotary_base query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
     rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor rotary_seq_len_interpolation_factor
@@ -120,7 +121,8 @@ def validate(config: RunConfig, world_size: int) -> None:
         _recompute,
         checkpoint_problems,
     )
-    _raise([*_division(config, world_size), *(problem for check in checks for problem in check(config))])
+    of_ranks = (*_division(config, world_size), *profiling_problems(config, world_size))
+    _raise([*of_ranks, *(problem for check in checks for problem in check(config))])
 
 
 def _raise(problems: Iterable[str]) -> None:
@@ -307,9 +309,6 @@ def _steps(config: RunConfig) -> Iterator[str]:
     training = config.training
     if (training.train_iters is None) == (training.train_samples is None):
         yield f"give the length as --train-iters or as --train-samples{_not_both(training.train_iters is not None)}"
-    step = config.logging.profile_pipeline
-    if step is not None and training.train_iters is not None and step > training.train_iters:
-        yield f"--profile-pipeline {step} is beyond --train-iters {training.train_iters}"
 
 
 def _data(config: RunConfig) -> Iterator[str]:

@@ -8,7 +8,8 @@ from dataclasses import fields
 from megalite.config.checkpoint import CheckpointConfig, is_url
 from megalite.config.run import RunConfig
 
-_OF_SAVE = "save_interval save_retain_interval save_optim async_save ckpt_format tolerated_save_failures resume"
+_OF_SAVE = """save_interval save_retain_interval save_optim async_save ckpt_format tolerated_save_failures log_progress
+    resume"""
 _OF_LOAD = "ckpt_step finetune load_optim"
 _OF_EITHER = "exit_on_missing_checkpoint load_casts use_checkpoint_args"
 
@@ -19,19 +20,13 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
     if checkpoint.save is None:
         for flag in _given(checkpoint, _OF_SAVE):
             yield f"{flag} needs --save, the run directory"
-        if config.logging.profile_pipeline is not None:
-            yield f"--profile-pipeline {config.logging.profile_pipeline} needs --save, the run directory"
-    elif is_url(checkpoint.save):
-        if config.logging.profile_pipeline is not None:
-            yield (
-                f"--profile-pipeline {config.logging.profile_pipeline} writes files into --save, which must be a "
-                f"folder, not {checkpoint.save}"
-            )
-        if checkpoint.ckpt_format != "megalite":
-            yield (
-                f"--ckpt-format {checkpoint.ckpt_format} needs a --save that is a folder, not {checkpoint.save}, where "
-                "its .metadata would be overwritten before the new checkpoint is there"
-            )
+    elif is_url(checkpoint.save) and checkpoint.ckpt_format != "megalite":
+        yield (
+            f"--ckpt-format {checkpoint.ckpt_format} needs a --save that is a folder, not {checkpoint.save}, where "
+            "its .metadata would be overwritten before the new checkpoint is there"
+        )
+    if checkpoint.save is not None and is_url(checkpoint.save) and checkpoint.log_progress:
+        yield f"--log-progress appends to a file in --save, which must be a folder, not {checkpoint.save}"
     if config.logging.tensorboard_dir is not None and is_url(config.logging.tensorboard_dir):
         yield f"--tensorboard-dir {config.logging.tensorboard_dir}: TensorBoard's files grow, which needs a folder"
     if checkpoint.load is None:

@@ -129,10 +129,10 @@ def _convert(value: Any, kind: Any) -> Any:
 
 
 def _convert_list(value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A tuple of as many numbers as `kinds`, or of any number of texts."""
+    """A tuple of as many numbers as `kinds`, or of any number of texts or of numbers."""
     if kinds[-1] is Ellipsis:
-        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-            raise TypeError("a list of texts (numbers in quotes)")
+        if not isinstance(value, list) or not all(type(entry) is kinds[0] for entry in value):
+            raise TypeError("a list of " + ("whole numbers" if kinds[0] is int else "texts (numbers in quotes)"))
     elif not isinstance(value, list) or [type(entry) for entry in value] != list(kinds):
         raise TypeError(f"a list of {len(kinds)} whole numbers")
     return tuple(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from megalite.errors import MegaliteError
 from megalite.parallel.collectives import Pending, done
 from megalite.parallel.device import synchronize
+from megalite.parallel.naming import named, profiled
 from megalite.parallel.parameter import DeferredGradients
 from megalite.pipeline.point_to_point import Links
 from megalite.pipeline.schedules import Action
@@ -131,13 +132,14 @@ class PipelineEngine(Generic[MicroBatch]):
         neighbour has gone or does not answer.
         """
         step = _Step(self, micro_batches, factor, gradients)
-        actions = list(actions)
+        actions, naming = list(actions), profiled()
         with torch.set_grad_enabled(any(action.kind in ("B", "I") for action in actions)):
             for action in actions:
-                if observer is None:
-                    step.execute(action)
-                else:
-                    observer.execute(action, step)
+                with named(str(action)) if naming else nullcontext():
+                    if observer is None:
+                        step.execute(action)
+                    else:
+                        observer.execute(action, step)
         return step.loss_sum()
 
 

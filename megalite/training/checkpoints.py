@@ -14,6 +14,10 @@ from megalite.config import CheckpointConfig
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.training.display import Display
+from megalite.training.progress import Progress
+
+_SECONDS_OF_ANY_SAVE, _BYTES_A_SECOND = 5.0, 100e6
+"""From which the first save is estimated, cautiously: of each rank."""
 
 
 class Checkpoints:
@@ -29,11 +33,12 @@ class Checkpoints:
             state=settings.save_optim,
             asynchronous=settings.async_save,
         )
+        self.progress = Progress(directory if settings.log_progress and self._rank == 0 else None, plan.mesh.world_size)
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._removal: Future[tuple[str, ...]] | None = None
         self._failures = 0
         self._newest: AnyPath | None = None
-        self._began, self._stood_still = 0.0, 0.0
+        self._began, self._stood_still, self._longest = 0.0, 0.0, 0.0
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -46,6 +51,11 @@ class Checkpoints:
     def flags(self) -> tuple[bool, bool]:
         """What the ranks must know of each other before `advance`: whether one is busy, and whether one has failed."""
         return self._saver.busy, self._saver.failed
+
+    @property
+    def seconds(self) -> float:
+        """The longest save of this run, from its beginning to its end on disk; before the first, an estimate."""
+        return self._longest or _SECONDS_OF_ANY_SAVE + self._saver.size / _BYTES_A_SECOND
 
     def save(self, training: TrainingState, config: dict[str, Any], display: Display, *, last: bool) -> None:
         """Save the state as it is now; in the background with --async-save, unless nothing comes after it (`last`).
@@ -80,8 +90,10 @@ class Checkpoints:
             if path is not None:
                 self._failures, self._newest = 0, path
                 seconds = time.perf_counter() - self._began
+                self._longest = max(self._longest, seconds)
                 still = f", training stood still for {self._stood_still:.2f} s" if self._settings.async_save else ""
                 display.message(f"saved {path} in {seconds:.1f} s{still}")
+                self.progress.write(f"saved {path.name}")
                 self._remove_old()
 
     @contextmanager

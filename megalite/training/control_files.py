@@ -1,4 +1,4 @@
-"""Files by which a person or a script speaks to a run: `touch DIR/STOP`, `touch DIR/SAVE`, where DIR is --save.
+"""Files by which a person or a script speaks to a run: `touch DIR/STOP`, `SAVE` or `PROFILE`, where DIR is --save.
 
 A signal reaches the processes of one node, and each launcher treats it in another way; a file reaches a run from
 wherever its directory is seen. Rank 0 alone looks, so that hundreds of ranks do not ask a shared file system the same
@@ -14,10 +14,9 @@ from pathlib import Path
 from megalite.checkpoint import AnyPath
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
+from megalite.training.starting import SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_REQUESTS, STOP, identity
 
-STOP, SAVE = "STOP", "SAVE"
-_SECONDS_BETWEEN_LOOKS = 1.0
-_SECONDS_BETWEEN_REQUESTS = 20.0  # an object store bills each
+SAVE, PROFILE = "SAVE", "PROFILE"
 
 
 class ControlFiles:
@@ -26,15 +25,18 @@ class ControlFiles:
 
     def __init__(self, directory: AnyPath | None, mesh: ParallelMesh) -> None:
         self._directory = directory if mesh.rank == 0 else None
-        self._interval = _SECONDS_BETWEEN_LOOKS if isinstance(directory, Path) else _SECONDS_BETWEEN_REQUESTS
+        self._interval = SECONDS_BETWEEN_LOOKS if isinstance(directory, Path) else SECONDS_BETWEEN_REQUESTS
         self._next_look = 0.0
-        self._stop = self._save = False
+        self._stop = False
+        self._asked: set[str] = set()
 
-    def clear(self) -> tuple[str, ...]:
-        """Remove what was meant for an earlier run, and tell of it. Raises CheckpointError where it cannot be."""
+    def clear(self, old_stop: object) -> tuple[str, ...]:
+        """Remove what was meant for an earlier run, and tell of it: a STOP only as it was when this one began
+        (`identity`). Raises CheckpointError where it cannot be removed."""
         if self._directory is None:
             return ()
-        found = [name for name in (STOP, SAVE) if _is_file(self._directory / name)]
+        names = (STOP, SAVE, PROFILE) if identity(self._directory / STOP) == old_stop else (SAVE, PROFILE)
+        found = [name for name in names if _is_file(self._directory / name)]
         for name in found:
             try:
                 _remove(self._directory, name)
@@ -51,19 +53,28 @@ class ControlFiles:
 
     def save(self) -> bool:
         """Whether there is a SAVE, or was one since this was last asked. Each asks for one checkpoint."""
+        return self._take(SAVE)
+
+    def profile(self) -> bool:
+        """The same of PROFILE. Each asks for one profile."""
+        return self._take(PROFILE)
+
+    def _take(self, name: str) -> bool:
         self._look()
-        save, self._save = self._save, False
-        return save
+        asked = name in self._asked
+        self._asked.discard(name)
+        return asked
 
     def _look(self) -> None:
         if self._directory is None or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + self._interval
         self._stop = self._stop or _is_file(self._directory / STOP)
-        if _is_file(self._directory / SAVE):
-            with suppress(OSError):  # one that stays would ask for a checkpoint after every step
-                _remove(self._directory, SAVE)
-                self._save = True
+        for name in (SAVE, PROFILE):
+            if _is_file(self._directory / name):
+                with suppress(OSError):  # one that stays would ask again after every step
+                    _remove(self._directory, name)
+                    self._asked.add(name)
 
 
 def _is_file(path: AnyPath) -> bool:

@@ -74,9 +74,7 @@ def order_note(dataset: Dataset[SampleFields], seen: Sequence[Sequence[int]]) ->
 
 def open_data(config: RunConfig) -> RunData:
     """Open the tokenizer and the datasets. Raises DataError or ConfigurationError, the same on every rank."""
-    data, training = config.data, config.training
-    kind, vocab_size = data.tokenizer_type or "NullTokenizer", config.model.vocab_size
-    tokenizer = build_tokenizer(kind, data.tokenizer_model, vocab_size, TokenizerOptions.of(data))
+    training, tokenizer = config.training, open_tokenizer(config)
     batch_size, iterations = global_batch_size(config).final, last_iteration(config)
     samples = target_samples(
         train_samples=iterations * batch_size if training.train_samples is None else training.train_samples,
@@ -91,12 +89,19 @@ def open_data(config: RunConfig) -> RunData:
     return RunData(tokenizer, train, valid, test, notes)
 
 
+def open_tokenizer(config: RunConfig) -> Tokenizer:
+    """The tokenizer that the flags name. Raises DataError or ConfigurationError."""
+    data, vocab_size = config.data, config.model.vocab_size
+    kind = data.tokenizer_type or "NullTokenizer"
+    return build_tokenizer(kind, data.tokenizer_model, vocab_size, TokenizerOptions.of(data))
+
+
 def _open_datasets(config: RunConfig, tokenizer: Tokenizer, samples: Samples) -> Datasets[SampleFields]:
     data, seed = config.data, config.training.seed
     if data.mock_data:
         mock = build_mock_datasets(samples, sequence_length=data.seq_length, seed=seed, tokenizer=tokenizer)
         return _with_fields(data, seed, tokenizer, mock)
-    cache, parts, surplus = IndexCache(data.data_cache_path), _parts(data), data.mid_level_dataset_surplus
+    cache, parts, surplus = IndexCache(data.data_cache_path), data_parts(data), data.mid_level_dataset_surplus
     if data.sft:
         return build_sft_datasets(
             parts,
@@ -121,7 +126,8 @@ def _open_datasets(config: RunConfig, tokenizer: Tokenizer, samples: Samples) ->
     return _with_fields(data, seed, tokenizer, tokens)
 
 
-def _parts(data: DataConfig) -> Sequence[Part | None]:
+def data_parts(data: DataConfig) -> Sequence[Part | None]:
+    """What training, validation and test are made of. Raises ConfigurationError or DataError."""
     return read_parts(
         data_path=data.data_path,
         split=data.split,

@@ -95,8 +95,8 @@ class Display:
 
     def _evaluation(self, name: str, iteration: int, loss: float) -> None:
         if self._enabled:
-            perplexity = math.exp(min(loss, 700.0))  # beyond it a float overflows
-            self._console.print(f"[bold]{name} at step {iteration}[/] | loss {loss:.4f} | perplexity {perplexity:.4g}")
+            text = f"[bold]{name} at step {iteration}[/] | loss {loss:.4f} | perplexity {perplexity(loss):.4g}"
+            self._console.print(text)
 
     def _line(self, metrics: StepMetrics) -> str:
         digits = len(str(self._total))
@@ -143,6 +143,10 @@ class Display:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # beyond it a float overflows
 
 
 def curve(values: Sequence[float]) -> str:

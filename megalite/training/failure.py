@@ -51,9 +51,12 @@ def run_main(main: Callable[[], int]) -> NoReturn:
         code = main()
         ignore_stop_signals()
         if os.environ.get("RANK", "0") == "0":
-            _leave_code(code)
-    except SystemExit:
-        raise  # has said what there is to say, like --help
+            leave_code(code)
+    except SystemExit as ending:  # has said what there is to say, like --help
+        ignore_stop_signals()
+        if isinstance(ending.code, int):
+            _exit(ending.code)
+        raise
     except BrokenPipeError:
         # So that flushing it at the end does not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -78,7 +81,7 @@ def _describe(error: BaseException) -> str:
 def _fail(message: str, code: int) -> NoReturn:
     # From here on a launcher may end this process at once.
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, lambda *_: os._exit(code))
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     store = default_store()
     if store is not None and world_size > 1:
@@ -89,7 +92,11 @@ def _fail(message: str, code: int) -> NoReturn:
             _speak_unless_ended(message, code, rank)
     else:
         _speak_unless_ended(message, code, rank)
-    if store is None:
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    if default_store() is None:
         sys.exit(code)
     # A group whose peers have gone may hang in its destructors.
     sys.stdout.flush()
@@ -143,14 +150,14 @@ def _speak_unless_ended(message: str, code: int, rank: int) -> None:
 
 
 def _speak(message: str, code: int, rank: int) -> None:
-    _leave_code(code)
+    leave_code(code)
     where = f" on rank {rank}" if rank else ""
     sys.stdout.flush()
     sys.stderr.write(f"error{where}: {message}\n")
     sys.stderr.flush()
 
 
-def _leave_code(code: int) -> None:
+def leave_code(code: int) -> None:
     """For who started the launcher. The first code stays: what other ranks end with is a consequence."""
     path = os.environ.get("MEGALITE_EXIT_FILE")
     if path and not Path(path).exists():

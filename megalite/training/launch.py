@@ -16,7 +16,6 @@ from megalite.errors import CommunicationError, ConfigurationError
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.place import Place
-from megalite.training.signals import default_signals
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -46,9 +45,8 @@ def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMe
         raise ConfigurationError("--distributed-backend gloo sends nothing from GPU to GPU, as stages do: use nccl")
     if place.world_size > 1:
         try:
-            with default_signals():  # torch waits for the other ranks where no handler of Python's would run
-                store, rank, world_size = next(rendezvous("env://"))
-                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            store, rank, world_size = next(rendezvous("env://"))
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
             _compare(description, store, mesh)
         except ValueError as error:  # a variable is missing
             raise ConfigurationError(f"{place.world_size} ranks must be started by torchrun: {error}") from error

@@ -14,13 +14,16 @@ from megalite import checkpoint
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.parallel import collectives
 from megalite.training.control_files import ControlFiles
-from megalite.training.display import Display
+from megalite.training.deadline import Pace, why_stop
+from megalite.training.display import Display, perplexity
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
+from megalite.training.profiling import Profiler
 from megalite.training.signals import StopRequest, deadline_passed, interval_reached
+from megalite.training.starting import Starting
 from megalite.training.timing import Timing, gather_timing
 from megalite.training.trainer import Trainer
-from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, STEP
+from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class _Agreed:
     """was told to stop after this step;"""
     save: bool
     """was told to save after it;"""
+    profile: bool
+    """was told to profile the next ones;"""
     saving: bool
     """is still writing a checkpoint in the background;"""
     save_failed: bool
@@ -40,14 +45,16 @@ class _Agreed:
 class TrainingLoop:
     """What the ranks do together from the trainer's first step to its last, and when."""
 
-    def __init__(self, trainer: Trainer, display: Display) -> None:
+    def __init__(self, trainer: Trainer, display: Display, starting: Starting) -> None:
         self.trainer, self.display = trainer, display
         self.config, self.mesh, self.sections = trainer.config, trainer.mesh, trainer.sections
         self.control_files = ControlFiles(trainer.directory, trainer.mesh)
-        self.started = time.monotonic()
+        self._starting = starting
         self._timed = trainer.iteration
         self._writer = MetricsWriter()
-        self._stop = StopRequest()
+        self._stop, self._why = StopRequest(), ""
+        self._pace = Pace()
+        self._profiler = Profiler(self.config, self.mesh, display, trainer.iteration)
 
     def run(self) -> int:
         """Train to the end, or until asked to stop; returns the program's exit code."""
@@ -56,7 +63,11 @@ class TrainingLoop:
             if trainer.checkpoints is not None:
                 stack.callback(trainer.checkpoints.close)
             self._writer = stack.enter_context(_metrics_writer(trainer))
+            with self.sections(START):
+                self._on_any_rank(False)  # until all have come here the run is starting, and is stopped like one
             stack.enter_context(self._stop)
+            self._starting.over()
+            self._progress("goes on" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
             if self.config.training.manual_gc:
                 gc.disable()
@@ -72,17 +83,24 @@ class TrainingLoop:
                         trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
                 if agreed.stop and trainer.iteration < trainer.iterations:
                     return self._end_early()
+                if agreed.profile:
+                    self._profiler.ask(trainer.iteration)
                 if agreed.save or self._saves_now():
                     self._save(last=trainer.iteration == trainer.iterations)
             self._test()
+        self._progress("finished")
         return EXIT_FINISHED
 
     def _step(self) -> None:
-        self.sections.step = self.trainer.iteration + 1
-        with self.sections(STEP):
+        number = self.sections.step = self.trainer.iteration + 1
+        with self._profiler.step(number), self.sections(STEP):
             metrics = self.trainer.step()
+        self._pace = self._pace.after(metrics.iteration_time_s)
         timing = self._timing() if self._times_now() else None
-        self._record(metrics if timing is None else replace(metrics, extra={**metrics.extra, **timing.figures()}))
+        figures = {} if timing is None else timing.figures()
+        if self.config.logging.log_world_size_to_tensorboard:
+            figures["world_size"] = self.mesh.world_size
+        self._record(replace(metrics, extra={**metrics.extra, **figures}))
         self.display.step(metrics)
         if timing is not None:
             self.display.message(timing.line())
@@ -107,7 +125,10 @@ class TrainingLoop:
             loss = trainer.evaluate(trainer.data.valid, stopped)
         trainer.evaluation_left = loss is None
         if loss is not None:
-            validation = ValidationMetrics(*trainer.where(), loss)
+            wanted = self.config.logging.log_validation_ppl_to_tensorboard
+            validation = ValidationMetrics(
+                *trainer.where(), loss, {"valid_perplexity": perplexity(loss)} if wanted else {}
+            )
             self._record(validation)
             self.display.validation(validation)
 
@@ -129,7 +150,8 @@ class TrainingLoop:
     def _end_early(self) -> int:
         self._save(last=True)
         saved = "nothing is saved without --save" if self.trainer.directory is None else "--resume auto continues"
-        self.display.message(f"stopped after step {self.trainer.iteration}; {saved}")
+        self._progress("stopped")
+        self.display.message(f"stopped after step {self.trainer.iteration}; {saved}{self._why and f': {self._why}'}")
         return EXIT_RESUMABLE
 
     # ------------------------------------------------------------------------------------------------ when
@@ -151,16 +173,28 @@ class TrainingLoop:
 
     def _agree(self) -> _Agreed:
         """What the ranks have to tell each other between two steps, all in one message."""
-        checkpoints = self.trainer.checkpoints
+        checkpoints, files = self.trainer.checkpoints, self.control_files
         saving = checkpoints.flags if checkpoints is not None else (False, False)
-        asked, *others = self._on_any_rank(self._told_to_stop(), self.control_files.save(), *saving)
+        asked, *others = self._on_any_rank(self._told_to_stop(), files.save(), files.profile(), *saving)
         interval = interval_reached(self.trainer.iteration, self.config.training.exit_interval)
         return _Agreed(asked or interval, *others)
 
     def _told_to_stop(self) -> bool:
         """Whether this rank was, by a signal, its clock or a file."""
-        late = deadline_passed(time.monotonic() - self.started, self.config.training.exit_duration_in_mins)
-        return self._stop.local_request() > 0 or late or self.control_files.stop()
+        late = deadline_passed(time.monotonic() - self._starting.began, self.config.training.exit_duration_in_mins)
+        return self._stop.local_request() > 0 or late or self.control_files.stop() or self._job_ends()
+
+    def _job_ends(self) -> bool:
+        """Whether the job ends too soon for another step; rank 0's clock decides."""
+        trainer = self.trainer
+        if self._starting.job_end is None or self.mesh.rank != 0:
+            return False
+        left = self._starting.job_end - time.time()
+        due = (trainer.iteration + 1) % self.config.training.eval_interval == 0
+        evaluation = self.sections.longest.get(EVALUATION, 0.0) if due else 0.0  # 0 too where there is nothing to
+        save = 0.0 if trainer.checkpoints is None else trainer.checkpoints.seconds
+        self._why = why_stop(left, self._pace.step, evaluation, save) or ""
+        return bool(self._why)
 
     def _any_rank_is_told_to_stop(self) -> bool:
         return self._on_any_rank(self._told_to_stop())[0]
@@ -178,6 +212,10 @@ class TrainingLoop:
         with self.sections(AGREEMENT):
             return gather_timing(self.sections.take(), steps, self.mesh)
 
+    def _progress(self, what: str) -> None:
+        if self.trainer.checkpoints is not None:
+            self.trainer.checkpoints.progress.write(f"{what} after step {self.trainer.iteration}")
+
     def _record(self, metrics: StepMetrics | ValidationMetrics | TestMetrics) -> None:
         told = self._writer.write(metrics)
         if told is not None:
@@ -194,4 +232,11 @@ def _metrics_writer(trainer: Trainer) -> MetricsWriter:
         path = path or directory / "metrics.jsonl"
     if isinstance(directory, Path):
         events = events or directory / "tensorboard"
-    return MetricsWriter(path, events, trainer.iteration, evaluation_left=trainer.evaluation_left)
+    return MetricsWriter(
+        path,
+        events,
+        trainer.iteration,
+        evaluation_left=trainer.evaluation_left,
+        event_interval=logging.tensorboard_log_interval,
+        without_events=() if logging.log_loss_scale_to_tensorboard else ("loss_scale",),
+    )

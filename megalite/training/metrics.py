@@ -12,7 +12,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
@@ -79,7 +79,8 @@ class MetricsWriter:
     An object on an object store cannot be appended to: it is written anew, with all lines, by `publish` and at the end.
     A run that resumes after iteration `resume_iteration` first cuts off what an earlier attempt wrote beyond it, so
     that the file tells one trajectory; with `evaluation_left` the evaluation after it is beyond it, too. One rank
-    writes; the others have none of these, or one without destinations.
+    writes; the others have none of these, or one without destinations. TensorBoard gets one training step of
+    `event_interval`, and none of the figures `without_events`.
     Raises CheckpointError where the run directory cannot be written.
     """
 
@@ -90,7 +91,10 @@ class MetricsWriter:
         resume_iteration: int = 0,
         *,
         evaluation_left: bool = False,
+        event_interval: int = 1,
+        without_events: Collection[str] = (),
     ) -> None:
+        self._event_interval, self._without_events = event_interval, without_events
         self._lines: _Growing | None = None
         self._events: _Events | None = None
         self._fails = False
@@ -126,9 +130,11 @@ class MetricsWriter:
         failed = self._fails
         self._fails = False
         told = None
-        for write in (self._write_line, self._write_events):
+        events = {name: value for name, value in record.items() if name not in self._without_events}
+        shown = not isinstance(metrics, StepMetrics) or metrics.iteration % self._event_interval == 0
+        for write, what in ((self._write_line, record), *([(self._write_events, events)] if shown else [])):
             try:
-                write(record)
+                write(what)
             except OSError as error:
                 self._fails = True
                 told = (

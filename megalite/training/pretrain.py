@@ -14,15 +14,20 @@ from megalite.config.yaml_file import dump
 from megalite.conversion.huggingface import open_huggingface
 from megalite.errors import EXIT_FINISHED, CheckpointError
 from megalite.optim.elementwise import require_backend
+from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.naming import named
 from megalite.training.control_files import ControlFiles
 from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
 from megalite.training.launch import join, leave
 from megalite.training.loop import TrainingLoop
+from megalite.training.memory_history import record_memory_history
 from megalite.training.place import Place
+from megalite.training.profiling import require_device
 from megalite.training.start import find_start
+from megalite.training.starting import Starting
 from megalite.training.summary import summary
 from megalite.training.trainer import Trainer
 from megalite.training.watching import watched
@@ -44,21 +49,24 @@ class _Begun:
     notes: tuple[str, ...] = ()
 
 
-def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Place) -> int:
+def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Place, starting: Starting) -> int:
     """Build, resume, train and save; the same on every rank. Returns the exit code."""
     require_backend(config.optimizer)
     choose_kernels(config.kernels)
+    require_device(config.profiling, device.local_device(place.local_rank))
     directory = None if config.checkpoint.save is None else checkpoint.open_directory(config.checkpoint.save)
     mesh = join(config.parallel, place, dump(config))
-    sections = Sections(lambda: mesh.waits.seconds)
+    sections = Sections(lambda: mesh.waits.seconds, naming=named)
+    if config.profiling.record_memory_history:
+        record_memory_history(config.profiling, place.rank)
     with ExitStack() as stack:
         stack.enter_context(watched(config, sections, place, directory))
         with sections(START):
             if directory is not None:
                 notes += stack.enter_context(checkpoint.only_run(directory, mesh))
-                notes += ControlFiles(directory, mesh).clear()
+                notes += ControlFiles(directory, mesh).clear(starting.old_stop)
             begun = _begin(config, directory, data, mesh, sections)
-        code = _run(config, directory, begun, (*notes, *data.notes, *begun.notes), mesh)
+        code = _run(config, directory, begun, (*starting.notes, *notes, *data.notes, *begun.notes), mesh, starting)
     leave(mesh)
     return code
 
@@ -95,7 +103,12 @@ def _begin(
 
 
 def _run(
-    config: RunConfig, directory: AnyPath | None, begun: _Begun, notes: tuple[str, ...], mesh: ParallelMesh
+    config: RunConfig,
+    directory: AnyPath | None,
+    begun: _Begun,
+    notes: tuple[str, ...],
+    mesh: ParallelMesh,
+    starting: Starting,
 ) -> int:
     iteration = 0 if begun.trainer is None else begun.trainer.iteration
     display = Display(begun.last, config.logging.log_interval, start_iteration=iteration, enabled=mesh.rank == 0)
@@ -103,7 +116,7 @@ def _run(
         for note in notes:
             display.message(note)
         if begun.trainer is not None:
-            code = _train(begun.trainer, begun.origin, display)
+            code = _train(begun.trainer, begun.origin, display, starting)
         else:
             assert begun.checkpoint is not None
             code = EXIT_FINISHED
@@ -115,13 +128,13 @@ def _run(
     return code
 
 
-def _train(trainer: Trainer, origin: str, display: Display) -> int:
+def _train(trainer: Trainer, origin: str, display: Display, starting: Starting) -> int:
     for note in trainer.notes():
         display.message(note)
     display.summary("megalite", summary(trainer) | {"start": origin})
     if trainer.directory is not None and trainer.mesh.rank == 0:
         _record_run(trainer.directory, trainer.config)
-    code = TrainingLoop(trainer, display).run()
+    code = TrainingLoop(trainer, display, starting).run()
     if code == EXIT_FINISHED:
         display.message(f"finished after step {trainer.iteration}")
     return code

@@ -1,54 +1,180 @@
-"""The measured time line of one step of the pipeline."""
+"""Profiles of some steps: traces by torch's profiler, or ranges for nsys, which records from outside.
+
+Asked for by the flags of `ProfilingConfig`, or while the run goes on by `touch DIR/PROFILE`. (The time line of a
+pipeline's step is in time_line.py, the history of memory in memory_history.py.)
+"""
 
 from __future__ import annotations
 
-import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
-from megalite.errors import CheckpointError
-from megalite.parallel import collectives
+from megalite import checkpoint
+from megalite.checkpoint import AnyPath
+from megalite.config import RunConfig
+from megalite.config.profiling import ProfilingConfig
+from megalite.errors import CheckpointError, ConfigurationError
+from megalite.files import sync_directory, temporary_path
+from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
-from megalite.pipeline.drawing import write_timeline
-from megalite.pipeline.engine import Recording
-from megalite.pipeline.schedules import Action
-from megalite.pipeline.simulator import Span
-from megalite.pipeline.stages import Stages
-from megalite.pipeline.timeline import TimeLine
+from megalite.parallel.naming import named
+from megalite.training.display import Display
+from megalite.training.memory_history import write_snapshot
+
+STEPS_OF_FILE = 3
+"""That a PROFILE asks for, after one in which the profiler warms up."""
 
 
-def gone_by(step: int | None, iteration: int) -> tuple[str, ...]:
-    """A line where a run goes on behind the step whose time line is asked for."""
-    if step is None or step > iteration:
-        return ()
-    return (f"--profile-pipeline {step}: changes nothing, since the run goes on after step {iteration}",)
+def require_device(config: ProfilingConfig, place: torch.device) -> None:
+    """Raises ConfigurationError where a flag asks for what there is on GPUs alone."""
+    if place.type == "cuda":
+        return
+    if config.profile and not config.use_pytorch_profiler:
+        raise ConfigurationError(
+            f"--profile marks steps for nsys, which looks at GPUs, and this run is on the {device.device_name(place)}: "
+            "add --use-pytorch-profiler"
+        )
+    if config.record_memory_history:
+        raise ConfigurationError(
+            f"--record-memory-history is a history of GPU memory, and this run is on the {device.device_name(place)}: "
+            "leave it out"
+        )
 
 
-def begin_recording(mesh: ParallelMesh) -> Recording:
-    """A recording whose time begins on all ranks together, as nearly as an all-reduce ends on all."""
-    collectives.all_reduce_(torch.zeros(1, device=mesh.device), mesh.world()).item()
-    return Recording(mesh.device)
+class Profiler:
+    """The profiles that a run takes, one at a time. All ranks call it alike; some record.
 
-
-def write_recording(
-    recording: Recording, stages: Stages, mesh: ParallelMesh, directory: Path, iteration: int
-) -> list[Path]:
-    """Draw the step of the pipeline that rank 0 is in, into the run directory; the paths, on rank 0. All ranks call it.
-
-    Raises CheckpointError where the directory cannot be written to.
+    Args:
+        iteration: the run goes on after this step.
     """
-    own = [
-        [span.action.kind, span.action.micro_batch, span.action.chunk, span.action.peer, span.start, span.end]
-        for span in recording.spans
-    ]
-    texts = collectives.all_gather_text(json.dumps(own), mesh.group("pp"), mesh.device)
-    if mesh.rank != 0:
-        return []
-    spans = [[Span(Action(*action), start, end) for *action, start, end in json.loads(text)] for text in texts]
-    time_line = TimeLine(f"Step {iteration}, measured", stages, spans, in_seconds=True)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return write_timeline(directory, f"pipeline_step_{iteration:06d}", time_line)
-    except OSError as error:
-        raise CheckpointError(f"cannot write the time line of step {iteration} to {directory}: {error}") from error
+
+    def __init__(self, run: RunConfig, mesh: ParallelMesh, display: Display, iteration: int) -> None:
+        self._config = config = run.profiling
+        self._mesh, self._display, self._log_interval = mesh, display, run.logging.log_interval
+        place = run.checkpoint.save or run.logging.tensorboard_dir
+        self._directory = checkpoint.open_directory(place or ".") / "profile"  # unless for nsys, one is given
+        self._steps, self._by_torch = range(0), True
+        self._recorder: _Trace | _RangeForNsys | None = None
+        if config.profile and config.profile_step_start >= iteration:
+            self._plan(config.profile_step_start + 1, config.profile_step_end, by_torch=config.use_pytorch_profiler)
+        elif config.profile:
+            display.message(
+                f"--profile-step-start {config.profile_step_start}: nothing is profiled, since the run goes on after "
+                f"step {iteration}"
+            )
+
+    def ask(self, iteration: int) -> None:
+        """Take a trace of the steps that come, `iteration` being the last one."""
+        if self._steps:
+            self._display.message(f"PROFILE: steps {self._between()} are about to be profiled, and no others meanwhile")
+        else:
+            self._plan(iteration + 2, iteration + 1 + STEPS_OF_FILE, by_torch=True)
+
+    def _plan(self, first: int, last: int, *, by_torch: bool) -> None:
+        self._steps, self._by_torch = range(first, last + 1), by_torch
+        if self._mesh.rank in self._config.profile_ranks:
+            self._recorder = _Trace(self._config) if by_torch else _RangeForNsys(self._config, self._mesh.device)
+
+    def _between(self) -> str:
+        return f"{self._steps[0]} to {self._steps[-1]}"
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around the step of this number, the run's first being 1."""
+        if self._recorder is not None and number == self._steps[0] - 1:
+            self._recorder.warm_up()
+        if self._recorder is not None and number == self._steps[0]:
+            self._recorder.begin()
+        with named(f"step {number}"):
+            yield
+        if self._steps and number == self._steps[-1]:
+            self._finish()
+        if self._config.record_memory_history and number % self._log_interval == 0:
+            problem = write_snapshot(self._config, self._mesh.rank)
+            if problem is not None:
+                self._display.message(problem)
+
+    def _finish(self) -> None:
+        recorder, steps, by_torch = self._recorder, self._steps, self._by_torch
+        self._recorder, self._steps = None, range(0)
+        name = f"step_{steps[0]:07d}-{steps[-1]:07d}_rank_"
+        if recorder is not None:
+            recorder.end()
+        try:
+            with checkpoint.together(self._mesh, f"writing the profile of steps {steps[0]} to {steps[-1]}"):
+                if isinstance(recorder, _Trace):
+                    recorder.write(self._directory / f"{name}{self._mesh.rank}.json.gz")
+        except CheckpointError as error:  # training does not depend on it
+            self._display.message(f"WARNING: {error}")
+            return
+        ranks = self._config.profile_ranks
+        which = str(ranks[0]) if len(ranks) == 1 else "{" + ",".join(map(str, ranks)) + "}"
+        place = f": {self._directory / name}{which}.json.gz, for ui.perfetto.dev" if by_torch else " for nsys"
+        self._display.message(f"profiled steps {steps[0]} to {steps[-1]} on rank {which}{place}")
+
+
+class _Trace:
+    """By torch's profiler, in Chrome's format."""
+
+    def __init__(self, config: ProfilingConfig) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell of each beginning and each end
+        self._profiler = torch.profiler.profile(
+            record_shapes=config.pytorch_profiler_collect_shapes,
+            with_stack=config.pytorch_profiler_collect_callstack,
+            acc_events=True,  # there is one cycle; else torch warns that it would forget those before
+        )
+        self._prepared = False
+
+    def warm_up(self) -> None:
+        self._profiler.prepare_trace()
+        self._prepared = True
+
+    def begin(self) -> None:
+        if not self._prepared:
+            self._profiler.prepare_trace()
+        self._profiler.start_trace()
+
+    def end(self) -> None:
+        self._profiler.stop_trace()
+
+    def write(self, path: AnyPath) -> None:
+        """Raises OSError."""
+        if isinstance(path, Path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = temporary_path(path).with_suffix(".gz")  # by which torch knows to compress
+            try:
+                self._profiler.export_chrome_trace(str(temporary))
+                temporary.rename(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            sync_directory(path.parent)
+            return
+        with TemporaryDirectory(prefix="megalite-") as folder:
+            self._profiler.export_chrome_trace(f"{folder}/{path.name}")
+            path.put((Path(folder) / path.name).read_bytes())
+
+
+class _RangeForNsys:
+    """`nsys profile --capture-range=cudaProfilerApi` records from the first step to the last, with operations, and what
+    `named` names, as NVTX ranges."""
+
+    def __init__(self, config: ProfilingConfig, place: torch.device) -> None:
+        self._shapes, self._device, self._ranges = config.record_shapes, place, ExitStack()
+
+    def warm_up(self) -> None:
+        pass
+
+    def begin(self) -> None:
+        device.synchronize(self._device)
+        torch.cuda.profiler.start()
+        self._ranges.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=self._shapes))
+
+    def end(self) -> None:
+        self._ranges.close()
+        device.synchronize(self._device)
+        torch.cuda.profiler.stop()

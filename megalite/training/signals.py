@@ -5,16 +5,19 @@ Each rank sees its own signals and its own clock; the trainer makes the ranks ag
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import NoReturn
 
 from megalite.errors import EXIT_RESUMABLE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SECONDS_FOR_MAIN_THREAD = 3.0
 
 
 class StopRequest:
@@ -29,8 +32,10 @@ class StopRequest:
         self._signals = signals
         self._received = 0
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
+        self._wakeup = -1
 
     def __enter__(self) -> StopRequest:
+        self._wakeup = signal.set_wakeup_fd(-1)  # first: from here on no thread ends the process for a signal
         self._previous = {number: signal.signal(number, self._receive) for number in self._signals}
         return self
 
@@ -39,6 +44,7 @@ class StopRequest:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_IGN if self._received else handler)
+        signal.set_wakeup_fd(self._wakeup)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = self._received or number
@@ -51,25 +57,41 @@ class StopRequest:
 def exit_on_stop_signals() -> None:
     """Until a `StopRequest` is entered there is nothing to save, and the run can be started again as it is.
 
-    Silently, since a launcher ends ranks like this where another one has said what is wrong; Ctrl-C is left alone.
+    The first signal raises in the main thread, so that what is half done is cleared away; those after it are ignored.
+    Silently, since a launcher ends ranks like this where another one has said what is wrong, but for Ctrl-C.
+
+    Python runs handlers on the main thread, between two steps of its own: where that is inside a library (rendezvous,
+    collective, compiler) it may not come to them for minutes. So a thread hears of the signal, too, and ends the
+    process if the main thread does not.
     """
 
-    def end(number: int, frame: FrameType | None) -> NoReturn:
+    ending = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal ending
+        if ending:
+            return
+        ending = True
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         sys.exit(EXIT_RESUMABLE)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, end)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as SIGINT is for what a shell runs in the background
+            signal.signal(number, end)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # the pipe is not its own
+    threading.Thread(target=_end_for_main_thread, args=(reading,), name="signals", daemon=True).start()
 
 
-@contextmanager
-def default_signals() -> Iterator[None]:
-    """While entered, a stop signal ends the process at once."""
-    previous = {number: signal.signal(number, signal.SIG_DFL) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _end_for_main_thread(descriptor: int) -> NoReturn:
+    """Wait for the number of a stop signal, then for the main thread, then no longer."""
+    while not set(os.read(descriptor, 64)).intersection(STOP_SIGNALS):
+        pass
+    time.sleep(_SECONDS_FOR_MAIN_THREAD)
+    os._exit(EXIT_RESUMABLE)
 
 
 def ignore_stop_signals() -> None:
@@ -79,7 +101,7 @@ def ignore_stop_signals() -> None:
 
 
 def deadline_passed(elapsed_seconds: float, exit_duration_in_mins: float | None) -> bool:
-    """Whether a run that started `elapsed_seconds` ago has used up its `--exit-duration-in-mins`."""
+    """Whether a program that began `elapsed_seconds` ago has used up its `--exit-duration-in-mins`."""
     return exit_duration_in_mins is not None and elapsed_seconds >= 60.0 * exit_duration_in_mins
 
 

@@ -42,8 +42,8 @@ from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.load_report import load_notes, rounding_notes
 from megalite.training.metrics import StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
-from megalite.training.profiling import begin_recording, gone_by, write_recording
 from megalite.training.start import Start
+from megalite.training.time_line import begin_recording, gone_by, write_recording
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, SECOND_RUN, Sections
 
 
@@ -141,7 +141,7 @@ class Trainer:
 
     def _records_now(self) -> bool:
         """Whether the step that begins is the one whose time line is asked for."""
-        return self.iteration + 1 == self.config.logging.profile_pipeline
+        return self.iteration + 1 == self.config.profiling.profile_pipeline
 
     def num_micro_batches(self, batch_size: int) -> int:
         """Forwards of each rank in a step of `batch_size` samples."""
@@ -293,7 +293,7 @@ class Trainer:
 
     def notes(self) -> tuple[str, ...]:
         """What flags have made of the run, and what there is to tell of the checkpoint, a line each."""
-        profile = gone_by(self.config.logging.profile_pipeline, self.iteration)
+        profile = gone_by(self.config.profiling.profile_pipeline, self.iteration)
         rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()
         return (*rates, *self._load_notes, *saves, *profile)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 START = "start"
@@ -36,14 +36,19 @@ class Sections:
     """The sections of one rank, which its main thread enters and its watchdog's thread looks at.
 
     `step`: the step that the rank is in, or was in last. `waited` gives the seconds that the main thread has so far
-    waited for other ranks.
+    waited for other ranks; `naming` gives what names a section to others, as in a profile, while it is open.
     """
 
-    def __init__(self, waited: Callable[[], float] = lambda: 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        waited: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        naming: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self.step = 0
         self.longest: dict[str, float] = {}
         """Of each section that has come to its end, the longest time that it took."""
-        self._waited, self._clock = waited, clock
+        self._waited, self._clock, self._naming = waited, clock, naming
         self._stopped = 0.0
         self._open: list[tuple[str, float]] = []
         self._own: dict[str, float] = defaultdict(float)
@@ -54,7 +59,8 @@ class Sections:
         began, waited = self._now(), self._waited()
         self._open.append((name, began))
         try:
-            yield
+            with self._naming(name):
+                yield
             seconds, waited = self._now() - began, self._waited() - waited
             self.longest[name] = max(seconds, self.longest.get(name, 0.0))
             self._own[name] += seconds - waited

@@ -108,6 +108,13 @@ def test_every_command_on_kernels_runs(tmp_path: Path) -> None:
     assert (tmp_path / "run/kernels/kernels.svg").exists()
 
 
+def test_every_command_on_the_doctor_runs(checkout: Path) -> None:
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs/doctor.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        assert "well" in shell(block, checkout)
+
+
 def test_every_flag_that_the_readme_names_is_one(checkout: Path) -> None:
     """Also those in the text around the commands."""
     known = shell("python pretrain_gpt.py --help; cat tools/*.py examples/*", checkout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import signal
 import time
@@ -15,6 +16,8 @@ from megalite.training.signals import STOP_SIGNALS
 from tests.end_to_end.runs import (
     GPT2,
     LLAMA,
+    MOCK,
+    PRETRAIN,
     Run,
     Start,
     assert_same_checkpoint,
@@ -218,3 +221,72 @@ def test_a_run_without_a_folder_leaves_no_file(run: Run, tmp_path: Path) -> None
     run(*GPT2, "--train-iters", 1, "--metrics-path", tmp_path / "m" / "metrics.jsonl")
     assert iterations(tmp_path / "m") == [1]
     assert not list(tmp_path.rglob("*iter*"))
+
+
+def test_a_run_stops_before_its_job_ends(run: Run, start: Start, tmp_path: Path) -> None:
+    flags = [*GPT2, "--train-iters", 10000]
+    soon = str(int(time.time()) + 14)  # less than the margin
+    out = run(*flags, world_size=2, expected=85, SLURM_JOB_END_TIME=soon).stdout
+    assert "stopped after step 1; nothing is saved without --save: the job ends in " in out
+    job = start(*flags, "--save", tmp_path, SLURM_JOB_END_TIME=str(int(time.time()) + 300))
+    wait_for_step(job, 2)  # 300 seconds are enough
+    (tmp_path / "STOP").touch()
+    assert "the job ends" not in ended(job, expected=85).stdout
+    over = run(*GPT2, "--train-iters", 2, SLURM_JOB_END_TIME="1000000000").stdout
+    assert "SLURM_JOB_END_TIME=1000000000 is over: the run does not stop by it" in over
+
+
+SLOW_SAVE = """
+import runpy, sys, time
+from megalite.checkpoint import saving
+
+write = saving._write
+
+def slow(*arguments):
+    print("now saving", flush=True)
+    time.sleep(1.0)
+    return write(*arguments)
+
+saving._write = slow
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("--async-save",)], ids=["at once", "in the background"])
+def test_signals_that_come_while_a_checkpoint_is_saved_break_nothing(
+    flags: tuple[str, ...], spawn: Callable[..., Job], tmp_path: Path
+) -> None:
+    entry = tmp_path / "entry.py"
+    entry.write_text(SLOW_SAVE)
+    course = [*MOCK, *ENDLESS, "--train-iters", 10000, "--save-interval", 2, *flags]
+    job = spawn([entry, PRETRAIN, *course, "--save", tmp_path / "run"], 2)
+    job.wait_for_output(0, "now saving")
+    for number in 20 * STOP_SIGNALS:
+        job.kill_all(number)
+        time.sleep(0.01)
+    assert job.wait(timeout=60) == [85, 85]
+    assert "stopped after step" in job.stdout(0)
+    last = latest_iteration(tmp_path / "run")
+    assert last == iterations(tmp_path / "run")[-1]
+    saved_tensors(tmp_path / "run" / "iter_0000002")
+    saved_tensors(tmp_path / "run" / f"iter_{last:07d}")
+
+
+def test_figures_and_progress_that_are_asked_for(run: Run, tmp_path: Path) -> None:
+    flags = [*GPT2, "--lr-decay-style", "constant", "--save", tmp_path, "--resume", "auto", "--log-progress"]
+    more = ["--eval-iters", 1, "--eval-interval", 2, "--log-validation-ppl-to-tensorboard"]
+    run(*flags, *more, "--train-iters", 3, "--exit-interval", 2, "--log-world-size-to-tensorboard", expected=85)
+    run(*flags, "--train-iters", 3, SLURM_JOB_ID="7")
+    assert [line.get("world_size") for line in metrics(tmp_path)] == [1, 1, None, None]
+    (evaluated,) = [line for line in metrics(tmp_path) if "valid_loss" in line]
+    assert evaluated["valid_perplexity"] == pytest.approx(math.exp(evaluated["valid_loss"]))
+    lines = [line.split("\t")[1:] for line in (tmp_path / "progress.txt").read_text().splitlines()]
+    assert lines == [
+        ["job none", "1 ranks", "begins after step 0"],
+        ["job none", "1 ranks", "saved iter_0000002"],
+        ["job none", "1 ranks", "stopped after step 2"],
+        ["job 7", "1 ranks", "goes on after step 2"],
+        ["job 7", "1 ranks", "saved iter_0000003"],
+        ["job 7", "1 ranks", "finished after step 3"],
+    ]

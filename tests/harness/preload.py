@@ -26,6 +26,7 @@ MODULES = (
     "megalite.training.failure",
     "megalite.training.data",
     "megalite.training.pretrain",
+    "megalite.doctor.examination",
     "megalite.inference.generation",
     "megalite.inference.loading",
     "megalite.config.tool_arguments",

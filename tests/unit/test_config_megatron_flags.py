@@ -134,6 +134,8 @@ def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
         ("--no-mmap-bin-files", "mmap_bin_files", False),
         ("--no-manual-gc-eval", "manual_gc_eval", False),
         ("--disable-manual-gc-eval", "manual_gc_eval", False),
+        ("--no-log-loss-scale-to-tensorboard", "log_loss_scale_to_tensorboard", False),
+        ("--disable-log-loss-scale-to-tensorboard", "log_loss_scale_to_tensorboard", False),
         ("--no-align-grad-reduce", "align_grad_reduce", False),
         ("--disable-align-grad-reduce", "align_grad_reduce", False),
         ("--no-overlap-p2p-communication", "overlap_p2p_communication", False),

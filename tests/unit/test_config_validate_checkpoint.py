@@ -37,7 +37,6 @@ def problems(flags: str) -> list[str]:
         ("--async-save", "--async-save needs --save, the run directory"),
         ("--ckpt-format torch_dist", "--ckpt-format torch_dist needs --save"),
         ("--resume auto", "--resume auto needs --save"),
-        ("--profile-pipeline 1", "--profile-pipeline 1 needs --save"),
         ("--ckpt-step 3 --save s", "--ckpt-step 3 needs --load"),
         ("--finetune --save s", "--finetune needs --load"),
         ("--no-load-optim --save s", "--no-load-optim needs --load"),
@@ -51,10 +50,6 @@ def problems(flags: str) -> list[str]:
         ),
         ("--load s --save s --resume auto --no-load-optim", "--no-load-optim is for the checkpoint of --load"),
         ("--load s --save s --resume auto --finetune", "--finetune is for the checkpoint of --load"),
-        (
-            "--save s3://b/r --profile-pipeline 1",
-            "--profile-pipeline 1 writes files into --save, which must be a folder",
-        ),
         (
             "--save s3://b/r --ckpt-format torch_dist",
             "--ckpt-format torch_dist needs a --save that is a folder",

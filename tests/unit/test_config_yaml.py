@@ -36,7 +36,7 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     if origin is Literal:
         return st.sampled_from(options)
     if origin is tuple:
-        return st.lists(st.text()).map(tuple) if Ellipsis in options else st.tuples(*map(values, options))
+        return st.lists(values(options[0])).map(tuple) if Ellipsis in options else st.tuples(*map(values, options))
     return {int: st.integers(), float: st.floats(allow_nan=False), bool: st.booleans(), str: st.text()}[kind]
 
 
@@ -87,6 +87,10 @@ def test_what_is_left_out_has_its_default_and_numbers_may_be_written_in_any_way(
         ("logging: 3", "line 11: expected the fields of logging as `name: value` lines"),
         ("data:\n  data_path: a", "line 12: data_path: expected a list of texts (numbers in quotes), got 'a'"),
         ("data:\n  data_path: [0.5, a]", "line 12: data_path: expected a list of texts (numbers in quotes), got [0.5"),
+        (
+            "profiling:\n  profile_ranks: [0, a]",
+            "line 12: profile_ranks: expected a list of whole numbers, got",
+        ),
         ("optimizer:\n  min_lr: small", "line 12: min_lr: expected a number, got 'small'"),
         ("optimizer:\n  min_lr: [1]", "line 12: min_lr: expected a number, got [1]"),
         (

@@ -1,4 +1,4 @@
-"""STOP and SAVE in a run directory, on a file system and on an object store."""
+"""STOP, SAVE and PROFILE in a run directory, on a file system and on an object store."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from megalite.checkpoint import AnyPath, open_directory
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training import control_files
 from megalite.training.control_files import ControlFiles
+from megalite.training.starting import identity
 
 
 @pytest.fixture(params=["files", "objects"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AnyPath:
-    for name in ("_SECONDS_BETWEEN_LOOKS", "_SECONDS_BETWEEN_REQUESTS"):
+    for name in ("SECONDS_BETWEEN_LOOKS", "SECONDS_BETWEEN_REQUESTS"):
         monkeypatch.setattr(control_files, name, 0.0)
     return tmp_path if request.param == "files" else open_directory(f"memory://{tmp_path.name}")
 
@@ -23,26 +24,41 @@ def put(path: AnyPath) -> None:
     path.touch() if isinstance(path, Path) else path.put(b"")
 
 
-def test_a_stop_stays_and_a_save_asks_once(directory: AnyPath) -> None:
+def test_a_stop_stays_and_the_others_ask_once(directory: AnyPath) -> None:
     files = ControlFiles(directory, ParallelMesh())
-    assert (files.stop(), files.save()) == (False, False)
-    for name in ("STOP", "SAVE"):
+    assert (files.stop(), files.save(), files.profile()) == (False, False, False)
+    for name in ("STOP", "SAVE", "PROFILE"):
         put(directory / name)
     assert [files.stop() for _ in range(2)] == [True, True]
     assert [files.save() for _ in range(2)] == [True, False]
+    assert [files.profile() for _ in range(2)] == [True, False]
     assert (directory / "STOP").is_file()
     assert not (directory / "SAVE").is_file()
-    put(directory / "SAVE")
-    assert files.save()
+    assert not (directory / "PROFILE").is_file()
+    put(directory / "PROFILE")
+    assert (files.save(), files.profile()) == (False, True)
 
 
 def test_what_was_there_before_is_removed_and_told(directory: AnyPath) -> None:
-    put(directory / "STOP")
+    for name in ("STOP", "SAVE", "PROFILE"):
+        put(directory / name)
     files = ControlFiles(directory, ParallelMesh())
-    (note,) = files.clear()
-    assert str(directory / "STOP") in note
-    assert files.clear() == ()
-    assert not files.stop()
+    notes = files.clear(identity(directory / "STOP"))
+    assert [name in note for name, note in zip(("STOP", "SAVE", "PROFILE"), notes, strict=True)] == [True] * 3
+    assert files.clear(None) == ()
+    assert (files.stop(), files.save(), files.profile()) == (False, False, False)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_stop_that_came_while_the_run_started_stays(before: bool, directory: AnyPath) -> None:
+    if before:
+        put(directory / "STOP")
+    old = identity(directory / "STOP")
+    while identity(directory / "STOP") == old:
+        put(directory / "STOP")
+    files = ControlFiles(directory, ParallelMesh())
+    assert files.clear(old) == ()
+    assert files.stop()
 
 
 def test_files_are_looked_for_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,10 +74,10 @@ def test_files_are_looked_for_at_intervals(tmp_path: Path, monkeypatch: pytest.M
 
 def test_without_a_directory_there_are_none() -> None:
     files = ControlFiles(None, ParallelMesh())
-    assert (files.clear(), files.stop(), files.save()) == ((), False, False)
+    assert (files.clear(None), files.stop(), files.save()) == ((), False, False)
 
 
 def test_only_rank_0_looks(tmp_path: Path) -> None:
     files = ControlFiles(tmp_path, ParallelMesh(rank=1, world_size=2))
     (tmp_path / "STOP").touch()
-    assert (files.clear(), files.stop()) == ((), False)
+    assert (files.clear(identity(tmp_path / "STOP")), files.stop()) == ((), False)

@@ -1,0 +1,66 @@
+"""Whether every node has the data, and the same."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from megalite.config import DataConfig
+from megalite.data.indexed_dataset import bin_path, idx_path
+from megalite.doctor.findings import Finding
+from megalite.training.data import data_parts
+
+_END = 2**20
+MISSING = "missing"
+
+
+def fingerprints(data: DataConfig) -> dict[str, str]:
+    """Of each file that the run reads: its size, and a hash of its first and last MiB, in which the headers are, or why
+    it cannot be read. Raises DataError where a file that names the files cannot be read."""
+    return {str(path): _fingerprint(path) for path in dict.fromkeys(_files(data))}
+
+
+def _files(data: DataConfig) -> Iterator[Path]:
+    for name in (data.tokenizer_model, data.vocab_file, data.merge_file):
+        if name is not None and not Path(name).is_dir():
+            yield Path(name)
+    if data.mock_data:
+        return
+    for part in data_parts(data):
+        for prefix in part.prefixes if part is not None else ():
+            yield from (Path(prefix),) if data.sft else (idx_path(prefix), bin_path(prefix))
+
+
+def _fingerprint(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            digest = hashlib.sha256()
+            for start in (0, max(size - _END, 0)):
+                file.seek(start)
+                digest.update(file.read(_END))
+    except FileNotFoundError:
+        return MISSING
+    except OSError as error:
+        return f"not readable ({error.strerror})"
+    return f"of {size:,} bytes ({digest.hexdigest()[:8]})"
+
+
+def examine_data(nodes: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+    """What is wrong, by the fingerprints that each node has found."""
+    for path in sorted({path for prints in nodes.values() for path in prints}):
+        prints = {node: found.get(path, MISSING) for node, found in nodes.items()}
+        if set(prints.values()) == {MISSING}:
+            yield Finding("wrong", f"{path} is missing on all nodes")
+            continue
+        right = _most_common(value for value in prints.values() if value != MISSING)
+        for node, found in prints.items():
+            if found != right:
+                yield Finding("sick", f"{path} is {found}, and on other nodes {right}", node)
+
+
+def _most_common(values: Iterable[str]) -> str:
+    return Counter(values).most_common(1)[0][0]

@@ -1,0 +1,233 @@
+"""All ranks together, from their coming to the verdict: who is there, what each has, who reaches whom, how fast.
+
+Each part has a limit. Whoever has not answered by then is named, and what needs all ranks is left out.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import sys
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from megalite.checkpoint import open_directory
+from megalite.config import RunConfig
+from megalite.doctor import alike
+from megalite.doctor.bandwidth import Measurement
+from megalite.doctor.figures import Timing
+from megalite.doctor.findings import Finding
+from megalite.doctor.judgement import Found, judge
+from megalite.doctor.network import Reached, reach_all
+from megalite.doctor.node import node_name
+from megalite.doctor.options import Options
+from megalite.doctor.own_node import OwnNode, Report, Roll
+from megalite.doctor.presentation import show, write_json
+from megalite.doctor.roll_call import RollCall, aside, connect
+from megalite.doctor.run_directory import Probe, checkpoint_bytes
+from megalite.errors import CommunicationError, MegaliteError
+from megalite.parallel import device
+from megalite.parallel.mesh import ParallelMesh
+from megalite.training.place import Place
+from megalite.training.signals import StopRequest
+
+_GRACE = 5.0
+"""Seconds that a rank has to tell that its own time was up."""
+
+
+def examine(options: Options, config: RunConfig | None, problem: str, place: Place) -> int:
+    """Examine all ranks, with all ranks; rank 0 shows what was found. Returns the exit code, the same on all.
+
+    `config`: the run's, if there is one; `problem`: why there is none, where its flags are wrong. Raises
+    CommunicationError on a rank that rank 0 does not talk to.
+    """
+    with StopRequest() as stop, ExitStack() as stack:
+        call = RollCall(place, options.patience, stop.local_request)
+        examination = Examination(options, config, problem, place, call)
+        found = examination.run(stack)
+        if place.rank == 0:
+            found.stopped = stop.local_request() != 0
+            verdict = judge(found)
+            show(found, verdict)
+            call.tell("exit code", verdict.exit_code)
+        code = _hear_code(call, examination.whole)
+        call.gather("heard", "", found.heard)  # rank 0 may be the one that has the store
+    if not examination.whole:
+        atexit.register(_end, code)
+    if place.rank == 0 and options.json is not None:
+        write_json(options.json, found, verdict)
+    return code
+
+
+def _hear_code(call: RollCall, whole: bool) -> int:
+    """The exit code, from rank 0. Without it, raises CommunicationError, or ends the process where a thread may have
+    the process group's store, by which the error would be told."""
+    try:
+        code: int = call.hear("exit code")
+    except CommunicationError as error:
+        if whole:
+            raise
+        sys.stderr.write(f"error on rank {call.rank}: {error}\n")
+        sys.stderr.flush()
+        os._exit(error.exit_code)
+    return code
+
+
+def _end(code: int) -> None:
+    """A thread or a group whose peers have gone may hang where the interpreter takes them down."""
+    sys.stdout.flush()
+    os._exit(code)
+
+
+class Examination:
+    """One rank's part."""
+
+    def __init__(self, options: Options, config: RunConfig | None, problem: str, place: Place, call: RollCall) -> None:
+        self._options, self._config, self._problem = options, config, problem
+        self._place, self._call = place, call
+        self._device = device.local_device(place.local_rank)
+        chosen = None if config is None else config.parallel.distributed_backend
+        self._backend = chosen or device.default_backend(self._device)
+        self._traits = alike.traits(config, self._device)
+        self.whole = True
+        """Nothing is under way any more, in a thread that may never end."""
+
+    def run(self, stack: ExitStack) -> Found:
+        """All parts in turn; what is found is on rank 0. `stack`: of what must be kept until the end."""
+        findings: list[Finding] = []
+        size = self._checkpoint_size() if self._place.rank == 0 else None
+        roll = self._arrive(findings, stack)
+        found = Found(self._place.world_size, self._backend, self._options, self._config, roll, findings)
+        self._report(found)
+        if size is not None:
+            found.checkpoint_size = self._result(size, "building the network without memory", findings)
+        self._reach(found)
+        self._measure(found)
+        return found
+
+    # ---------------------------------------------------------------------------------------------- who is there
+
+    def _arrive(self, findings: list[Finding], stack: ExitStack) -> Roll:
+        came = self._call.gather("arrival", node_name(), range(self._place.world_size))
+        if self._place.rank == 0:
+            nodes: dict[str, list[int]] = {}
+            for rank, node in came.items():
+                nodes.setdefault(node, []).append(rank)
+            probe = self._leave_probe(findings, stack)
+            self._call.tell("roll", asdict(Roll(nodes, uuid.uuid4().hex, self._traits, probe)))
+        roll = Roll(**self._call.hear("roll", self._options.patience))
+        if self._place.rank not in roll.ranks:
+            raise CommunicationError(f"it came after the {self._options.patience:g} seconds of --patience")
+        return roll
+
+    def _leave_probe(self, findings: list[Finding], stack: ExitStack) -> tuple[str, str] | None:
+        save = None if self._config is None else self._config.checkpoint.save
+        if save is None:
+            return None
+        work = aside(lambda: Probe(open_directory(save)))
+        probe = self._result(work, f"writing to the run directory --save {save}", findings)
+        if probe is None:
+            return None
+        stack.enter_context(probe)
+        return probe.name, probe.text
+
+    def _checkpoint_size(self) -> Future[int] | None:
+        config = self._config
+        return None if config is None or config.checkpoint.save is None else aside(lambda: checkpoint_bytes(config))
+
+    def _result(self, work: Future[Any], doing: str, findings: list[Finding]) -> Any:
+        """The result of rank 0's work, or None and a finding."""
+        if not self._call.wait(work):
+            self.whole = False
+            findings.append(Finding("sick", f"{doing} does not come to an end", node_name()))
+            return None
+        try:
+            return work.result()
+        except (MegaliteError, OSError) as error:
+            findings.append(Finding("wrong", f"{doing}: {error}"))
+            return None
+
+    # ---------------------------------------------------------------------------------------------- what each has
+
+    def _report(self, found: Found) -> None:
+        own = OwnNode(self._place.rank, found.roll, self._config, self._problem, self._traits)
+        work = aside(lambda: own.examine(self._options.gpus, self._backend))
+        if self._call.wait(work):
+            report = work.result()
+        else:
+            self.whole, report = False, own.unfinished()
+        answers = self._call.gather("report", asdict(report), found.roll.ranks, _GRACE)
+        found.reports = {rank: Report.of_json(answer) for rank, answer in answers.items()}
+
+    # ---------------------------------------------------------------------------------------------- who reaches whom
+
+    def _reach(self, found: Found) -> None:
+        roll, rank = found.roll, self._place.rank
+        if rank == 0:
+            self._call.tell("addresses", found.addresses)
+        addresses = self._call.hear("addresses", _GRACE)
+        firsts = [roll.nodes[node][0] for node in addresses]
+        if len(firsts) > 1 and (rank in firsts or rank == 0):
+            answer = self._reach_from(roll.node_of(rank), addresses, roll.token) if rank in firsts else None
+            answers = self._call.gather("reached", answer, firsts, _GRACE)
+            found.reached = {
+                roll.node_of(first): {node: Reached(**each) for node, each in others.items()}
+                for first, others in answers.items()
+            }
+
+    def _reach_from(self, node: str, addresses: Mapping[str, Any], token: str) -> Mapping[str, Any]:
+        work = aside(lambda: reach_all(addresses, node, token))
+        if not self._call.wait(work):
+            self.whole = False
+            return {other: asdict(Reached("no answer in time")) for other in addresses if other != node}
+        return {other: asdict(each) for other, each in work.result().items()}
+
+    # ---------------------------------------------------------------------------------------------- how fast
+
+    def _measure(self, found: Found) -> None:
+        if self._place.rank == 0:
+            self._call.tell("measure", found.can_measure)
+        if not self._call.hear("measure", _GRACE):
+            found.heard = list(found.reports)
+            return
+        measurement = Measurement(list(found.roll.nodes.values()), self._options.max_bytes, self._options.seconds)
+        work = aside(lambda: self._time(measurement))
+        failure = ""
+        if self._call.wait(work, self._options.seconds):
+            error = work.exception()
+            if error is not None and not isinstance(error, MegaliteError | RuntimeError):
+                raise error
+            failure = "" if error is None else f"{measurement.now}: {str(error).splitlines()[0]}"
+        elif not self._call.stopping():
+            failure = f"{measurement.now} does not come to an end"
+        done = work.done() and not failure
+        self.whole = self.whole and done
+        answer = {"failure": failure, "timings": [asdict(each) for each in measurement.timings] if done else []}
+        answers = self._call.gather("measured", answer, range(self._place.world_size), self._options.seconds + _GRACE)
+        found.measured = list(answers)
+        found.heard = list(answers)
+        found.failures = {rank: each["failure"] for rank, each in answers.items() if each["failure"]}
+        found.timings = [
+            Timing(**timing | {"ranks": tuple(timing["ranks"])})
+            for each in answers.values()
+            for timing in each["timings"]
+        ]
+
+    def _time(self, measurement: Measurement) -> None:
+        device.activate(self._device)
+        timeout = datetime.timedelta(seconds=self._options.patience + self._options.seconds)
+        rank, world_size = self._place.rank, self._place.world_size
+        store = PrefixStore("group", connect(self._place, self._options.patience))
+        dist.init_process_group(self._backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        mesh = ParallelMesh(rank=rank, world_size=world_size, device=self._device, timeout=timeout)
+        measurement.run(mesh)
+        mesh.close()
+        dist.destroy_process_group()

@@ -1,0 +1,65 @@
+"""What is wrong, of which node it is, and what that says of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED
+
+Severity = Literal["sick", "wrong", "warning"]
+"""sick: nodes or what is between them would fail a run; wrong: what the run is given would; warning: it may begin."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a person should know of."""
+
+    severity: Severity
+    text: str
+    node: str | None = None
+    """The node that it is of; None: of none alone."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from all findings together."""
+
+    findings: tuple[Finding, ...]
+
+    @staticmethod
+    def of(findings: Iterable[Finding]) -> Verdict:
+        """Each finding once, in the order they came."""
+        return Verdict(tuple(dict.fromkeys(findings)))
+
+    @property
+    def drop(self) -> list[str]:
+        """The nodes to leave out."""
+        nodes = (finding.node for finding in self._of("sick") if finding.node is not None)
+        return list(dict.fromkeys(nodes))
+
+    @property
+    def exit_code(self) -> int:
+        """0 where a run may begin, with warnings too; 93 where something is sick; 64 where things are only wrong."""
+        if self._of("sick"):
+            return EXIT_FATAL
+        return EXIT_CONFIGURATION if self._of("wrong") else EXIT_FINISHED
+
+    def lines(self) -> list[str]:
+        """The reasons, the worst last, and then the verdict, which alone says what to do."""
+        ordered = (finding for kind in ("warning", "wrong", "sick") for finding in self._of(kind))
+        reasons = (f"{each.severity}: {f'node {each.node}: ' if each.node else ''}{each.text}" for each in ordered)
+        return [*reasons, f"verdict: {self._summary()}"]
+
+    def _summary(self) -> str:
+        if self.drop:
+            more = any(finding.node is None for finding in self._of("sick")) or self._of("wrong")
+            return f"drop node {', '.join(self.drop)}" + (", and see to the rest" if more else "")
+        if self.exit_code != EXIT_FINISHED:
+            return "a run would fail, and not by one node alone"
+        warnings = len(self._of("warning"))
+        return "well" + (f", with {warnings} warning{'s' if warnings > 1 else ''}" if warnings else "")
+
+    def _of(self, kind: str) -> list[Finding]:
+        return [finding for finding in self.findings if finding.severity == kind]

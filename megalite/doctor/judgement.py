@@ -1,0 +1,154 @@
+"""From what rank 0 has learnt to the verdict."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megalite.config import RunConfig
+from megalite.doctor.alike import disagreements, in_words
+from megalite.doctor.data_files import examine_data
+from megalite.doctor.figures import Timing, slow_nodes
+from megalite.doctor.findings import Finding, Verdict
+from megalite.doctor.network import Reached, examine_network
+from megalite.doctor.options import Options
+from megalite.doctor.own_node import Report, Roll
+from megalite.doctor.run_directory import examine_run_directory
+from megalite.errors import EXIT_FINISHED
+
+
+@dataclass
+class Found:
+    """What rank 0 has learnt so far; on other ranks little of it is filled in."""
+
+    world_size: int
+    backend: str
+    options: Options
+    config: RunConfig | None
+    roll: Roll
+    findings: list[Finding]
+    """That were there before the ranks were asked."""
+    reports: Mapping[int, Report] = field(default_factory=dict)
+    checkpoint_size: int | None = None
+    reached: Mapping[str, Mapping[str, Reached]] = field(default_factory=dict)
+    """By the node that tried, and the one that it tried to reach."""
+    measured: Sequence[int] | None = None
+    """The ranks that came back from timing messages; None: none was asked to."""
+    failures: Mapping[int, str] = field(default_factory=dict)
+    """What failed there, by rank."""
+    timings: Sequence[Timing] = ()
+    heard: Sequence[int] = ()
+    """The ranks that answered last."""
+    stopped: bool = False
+    """Rank 0 was asked to end meanwhile."""
+
+    @property
+    def nodes(self) -> dict[str, Report]:
+        """The report of the first rank of each node, as far as these have answered."""
+        firsts = {node: self.reports.get(ranks[0]) for node, ranks in self.roll.nodes.items()}
+        return {node: report for node, report in firsts.items() if report is not None and report.state is not None}
+
+    @property
+    def addresses(self) -> dict[str, tuple[str, int]]:
+        return {node: report.address for node, report in self.nodes.items() if report.address is not None}
+
+    @property
+    def can_measure(self) -> bool:
+        """Whether all ranks are there, with flags that are a run's, and can reach one another."""
+        complete = len(self.reports) == self.world_size and len(self.addresses) == len(self.roll.nodes)
+        apart = any(each.problem for others in self.reached.values() for each in others.values())
+        unready = any(report.unfinished or report.problem for report in self.reports.values())
+        return self.options.max_bytes > 0 and self.world_size > 1 and complete and not apart and not unready
+
+
+def judge(found: Found) -> Verdict:
+    """All findings, and the verdict."""
+    verdict = Verdict.of(_findings(found))
+    if found.stopped and verdict.exit_code == EXIT_FINISHED:
+        broken_off = Finding("sick", "this was to end before everything was looked at: what is told is not all")
+        return Verdict.of([*verdict.findings, broken_off])
+    return verdict
+
+
+def _findings(found: Found) -> list[Finding]:
+    first = next(iter(found.roll.nodes))
+    return [
+        *found.findings,
+        *_absent(found),
+        *_silent(found),
+        *_flags(found),
+        *_disagreements(found),
+        *(Finding(each.severity, each.text, node) for node, report in found.nodes.items() for each in report.findings),
+        *examine_data({node: report.files for node, report in found.nodes.items()}),
+        *_run_directory(found),
+        *examine_network(found.reached, found.addresses, first),
+        *_unmeasured(found),
+        *slow_nodes(found.timings, found.roll.nodes),
+    ]
+
+
+def _absent(found: Found) -> Iterator[Finding]:
+    """Ranks that never came, by their launcher; it has told where they are if another of its ranks has come."""
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    came = set(found.roll.ranks)
+    by_launcher: dict[int, list[int]] = {}
+    for rank in range(found.world_size):
+        if rank not in came:
+            by_launcher.setdefault(rank // size, []).append(rank)
+    for launcher, ranks in by_launcher.items():
+        siblings = {found.roll.node_of(rank) for rank in came if rank // size == launcher}
+        node = siblings.pop() if len(siblings) == 1 else None
+        where = "" if node is not None or size == 1 else f", of the launcher's node {launcher}"
+        seconds = f"within {found.options.patience:g} seconds (--patience)"
+        yield Finding("sick", f"{in_words(ranks)} of {found.world_size}{where} never came {seconds}", node)
+
+
+def _silent(found: Found) -> Iterator[Finding]:
+    """Ranks that came and then did not answer."""
+    for node, ranks in found.roll.nodes.items():
+        gone = [rank for rank in ranks if rank not in found.reports]
+        if gone:
+            yield Finding("sick", f"{in_words(gone)} came and then did not answer: ended, or stopped", node)
+        doing = {report.unfinished for rank in ranks if (report := found.reports.get(rank)) and report.unfinished}
+        for what in sorted(doing):
+            yield Finding("sick", f"{what} does not come to an end: does a file system hang?", node)
+
+
+def _flags(found: Found) -> Iterator[Finding]:
+    """What is wrong with the flags of ranks: of all, or of some."""
+    problems = {rank: report.problem for rank, report in found.reports.items() if report.problem}
+    for problem in dict.fromkeys(problems.values()):
+        ranks = [rank for rank, each in problems.items() if each == problem]
+        yield Finding("wrong", problem if len(ranks) == len(found.reports) else f"on {in_words(ranks)}: {problem}")
+
+
+def _disagreements(found: Found) -> Iterator[Finding]:
+    """Flags that are no run's have no values to compare."""
+    none = found.reports[0].problem
+    differing = {
+        rank: report.differing | ({"flag": {}} if none or report.problem else {})
+        for rank, report in found.reports.items()
+    }
+    return disagreements(found.roll.traits, differing, found.roll.nodes)
+
+
+def _run_directory(found: Found) -> Iterator[Finding]:
+    seen = {node: report.directory for node, report in found.nodes.items() if report.directory is not None}
+    if found.config is not None and found.config.checkpoint.save is not None and seen:
+        save, count = found.config.checkpoint.save, found.options.checkpoints
+        yield from examine_run_directory(save, seen, found.checkpoint_size, count)
+
+
+def _unmeasured(found: Found) -> Iterator[Finding]:
+    """Why there are no timings. Where ranks are silent the others have only waited for them."""
+    if found.measured is None:
+        return
+    for node, ranks in found.roll.nodes.items():
+        gone = [rank for rank in ranks if rank not in found.measured]
+        if gone:
+            yield Finding("sick", f"{in_words(gone)} did not come back from timing messages: ended, or stopped", node)
+    if len(found.measured) == found.world_size:
+        for failure in dict.fromkeys(found.failures.values()):
+            ranks = [rank for rank, each in found.failures.items() if each == failure]
+            yield Finding("sick", f"on {in_words(ranks)}: {failure}")

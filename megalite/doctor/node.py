@@ -1,0 +1,66 @@
+"""This node by itself: its GPUs, its shared memory, and how many files a process may open. Without torch."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.doctor.findings import Finding
+from megalite.doctor.gpus import examine_gpus
+
+SHARED_MEMORY = Path("/dev/shm")
+_ENOUGH_SHARED_MEMORY = 2**30
+_BASE_FILES = 512
+_FILES_A_RANK = 4  # a connection in each of the groups that two ranks may share
+_FILES_A_DATA_FILE = 2
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """What a table says of a node."""
+
+    gpus: tuple[str, ...]
+    """Their names."""
+    driver: str
+    open_files: int
+    """That each process may have; -1: any number."""
+    shared_memory: int | None
+    """Bytes free; None: there is none."""
+
+
+def node_name() -> str:
+    """The node's name, as SLURM has it, where that has started this."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def examine_node(expected_gpus: int | None, *, ranks: int = 1, data_files: int = 0) -> tuple[NodeState, list[Finding]]:
+    """The state of this node and what is wrong with it, for a run on `ranks` that reads so many files."""
+    gpus, findings = examine_gpus(expected_gpus)
+    shared_memory = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
+    open_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    driver = gpus[0].driver if gpus else ""
+    findings += _shared_memory(shared_memory, len(gpus))
+    findings += _open_files(open_files, most, _BASE_FILES + _FILES_A_RANK * ranks + _FILES_A_DATA_FILE * data_files)
+    return NodeState(tuple(gpu.name for gpu in gpus), driver, open_files, shared_memory), findings
+
+
+def _shared_memory(free: int | None, gpus: int) -> Iterator[Finding]:
+    if gpus > 1 and (free or 0) < _ENOUGH_SHARED_MEMORY:
+        yield Finding(
+            "warning",
+            f"{SHARED_MEMORY} has {(free or 0) >> 20} MiB free, and NCCL needs about 1 GiB: start the container with "
+            "more (--shm-size), or remove what was left there",
+        )
+
+
+def _open_files(limit: int, most: int, needed: int) -> Iterator[Finding]:
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        may = "" if most == resource.RLIM_INFINITY or most >= needed else f", which may be {most} at most here"
+        yield Finding(
+            "sick", f"a process may open {limit} files, and a run needs about {needed}: raise `ulimit -n`{may}"
+        )

@@ -1,0 +1,144 @@
+"""What was found, for a person and for a program."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megalite.doctor.alike import NOTHING, in_words
+from megalite.doctor.figures import ACROSS, OPERATIONS, WITHIN, Line, bus_factor, figures, fit
+from megalite.doctor.findings import Verdict
+from megalite.doctor.judgement import Found
+from megalite.files import write_atomically
+from megalite.training import memory
+
+Row = Sequence[str]
+
+
+def show(found: Found, verdict: Verdict) -> None:
+    """Print tables, and the verdict last."""
+    blocks = [_head(found), _table(_nodes(found)), *map(_table, _bandwidths(found))]
+    if found.timings and len(found.roll.nodes) == 1:
+        blocks.append("there is one node: nothing goes across nodes")
+    blocks.append("\n".join(verdict.lines()))
+    print("\n\n".join(block for block in blocks if block), flush=True)
+
+
+def write_json(path: str, found: Found, verdict: Verdict) -> None:
+    """Write it all to a file. Raises FileError."""
+    text = json.dumps(_as_json(found, verdict), indent=2)
+    write_atomically(Path(path), f"{text}\n".encode())
+
+
+def _head(found: Found) -> str:
+    nodes = "1 node" if len(found.roll.nodes) == 1 else f"{len(found.roll.nodes)} nodes"
+    ranks = "1 rank" if found.world_size == 1 else f"{found.world_size} ranks"
+    software = ", ".join(f"{name} {value}" for name, value in found.roll.traits["software"].items() if value != NOTHING)
+    lines = [f"doctor: {ranks} on {nodes}, {found.backend}", f"  rank 0: {software}"]
+    if found.config is not None and found.config.checkpoint.save is not None:
+        size = "" if found.checkpoint_size is None else f", a checkpoint takes {memory.in_words(found.checkpoint_size)}"
+        free = [
+            each.directory.free for each in found.nodes.values() if each.directory and each.directory.free is not None
+        ]
+        room = f", {memory.in_words(min(free))} free" if free else ""
+        lines.append(f"  run directory: {found.config.checkpoint.save}{room}{size}")
+    files = {path for report in found.nodes.values() for path in report.files}
+    if files:
+        lines.append(f"  data: {len(files)} files")
+    return "\n".join(lines)
+
+
+def _nodes(found: Found) -> Iterator[Row]:
+    yield "node", "ranks", "address", "GPUs", "driver", "open files", "/dev/shm", "clock"
+    first = next(iter(found.roll.nodes))
+    for node, report in found.nodes.items():
+        state, clock = report.state, found.reached.get(node, {}).get(first)
+        if state is None:
+            continue
+        names = sorted(set(state.gpus))
+        gpus = f"{len(state.gpus)} x {', '.join(names)}" if names else "none"
+        files = "any" if state.open_files == resource.RLIM_INFINITY else f"{state.open_files:,}"
+        shared = "none" if state.shared_memory is None else memory.in_words(state.shared_memory)
+        ahead = "" if clock is None or clock.problem else f"{round(-1e3 * clock.clock, 1) + 0.0:+} ms"
+        address = "" if report.address is None else report.address[0]
+        yield node, in_words(found.roll.nodes[node]), address, gpus, state.driver, files, shared, ahead
+
+
+def _lines(found: Found) -> dict[tuple[str, str], Line]:
+    """Fitted, for each scope and operation that was timed at two sizes."""
+    return {key: fit(points) for key, points in figures(found.timings).items() if len(points) > 1}
+
+
+def _ranks(found: Found, scope: str) -> int:
+    """Of the largest group."""
+    sizes = list(map(len, found.roll.nodes.values()))
+    return max(sizes) if scope == WITHIN else len(sizes)
+
+
+def _bandwidths(found: Found) -> Iterator[list[Row]]:
+    timed, lines = figures(found.timings), _lines(found)
+    for scope in (WITHIN, ACROSS):
+        sizes = sorted({size for (where, _), points in timed.items() if where == scope for size in points})
+        if not sizes:
+            continue
+        count = _ranks(found, scope)
+        rows: list[Row] = [(f"{scope}, {count} ranks", *OPERATIONS)]
+        for size in sizes:
+            taken = (timed.get((scope, operation), {}).get(size) for operation in OPERATIONS)
+            rows.append((memory.in_words(size), *("" if each is None else f"{1e6 * each:,.0f} µs" for each in taken)))
+        fitted = [(operation, lines.get((scope, operation))) for operation in OPERATIONS]
+        rows.append(("alpha", *("" if line is None else f"{1e6 * line.alpha:,.0f} µs" for _, line in fitted)))
+        for name, bus in (("1 / beta", False), ("bus bandwidth", True)):
+            rows.append((name, *(_bandwidth(operation, line, count, bus) for operation, line in fitted)))
+        yield rows
+
+
+def _bandwidth(operation: str, line: Line | None, ranks: int, bus: bool) -> str:
+    if line is None or line.beta == 0:
+        return ""
+    return f"{line.bandwidth() * (bus_factor(operation, ranks) if bus else 1) / 1e9:.3g} GB/s"
+
+
+def _table(rows: Iterator[Row] | Sequence[Row]) -> str:
+    """Columns; nothing where there is but a head."""
+    rows = list(rows)
+    if len(rows) < 2:
+        return ""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _as_json(found: Found, verdict: Verdict) -> dict[str, Any]:
+    timed, lines = figures(found.timings), _lines(found)
+    return {
+        "exit_code": verdict.exit_code,
+        "drop": verdict.drop,
+        "findings": [asdict(finding) for finding in verdict.findings],
+        "nodes": {
+            node: {"ranks": found.roll.nodes[node]} | (asdict(report.state) if report.state else {})
+            for node, report in found.nodes.items()
+        },
+        "checkpoint_bytes": found.checkpoint_size,
+        "clock_ahead_seconds": {
+            node: -others[first].clock
+            for first in list(found.roll.nodes)[:1]
+            for node, others in found.reached.items()
+            if first in others and not others[first].problem
+        },
+        "timings": [
+            {
+                "scope": scope,
+                "operation": operation,
+                "ranks": _ranks(found, scope),
+                "seconds": {str(size): seconds for size, seconds in points.items()},
+                "alpha_seconds": line.alpha if line else None,
+                "beta_seconds_per_byte": line.beta if line else None,
+            }
+            for (scope, operation), points in timed.items()
+            for line in (lines.get((scope, operation)),)
+        ],
+    }

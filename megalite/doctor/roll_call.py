@@ -1,0 +1,159 @@
+"""How the ranks talk before there is a process group: through its store alone, and never without a limit.
+
+Rank 0 asks and is told; it alone knows everything, and says how to go on. A rank that has gone, or is stopped, is one
+that does not answer in time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from megalite.errors import EXIT_RESUMABLE, CommunicationError, ConfigurationError
+from megalite.training.place import Place
+
+Result = TypeVar("Result")
+_BETWEEN_LOOKS = 0.05
+_HASTE = 3.0
+"""Seconds that rank 0 waits on, once a launcher wants all ranks to end; the others wait longer for what it says."""
+_STORE_HANGS = 20.0  # seconds that the store may take beyond a limit
+
+
+class RollCall:
+    """This rank's end of the conversation.
+
+    `stopping` tells whether this process was asked to end, as a launcher asks all ranks when one has died: then waiting
+    is cut short, so that there is time to say which one. `patience`: seconds that a rank may take to answer.
+    """
+
+    def __init__(self, place: Place, patience: float, stopping: Callable[[], object]) -> None:
+        """Raises ConfigurationError without a launcher's variables, CommunicationError without an answer."""
+        self.rank, self.world_size = place.rank, place.world_size
+        self.patience, self.stopping = patience, stopping
+        with self._bounded(patience):
+            self._store = connect(place, patience)
+
+    def gather(self, question: str, answer: object, ranks: Iterable[int], more_seconds: float = 0.0) -> dict[int, Any]:
+        """The answers of those of `ranks` that have answered in time, on rank 0; nothing on the others.
+
+        `answer`, this rank's own, is anything that JSON can hold.
+        """
+        with self._bounded(self.patience + more_seconds):
+            self._store.set(f"{question}/{self.rank}", json.dumps(answer))
+            if self.rank > 0:
+                return {}
+            missing, answers = list(ranks), dict[int, Any]()
+            limit = self.limit(more_seconds)
+            while missing:
+                there = [rank for rank in missing if self._store.check([f"{question}/{rank}"])]
+                answers |= {rank: json.loads(self._store.get(f"{question}/{rank}")) for rank in there}
+                missing = [rank for rank in missing if rank not in answers]
+                if limit():
+                    break
+                time.sleep(_BETWEEN_LOOKS if missing else 0)
+            return dict(sorted(answers.items()))
+
+    def tell(self, subject: str, value: object) -> None:
+        """Rank 0 tells all others."""
+        with self._bounded(self.patience):
+            self._store.set(subject, json.dumps(value))
+
+    def hear(self, subject: str, more_seconds: float = 0.0) -> Any:
+        """What rank 0 tells, once it has waited for everybody. Raises CommunicationError where it says nothing."""
+        with self._bounded(2 * self.patience + more_seconds):
+            limit = self.limit(self.patience + more_seconds, haste=4 * _HASTE)
+            while not self._store.check([subject]):
+                if limit():
+                    raise CommunicationError("rank 0, which would give the verdict, does not answer")
+                time.sleep(_BETWEEN_LOOKS)
+            return json.loads(self._store.get(subject))
+
+    def limit(self, more_seconds: float = 0.0, haste: float = _HASTE) -> Callable[[], bool]:
+        """Whether so much time has passed, from now on; `stopping` leaves no more than `haste` of it."""
+        end = time.monotonic() + self.patience + more_seconds
+
+        def reached() -> bool:
+            nonlocal end
+            if self.stopping():
+                end = min(end, time.monotonic() + haste)
+            return time.monotonic() >= end
+
+        return reached
+
+    def wait(self, work: Future[Result], more_seconds: float = 0.0) -> bool:
+        """Whether work on this rank comes to its end in time."""
+        limit = self.limit(more_seconds)
+        while not work.done() and not limit():
+            time.sleep(_BETWEEN_LOOKS)
+        return work.done()
+
+    @contextmanager
+    def _bounded(self, seconds: float) -> Iterator[None]:
+        """End the process where the store itself does not answer, for which torch has no limit of its own."""
+        timer = threading.Timer(seconds + _STORE_HANGS, _give_up, [self.rank])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommunicationError(f"{_store_name()} does not answer any more: {error}") from error
+        finally:
+            timer.cancel()
+
+
+def connect(place: Place, seconds: float) -> Store:
+    """A connection of its own to the store of this start; one process alone has a store to itself."""
+    if place.world_size == 1:
+        return HashStore()
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except KeyError as error:
+        raise ConfigurationError(f"{place.world_size} ranks must be started by torchrun: {error} is not set") from None
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    timeout = datetime.timedelta(seconds=seconds)
+    try:
+        store = TCPStore(
+            host,
+            port,
+            is_master=place.rank == 0 and not hosted,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        raise CommunicationError(f"{_store_name()} cannot be reached: {str(error).splitlines()[0]}") from error
+    return PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def aside(work: Callable[[], Result]) -> Future[Result]:
+    """Do work that may never come to its end beside the main thread, which it does not keep from ending."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _store_name() -> str:
+    return f"the store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
+
+
+def _give_up(rank: int) -> None:
+    sys.stderr.write(f"error on rank {rank}: {_store_name()} does not answer: the process that has it is stopped\n")
+    sys.stderr.flush()
+    os._exit(EXIT_RESUMABLE)

@@ -1,0 +1,126 @@
+"""Whether the run directory is the same for all nodes, can be written to, and has room for checkpoints."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megalite.checkpoint import AnyPath, write_atomically
+from megalite.checkpoint.plan import MODEL
+from megalite.checkpoint.run_lock import SEEN_WITHIN
+from megalite.config import ParallelConfig, RunConfig
+from megalite.doctor.findings import Finding
+from megalite.parallel.mesh import ParallelMesh
+from megalite.training.construction import make_plan, make_stages
+from megalite.training.data import open_tokenizer
+from megalite.training.memory import in_words
+
+
+class Probe:
+    """A file that rank 0 has put into the run directory for all nodes to find. A context manager: it is removed, and so
+    is the directory where it was made for it."""
+
+    def __init__(self, directory: AnyPath) -> None:
+        """Raises OSError or FileError where the directory cannot be written to."""
+        self._directory = directory
+        self._made = isinstance(directory, Path) and not directory.exists()
+        self.name, self.text = f"doctor_{uuid.uuid4().hex}", uuid.uuid4().hex
+        if isinstance(directory, Path):
+            directory.mkdir(parents=True, exist_ok=True)
+        write_atomically(directory / self.name, self.text.encode())
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):
+            _remove(self._directory, self.name)
+            if self._made and isinstance(self._directory, Path):
+                self._directory.rmdir()
+
+
+def _remove(directory: AnyPath, name: str) -> None:
+    if isinstance(directory, Path):
+        (directory / name).unlink()
+    else:
+        directory.remove([name])
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The run directory, as one node has it."""
+
+    same: bool
+    """The probe is there."""
+    free: int | None = None
+    """Bytes; None: on an object store, or without the directory."""
+    problem: str = ""
+    """Why the node cannot write there."""
+
+
+def look(directory: AnyPath, name: str, text: str) -> Seen:
+    """What this node sees of a directory that rank 0 has put a probe into."""
+    deadline = time.monotonic() + SEEN_WITHIN
+    while not _holds(directory / name, text):
+        if time.monotonic() > deadline:
+            return Seen(False)
+        time.sleep(0.1)
+    own = f"{name}_{os.getpid()}"
+    try:
+        write_atomically(directory / own, text.encode())
+        _remove(directory, own)
+    except Exception as error:  # of a file system or an object store
+        return Seen(True, problem=str(error))
+    return Seen(True, shutil.disk_usage(directory).free if isinstance(directory, Path) else None)
+
+
+def _holds(path: AnyPath, text: str) -> bool:
+    try:
+        return path.read_bytes() == text.encode()
+    except OSError:
+        return False
+
+
+def examine_run_directory(
+    save: str, seen: Mapping[str, Seen], checkpoint_size: int | None, checkpoints: int
+) -> Iterator[Finding]:
+    """What is wrong with `--save`, by what each node has seen, rank 0's first."""
+    blind = [node for node, each in seen.items() if not each.same]
+    if blind and len(blind) == len(seen) - 1 and len(blind) > 1:
+        nodes = ", ".join(blind)
+        yield Finding("wrong", f"--save {save} is not one directory: {nodes} do not see what rank 0 writes there")
+        blind = []
+    for node in blind:
+        yield Finding("sick", f"--save {save} is another directory here: is its file system mounted?", node)
+    for node, each in seen.items():
+        if each.problem:
+            yield Finding("sick", f"--save {save} cannot be written to: {each.problem}", node)
+    free = [each.free for each in seen.values() if each.free is not None]
+    if free and checkpoint_size is not None and min(free) < checkpoints * checkpoint_size:
+        yield Finding(
+            "wrong",
+            f"--save {save} has {in_words(min(free))} free, and {checkpoints} checkpoints take "
+            f"{in_words(checkpoints * checkpoint_size)}: free space there, or keep fewer (--save-retain-interval, and "
+            "--checkpoints to tell so)",
+        )
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """What one checkpoint of the run takes, whatever its layout: the network is built without memory.
+
+    Raises DataError or ConfigurationError, as the run would, where its tokenizer cannot be opened.
+    """
+    config = replace(config, parallel=ParallelConfig())
+    vocab_size = max(open_tokenizer(config).vocab_size, config.model.vocab_size or 0)
+    model = replace(config.model, vocab_size=vocab_size)
+    plan = make_plan(config, model, ParallelMesh(device=torch.device("meta")), make_stages(config))
+    with_state = config.checkpoint.save_optim
+    return sum(part.size for part in plan.saved(0) if with_state or part.name.startswith(MODEL))

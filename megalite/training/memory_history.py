@@ -1,0 +1,41 @@
+"""What CUDA's allocator gave and took, and for which line of Python: for docs.pytorch.org/memory_viz."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megalite.config.profiling import ProfilingConfig
+from megalite.files import temporary_path
+
+_EVENTS = 100_000  # the last so many are kept, in host memory
+
+
+def record_memory_history(config: ProfilingConfig, rank: int) -> None:
+    """From now on, on this rank. Where memory runs out a snapshot is written at once, before any of it is freed."""
+
+    def out_of_memory(device: int, wanted: int, total: int, free: int) -> None:
+        _dump(config, f"out_of_memory_rank_{rank}")
+
+    torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
+    torch._C._cuda_attach_out_of_memory_observer(out_of_memory)  # type: ignore[attr-defined]
+
+
+def write_snapshot(config: ProfilingConfig, rank: int) -> str | None:
+    """Replace the snapshot of this rank, where it is one of --profile-ranks. Returns what to tell where that fails."""
+    try:
+        if rank in config.profile_ranks:
+            _dump(config, f"rank_{rank}")
+    except OSError as error:
+        return f"WARNING: --memory-snapshot-path {config.memory_snapshot_path} cannot be written: {error.strerror}"
+    return None
+
+
+def _dump(config: ProfilingConfig, what: str) -> None:
+    path = Path(config.memory_snapshot_path)
+    path = path.with_stem(f"{path.stem}_{what}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_path(path)
+    torch.cuda.memory._dump_snapshot(str(temporary))
+    temporary.rename(path)

@@ -1,0 +1,88 @@
+"""`touch DIR/STOP` while a run starts: reading flags, building indices, meeting the other ranks, loading.
+
+There is nothing to save yet, so the process ends, as it does by SIGTERM. One process of each node looks, from a thread,
+since no rank can ask another before all have met. torch is not needed for it. When the loop begins, control_files.py
+looks instead, and the ranks agree.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalite.config.checkpoint import is_url
+from megalite.errors import EXIT_RESUMABLE
+from megalite.training.deadline import job_end
+from megalite.training.failure import leave_code
+from megalite.training.place import Place
+
+if TYPE_CHECKING:
+    from megalite.checkpoint import AnyPath
+
+STOP = "STOP"
+SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_BETWEEN_REQUESTS = 20.0  # an object store bills each
+
+
+class Starting:
+    """A run from the beginning of its program to its first step. To be made as soon as the program begins."""
+
+    def __init__(self, place: Place) -> None:
+        self.began = time.monotonic()
+        """When the program began, in seconds of `time.monotonic`."""
+        self.job_end, note = job_end(os.environ, time.time())
+        """When the job ends, in Unix seconds (deadline.py); None where that is not known."""
+        self.notes = () if note is None else (note,)
+        self.old_stop: object = None
+        """The STOP that was there before this run (`identity`); None if there was none, or if this rank does not look.
+        """
+        self._place = place
+        self._over = threading.Event()
+
+    def look_for_stop(self, save: str | None) -> None:
+        """From now on a STOP that appears in --save, or is touched, ends the process with 85."""
+        if save is None or (self._place.local_rank != 0 and self._place.rank != 0):
+            return
+        path = _directory(save) / STOP
+        self.old_stop = identity(path)
+        interval = SECONDS_BETWEEN_REQUESTS if is_url(save) else SECONDS_BETWEEN_LOOKS
+        threading.Thread(target=self._look, args=(path, interval), name="STOP", daemon=True).start()
+
+    def over(self) -> None:
+        """The loop begins: what comes from now on, or has come since the last look, is for it to see."""
+        self._over.set()
+
+    def _look(self, path: AnyPath, interval: float) -> None:
+        while not self._over.wait(interval):
+            if identity(path) not in (None, self.old_stop) and not self._over.is_set():
+                if self._place.rank == 0:
+                    leave_code(EXIT_RESUMABLE)
+                    with suppress(OSError):  # nobody reads the output any more
+                        print(f"stopped while the run was starting, by {path}: nothing is lost", flush=True)
+                os.kill(os.getpid(), signal.SIGTERM)  # to the main thread, where what is half done is cleared away
+                return
+
+
+def identity(path: AnyPath) -> object:
+    """What tells a file from one that takes its place, or from itself once it is touched; None where there is none, or
+    where that cannot be known."""
+    try:
+        if isinstance(path, Path):
+            status = path.stat()
+            return status.st_mtime_ns, status.st_ino
+        return path.modified()
+    except OSError:
+        return None
+
+
+def _directory(save: str) -> AnyPath:
+    if not is_url(save):
+        return Path(save)
+    from megalite.checkpoint import open_directory  # for an object store torch comes first
+
+    return open_directory(save)
