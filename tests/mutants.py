@@ -1873,8 +1873,8 @@ MUTANTS = (
     Mutant(
         "a call that does not come back is waited for",
         "megalite/watchdog/bounded.py",
-        "return future.result(seconds)",
-        "return future.result()",
+        "return aside(call).result(seconds)",
+        "return aside(call).result()",
         f"{_WATCHDOG}bounded.py::test_a_call_that_does_not_come_back_is_left_alone",
     ),
     Mutant(
@@ -2027,8 +2027,8 @@ MUTANTS = (
     Mutant(
         "the doctor waits without a limit for a store that stands still",
         "megalite/doctor/roll_call.py",
-        "        with self._bounded(patience):\n            self._store",
-        "        if True:\n            self._store",
+        "within(seconds + _STORE_HANGS, call)",
+        "call()",
         f"{_DOCTOR_OF_RANKS}where_rank_0_has_the_store_and_stands_still_the_others_end",
     ),
     Mutant(

@@ -29,7 +29,7 @@ from megalite.doctor.network import Reached, reach_all
 from megalite.doctor.options import Options
 from megalite.doctor.presentation import show, write_json
 from megalite.doctor.reports import Report, Roll
-from megalite.doctor.roll_call import RollCall, aside, connect
+from megalite.doctor.roll_call import RollCall, connect
 from megalite.doctor.run_directory import Probe, checkpoint_bytes
 from megalite.errors import CommunicationError, MegaliteError
 from megalite.parallel import device
@@ -37,6 +37,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.training.failure import leave_code
 from megalite.training.place import Place
 from megalite.training.signals import StopRequest
+from megalite.watchdog.bounded import aside
 from megalite.watchdog.link import host_name
 
 _GRACE = 5.0

@@ -9,18 +9,16 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from megalite.errors import EXIT_RESUMABLE, CommunicationError, ConfigurationError
+from megalite.errors import CommunicationError, ConfigurationError
 from megalite.training.place import Place
+from megalite.watchdog.bounded import within
 
 Result = TypeVar("Result")
 _BETWEEN_LOOKS = 0.05
@@ -40,15 +38,15 @@ class RollCall:
         """Raises ConfigurationError without a launcher's variables, CommunicationError without an answer."""
         self.rank, self.world_size = place.rank, place.world_size
         self.patience, self.stopping = patience, stopping
-        with self._bounded(patience):
-            self._store = connect(place, patience)
+        self._store = self._with_store(patience, lambda: connect(place, patience))
 
     def gather(self, question: str, answer: object, ranks: Iterable[int], more_seconds: float = 0.0) -> dict[int, Any]:
         """The answers of those of `ranks` that have answered in time, on rank 0; nothing on the others.
 
         `answer`, this rank's own, is anything that JSON can hold.
         """
-        with self._bounded(self.patience + more_seconds):
+
+        def ask() -> dict[int, Any]:
             self._store.set(f"{question}/{self.rank}", json.dumps(answer))
             if self.rank > 0:
                 return {}
@@ -63,20 +61,24 @@ class RollCall:
                 time.sleep(_BETWEEN_LOOKS if missing else 0)
             return dict(sorted(answers.items()))
 
+        return self._with_store(self.patience + more_seconds, ask)
+
     def tell(self, subject: str, value: object) -> None:
         """Rank 0 tells all others."""
-        with self._bounded(self.patience):
-            self._store.set(subject, json.dumps(value))
+        self._with_store(self.patience, lambda: self._store.set(subject, json.dumps(value)))
 
     def hear(self, subject: str, more_seconds: float = 0.0) -> Any:
         """What rank 0 tells, once it has waited for everybody. Raises CommunicationError where it says nothing."""
-        with self._bounded(2 * self.patience + more_seconds):
+
+        def wait() -> Any:
             limit = self.limit(self.patience + more_seconds, haste=4 * _HASTE)
             while not self._store.check([subject]):
                 if limit():
                     raise CommunicationError("rank 0, which would give the verdict, does not answer")
                 time.sleep(_BETWEEN_LOOKS)
             return json.loads(self._store.get(subject))
+
+        return self._with_store(2 * self.patience + more_seconds, wait)
 
     def limit(self, more_seconds: float = 0.0, haste: float = _HASTE) -> Callable[[], bool]:
         """Whether so much time has passed, from now on; `stopping` leaves no more than `haste` of it."""
@@ -97,18 +99,16 @@ class RollCall:
             time.sleep(_BETWEEN_LOOKS)
         return work.done()
 
-    @contextmanager
-    def _bounded(self, seconds: float) -> Iterator[None]:
-        """End the process where the store itself does not answer, for which torch has no limit of its own."""
-        timer = threading.Timer(seconds + _STORE_HANGS, _give_up, [self.rank])
-        timer.daemon = True
-        timer.start()
+    def _with_store(self, seconds: float, call: Callable[[], Result]) -> Result:
+        """What the call returns, which asks the store for so many seconds. Raises CommunicationError where the store
+        itself does not answer, for which torch has no limit of its own."""
         try:
-            yield
+            return within(seconds + _STORE_HANGS, call)
+        except TimeoutError:
+            problem = "does not answer: the process that has it is stopped"
         except RuntimeError as error:
-            raise CommunicationError(f"{_store_name()} does not answer any more: {error}") from error
-        finally:
-            timer.cancel()
+            problem = f"does not answer any more: {error}"
+        raise CommunicationError(f"{_store_name()} {problem}")
 
 
 def connect(place: Place, seconds: float) -> Store:
@@ -135,25 +135,5 @@ def connect(place: Place, seconds: float) -> Store:
     return PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def aside(work: Callable[[], Result]) -> Future[Result]:
-    """Do work that may never come to its end beside the main thread, which it does not keep from ending."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
 def _store_name() -> str:
     return f"the store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
-
-
-def _give_up(rank: int) -> None:
-    sys.stderr.write(f"error on rank {rank}: {_store_name()} does not answer: the process that has it is stopped\n")
-    sys.stderr.flush()
-    os._exit(EXIT_RESUMABLE)

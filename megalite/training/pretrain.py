@@ -26,10 +26,10 @@ from megalite.training.memory_history import record_memory_history
 from megalite.training.origin import find_origin
 from megalite.training.place import Place
 from megalite.training.profiling import require_device
+from megalite.training.run_watchdog import run_watchdog
 from megalite.training.starting import Starting
 from megalite.training.summary import summary
 from megalite.training.trainer import Trainer
-from megalite.training.watching import watched
 from megalite.watchdog.sections import START, Sections
 
 
@@ -59,7 +59,7 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
     if config.profiling.record_memory_history:
         record_memory_history(config.profiling, place.rank)
     with ExitStack() as stack:
-        stack.enter_context(watched(config, sections, place, directory))
+        stack.enter_context(run_watchdog(config, sections, place, directory))
         with sections(START):
             if directory is not None:
                 notes += stack.enter_context(checkpoint.only_run(directory, mesh))

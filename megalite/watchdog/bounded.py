@@ -15,13 +15,18 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
     The client of a store waits without end for a process that stands still, whatever time-out it was given.
     """
+    return aside(call).result(seconds)
+
+
+def aside(call: Callable[[], T]) -> Future[T]:
+    """Make the call in a thread of its own, which the process does not wait for when it ends."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(call())
-        except Exception as error:
+        except BaseException as error:
             future.set_exception(error)
 
     threading.Thread(target=run, name="bounded call", daemon=True).start()
-    return future.result(seconds)
+    return future

@@ -16,7 +16,7 @@ from megalite.watchdog.sections import Sections
 from megalite.watchdog.watchdog import Watchdog
 
 
-def watched(
+def run_watchdog(
     config: RunConfig, sections: Sections, place: Place, directory: AnyPath | None
 ) -> AbstractContextManager[object]:
     """Within it a run that hangs is ended, and a rank that dies is named; nothing happens under --no-watchdog."""
