@@ -11,7 +11,7 @@ import io
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ class RankDump:
     stacks: str = ""
     """Where its threads are in Python, the main one first: "thread NAME:" and what `traceback.format_stack` says."""
     flight_recorder: Snapshot | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else the writer knows, as JSON has it."""
+    step: int = 0
+    """That it was in, or in last."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RankDump:

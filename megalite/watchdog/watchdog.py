@@ -194,10 +194,9 @@ class Watchdog:
         """Say what this rank is in: to the monitor, and in the folder of this name, where it can be written to."""
         dump = self._own_dump()
         if self._folder is not None:
-            # A file system may be what hangs: then this thread must not.
-            writing = threading.Thread(target=_write, args=(self._folder / name, dump), daemon=True)
-            writing.start()
-            writing.join(_WRITING_SECONDS)
+            # A file system may be what hangs: then this thread must not. What cannot be written is told all the same.
+            with suppress(FileError, OSError):
+                within(_WRITING_SECONDS, partial(write_dump, self._folder / name, dump))
         if self._link is not None:
             self._link.send(dump=asdict(dump))
         return dump
@@ -218,7 +217,7 @@ class Watchdog:
             innermost[0].seconds,
             stacks(),
             recorded,
-            {"step": self.sections.step},
+            self.sections.step,
         )
 
     def _lose_first(self) -> None:
@@ -268,11 +267,6 @@ class Watchdog:
             time.sleep(_TICK_SECONDS)  # it may hold the store, which others are still asking
         sys.stdout.flush()
         os._exit(code)
-
-
-def _write(folder: Path, dump: RankDump) -> None:
-    with suppress(FileError, OSError):  # what cannot be written is told to the monitor all the same
-        write_dump(folder, dump)
 
 
 def stacks() -> str:

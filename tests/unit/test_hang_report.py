@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_dump_is_read_as_it_was_written(tmp_path: Path) -> None:
     group = GroupRecord("g", (1, 0), 1, (Operation(1, "all_gather", ((2, 3), ()), "int64", "started", 0.25),), 5, 4)
-    dump = RankDump(1, 2, "node", 17, "data", 3.5, "stacks", Snapshot(False, (group,)), {"step": 12})
+    dump = RankDump(1, 2, "node", 17, "data", 3.5, "stacks", Snapshot(False, (group,)), 12)
     write_dump(tmp_path, dump)
     assert read_dumps(tmp_path).ranks == {1: dump}
 
