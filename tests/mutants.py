@@ -2020,8 +2020,8 @@ MUTANTS = (
     Mutant(
         "the doctor shows the algorithm's bandwidth as the bus's",
         "megalite/doctor/presentation.py",
-        "if bus else 1)",
-        "if not bus else 1)",
+        "if bus else 1\n",
+        "if not bus else 1\n",
         f"{_DOCTOR}the_table_has_what_was_fitted",
     ),
     Mutant(

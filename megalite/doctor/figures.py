@@ -65,8 +65,18 @@ def fit(points: Mapping[int, float]) -> Line:
     return Line(alpha, beta) if beta >= 0 else Line(a / aa, 0.0)
 
 
-Figures = dict[tuple[str, str], dict[int, float]]
-"""Seconds by bytes, for each scope and operation."""
+@dataclass(frozen=True)
+class Figure:
+    """What timings say of an operation, in the median over groups."""
+
+    scope: str
+    operation: str
+    ranks: int
+    """Of the largest group."""
+    seconds: Mapping[int, float]
+    """By bytes."""
+    line: Line | None
+    """Through them, where there are two."""
 
 
 def slowest_views(timings: Iterable[Timing]) -> dict[tuple[str, str, int, tuple[int, ...]], float]:
@@ -78,12 +88,15 @@ def slowest_views(timings: Iterable[Timing]) -> dict[tuple[str, str, int, tuple[
     return slowest
 
 
-def figures(timings: Iterable[Timing]) -> Figures:
-    """The median over groups."""
+def figures(timings: Iterable[Timing], nodes: Mapping[str, Sequence[int]]) -> Iterator[Figure]:
+    """Of each scope and operation that was timed."""
+    ranks = {WITHIN: max(map(len, nodes.values())), ACROSS: len(nodes)}
     seconds: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for (scope, operation, size, _), taken in slowest_views(timings).items():
         seconds[scope, operation][size].append(taken)
-    return {key: {size: statistics.median(taken) for size, taken in each.items()} for key, each in seconds.items()}
+    for (scope, operation), by_size in seconds.items():
+        medians = {size: statistics.median(taken) for size, taken in by_size.items()}
+        yield Figure(scope, operation, ranks[scope], medians, fit(medians) if len(medians) > 1 else None)
 
 
 def slow_nodes(timings: Iterable[Timing], nodes: Mapping[str, Sequence[int]]) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.doctor.alike import NOTHING
-from megalite.doctor.figures import ACROSS, OPERATIONS, WITHIN, Line, bus_factor, figures, fit
+from megalite.doctor.figures import ACROSS, WITHIN, Figure, bus_factor, figures
 from megalite.doctor.findings import Verdict
 from megalite.doctor.judgement import Found
 from megalite.files import write_atomically
@@ -70,39 +70,33 @@ def _nodes(found: Found) -> Iterator[Row]:
         yield node, ranks_text(found.roll.nodes[node]), address, gpus, state.driver, files, shared, ahead
 
 
-def _lines(found: Found) -> dict[tuple[str, str], Line]:
-    """Fitted, for each scope and operation that was timed at two sizes."""
-    return {key: fit(points) for key, points in figures(found.timings).items() if len(points) > 1}
-
-
-def _ranks(found: Found, scope: str) -> int:
-    """Of the largest group."""
-    sizes = list(map(len, found.roll.nodes.values()))
-    return max(sizes) if scope == WITHIN else len(sizes)
-
-
 def _bandwidths(found: Found) -> Iterator[list[Row]]:
-    timed, lines = figures(found.timings), _lines(found)
+    every = list(figures(found.timings, found.roll.nodes))
     for scope in (WITHIN, ACROSS):
-        sizes = sorted({size for (where, _), points in timed.items() if where == scope for size in points})
-        if not sizes:
+        timed = [figure for figure in every if figure.scope == scope]
+        if not timed:
             continue
-        count = _ranks(found, scope)
-        rows: list[Row] = [(f"{scope}, {count} ranks", *OPERATIONS)]
-        for size in sizes:
-            taken = (timed.get((scope, operation), {}).get(size) for operation in OPERATIONS)
-            rows.append((memory.in_words(size), *("" if each is None else f"{1e6 * each:,.0f} µs" for each in taken)))
-        fitted = [(operation, lines.get((scope, operation))) for operation in OPERATIONS]
-        rows.append(("alpha", *("" if line is None else f"{1e6 * line.alpha:,.0f} µs" for _, line in fitted)))
-        for name, bus in (("1 / beta", False), ("bus bandwidth", True)):
-            rows.append((name, *(_bandwidth(operation, line, count, bus) for operation, line in fitted)))
-        yield rows
+        yield [
+            (f"{scope}, {timed[0].ranks} ranks", *(figure.operation for figure in timed)),
+            *(
+                (memory.in_words(size), *(_microseconds(figure.seconds.get(size)) for figure in timed))
+                for size in sorted({size for figure in timed for size in figure.seconds})
+            ),
+            ("alpha", *(_microseconds(figure.line.alpha if figure.line else None) for figure in timed)),
+            ("1 / beta", *(_bandwidth(figure, bus=False) for figure in timed)),
+            ("bus bandwidth", *(_bandwidth(figure, bus=True) for figure in timed)),
+        ]
 
 
-def _bandwidth(operation: str, line: Line | None, ranks: int, bus: bool) -> str:
-    if line is None or line.beta == 0:
+def _microseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e6 * seconds:,.0f} µs"
+
+
+def _bandwidth(figure: Figure, *, bus: bool) -> str:
+    if figure.line is None or figure.line.beta == 0:
         return ""
-    return f"{line.bandwidth() * (bus_factor(operation, ranks) if bus else 1) / 1e9:.3g} GB/s"
+    factor = bus_factor(figure.operation, figure.ranks) if bus else 1
+    return f"{figure.line.bandwidth() * factor / 1e9:.3g} GB/s"
 
 
 def _table(rows: Iterator[Row] | Sequence[Row]) -> str:
@@ -115,7 +109,6 @@ def _table(rows: Iterator[Row] | Sequence[Row]) -> str:
 
 
 def _as_json(found: Found, verdict: Verdict) -> dict[str, Any]:
-    timed, lines = figures(found.timings), _lines(found)
     return {
         "exit_code": verdict.exit_code,
         "drop": verdict.drop,
@@ -131,16 +124,5 @@ def _as_json(found: Found, verdict: Verdict) -> dict[str, Any]:
             for node, others in found.reached.items()
             if first in others and not others[first].problem
         },
-        "timings": [
-            {
-                "scope": scope,
-                "operation": operation,
-                "ranks": _ranks(found, scope),
-                "seconds": {str(size): seconds for size, seconds in points.items()},
-                "alpha_seconds": line.alpha if line else None,
-                "beta_seconds_per_byte": line.beta if line else None,
-            }
-            for (scope, operation), points in timed.items()
-            for line in (lines.get((scope, operation)),)
-        ],
+        "timings": [asdict(figure) for figure in figures(found.timings, found.roll.nodes)],
     }
