@@ -29,7 +29,7 @@ own_folder = os.path.join(os.path.dirname(sys.argv[0]), os.environ["SLURMD_NODEN
 """
 RUN = "\nrunpy.run_path(program, run_name='__main__')\n"
 STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
-QUICK = ("--max-bytes", 4096, "--seconds", 2)
+QUICK = ("--max-bytes", 4096, "--seconds", 100)
 FLAGS = (*SIZES, *COURSE, "--global-batch-size", 8, "--train-iters", 1)
 IMPATIENT = ("--patience", 6, "--max-bytes", 0)
 
