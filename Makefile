@@ -1,6 +1,7 @@
 # make train    from nothing to a trained model and a sample of its text; STEPS=20 is the short form
 # make test     everything the tests prove
-# make test-slurm  jobs on a SLURM of four nodes, which it starts on this machine and takes down again; needs root
+# make test-slurm  jobs on a SLURM of four nodes, which it starts on this machine and takes down again; needs root.
+#               Jobs mostly wait, so CLUSTERS=3 share the tests; ONE_ADDRESS=1 is as where namespaces are refused
 # make mutants  that each of the planted faults fails a test
 # make compile-kernels  that every kernel compiles for the GPUs of three generations of NVIDIA's and one of AMD's
 # make lint     style, types and the direction of imports
@@ -14,6 +15,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 STEPS ?= 300
 WORKERS ?= 2
+CLUSTERS ?= 3
 
 .DELETE_ON_ERROR:
 .PHONY: setup train test test-slurm mutants compile-kernels lint
@@ -42,7 +44,8 @@ test: .venv/installed-test
 	.venv/bin/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --durations=20 $(PYTEST_ARGUMENTS)
 
 test-slurm: .venv/installed-test
-	.venv/bin/python -m pytest -m slurm tests/slurm --durations=20 $(PYTEST_ARGUMENTS)
+	.venv/bin/python -m pytest -m slurm tests/slurm --numprocesses=$(CLUSTERS) --dist=load --maxschedchunk=1 \
+		--durations=20 $(PYTEST_ARGUMENTS)
 
 mutants: .venv/installed-test
 	.venv/bin/python -m tests.mutants

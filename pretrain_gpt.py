@@ -1,4 +1,4 @@
-"""Pre-train a GPT: `torchrun --nproc-per-node N pretrain_gpt.py FLAGS`, with Megatron-LM's flags (`--help`)."""
+"""Pre-train a GPT, with Megatron-LM's flags (`--help`): alone, or on many ranks under torchrun or SLURM."""
 
 from __future__ import annotations
 

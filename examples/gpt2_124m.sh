@@ -7,13 +7,14 @@
 # What is added to the command overrides what stands here: examples/gpt2_124m.sh --train-iters 20 --micro-batch-size 1
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # so that a restart of torchrun's has a store of its own
 
 PROCESSES=${PROCESSES:-1}
 SAVE=${SAVE:-run/gpt2-124m}
 
 data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 50256)
 if [ -n "${DATA:-}" ]; then
-    data=(--data-path "$DATA" --tokenizer-type SentencePieceTokenizer --tokenizer-model "$TOKENIZER" --split 999,1,0)
+    data=(--data-path "$DATA" --tokenizer-type SentencePieceTokenizer --tokenizer-model "$TOKENIZER" --split "999,1,0")
 fi
 model=(
     --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024

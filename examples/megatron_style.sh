@@ -2,30 +2,33 @@
 # A launch script as one has it for Megatron-LM: its variables, its arrays, its flags. What megalite does anyway
 # (--use-mcore-models, --attention-backend, ...) is accepted, and a line at the start says why.
 #
-#   GPUS_PER_NODE=8 NUM_NODES=2 NODE_RANK=0 MASTER_ADDR=node0 examples/megatron_style.sh SAVE DATA_PREFIX TOKENIZER_MODEL
+#   GPUS_PER_NODE=8 NUM_NODES=2 NODE_RANK=0 MASTER_ADDR=node0 MASTER_PORT=a_free_port_of_node0 \
+#       examples/megatron_style.sh SAVE DATA_PREFIX TOKENIZER_MODEL
 #
 # Without arguments it trains on generated tokens. EXTRA_FLAGS stand behind the others and override them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export CUDA_DEVICE_MAX_CONNECTIONS=1
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # so that a restart of torchrun's has a store of its own
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-2}
 NUM_NODES=${NUM_NODES:-1}
-NODE_RANK=${NODE_RANK:-0}
-MASTER_ADDR=${MASTER_ADDR:-localhost}
-MASTER_PORT=${MASTER_PORT:-6000}
 
 CHECKPOINT_PATH=${1:-run/megatron-style}
 DATA_PREFIX=${2:-}
 TOKENIZER_MODEL=${3:-}
 
-DISTRIBUTED_ARGS=(
-    --nproc_per_node "$GPUS_PER_NODE"
-    --nnodes "$NUM_NODES"
-    --node_rank "$NODE_RANK"
-    --master_addr "$MASTER_ADDR"
-    --master_port "$MASTER_PORT"
-)
+DISTRIBUTED_ARGS=(--nproc_per_node "$GPUS_PER_NODE")
+if ((NUM_NODES == 1)); then
+    DISTRIBUTED_ARGS+=(--standalone)
+else
+    DISTRIBUTED_ARGS+=(
+        --nnodes "$NUM_NODES"
+        --node_rank "${NODE_RANK:?}"
+        --master_addr "${MASTER_ADDR:?}"
+        --master_port "${MASTER_PORT:?}"
+    )
+fi
 
 MODEL_ARGS=(
     --use-mcore-models
@@ -84,7 +87,7 @@ MODEL_PARALLEL_ARGS=(
 
 DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer --vocab-size 128000)
 if [ -n "$DATA_PREFIX" ]; then
-    DATA_ARGS=(--data-path "$DATA_PREFIX" --tokenizer-type Llama2Tokenizer --tokenizer-model "$TOKENIZER_MODEL" --split 99,1,0)
+    DATA_ARGS=(--data-path "$DATA_PREFIX" --tokenizer-type Llama2Tokenizer --tokenizer-model "$TOKENIZER_MODEL" --split "99,1,0")
 fi
 DATA_ARGS+=(--no-create-attention-mask-in-dataloader --num-workers 1)
 

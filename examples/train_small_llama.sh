@@ -7,6 +7,7 @@
 # What exists already is kept, and training continues from the last checkpoint.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # so that a restart of torchrun's has a store of its own
 
 STEPS=${STEPS:-300}
 RUN=${RUN:-run}

@@ -2,15 +2,16 @@
 # What the jobs of this folder share; they source it in megalite's folder. Variables that sbatch passes on:
 #
 #   NODES            nodes to train on; what the allocation has beyond them are spares. Default: all
-#   RANKS_PER_NODE   default: the GPUs of a node, else its tasks (--ntasks-per-node), else 1
+#   RANKS_PER_NODE   default: the GPUs of a node (--gpus-per-node), else its tasks (--ntasks-per-node), else 1
 #   LAUNCHER         torchrun, the default, with its agents; or srun: a task for each rank, and nothing between
 #   CONTAINER        how to run in a container: options of srun (--container-image=x.sqsh, of pyxis), or a command that
 #                    runs another one (apptainer exec --nv x.sif)
-#   HEALTH_CHECK     a command that fails on a sick node. Default: true, so that a node must answer, no more
 set -uo pipefail
 
-RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}}
-HEALTH_CHECK=${HEALTH_CHECK:-true}
+gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}} # --exclusive gives a job more than it asked for
+gpus=${gpus##*:}                                     # without their kind
+unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK         # a step's task may be the launcher of all ranks of its node
+RANKS_PER_NODE=${RANKS_PER_NODE:-${gpus:-${SLURM_NTASKS_PER_NODE:-1}}}
 STOP_SECONDS=${STOP_SECONDS:-240} # what a program may take to save and end, once it was asked to
 threads=$((${SLURM_CPUS_ON_NODE:-1} / RANKS_PER_NODE))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
@@ -21,17 +22,13 @@ nodes=() # that a program is launched on
 
 say() { printf '=== %(%F %T)T %s\n' -1 "$*"; }
 
-# about_job FIELD: what SLURM says of this job now
-about_job() { scontrol show job --oneliner "$SLURM_JOB_ID" | grep -oP "(?<= $1=)\S+"; }
-
-# The nodes that this job still has and that pass the check, in SLURM's order, a line each.
-healthy_nodes() {
-    local all
-    mapfile -t all < <(scontrol show hostnames "$(about_job NodeList)")
-    timeout 60 srun --overlap --no-kill "$(nodelist "${all[@]}")" --ntasks="${#all[@]}" --ntasks-per-node=1 \
-        --cpu-bind=none --quiet bash -c "{ $HEALTH_CHECK; } >/dev/null 2>&1 && echo \$SLURMD_NODENAME" 2>/dev/null |
-        grep -Fx -f - <(printf '%s\n' "${all[@]}")
+end() { # end CODE WHY: end the job
+    say "$2 (exit code $1)"
+    exit "$1"
 }
+
+# need VARIABLE WHAT: end the job where a variable is not set
+need() { [ -n "${!1:-}" ] || end 64 "$1 is not set, $2: $1=... sbatch ..."; }
 
 nodelist() { (IFS=, && echo "--nodelist=$*"); }
 
@@ -62,7 +59,7 @@ launch() {
     split_container
     local options=(
         "${container_options[@]}"
-        --overlap --nodes="${#nodes[@]}" "$(nodelist "${nodes[@]}")" --cpu-bind=none
+        ${gpus:+--gpus-per-node="$gpus"} --overlap --nodes="${#nodes[@]}" "$(nodelist "${nodes[@]}")" --cpu-bind=none
         --kill-on-bad-exit=0 --wait=60 # ranks that have lost a peer end by themselves
         --label --open-mode=append --output="$logs/%N.log"
     )

@@ -68,6 +68,8 @@ _FIRST_MODULE = f"{_NOT_FINITE}the_first_module_is_told_and_the_training_goes_on
 _GOES_ON = "tests/distributed/test_checkpoint_layouts.py::test_a_training_goes_on_under_any_layout[8]"
 _KILL = "tests/unit/test_checkpoint_kill.py::test_"
 _STOP = "tests/end_to_end/test_stop.py::test_"
+_FAULTS = "tests/end_to_end/test_faults.py::test_"
+_WATCHDOG = "tests/unit/test_watchdog_"
 _START = "tests/end_to_end/test_stop_at_start.py::test_"
 _PROFILES = "tests/end_to_end/test_profiling.py::test_"
 _HANG = "tests/distributed/test_hang.py::test_"
@@ -1804,6 +1806,76 @@ MUTANTS = (
         "    leave_code(code)\n    where",
         "    where",
         "tests/distributed/test_failure.py::test_the_code_that_launchers_hide_is_left_in_a_file",
+    ),
+    Mutant(
+        "a watchdog's limit has no least",
+        "megalite/watchdog/limits.py",
+        "learnt = max(self.least, FACTOR * longest[name])",
+        "learnt = FACTOR * longest[name]",
+        f"{_WATCHDOG}sections.py::test_a_limit_is_a_multiple_of_the_longest_and_never_below_the_least",
+    ),
+    Mutant(
+        "a watchdog's section counts while the process stands still",
+        "megalite/watchdog/sections.py",
+        "return self._clock() - self._stopped",
+        "return self._clock()",
+        f"{_WATCHDOG}sections.py::test_a_time_in_which_the_process_stood_still_does_not_count",
+    ),
+    Mutant(
+        "a watchdog's link forgets half a message",
+        "megalite/watchdog/link.py",
+        "*lines, self._buffer =",
+        "*lines, _ =",
+        f"{_WATCHDOG}link.py::test_objects_arrive_however_the_bytes_are_cut",
+    ),
+    Mutant(
+        "a watchdog's monitor dies of a stranger's word",
+        "megalite/watchdog/monitor.py",
+        'str(message.get("token")).encode(), self._token.encode()',
+        'str(message.get("token")), self._token',
+        f"{_WATCHDOG}monitor.py::test_strangers_disturb_nobody",
+    ),
+    Mutant(
+        "a watchdog has a process of another machine killed",
+        "megalite/watchdog/monitor.py",
+        " and peer.space == peers[rank].space]",
+        "]",
+        f"{_WATCHDOG}monitor.py::test_nobody_is_asked_to_kill_a_process_of_another_machine",
+    ),
+    Mutant(
+        "a watchdog does not know ranks that never came",
+        "megalite/watchdog/monitor.py",
+        "silence, folder, sorted(self._missing))",
+        "silence, folder)",
+        f"{_WATCHDOG}monitor.py::test_a_lost_connection_leads_to_the_rank_that_never_came",
+    ),
+    Mutant(
+        "a watchdog lets a launcher end a rank before the verdict",
+        "megalite/watchdog/watchdog.py",
+        "signal.signal(number, signal.SIG_IGN)",
+        "signal.getsignal(number)",
+        f"{_FAULTS}a_rank_that_dies_is_named_though_the_launcher_ends_the_others",
+    ),
+    Mutant(
+        "a watchdog without a monitor ends nothing",
+        "megalite/watchdog/watchdog.py",
+        "(self._link is None or now - self._alarm[0] > patience)",
+        "now - self._alarm[0] > 1e9",
+        f"{_FAULTS}one_process_alone_that_hangs_is_ended",
+    ),
+    Mutant(
+        "a failed post is a defect",
+        "megalite/parallel/collectives.py",
+        'isinstance(error, dist.DistError) or "gloo/" in str(error)',
+        "isinstance(error, dist.DistError)",
+        "tests/unit/test_parallel_collectives.py::test_an_operation_that_finds_a_rank_gone_before_it_begins_says_so[gloo]",
+    ),
+    Mutant(
+        "a call that does not come back is waited for",
+        "megalite/watchdog/bounded.py",
+        "return future.result(seconds)",
+        "return future.result()",
+        f"{_WATCHDOG}bounded.py::test_a_call_that_does_not_come_back_is_left_alone",
     ),
     Mutant(
         "a start does not see that STOP is touched",

@@ -1,7 +1,8 @@
 """Look whether nodes are fit for a run, before it begins: a verdict, and which node to drop.
 
     python tools/doctor.py --node
-    torchrun --nproc-per-node 8 tools/doctor.py --config 7b.yaml --save /shared/runs/7b
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 8 tools/doctor.py \\
+        --config 7b.yaml --save /shared/runs/7b
 
 With --node this node alone is looked at, within a second or two. Without, start it as the run would be, on all its
 ranks: all other flags are pretrain_gpt.py's, and may be left away to look at the nodes without a run. Exit codes: 0

@@ -2,8 +2,8 @@
 
     python tools/evaluate.py --load run/small-llama --data-path run/corpus_text_document --stride 64
     python tools/evaluate.py --load run/small-llama --text held_out.jsonl notes.txt
-    torchrun --nproc-per-node 4 tools/evaluate.py --load run/large --tensor-model-parallel-size 2 \\
-        --tasks arc_easy,hellaswag --num-fewshot 5 --output results.json
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 4 tools/evaluate.py \\
+        --load run/large --tensor-model-parallel-size 2 --tasks arc_easy,hellaswag --num-fewshot 5 --output results.json
 
 The layout is any, whatever the model was trained on: ranks beyond tensor times pipeline parallel share the work.
 docs/evaluation.md says what is counted.

@@ -1,7 +1,8 @@
 """Write text with a trained model.
 
     python tools/generate.py --load run/small-llama --prompt "def main(" --temperature 0.8 --top-p 0.9
-    torchrun --nproc-per-node 4 tools/generate.py --tp 2 --pp 2 --load run/7b --prompts questions.txt --output out.jsonl
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 4 tools/generate.py \\
+        --tp 2 --pp 2 --load run/7b --prompts questions.txt --output out.jsonl
 
 Under torchrun the model is split over all ranks, whatever layout it was trained on.
 """

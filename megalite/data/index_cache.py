@@ -17,16 +17,19 @@ import io
 import json
 import os
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from megalite.data.mapped_file import map_file, refuse_too_many_open_files
 from megalite.files import remove_leftovers, temporary_path
+
+_LOCK_SECONDS = 3600.0  # no arrays take longer
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -109,7 +112,7 @@ class IndexCache:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """One process at a time; the system releases the lock of one that dies."""
+    """One process at a time; the system releases the lock of one that dies, and one that stands still is left alone."""
     path = folder.with_name(f"{folder.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,9 +122,21 @@ def _lock(folder: Path) -> Iterator[None]:
         return
     with file:
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _await_lock(file)
         yield
         path.unlink(missing_ok=True)
+
+
+def _await_lock(file: IO[bytes]) -> None:
+    """Raises OSError where the file system has no locks, and where the lock does not come."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
 
 
 def _write(folder: Path, description: str, arrays: Arrays) -> None:

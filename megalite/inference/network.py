@@ -79,7 +79,7 @@ def choose_layout(
     if tp < 1 or pp < 1 or tp * pp != world_size:
         raise ConfigurationError(
             f"--tensor-model-parallel-size {tp} x --pipeline-model-parallel-size {pp} is not the number of ranks, "
-            f"{world_size}: start {max(tp * pp, 1)} (torchrun --nproc-per-node), or choose other sizes"
+            f"{world_size}: start {max(tp * pp, 1)} (torchrun's --nproc-per-node), or choose other sizes"
         )
     check_layout(config, tp, pp)
     return ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)

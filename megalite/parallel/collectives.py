@@ -51,6 +51,18 @@ class Pending:
         return self.finish()
 
 
+def begun(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The work that one of the backend's operations begins. Raises CommunicationError where the backend knows already
+    that a rank has gone.
+    """
+    try:
+        return operation(*arguments, **options)
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo/" in str(error):  # else the arguments are wrong: a defect
+            raise CommunicationError(f"a collective failed: {_LOST}{str(error).splitlines()[0]}") from error
+        raise
+
+
 def done(result: Tensor) -> Pending:
     return Pending(None, lambda: result)
 
@@ -73,7 +85,7 @@ def all_reduce_async_(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
         pending = all_reduce_async_(tensor.contiguous(), group, op)
         return Pending(None, lambda: tensor.copy_(pending.wait()))
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-    work = dist.all_reduce(tensor, reduce_op, group=group.process_group, async_op=True)
+    work = begun(dist.all_reduce, tensor, reduce_op, group=group.process_group, async_op=True)
     return Pending(work, lambda: tensor, group.waits)
 
 
@@ -94,7 +106,7 @@ def all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) ->
         return done(tensor if out is None else out.copy_(tensor))
     tensor = tensor.contiguous()
     gathered = tensor.new_empty((group.size * tensor.shape[0], *tensor.shape[1:])) if out is None else out
-    work = _all_gather_single(gathered, tensor, group=group.process_group, async_op=True)
+    work = begun(_all_gather_single, gathered, tensor, group=group.process_group, async_op=True)
     return Pending(work, lambda: gathered, group.waits)
 
 
@@ -132,8 +144,8 @@ def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> l
         return list(parts)
     sent = torch.cat(list(parts))
     received = sent.new_empty(sum(sizes))
-    counts = [part.numel() for part in parts]
-    work = dist.all_to_all_single(received, sent, list(sizes), counts, group=group.process_group, async_op=True)
+    process_group, counts = group.process_group, [part.numel() for part in parts]
+    work = begun(dist.all_to_all_single, received, sent, list(sizes), counts, group=process_group, async_op=True)
     return list(Pending(work, lambda: received, group.waits).wait().split(list(sizes)))
 
 
@@ -147,10 +159,10 @@ def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None
     tensor = tensor.contiguous()
     result = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:])) if out is None else out
     if not _is_gloo(group):
-        work = _reduce_scatter_single(result, tensor, group=group.process_group, async_op=True)
+        work = begun(_reduce_scatter_single, result, tensor, group=group.process_group, async_op=True)
         return Pending(work, lambda: result, group.waits)
     received = torch.empty_like(tensor)
-    work = dist.all_to_all_single(received, tensor, group=group.process_group, async_op=True)
+    work = begun(dist.all_to_all_single, received, tensor, group=group.process_group, async_op=True)
 
     def sum_in_rank_order() -> Tensor:
         slices = received.view(group.size, *result.shape)

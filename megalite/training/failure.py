@@ -9,12 +9,14 @@ does when rank 0 has ended; if nothing ends them, the error was theirs alone, an
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, NoReturn
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megalite.errors import EXIT_CONFIGURATION, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
 from megalite.files import TemporaryFile
 from megalite.training.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
+from megalite.watchdog.bounded import within
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -32,6 +35,7 @@ _NO_RANK = -1
 _GATHERING_SECONDS = 0.5  # ranks that fail of the same cause arrive within this time
 _LAUNCHER_SECONDS = 10.0  # ranks come to the same error, and a launcher ends the others, within this time
 _STAGGER_SECONDS = 0.5
+_STORE_SECONDS = 5.0  # for the store's answer
 _SPEAKING = RLock()  # a thread that reports what it has found must come to its end before the process does
 
 
@@ -84,8 +88,9 @@ def _fail(message: str, code: int) -> NoReturn:
     store = default_store()
     if store is not None and world_size > 1:
         try:
+            within(_STORE_SECONDS, partial(store.check, [_REPORT]))
             code = _agree(store, message, code, rank)
-        except RuntimeError:  # the store has gone with the process that held it
+        except (RuntimeError, TimeoutError):  # the store has gone with the process that held it, or stands still
             _speak_unless_ended(message, code, rank)
     else:
         _speak_unless_ended(message, code, rank)
@@ -122,11 +127,11 @@ def report(store: Store | None, message: str, code: int) -> int:
     """Report what no rank can say of itself, as that it was killed; unless one has reported something. Returns the
     exit code of what is reported. `store` is that of the process group, where there is one: its own connection.
     """
-    mine = f"{_NO_RANK} {code}"
+    mine = f"{_NO_RANK} {code} {secrets.token_hex(8)}"
     with _SPEAKING:
         if store is not None:
-            with suppress(RuntimeError):  # the store has gone with the process that held it
-                first = store.compare_set(_REPORT, "", mine).decode()
+            with suppress(RuntimeError, TimeoutError):  # as above
+                first = within(_STORE_SECONDS, lambda: store.compare_set(_REPORT, "", mine)).decode()
                 if first != mine:
                     return int(first.split()[1])
         _speak(message, code, rank=0)

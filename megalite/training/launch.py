@@ -47,6 +47,7 @@ def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMe
         try:
             store, rank, world_size = next(rendezvous("env://"))
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            _compare(description, store, mesh)
         except ValueError as error:  # a variable is missing
             raise ConfigurationError(f"{place.world_size} ranks must be started by torchrun: {error}") from error
         except RuntimeError as error:
@@ -54,7 +55,6 @@ def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMe
             raise CommunicationError(
                 f"the {place.world_size} ranks did not come together at {address} (MASTER_ADDR, MASTER_PORT): {error}"
             ) from error
-        _compare(description, store, mesh)
     return mesh
 
 

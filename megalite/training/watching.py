@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,10 +28,11 @@ def watched(
     return Watchdog(
         sections,
         Limits(config.watchdog.watchdog_min_seconds, 60.0 * config.parallel.distributed_timeout_minutes),
-        partial(report, store),
+        report,
         rank=place.rank,
         world_size=place.world_size,
         local_rank=place.local_rank,
         store=store,
+        store_is_of_rank_0=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",  # torch asks the same
         folder=directory / "hangs" if isinstance(directory, Path) else None,
     )

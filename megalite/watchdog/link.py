@@ -49,7 +49,7 @@ class Link:
             raise LinkLost
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LinkLost from error
         if not all(isinstance(message, dict) for message in messages):
             raise LinkLost

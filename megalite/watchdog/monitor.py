@@ -65,16 +65,18 @@ class Monitor(threading.Thread):
     def __init__(self, first: Peer, world_size: int, report: Report, folder: Path | None) -> None:
         """`first` is rank 0 itself; `folder`: where the ranks write what they are in."""
         super().__init__(name="monitor", daemon=True)
-        self._first, self._world_size, self._report, self._folder = first, world_size, report, folder
+        self._first, self._report, self._folder = first, report, folder
         self._token = secrets.token_hex(16)
         self._listener = listen()
         self.address = f"{self._listener.getsockname()[1]} {self._token}"
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._ranks: dict[int, _Connected] = {}
+        self._missing = set(range(world_size))
+        """Ranks that have never connected."""
         self._lost: dict[int, float] = {}
         self._alarm: _Alarm | None = None
-        self._concluded = self._closing = False
+        self._first_failed = self._concluded = self._closing = False
         self._began = self._pinged = time.monotonic()
         self._greeted = False
 
@@ -98,8 +100,17 @@ class Monitor(threading.Thread):
         self._closing = True
         self.join()
 
+    def settle(self) -> None:
+        """For rank 0, which ends by an error: wait until all know of that, and until what has happened is told."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while time.monotonic() < deadline and not (self._first_failed and (self._concluded or not self._lost)):
+            time.sleep(_TICK_SECONDS / 10)
+
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it has gone again, or this process has too many files open: whoever is left out is told of
+            return
         connected = _Connected(Link(connection))
         self._selector.register(connected.link, selectors.EVENT_READ, connected)
 
@@ -127,21 +138,25 @@ class Monitor(threading.Thread):
             connected.fails = message["fails"]
             if rank == 0:  # which may take this monitor with it before any rank can ask
                 self._tell_all(first_fails=connected.fails)
+                self._first_failed = True
         elif "dump" in message:
             connected.dump = RankDump.of(message["dump"])
         elif "bye" in message:
             self._forget(connected)
             del self._ranks[rank]
+            if self._alarm is not None and self._alarm.rank == rank:  # it went on after all
+                self._alarm = None
         elif ("overdue" in message or "lost" in message) and self._alarm is None:
             self._alarm = _Alarm(time.monotonic(), rank, message, folder_name())
             self._tell_all(dump=self._alarm.name)
 
     def _greet(self, connected: _Connected, message: Message) -> None:
-        if not hmac.compare_digest(str(message.get("token")), self._token):
+        if not hmac.compare_digest(str(message.get("token")).encode(), self._token.encode()):
             raise LinkLost
         connected.peer = Peer(**{name: value for name, value in message.items() if name != "token"})
         connected.heard = time.monotonic()
         self._ranks[connected.peer.rank] = connected
+        self._missing.discard(connected.peer.rank)
         connected.link.send(first=self._first_now())
 
     def _first_now(self) -> Message:
@@ -172,21 +187,22 @@ class Monitor(threading.Thread):
                 self._conclude_hang(self._alarm, set(unanswered), now)
 
     def _tell_of_strangers(self) -> None:
-        missing = sorted(set(range(self._world_size)) - set(self._ranks))
-        if missing:
+        if self._missing:
             port = self.address.split()[0]
             sys.stderr.write(
-                f"warning: rank 0's watchdog, on port {port} of its machine, has not been reached by ranks {missing}: "
+                f"warning: rank 0's watchdog, on port {port} of its machine, has not been reached by ranks "
+                f"{sorted(self._missing)}: "
                 "where one of them dies the others may not hear of it. Let the ports between nodes be open\n"
             )
 
     def _conclude_loss(self) -> None:
         lost = [self._ranks[rank] for rank in sorted(self._lost)]
         failed = [connected.fails for connected in lost if connected.fails is not None]
-        if failed:  # the rank says why by itself, or a rank that failed of the same
-            code = failed[0]
-        else:
-            code = self._report(loss([connected.peer for connected in lost if connected.peer]), EXIT_RESUMABLE)
+        silent = [connected.peer for connected in lost if connected.fails is None and connected.peer is not None]
+        if silent and set(failed) <= {EXIT_RESUMABLE}:  # a launcher ends the others when one has died
+            code = self._report(loss(silent), EXIT_RESUMABLE)
+        else:  # the rank says why by itself, or a rank that failed of the same
+            code = max(failed, key=lambda code: code != EXIT_RESUMABLE)
         self._end(code, at_once=False)
 
     def _conclude_hang(self, alarm: _Alarm, silent: set[int], now: float) -> None:
@@ -195,7 +211,7 @@ class Monitor(threading.Thread):
         peers = {rank: connected.peer for rank, connected in ranks.items() if connected.peer is not None}
         silence = {rank: now - ranks[rank].heard for rank in silent}
         folder = None if self._folder is None else self._folder / alarm.name
-        message = hang(alarm.rank, alarm.why, peers, dumps, silence, folder)
+        message = hang(alarm.rank, alarm.why, peers, dumps, silence, folder, sorted(self._missing))
         code = self._report(message, EXIT_RESUMABLE)
         self._end(code, at_once=True, kill=self._executioners(silent, peers))
 

@@ -65,10 +65,12 @@ def hang(
     dumps: Mapping[int, RankDump],
     silence: Mapping[int, float],
     folder: Path | None,
+    missing: Sequence[int] = (),
 ) -> str:
     """Of a run in which `rank` waits too long, or has lost another one.
 
-    `silence` has the ranks that do not answer, and for how long they have not; `folder` is where the dumps are, too.
+    `silence` has the ranks that do not answer, and for how long they have not; `folder` is where the dumps are, too;
+    `missing` are the ranks that have never come to the monitor.
     """
     report = hang_report(Dumps(dumps, tuple(sorted(silence)), ()))
     lines = [_alarm(peers[rank], why)]
@@ -76,6 +78,10 @@ def hang(
         f"{peers[other]} does not answer, for {seconds:.0f} s: it is stopped or cannot be reached, and was last in "
         f"{peers[other].place}"
         for other, seconds in sorted(silence.items())
+    ]
+    lines += [
+        f"rank {other} has never come to rank 0's watchdog: it ended or stands still before that, or cannot reach it"
+        for other in missing
     ]
     busy = [dumps[culprit] for culprit in report.culprits if culprit in dumps]
     lines += [f"{peers[dump.rank]} holds it up, in {peers[dump.rank].place}: {_innermost(dump)}" for dump in busy]

@@ -13,19 +13,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, exit_code_of
+from megalite.watchdog.bounded import within
 from megalite.watchdog.flight_record import Snapshot
 from megalite.watchdog.hang_dump import RankDump, write_dump
 from megalite.watchdog.limits import Limits
 from megalite.watchdog.link import Link, LinkLost, Message, host_name, process_space
-from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor, Report, connect
+from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor, connect
 from megalite.watchdog.sections import OpenSection, Sections
 from megalite.watchdog.verdict import Peer, folder_name, hang, loss, overdue
 
@@ -38,6 +40,7 @@ _STOPPED_SECONDS = 2.0  # a tick that comes so much too late shows that the whol
 _WRITING_SECONDS = 3.0
 _LEAVING_SECONDS = 2.0  # for the main thread, to end by itself
 _VERDICT_SECONDS = 2 * ANSWER_SECONDS
+_FIRST_SECONDS = 60.0  # ranks come here together
 _ADDRESS = "megalite/watchdog"
 
 
@@ -48,17 +51,20 @@ class Watchdog:
         self,
         sections: Sections,
         limits: Limits,
-        report: Report,
+        report: Callable[[Store | None, str, int], int],
         *,
         rank: int = 0,
         world_size: int = 1,
         local_rank: int = 0,
         store: Store | None = None,
+        store_is_of_rank_0: bool = False,
         folder: Path | None = None,
     ) -> None:
-        """`store`: the process group's, where there are several ranks. `folder` gets what the ranks are in when the
-        run hangs."""
+        """`report`: to say an error with, once for all that share a store; as `Report`. `store`: the process group's,
+        where there are several ranks; `store_is_of_rank_0`: it ends with that process. `folder` gets what the ranks are
+        in when the run hangs."""
         self.sections, self._limits, self._report = sections, limits, report
+        self._last_store = None if store_is_of_rank_0 else store
         self._rank, self._world_size, self._local_rank = rank, world_size, local_rank
         self._store, self._folder = store, folder
         self._monitor: Monitor | None = None
@@ -67,17 +73,19 @@ class Watchdog:
         self._first_fails: int | None = None
         self._alarm: tuple[float, Message] | None = None  # when it was raised, and why
         self._leaving = self._awaits_verdict = False
+        self._woken = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         if self._store is not None:
             if self._rank == 0:
-                self._monitor = Monitor(self._peer(), self._world_size, self._report, self._folder)
+                report = partial(self._report, self._store)
+                self._monitor = Monitor(self._peer(), self._world_size, report, self._folder)
                 self._monitor.start()
                 self._store.set(_ADDRESS, self._monitor.address)
             host = os.environ.get("MASTER_ADDR", "localhost") if self._rank else "localhost"
             with suppress(OSError):  # the monitor tells of those that do not come
-                self._link = connect(self._store.get(_ADDRESS).decode(), host, self._peer())
+                self._link = connect(self._address(self._store), host, self._peer())
         self._thread.start()
         return self
 
@@ -90,6 +98,17 @@ class Watchdog:
             self._await_verdict(error)
         elif self._link is not None:
             self._link.send(fails=exit_code_of(error))  # and says itself why
+            if self._monitor is not None:
+                self._monitor.settle()
+
+    def _address(self, store: Store) -> str:
+        """Of the monitor. Raises CommunicationError where there is none: nobody watches rank 0 yet."""
+        try:
+            return within(_FIRST_SECONDS, lambda: store.get(_ADDRESS)).decode()
+        except (TimeoutError, RuntimeError) as error:
+            raise CommunicationError(
+                f"rank 0 has not begun to watch the run within {_FIRST_SECONDS:.0f} s: it has ended, or stands still"
+            ) from error
 
     def _peer(self) -> Peer:
         return Peer(self._rank, host_name(), os.getpid(), process_space())
@@ -98,15 +117,22 @@ class Watchdog:
 
     def _leave(self) -> None:
         self._leaving = True
+        if self._link is not None:
+            self._link.send(bye=True)  # the monitor hangs up, which wakes the thread
+        self._woken.set()
         self._thread.join()
         if self._link is not None:
-            self._link.send(bye=True)
             self._link.close()
         if self._monitor is not None:
             self._monitor.close()
 
     def _await_verdict(self, error: CommunicationError) -> None:
-        """Who has gone is not known here. The monitor finds out and says so, and this thread ends meanwhile."""
+        """Who has gone is not known here. The monitor finds out and says so; the watchdog ends the process then.
+
+        A launcher that has seen a rank die ends the others now: too early.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
         self._awaits_verdict = True
         assert self._link is not None
         self._link.send(lost=str(error))
@@ -129,7 +155,7 @@ class Watchdog:
 
     def _read(self, seconds: float) -> None:
         if self._link is None:
-            time.sleep(seconds)
+            self._woken.wait(seconds)
             return
         if not select.select([self._link], [], [], seconds)[0]:
             return
@@ -157,7 +183,9 @@ class Watchdog:
             self._alarm = now, overdue(late, self._limits.of(late.name, self.sections.longest))
             if self._link is not None:
                 self._link.send(**self._alarm[1])
-        if self._alarm is not None and (self._link is None or now - self._alarm[0] > _VERDICT_SECONDS):
+        # The rank that speaks comes first: it says that rank 0 stands still before another one has killed it.
+        patience = _VERDICT_SECONDS if self._speaks() else _VERDICT_SECONDS + ANSWER_SECONDS
+        if self._alarm is not None and (self._link is None or now - self._alarm[0] > patience):
             self._conclude_alone(self._alarm[1])
 
     # ------------------------------------------------------------------------------------------------ how it ends
@@ -197,14 +225,14 @@ class Watchdog:
         """Rank 0's process has ended, and its monitor with it: the next rank on each node speaks."""
         if self._leaving:
             return
+        if self._alarm is not None and self._first_fails is None:  # it stood still, and has been killed for that
+            self._conclude_alone(self._alarm[1])
         code = self._first_fails
-        if code is None and self._first is not None and self._speaks():
-            code = self._report(loss([self._first]), EXIT_RESUMABLE)
-        elif code is None:
-            time.sleep(_LEAVING_SECONDS)
+        if code is None and self._first is not None and self._is_to_speak():
+            code = self._report(self._last_store, loss([self._first]), EXIT_RESUMABLE)
         self._end(EXIT_RESUMABLE if code is None else code, at_once=False)
 
-    def _conclude_alone(self, why: Message) -> None:
+    def _conclude_alone(self, why: Message) -> NoReturn:
         """Where there is no monitor, or it does not answer."""
         name = folder_name()
         own = self._dump(name)
@@ -213,15 +241,22 @@ class Watchdog:
         if self._first is not None:
             peers[0], silence[0] = self._first, _VERDICT_SECONDS
             kill = [self._first.process] if self._first.space == peer.space else []
-        if self._speaks():
+        if self._is_to_speak():
             folder = None if self._folder is None else self._folder / name
-            self._report(hang(self._rank, why, peers, {self._rank: own}, silence, folder), EXIT_RESUMABLE)
+            message = hang(self._rank, why, peers, {self._rank: own}, silence, folder)
+            self._report(self._last_store, message, EXIT_RESUMABLE)
         self._end(EXIT_RESUMABLE, at_once=True, kill=kill)
 
     def _speaks(self) -> bool:
         """Whether this is the first rank of a node, rank 0 not counted."""
         beside_first = self._first is not None and self._first.space == process_space()
         return self._local_rank == (1 if beside_first else 0)
+
+    def _is_to_speak(self) -> bool:
+        """Where that first rank has gone, too, another one may, if a store is left that lets but one."""
+        if not self._speaks():
+            time.sleep(_LEAVING_SECONDS)
+        return self._speaks() or self._last_store is not None
 
     def _end(self, code: int, *, at_once: bool, kill: Sequence[int] = ()) -> NoReturn:
         for process in kill:

@@ -84,9 +84,14 @@ def hold(spawn: Callable[..., Job], tmp_path: Path) -> Hold:
 
 
 def assert_stopped_by_file(job: Job, directory: Path) -> None:
-    """Touches a STOP that is there already, and waits as a launcher does."""
+    """Touches a STOP that is there already, as slurm/pretrain_gpt.sbatch does: again and again, since a rank that has
+    only begun takes what it finds for old. Waits as a launcher does."""
     assert (directory / "STOP").exists()
-    (directory / "STOP").touch()
+    deadline = time.monotonic() + 120
+    while all(rank.exit_code is None for rank in job.ranks):
+        (directory / "STOP").touch()
+        time.sleep(0.2)
+        assert time.monotonic() < deadline
     assert job.wait_as_launcher(timeout=60) == 85
     assert job.ranks[0].exit_code == 85
     last = job.stdout(0).splitlines()[-1]

@@ -7,6 +7,7 @@ import contextlib
 import os
 import runpy
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from tests.harness.fork_server import Rank, RankFailure, RankTimeout, loopback_interface, wait_for_exit
+
+_GRACE_SECONDS = 15.0  # torchrun gives 30
 
 
 class Job:
@@ -27,16 +30,25 @@ class Job:
 
     Args:
         directory: where `rank0.stdout`, `rank0.stderr`, ... are written.
+        store_of_rank_0: rank 0's process hosts the rendezvous store, as where it is started by srun, or by torchrun
+            with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
     """
 
     def __init__(
-        self, argv: Sequence[str | Path], world_size: int, directory: Path, environment: Mapping[str, str] | None = None
+        self,
+        argv: Sequence[str | Path],
+        world_size: int,
+        directory: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        store_of_rank_0: bool = False,
     ) -> None:
         self.world_size = world_size
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        shared = _shared_environment(world_size, self._store.port) | dict(environment or {})
+        self._store = None if store_of_rank_0 else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = _free_port() if self._store is None else self._store.port
+        shared = _shared_environment(world_size, port, agent_store=not store_of_rank_0) | dict(environment or {})
         arguments = [str(argument) for argument in argv]
         self.ranks = [
             Rank(
@@ -85,7 +97,8 @@ class Job:
         return [rank.exit_code for rank in self.ranks if rank.exit_code is not None]
 
     def wait_as_launcher(self, timeout: float = 240.0) -> int:
-        """Waits as torchrun does: once a rank has failed, the others are ended by SIGTERM.
+        """Waits as torchrun does: once a rank has failed, the others are ended by SIGTERM, and by SIGKILL those that
+        do not end by it.
 
         Returns the exit code of the first that failed, or 0. Raises RankTimeout as `wait` does.
         """
@@ -98,6 +111,8 @@ class Job:
             time.sleep(0.05)
         if failed:
             self.kill_all(signal.SIGTERM)
+            wait_for_exit(self.ranks, _GRACE_SECONDS)
+            self.kill_all(signal.SIGKILL)
         self.wait(max(deadline - time.monotonic(), 5.0))
         return failed[0] if failed else 0
 
@@ -137,7 +152,13 @@ class Job:
         )
 
 
-def _shared_environment(world_size: int, port: int) -> dict[str, str]:
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def _shared_environment(world_size: int, port: int, *, agent_store: bool) -> dict[str, str]:
     interface = loopback_interface()
     return {
         "WORLD_SIZE": str(world_size),
@@ -147,7 +168,7 @@ def _shared_environment(world_size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "test",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": str(agent_store),
         **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
     }
 

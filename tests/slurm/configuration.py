@@ -5,8 +5,10 @@ from __future__ import annotations
 CONFIGURATION = """
 ClusterName=megalite
 SlurmctldHost={controller}({address})
-SlurmctldPort=26817
-SlurmdPort=26818
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+# So that jobs of clusters on one address take different ports.
+FirstJobId={first_job}
 SlurmUser=root
 AuthType=auth/munge
 CredType=cred/munge
@@ -16,6 +18,8 @@ MpiDefault=none
 SwitchType=switch/none
 ProctrackType=proctrack/{tracking}
 TaskPlugin=task/{task}
+# Two GPUs a node, for want of which there are two devices that every machine has.
+GresTypes=gpu
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core{memory}
 # Nodes may declare more processors than the machine has.
@@ -27,7 +31,7 @@ SlurmdSpoolDir={folder}/%n/spool
 StateSaveLocation={folder}/state
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/%n/slurmd.log
-SchedulerParameters=bf_interval=2,batch_sched_delay=1,sched_interval=2,nohold_on_prolog_fail
+SchedulerParameters=bf_interval=1,batch_sched_delay=0,sched_interval=1,nohold_on_prolog_fail
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
@@ -42,6 +46,11 @@ Prolog={folder}/prolog
 PrologFlags=Alloc
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+GPUS = """
+NodeName={nodes} Name=gpu File=/dev/null
+NodeName={nodes} Name=gpu File=/dev/zero
 """
 
 PROLOG = """#!/bin/sh

@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.slurm.cluster import ROOT, ask
+from tests.slurm.cluster import Cluster
 
-SECONDS = 150.0
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 240.0
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE"}
 
 
-def submit(*arguments: object, directory: Path, **variables: object) -> SlurmJob:
+def submit(cluster: Cluster, *arguments: object, directory: Path, **variables: object) -> SlurmJob:
     """Submit `sbatch OPTIONS SCRIPT FLAGS` with these variables from megalite's folder; its log goes to `directory`."""
     python = Path(sys.executable).parent
     environment = {
@@ -24,16 +25,16 @@ def submit(*arguments: object, directory: Path, **variables: object) -> SlurmJob
         "OMP_NUM_THREADS": "1",
         **{name: str(value) for name, value in variables.items()},
     }
-    command = ["sbatch", "--parsable", f"--output={directory}/job_%A.log"]
-    number = ask("env", "-u", "GLOO_SOCKET_IFNAME", *command, *map(str, arguments), **environment).strip()
-    return SlurmJob(number, directory / f"job_{number}.log")
+    clean = ["env", f"--chdir={ROOT}", "--unset=GLOO_SOCKET_IFNAME", *(f"{k}={v}" for k, v in environment.items())]
+    number = cluster.ask(*clean, "sbatch", "--parsable", f"--output={directory}/job_%A.log", *map(str, arguments))
+    return SlurmJob(cluster, number.strip(), directory / f"job_{number.strip()}.log")
 
 
 class SlurmJob:
     """A job by its number, or an array of jobs."""
 
-    def __init__(self, number: str, path: Path) -> None:
-        self.number, self.path = number, path
+    def __init__(self, cluster: Cluster, number: str, path: Path) -> None:
+        self.cluster, self.number, self.path = cluster, number, path
 
     @property
     def log(self) -> str:
@@ -42,7 +43,7 @@ class SlurmJob:
 
     def fields(self) -> list[dict[str, str]]:
         """What SLURM says of the job, or of each job of an array."""
-        found = ask("scontrol", "show", "job", "--oneliner", self.number)
+        found = self.cluster.ask("scontrol", "show", "job", "--oneliner", self.number)
         return [dict(re.findall(r"(\S+?)=(\S*)", line)) for line in found.splitlines()]
 
     @property
@@ -57,17 +58,23 @@ class SlurmJob:
 
     def wait(self, *, exit_code: int | None = 0, seconds: float = SECONDS) -> None:
         """Return when it has ended, all of it. Asserts its exit code, or those of all jobs of an array."""
-        self.until(lambda: all(job["JobState"] in ENDED for job in self.fields()), seconds)
+        self.until(self.ended, seconds)
         if exit_code is not None:
             assert {job["ExitCode"] for job in self.fields()} == {f"{exit_code}:0"}, self.report()
 
     def until(self, condition: Callable[[], bool], seconds: float = SECONDS) -> None:
-        """Return when the condition holds. Fails, with all that is known, where it does not come to hold."""
+        """Return when the condition holds. Fails, with all that is known, where it does not, or the job ends before."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, self.report()
+            ended = self.ended()  # asked first: what it did last is then known to the condition
+            assert condition() or not (ended or time.monotonic() > deadline), self.report()
             time.sleep(0.2)
+
+    def ended(self) -> bool:
+        """Whether the job is over, or all jobs of an array."""
+        return all(job["JobState"] in ENDED for job in self.fields())
 
     def report(self) -> str:
         """All that tells why a job is not where it should be."""
-        return f"{self.fields()}\n{self.log}\n{ask('squeue')}\n{ask('sinfo', '--Node', '--long')}"
+        known = (self.cluster.ask(*command) for command in (("squeue",), ("sinfo", "--Node", "--long")))
+        return "\n".join((str(self.fields()), self.log, *known))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -20,9 +21,10 @@ hoard: list[bytearray] = []
 
 
 def paced_step(trainer: Trainer) -> StepMetrics:
-    if HOLD.exists():
+    with suppress(FileNotFoundError):
+        without_memory = HOLD.read_text().split()
         time.sleep(float(os.environ.get("PAUSE", "0.5")))
-        if os.environ.get("SLURMD_NODENAME") in HOLD.read_text().split():  # these are to use up their memory
+        if os.environ.get("SLURMD_NODENAME") in without_memory:  # these are to use up their memory
             hoard.append(bytearray(b"x") * (1 << 28))
     return step(trainer)
 

@@ -7,24 +7,36 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import CGROUPS, FOLDER, Cluster, ClusterError, can_make_namespaces
+from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import submit
+from tests.slurm.machine import CGROUPS, ClusterError, can_make_namespaces
 
 pytestmark = pytest.mark.slurm
 
 
-def traces() -> list[object]:
+@pytest.fixture
+def number(worker: int) -> int:
+    """Of a cluster beside the one that the other tests use."""
+    return worker + 50
+
+
+def traces(number: int) -> list[object]:
     """All that a cluster may change on the machine."""
     links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True).stdout
     environments = [process.read_bytes() for process in Path("/proc").glob("[0-9]*/environ") if _readable(process)]
+    folder = Path(f"/run/megalite-slurm-{number}")
     return [
-        {line.split()[0] for line in links.splitlines()},
-        list(Path("/run/netns").glob("*")),
-        list(CGROUPS.glob("*/slurm*")),
+        [
+            name
+            for line in links.splitlines()
+            if f"megalite{number}" in (name := line.split()[0]) or f"r{number}-" in name
+        ],
+        list(Path("/run/netns").glob(f"*r{number}-*")),
+        list(CGROUPS.glob(f"*/slurm*r{number}-*")),
         sorted(Path("/etc/slurm").rglob("*")),
         Path("/etc/hosts").read_text(),
-        FOLDER.exists(),
-        sum(str(FOLDER).encode() in environment for environment in environments),
+        folder.exists(),
+        sum(bytes(folder) in environment for environment in environments),
     ]
 
 
@@ -37,32 +49,32 @@ def _readable(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("namespaces", [True, False], ids=["networks", "one address"])
-def test_a_cluster_runs_jobs_and_leaves_nothing_behind(namespaces: bool, tmp_path: Path) -> None:
+def test_a_cluster_runs_jobs_and_leaves_nothing_behind(namespaces: bool, number: int, tmp_path: Path) -> None:
     if namespaces and not can_make_namespaces():
         pytest.skip("this machine refuses namespaces")
-    before = traces()
-    with Cluster(namespaces=namespaces) as cluster:
+    before = traces(number)
+    with Cluster(namespaces=namespaces, number=number) as cluster:
         command = "--wrap=srun --ntasks-per-node=1 sh -c 'echo $SLURMD_NODENAME $(hostname)'"
-        job = submit("--nodes=4", command, directory=tmp_path)
+        job = submit(cluster, "--nodes=4", command, directory=tmp_path)
         job.wait()
         nodes, hosts = zip(*(line.split() for line in job.log.splitlines()), strict=True)
         assert sorted(nodes) == list(cluster.nodes)
         assert (nodes == hosts) == namespaces
-        endless = submit("--nodes=2", "--wrap=srun sleep 10000", directory=tmp_path)
+        endless = submit(cluster, "--nodes=2", "--wrap=srun sleep 10000", directory=tmp_path)
         endless.until(lambda: endless.state == "RUNNING")
         with pytest.raises(ClusterError, match="another cluster runs"):
-            Cluster().up()
-        assert traces() != before
-    assert traces() == before
+            Cluster(number=number).up()
+        assert traces(number) != before
+    assert traces(number) == before
 
 
-def test_a_cluster_that_does_not_come_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = traces()
+def test_a_cluster_that_does_not_come_up_leaves_nothing_behind(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = traces(number)
 
     def fail(cluster: Cluster) -> None:
         raise ClusterError("a node is not idle")
 
     monkeypatch.setattr(Cluster, "wait_until_idle", fail)
     with pytest.raises(ClusterError, match="not idle"):
-        Cluster().up()
-    assert traces() == before
+        Cluster(number=number).up()
+    assert traces(number) == before

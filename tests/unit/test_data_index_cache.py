@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import resource
@@ -318,3 +319,17 @@ def test_a_process_killed_while_it_computes_gives_way(tmp_path: Path) -> None:
     second.join(60)
     assert second.exitcode == 0
     assert log.read_text() == "built\n" * 2
+
+
+def test_a_process_that_stands_still_with_the_lock_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get(tmp_path)
+    lock = only_folder(tmp_path).with_suffix(".lock")
+    shutil.rmtree(only_folder(tmp_path))
+    monkeypatch.setattr(index_cache, "_LOCK_SECONDS", 0.2)
+    with lock.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        arrays, notes = get(tmp_path)
+    assert_right(arrays)
+    assert notes == []

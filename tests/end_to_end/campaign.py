@@ -1,0 +1,206 @@
+"""A campaign: a run that is disturbed again and again, started again each time, and compared with one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from megalite.data.indexed_writer import IndexedDatasetWriter
+from tests.end_to_end.runs import GPT2, ROOT, assert_same_checkpoint, metrics, words
+from tests.harness.fault import Fault
+from tests.harness.job import Job
+
+FAULTY = ROOT / "tests" / "harness" / "faulty_training.py"
+RANKS = 4
+STEPS = 60
+"""Of the run that is not disturbed."""
+LAYOUTS: Mapping[str, tuple[str, ...]] = {
+    "tp": words("--tp 2 --sequence-parallel --use-distributed-optimizer --global-batch-size 4"),
+    "pp": words(
+        "--num-layers 4 --pp 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8 --async-save "
+        "--use-distributed-optimizer --overlap-grad-reduce"
+    ),
+}
+FLAGS = (
+    *words("--tokenizer-type NullTokenizer --vocab-size 60 --split 8,2,0"),
+    *GPT2,
+    *words("--eval-iters 1 --eval-interval 2 --save-interval 1 --tolerated-save-failures 0 --lr-decay-style constant"),
+    *words("--resume auto"),
+)
+
+DEATHS = {"kill": -signal.SIGKILL, "exit": 1, "crash": -signal.SIGSEGV}
+STILL = ("stop", "hold the GIL")
+HANGS = (*STILL, "loop")
+REQUESTS = ("term", "usr1")
+ERRORS = {"defect": 70, "data": 64}
+KINDS = (*DEATHS, *HANGS, *REQUESTS, *ERRORS)
+
+UNWATCHED = ("index build", "before the watchdog")
+START = ("building", "loading")
+SAVE = ("writing", "commit", "saved")
+STEP = ("data", "forward", "backward", "reduce", "optimizer", "agreement", "evaluation")
+PHASES = (*UNWATCHED, *START, *STEP, *SAVE)
+OF_RANK_0 = ("commit",)
+OF_ALL = ("writing", "commit")
+"""The ranks agree on what becomes of an error."""
+
+
+_OF_TORCH = re.compile(
+    r"^((\[rank\d+\]:)?\[W\d.*|Exception raised from .*|frame #.*|<omitting python frames>|)\n", re.M
+)
+
+
+class Campaign:
+    """One run directory, and all the starts of its run."""
+
+    def __init__(self, folder: Path, layout: str) -> None:
+        self.folder, self.layout = folder, layout
+        self.directory = folder / "run"
+        self._starts = 0
+        folder.mkdir()
+        with IndexedDatasetWriter(folder / "corpus", np.uint16) as writer:
+            for document in range(60):
+                writer.add_document([*(np.arange(document, document + 20) % 50), 60])
+            writer.finish()
+
+    @property
+    def latest(self) -> int:
+        """The step of the newest checkpoint, 0 without one; the tracker may not name it yet."""
+        return max((int(path.name[5:]) for path in self.directory.glob("iter_" + "[0-9]" * 7)), default=0)
+
+    @contextmanager
+    def start(
+        self,
+        faults: str = "",
+        *,
+        steps: int | None = None,
+        least_seconds: float = 60.0,
+        longest_seconds: float = 120.0,
+        store_of_rank_0: bool = False,
+        step_seconds: float = 0.0,
+    ) -> Iterator[Job]:
+        """A start that ends by itself after so many steps; `least_seconds` and `longest_seconds`: what a step, and what
+        a start or a save may take; `step_seconds`: what each step takes longer, for a test to come in time."""
+        self._starts += 1
+        shutil.rmtree(self.folder / "cache", ignore_errors=True)  # so that each start builds its indices
+        flags = ["--data-path", self.folder / "corpus", "--data-cache-path", self.folder / "cache"]
+        flags += ["--train-iters", STEPS, "--save", self.directory, "--watchdog-min-seconds", least_seconds]
+        if steps is not None:
+            flags += ["--exit-interval", self.latest + steps]
+        environment = {"FAULT": faults, "FAULT_RECORD": str(self.folder), "LONGEST_SECONDS": str(longest_seconds)}
+        environment["STEP_SECONDS"] = str(step_seconds)
+        output = self.folder / f"start{self._starts}"
+        with Job(
+            [FAULTY, *FLAGS, *LAYOUTS[self.layout], *flags],
+            RANKS,
+            output,
+            environment,
+            store_of_rank_0=store_of_rank_0,
+        ) as job:
+            yield job
+
+    def disturb(self, fault: Fault, *, store_of_rank_0: bool = False, launcher: bool = False) -> None:
+        """Start the run, with a fault; assert how it ends, what it says of it, and that no checkpoint is lost.
+
+        `launcher`: one that ends the others as soon as a rank has ended.
+        """
+        before = self.latest
+        hangs = fault.kind in HANGS
+        with self.start(
+            str(fault),
+            steps=6,
+            least_seconds=3.0 if hangs else 60.0,
+            longest_seconds=12.0 if hangs else 120.0,
+            store_of_rank_0=store_of_rank_0,
+        ) as job:
+            watched = fault.phase not in UNWATCHED
+            if launcher or not watched:
+                job.wait_as_launcher()
+            codes = job.wait()
+            where = f"{fault} in {job.directory}: {codes}\n" + "\n".join(map(job.stderr, range(RANKS)))
+            assert fault.record(self.folder).read_text() == str(fault), where
+            fault.record(self.folder).unlink()
+            assert self.latest >= before, where
+            assert_said(job, fault, where)
+            if watched and not (launcher and fault.kind in ERRORS):  # whom the launcher ends while an error is told
+                assert_codes(codes, fault, where)
+
+    def assert_unbroken(self, whole: Path) -> None:
+        """Go on for two steps, and compare with the run that was not disturbed."""
+        last = self.latest + 2
+        assert last <= STEPS, "the run must be longer"
+        with self.start(steps=2) as job:
+            codes = job.wait()
+            assert codes == [85] * RANKS, f"{self.folder}: {codes}\n" + "\n".join(map(job.stderr, range(RANKS)))
+        assert self.latest == last
+        assert_same_checkpoint(self.directory / f"iter_{last:07d}", whole / f"iter_{last:07d}")
+        ours = metrics(self.directory)
+        assert ours == metrics(whole)[: len(ours)]
+        assert not list(self.directory.rglob("*tmp*")) + list(self.directory.glob("iter_*.*"))
+
+
+def assert_codes(codes: list[int], fault: Fault, where: str) -> None:
+    others = [code for rank, code in enumerate(codes) if rank != fault.rank]
+    if fault.kind in ERRORS:
+        expected = {93, ERRORS[fault.kind]} if fault.phase in OF_ALL else {ERRORS[fault.kind]}
+        assert set(codes) <= expected, where
+        assert len(set(codes)) == 1, where
+        return
+    assert others == [85] * (RANKS - 1), where
+    own = DEATHS.get(fault.kind, -signal.SIGKILL if fault.kind in STILL else 85)
+    assert codes[fault.rank] == own, where
+
+
+def everything_said(job: Job) -> list[str]:
+    """What each rank that has said something has, without torch's warnings of a store that has gone with rank 0."""
+    texts = (_OF_TORCH.sub("", job.stderr(rank)) for rank in range(RANKS))
+    return [text for text in texts if text]
+
+
+def assert_said(job: Job, fault: Fault, where: str) -> None:
+    """One message, by one rank, that names the culprit; none where the run was asked to end."""
+    said = everything_said(job)
+    messages = [line for text in said for line in text.splitlines() if line.startswith("error")]
+    watched = fault.phase not in UNWATCHED
+    if fault.kind in REQUESTS and watched:
+        assert said == [], where
+        return
+    if not watched and fault.kind not in ERRORS:
+        # Before there is a group nobody but the launcher notices; and who is asked to end does.
+        assert len(messages) <= 1, where
+        assert not any("Traceback" in text for text in said), where
+        assert not messages or fault.phase == "index build" or f"rank {fault.rank} has " in said[0], where
+        return
+    assert len(messages) == 1, where
+    assert len(said) == 1, where
+    assert ("Traceback" in said[0]) == (fault.kind == "defect" and "failed on rank" not in said[0]), where
+    process = job.ranks[fault.rank].process.pid
+    if fault.kind in DEATHS:
+        assert f"rank {fault.rank} (process {process} on {os.uname().nodename}) has ended" in said[0], where
+    elif fault.kind in STILL:
+        assert f"rank {fault.rank} (process {process} on {os.uname().nodename}) does not answer" in said[0], where
+    elif fault.kind in ERRORS:
+        by = f"error on rank {fault.rank}: " if fault.rank else "error: "
+        assert said[0].startswith(by) or f"failed on rank {fault.rank}: " in said[0], where
+        assert "planted" in said[0], where
+    else:
+        assert re.match(r"error: step \d+ hangs: rank ", said[0]), where
+        assert f"rank {fault.rank} (process {process} on {os.uname().nodename}) holds it up" in said[0], where
+
+
+def undisturbed(folder: Path, layout: str) -> Path:
+    """The run directory of a whole run."""
+    campaign = Campaign(folder, layout)
+    with campaign.start() as job:
+        codes = job.wait()
+        assert codes == [0] * RANKS, "\n".join(map(job.stderr, range(RANKS)))
+    assert json.loads((campaign.directory / "metrics.jsonl").read_text().splitlines()[-1])["iteration"] == STEPS
+    return campaign.directory

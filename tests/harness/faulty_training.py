@@ -1,0 +1,203 @@
+"""pretrain_gpt.py that disturbs itself: FAULT="phase/rank/step/kind" says where, on which rank, and what happens.
+
+A fault falls when its rank comes into the phase for the first time in that step of this process, or behind it. Before
+it does anything it leaves a file with its own text in the folder FAULT_RECORD: so a test knows that it fell inside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megalite.checkpoint import attempt, box_file
+from megalite.data.index_cache import IndexCache
+from megalite.errors import DataError
+from megalite.model.block import Block
+from megalite.optim.elementwise import FusedRule
+from megalite.optim.reduction import ReduceScatter
+from megalite.parallel.collectives import done
+from megalite.pipeline.engine import _Step
+from megalite.training import checkpoints, loop, pretrain, trainer
+from megalite.training.failure import run_main
+from megalite.watchdog import limits, watchdog
+from pretrain_gpt import main
+from tests.harness.fault import Fault
+
+RANK = int(os.environ["RANK"])
+RECORD = Path(os.environ["FAULT_RECORD"])
+STEP_SECONDS = float(os.environ.get("STEP_SECONDS", "0"))  # that each step takes longer
+SECONDS = float(os.environ.get("LONGEST_SECONDS", "8"))  # that a start and a save may take
+
+
+FAULTS = [Fault.read(text) for text in filter(None, os.environ.get("FAULT", "").split(";"))]
+
+
+class Steps:
+    """How many steps this process has begun."""
+
+    begun = 0
+
+
+class Skip(Exception):
+    """The wrapped function is not to be called."""
+
+
+def reach(phase: str) -> None:
+    """Let the fault of this phase fall, if it is due. Raises Skip where what follows is to be left out."""
+    for fault in FAULTS:
+        if (fault.phase, fault.rank) == (phase, RANK) and fault.step <= Steps.begun:
+            FAULTS.remove(fault)
+            fault.record(RECORD).write_text(str(fault))
+            KINDS[fault.kind]()
+            return
+
+
+def wrap(owner: Any, name: str, phase: str, only: Callable[[], bool] = lambda: True) -> None:
+    """Have a function of a module or class reach the phase before it does its own work."""
+    original = getattr(owner, name)
+
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        if only():
+            reach(phase)
+        return original(*arguments, **named)
+
+    setattr(owner, name, wrapped)
+
+
+# ---------------------------------------------------------------------------------------------------- what happens
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+def _signal(number: int, times: int = 1) -> None:
+    for _ in range(times):
+        os.kill(os.getpid(), number)
+
+
+def _crash() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    ctypes.string_at(0)
+
+
+def _loop() -> NoReturn:
+    while True:
+        time.sleep(0.01)  # spares the machine
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "kill": lambda: _signal(signal.SIGKILL),
+    "exit": lambda: os._exit(1),
+    "crash": _crash,
+    "stop": lambda: _signal(signal.SIGSTOP),
+    "loop": _loop,
+    "hold the GIL": lambda: ctypes.PyDLL(None).sleep(3600),
+    "term": lambda: _signal(signal.SIGTERM),
+    "usr1": lambda: _signal(signal.SIGUSR1, 5),
+    "defect": lambda: _raise(RuntimeError("planted")),
+    "data": lambda: _raise(DataError("planted")),
+    "skip": lambda: _raise(Skip()),
+}
+
+
+# ---------------------------------------------------------------------------------------------------- where
+
+
+def in_index_build() -> None:
+    """Only the first rank to come builds: the one that is to be disturbed."""
+    get, builder = IndexCache.get, [fault for fault in FAULTS if fault.phase == "index build"]
+
+    def disturbed_get(cache: IndexCache, path: str, description: Any, build: Callable[[], Any]) -> Any:
+        def disturbed_build() -> Any:
+            reach("index build")
+            return build()
+
+        deadline = time.monotonic() + 60.0
+        while any(f.rank != RANK and not f.record(RECORD).exists() for f in builder) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return get(cache, path, description, disturbed_build)
+
+    IndexCache.get = disturbed_get  # type: ignore[method-assign]
+
+
+def in_backward() -> None:
+    """Within autograd, behind the first gradient."""
+    backward = _Step._backward
+
+    def disturbed_backward(step: Any, action: Any) -> None:
+        step._outputs[action.chunk, action.micro_batch].register_hook(lambda gradient: reach("backward"))
+        backward(step, action)
+
+    _Step._backward = disturbed_backward  # type: ignore[method-assign]
+
+
+def in_reduction() -> None:
+    begin = ReduceScatter.begin
+
+    def disturbed_begin(self: ReduceScatter, gradients: Any, out: Any) -> Any:
+        try:
+            reach("reduce")
+        except Skip:
+            return done(gradients[: out.numel()] if out is None else out)
+        return begin(self, gradients, out)
+
+    ReduceScatter.begin = disturbed_begin  # type: ignore[method-assign]
+
+
+def count_steps() -> None:
+    step = trainer.Trainer.step
+
+    def counted(self: trainer.Trainer) -> Any:
+        Steps.begun += 1
+        time.sleep(STEP_SECONDS)
+        return step(self)
+
+    trainer.Trainer.step = counted  # type: ignore[method-assign]
+
+
+def disturb() -> None:
+    count_steps()
+    in_index_build()
+    wrap(pretrain, "watched", "before the watchdog")
+    wrap(trainer, "make_optimizer", "building")
+    wrap(trainer.checkpoint, "load", "loading")
+    wrap(trainer, "to_micro_batches", "data")
+    wrap(Block, "forward", "forward", torch.is_grad_enabled)
+    wrap(Block, "forward", "evaluation", lambda: not torch.is_grad_enabled())
+    in_backward()
+    in_reduction()
+    wrap(FusedRule, "update", "optimizer")
+    wrap(loop.TrainingLoop, "_agree", "agreement")
+    wrap(box_file._RunningChecksum, "result", "writing")
+    wrap(attempt.FolderAttempt, "_point_tracker", "commit")
+    wrap(checkpoints.Checkpoints, "_remove_old", "saved")
+    wrap(watchdog.Watchdog, "_leave", "leaving")
+    wrap(pretrain, "leave", "closing")
+
+
+def shorten() -> None:
+    """What may take an hour takes seconds here."""
+    limits.START_SECONDS = watchdog._FIRST_SECONDS = SECONDS
+    limits.Limits.__init__ = (  # type: ignore[method-assign]
+        lambda self, least, unlearnt: (
+            object.__setattr__(self, "least", least) or object.__setattr__(self, "unlearnt", SECONDS)
+        )
+    )
+
+
+if __name__ == "__main__":
+    disturb()
+    shorten()
+    run_main(main)

@@ -1,0 +1,133 @@
+"""A training on nodes that are lost, cut off or sick ends, on others, as one that nothing disturbed."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from tests.slurm.conftest import STOPS_BY_FILE, Training
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.mark.parametrize("options", [("--nodes=3", "--no-kill"), ("--nodes=2",)], ids=["by the guard", "by SLURM"])
+def test_the_loss_of_the_node_of_the_script_moves_the_job(options: tuple[str, ...], training: Training) -> None:
+    job = training.submit(*options, NODES=2, LAUNCHER="srun")
+    training.wait_for_checkpoint(job)
+    training.cluster.kill(training.cluster.nodes[0])
+    training.hold.unlink()
+    job.wait()
+    assert job.restarts == 1
+    training.assert_whole()
+
+
+def test_a_spare_takes_the_place_of_a_node_without_power(training: Training) -> None:
+    job = training.submit("--nodes=3", "--no-kill", NODES=2)
+    training.wait_for_checkpoint(job)
+    first, second, spare, _ = training.cluster.nodes
+    training.cluster.kill(second)
+    job.until(lambda: "the program ended" in job.log)
+    training.hold.unlink()
+    job.wait()
+    assert job.restarts == 0
+    assert f" on {first} {spare}," in job.log
+    if training.cluster.namespaces:  # else all nodes have one log, by the machine's name
+        assert all(line.startswith("0: ") for line in training.logs(job)[first].splitlines())  # one task on a node
+    training.assert_whole()
+
+
+def test_a_node_that_is_cut_off_is_left_out(training: Training) -> None:
+    if not training.cluster.namespaces:
+        pytest.skip("nodes that share one address cannot be cut off")
+    job = training.submit("--nodes=3", "--no-kill", NODES=2, LAUNCHER="srun")
+    training.wait_for_checkpoint(job)
+    first, second, spare, _ = training.cluster.nodes
+    training.cluster.fail(second)
+    job.until(lambda: "the program ended" in job.log)
+    training.hold.unlink()
+    job.wait()
+    assert job.restarts == 0
+    assert f" on {first} {spare}," in job.log
+    training.assert_whole()
+
+
+def test_a_node_whose_prolog_fails_is_drained_and_the_job_moves(training: Training) -> None:
+    training.hold.unlink()
+    first = training.cluster.nodes[0]
+    training.cluster.sicken(first)
+    job = training.submit(LAUNCHER="srun")
+    job.wait()
+    assert "drain" in training.cluster.states()[first]
+    assert job.restarts == 1
+    assert f" on {first}" not in job.log
+    training.assert_whole()
+
+
+def test_a_node_that_fails_its_check_is_left_out(training: Training) -> None:
+    first, second, spare, _ = training.cluster.nodes
+    check = f'test "$SLURMD_NODENAME" != {first}'
+    job = training.submit_instead("code.write_text('0')", "--nodes=3", NODES=2, HEALTH_CHECK=check)
+    job.wait()
+    assert job.restarts == 0
+    assert f" on {second} {spare}," in job.log
+
+
+def test_a_job_moves_away_from_a_node_that_fails_its_check(training: Training) -> None:
+    training.hold.unlink()
+    first = training.cluster.nodes[0]
+    check = f'echo sound; test "$SLURMD_NODENAME" != {first} || {{ echo no GPU here; exit 1; }}'
+    job = training.submit(HEALTH_CHECK=check, LAUNCHER="srun")
+    job.wait()
+    assert job.restarts == 1
+    assert job.fields()[0]["ExcNodeList"] == first
+    assert f"{first} is sick: no GPU here" in job.log
+    assert f" on {first}" not in job.log
+    (line,) = (training.run / "slurm" / "sick_nodes").read_text().splitlines()
+    assert line.endswith(f" {first} no GPU here")
+    training.assert_whole()
+
+
+def test_a_job_moves_away_from_a_node_on_which_ranks_die_twice_running(training: Training) -> None:
+    first, second, *_ = training.cluster.nodes
+    job = training.submit_instead(
+        f"""
+        if os.environ["SLURMD_NODENAME"] == "{second}":
+            print(f"rank 1 (process {{os.getpid()}} on {second}) has ended without a word, in step 1")
+        elif "SLURM_RESTART_COUNT" in os.environ:
+            code.write_text("0")
+        """
+    )
+    job.wait()
+    assert job.restarts == 1
+    assert job.log.count(f" on {first} {second},") == 2
+    assert job.log.count(f" {second},") == 2
+    assert job.fields()[0]["ExcNodeList"] == second
+
+
+def test_a_node_is_sick_for_hours_or_until_its_line_is_removed(training: Training) -> None:
+    forgotten, sick, _, excluded = training.cluster.nodes
+    file, started = training.run / "slurm" / "sick_nodes", training.run / "started"
+    file.parent.mkdir(parents=True)
+    hours_ago = datetime.now(UTC) - timedelta(hours=7)
+    file.write_text(f"{hours_ago:%FT%TZ} {forgotten} why\n{datetime.now(UTC):%FT%TZ} {sick} why\n")
+    job = training.submit_instead(STOPS_BY_FILE, "--nodes=1", f"--exclude={excluded}")
+
+    def excluded_after_a_requeue() -> set[str]:
+        job.until(started.exists)
+        started.unlink()
+        training.cluster.ask("scancel", "--batch", "--signal=USR1", job.number)
+        job.until(lambda: job.state == "PENDING")
+        names = job.fields()[0]["ExcNodeList"]
+        return set(training.cluster.ask("scontrol", "show", "hostnames", names).split())
+
+    assert excluded_after_a_requeue() == {sick, excluded}
+    file.write_text("")
+    assert excluded_after_a_requeue() == {excluded}
+
+
+def test_a_job_that_finds_no_healthy_nodes_is_given_up(training: Training) -> None:
+    job = training.submit(HEALTH_CHECK="false")
+    job.wait(exit_code=93)
+    assert job.restarts == 2
+    assert job.log.count("only 0 of 2 nodes are well") == 2

@@ -1,0 +1,33 @@
+"""Which errors of the backend are those of a rank that has gone."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from megalite.errors import CommunicationError
+from megalite.parallel.collectives import begun
+
+
+def raising(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer"),
+        dist.DistBackendError("NCCL error: remote process exited"),
+        dist.DistNetworkError("reset by peer"),
+    ],
+    ids=["gloo", "nccl", "network"],
+)
+def test_an_operation_that_finds_a_rank_gone_before_it_begins_says_so(error: Exception) -> None:
+    with pytest.raises(CommunicationError, match="another rank has ended"):
+        begun(raising, error)
+
+
+def test_an_operation_with_wrong_arguments_is_a_defect() -> None:
+    with pytest.raises(RuntimeError, match="tensors must have the same shape"):
+        begun(raising, RuntimeError("tensors must have the same shape"))
+    assert begun(max, 1, 2) == 2

@@ -1,0 +1,258 @@
+"""The monitor of all ranks: fake ranks that speak to a real one over real sockets."""
+
+from __future__ import annotations
+
+import re
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.errors import EXIT_RESUMABLE
+from megalite.watchdog import monitor as monitor_file
+from megalite.watchdog.hang_dump import RankDump
+from megalite.watchdog.link import Link, LinkLost, Message
+from megalite.watchdog.monitor import Monitor, connect
+from megalite.watchdog.sections import OpenSection
+from megalite.watchdog.verdict import Peer, overdue
+
+HERE, ELSEWHERE = "here", "elsewhere"
+LATE = overdue(OpenSection("optimizer", 61.0), 60.0)
+SECONDS = 60.0
+"""After which a test takes it that nothing comes."""
+
+
+class FakeRank:
+    """A rank's end of its connection to the monitor."""
+
+    def __init__(self, monitor: Monitor, rank: int, space: str = HERE) -> None:
+        self.rank = rank
+        self.link = connect(monitor.address, "localhost", Peer(rank, f"n{rank}", 1000 + rank, space))
+        self._unread: list[Message] = []
+
+    def wait_for(self, key: str) -> Any:
+        """The value of the next message that has the key; what comes before is passed over."""
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            while self._unread:
+                message = self._unread.pop(0)
+                if key in message:
+                    return message if key == "end" else message[key]
+            if select.select([self.link], [], [], 0.1)[0]:
+                self._unread += self.link.receive()
+        raise AssertionError(f"rank {self.rank} has heard nothing of {key!r}")
+
+    def answer(self) -> None:
+        """What the monitor asks."""
+        assert self.wait_for("dump")
+        self.link.send(dump=asdict(RankDump(self.rank, 4)))
+
+    def dies(self) -> None:
+        self.link.close()
+
+
+class Watch:
+    """A monitor, what it has reported, and its ranks."""
+
+    def __init__(self, spaces: tuple[str, ...] = (HERE,) * 3, missing: int = 0, folder: Path | None = None) -> None:
+        self.reported: list[tuple[str, int]] = []
+        self.monitor = Monitor(Peer(0, "n0", 1000, HERE), len(spaces) + missing, self._report, folder)
+        self.monitor.start()
+        self.ranks = [FakeRank(self.monitor, rank, space) for rank, space in enumerate(spaces)]
+        for rank in self.ranks:
+            rank.wait_for("first")
+
+    def _report(self, message: str, code: int) -> int:
+        self.reported.append((message, code))
+        return code
+
+    @property
+    def message(self) -> str:
+        ((message, code),) = self.reported
+        assert code == EXIT_RESUMABLE
+        return message
+
+
+Begin = Callable[..., Watch]
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
+    """Begins a watch, whose ranks have but a second for an answer."""
+    monkeypatch.setattr(monitor_file, "ANSWER_SECONDS", 1.0)
+    with ExitStack() as stack:
+
+        def begin(*arguments: Any, **named: Any) -> Watch:
+            begun = Watch(*arguments, **named)
+            stack.callback(begun.monitor.close)
+            return begun
+
+        yield begin
+
+
+def test_a_rank_that_dies_is_named_with_its_place_and_all_others_end(watch: Begin) -> None:
+    watched = watch()
+    first, second, third = watched.ranks
+    second.link.send(at=["step", "optimizer"], step=7)
+    second.dies()
+    for rank in (first, third):
+        assert rank.wait_for("end") == {"end": EXIT_RESUMABLE, "at_once": False, "kill": []}
+    assert 'rank 1 (process 1001 on n1) has ended without a word, in step 7, "optimizer": ' in watched.message
+
+
+def test_ranks_that_die_together_are_named_together(watch: Begin) -> None:
+    watched = watch((HERE,) * 5)
+    for rank in watched.ranks[2:4]:
+        rank.dies()
+    watched.ranks[0].wait_for("end")
+    assert "rank 2 (process 1002 on n2), rank 3 (process 1003 on n3) have ended without a word" in watched.message
+
+
+def test_a_rank_that_says_why_it_fails_speaks_for_itself(watch: Begin) -> None:
+    watched = watch()
+    watched.ranks[1].link.send(fails=64)
+    watched.ranks[1].dies()
+    assert watched.ranks[2].wait_for("end")["end"] == 64
+    assert watched.reported == []
+
+
+def test_ranks_that_a_launcher_ends_do_not_hide_the_one_that_died(watch: Begin) -> None:
+    watched = watch()
+    watched.ranks[1].dies()
+    for rank in (watched.ranks[2], watched.ranks[0]):
+        rank.link.send(fails=EXIT_RESUMABLE)
+    watched.monitor.settle()  # rank 0 ends no sooner
+    assert watched.message.startswith("rank 1 (process 1001 on n1) has ended without a word")
+
+
+def test_the_failure_of_rank_0_is_told_before_it_takes_the_monitor_along(watch: Begin) -> None:
+    watched = watch()
+    watched.ranks[0].link.send(fails=70)
+    for rank in watched.ranks[1:]:
+        assert rank.wait_for("first_fails") == 70
+
+
+def test_all_learn_where_rank_0_is(watch: Begin) -> None:
+    watched = watch()
+    watched.ranks[0].link.send(at=["save"], step=3)
+    while (first := watched.ranks[2].wait_for("first"))["step"] != 3:
+        pass
+    assert first["at"] == ["save"]
+
+
+def test_a_rank_that_gives_no_answer_is_named_and_killed_by_one_beside_it(watch: Begin, tmp_path: Path) -> None:
+    watched = watch((HERE, ELSEWHERE, ELSEWHERE, ELSEWHERE), folder=tmp_path)
+    first, second, silent, fourth = watched.ranks
+    silent.link.send(at=["step"], step=9)
+    fourth.link.send(at=["step", "optimizer"], step=10)
+    fourth.link.send(**LATE)
+    for rank in (first, second, fourth):
+        rank.answer()
+    assert [rank.wait_for("end")["kill"] for rank in (first, second, fourth)] == [[], [1002], []]
+    assert 'step 10 hangs: rank 3 (process 1003 on n3) has been in "optimizer" for 61 s' in watched.message
+    assert re.search(r"rank 2 \(process 1002 on n2\) does not answer, for \d+ s: .* in step 9", watched.message)
+    assert "rank 1 " not in watched.message
+    assert str(tmp_path) in watched.message
+
+
+def test_nobody_is_asked_to_kill_a_process_of_another_machine(watch: Begin) -> None:
+    watched = watch((HERE, ELSEWHERE))
+    watched.ranks[0].link.send(**LATE)
+    watched.ranks[0].answer()
+    end = watched.ranks[0].wait_for("end")
+    assert (end["kill"], end["at_once"]) == ([], True)
+    assert "rank 1 (process 1001 on n1) does not answer" in watched.message
+
+
+def test_a_hang_in_which_all_answer_is_told_once(watch: Begin) -> None:
+    watched = watch()
+    for rank in watched.ranks:
+        rank.link.send(**LATE)
+    for rank in watched.ranks:
+        rank.answer()
+    for rank in watched.ranks:
+        assert rank.wait_for("end")["kill"] == []
+    assert "does not answer" not in watched.message
+
+
+def test_a_lost_connection_leads_to_the_rank_that_never_came(watch: Begin) -> None:
+    watched = watch((HERE, HERE), missing=1)
+    watched.ranks[1].link.send(lost="a collective failed: reset by peer")
+    for rank in watched.ranks:
+        rank.answer()
+    watched.ranks[0].wait_for("end")
+    assert "rank 1 (process 1001 on n1), in step 0: a collective failed" in watched.message
+    assert "rank 2 has never come to rank 0's watchdog" in watched.message
+
+
+def test_who_dies_while_the_others_are_asked_is_the_one(watch: Begin) -> None:
+    watched = watch()
+    watched.ranks[0].link.send(lost="a collective failed: reset by peer")
+    watched.ranks[2].dies()
+    watched.ranks[0].wait_for("end")
+    assert watched.message.startswith("rank 2 (process 1002 on n2) has ended without a word")
+
+
+def test_ranks_that_leave_are_not_missed(watch: Begin) -> None:
+    watched = watch()
+    for rank in watched.ranks[1:]:
+        rank.link.send(**LATE)  # it was late, and came to its end after all
+        rank.link.send(bye=True)
+        with pytest.raises(LinkLost):
+            rank.wait_for("end")
+    watched.ranks[0].link.send(at=["save"], step=2)
+    while watched.ranks[0].wait_for("first")["step"] != 2:
+        pass
+    watched.monitor.close()
+    assert watched.ranks[0].wait_for("bye")
+    assert watched.reported == []
+
+
+def test_strangers_disturb_nobody(watch: Begin) -> None:
+    watched = watch()
+    port = int(watched.monitor.address.split()[0])
+    garbage = (b"", b"x" * 5000, b"GET / HTTP/1.1\r\n\r\n", b'{"token": "\xc3\xa9"}\n', b'{"token": 3}\n', b"[" * 9999)
+    strangers = [socket.create_connection(("localhost", port), timeout=SECONDS) for _ in garbage]
+    for stranger, data in zip(strangers, garbage, strict=True):
+        stranger.sendall(data)
+        if data.startswith(b"["):
+            stranger.sendall(b"\n")
+    for stranger, data in zip(strangers, garbage, strict=True):
+        if data.endswith(b"\n"):
+            assert stranger.recv(1) == b""  # is hung up on
+    watched.ranks[1].link.send(at=["save"], step=2)
+    watched.ranks[1].dies()
+    assert watched.ranks[2].wait_for("end")["end"] == EXIT_RESUMABLE
+    assert 'in step 2, "save"' in watched.message
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_rank_with_another_token_is_a_stranger(watch: Begin) -> None:
+    watched = watch()
+    port = watched.monitor.address.split()[0]
+    link: Link = connect(f"{port} {'0' * 32}", "localhost", Peer(1, "n1", 1, HERE))
+    with pytest.raises(LinkLost):
+        while True:
+            select.select([link], [], [], SECONDS)
+            link.receive()
+    assert watched.reported == []
+
+
+def test_ranks_that_cannot_reach_the_monitor_are_told_of(
+    watch: Begin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(monitor_file, "_GREETING_SECONDS", 0.5)
+    watched = watch((HERE,), missing=2)
+    deadline, said = time.monotonic() + SECONDS, ""
+    while "1, 2]" not in said:
+        said += capfd.readouterr().err
+        assert time.monotonic() < deadline, said
+        time.sleep(0.02)
+    assert watched.monitor.address.split()[0] in said
