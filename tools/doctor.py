@@ -12,6 +12,7 @@ well, perhaps with warnings; 93 sick; 64 flags, files or data are wrong. docs/do
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from megalite.config.parse import flag_groups, parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.config.validate import resolve
+from megalite.doctor.figures import SMALLEST
 from megalite.doctor.findings import Verdict
 from megalite.doctor.node import examine_node
 from megalite.doctor.options import Options
@@ -64,10 +66,12 @@ def check(options: Options, others: Sequence[str]) -> None:
         raise ConfigurationError(f"--node looks at a node without a run: leave {others[0]} away")
     for name in ("gpus", "checkpoints", "max_bytes", "seconds"):
         value = getattr(options, name)
-        if value is not None and not value >= 0:
+        if value is not None and not 0 <= value < math.inf:
             raise ConfigurationError(f"--{name.replace('_', '-')} {value}: must be at least 0")
-    if not options.patience > 0:
+    if not 0 < options.patience < math.inf:
         raise ConfigurationError(f"--patience {options.patience}: must be above 0")
+    if 0 < options.max_bytes < SMALLEST:
+        raise ConfigurationError(f"--max-bytes {options.max_bytes}: must be at least {SMALLEST}, or 0 to time none")
 
 
 def look_at_node(options: Options) -> int:

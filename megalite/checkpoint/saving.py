@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,6 +52,8 @@ class Saver:
         self.staging = Staging(self._regions(), plan.mesh.device) if asynchronous else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._save: _Save | None = None
+        self.ended = 0.0
+        """When this rank last came to the end of a part of a save, by `time.perf_counter`."""
         self._closed = Event()
 
     def close(self) -> None:
@@ -103,11 +106,18 @@ class Saver:
 
     def _do(self, work: Callable[[], Any]) -> Future[Any]:
         """Now, or in the background."""
+
+        def timed() -> Any:
+            try:
+                return work()
+            finally:
+                self.ended = time.perf_counter()
+
         if self._thread is not None:
-            return self._thread.submit(work)
+            return self._thread.submit(timed)
         done: Future[Any] = Future()
         try:
-            done.set_result(work())
+            done.set_result(timed())
         except Exception as error:
             done.set_exception(error)
         return done

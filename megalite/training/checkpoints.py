@@ -39,6 +39,7 @@ class Checkpoints:
         self._failures = 0
         self._newest: AnyPath | None = None
         self._began, self._stood_still, self._longest = 0.0, 0.0, 0.0
+        self._seen_busy = self._unnoticed = 0.0  # when last, and for how long a part of the save has been over
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -65,7 +66,7 @@ class Checkpoints:
         """
         self._finish(display, last=False, another=last)
         with self._tolerating(display, last=last):
-            self._began = time.perf_counter()
+            self._began, self._unnoticed = time.perf_counter(), 0.0
             self._saver.begin(training, config)
             self._stood_still = time.perf_counter() - self._began
         if last or not self._settings.async_save:
@@ -73,7 +74,14 @@ class Checkpoints:
 
     def advance(self, busy: bool, failed: bool, display: Display) -> None:
         """Go on with what runs in the background, unless a rank is still busy; `busy` and `failed`: of any rank."""
-        if self._saver.under_way and (failed or not busy):
+        if not self._saver.under_way:
+            return
+        now = time.perf_counter()
+        if busy:
+            self._seen_busy = now
+        else:  # an evaluation may have come in between
+            self._unnoticed += now - max(self._saver.ended, self._seen_busy)
+        if failed or not busy:
             self._advance(display, last=False)
 
     def _finish(self, display: Display, *, last: bool, another: bool = False) -> None:
@@ -89,7 +97,7 @@ class Checkpoints:
             path = self._saver.advance()
             if path is not None:
                 self._failures, self._newest = 0, path
-                seconds = time.perf_counter() - self._began
+                seconds = time.perf_counter() - self._began - self._unnoticed
                 self._longest = max(self._longest, seconds)
                 still = f", training stood still for {self._stood_still:.2f} s" if self._settings.async_save else ""
                 display.message(f"saved {path} in {seconds:.1f} s{still}")

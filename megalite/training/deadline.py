@@ -46,7 +46,7 @@ def job_end(environment: Mapping[str, str], now: float) -> tuple[float | None, s
     text = environment.get(VARIABLE)
     if text is None:
         return None, None
-    if not text.isdigit():
+    if not (text.isascii() and text.isdigit()):
         return None, f"{VARIABLE}={text} is no time in Unix seconds: the run does not stop by it"
     if float(text) < now:
         return None, f"{VARIABLE}={text} is over: the run does not stop by it"
@@ -63,6 +63,9 @@ def why_stop(left: float, step: float, evaluation: float, save: float) -> str | 
     """
     if left >= step + evaluation + SAVES * save + MARGIN:
         return None
-    times = {"a step": step, "an evaluation": evaluation, "a save": save}
+    times = {"a step": step, "an evaluation": evaluation, f"{SAVES:.0f} saves": save}
     parts = [f"{what} of {seconds:.1f} s" for what, seconds in times.items() if seconds]
-    return f"the job ends in {left:.0f} s ({VARIABLE}), which may not be enough for {' and '.join(parts)}"
+    return (
+        f"the job ends in {left:.0f} s ({VARIABLE}), which may not be enough for {', '.join(parts)} and {MARGIN:.0f} s "
+        "to end in"
+    )

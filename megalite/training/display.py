@@ -108,6 +108,8 @@ class Display:
             f"{metrics.tokens_per_second:,.0f} tokens/s",
             f"{1000 * metrics.iteration_time_s:,.0f} ms",
         ]
+        if metrics.loss_scale != 1.0:
+            parts.append(f"loss scale {metrics.loss_scale:,.0f}")
         if metrics.mfu is not None:
             parts.append(f"MFU {metrics.mfu:.1%}")
         return " | ".join([*parts, "skipped: not finite" if metrics.skipped else f"ETA {self._remaining()}"])

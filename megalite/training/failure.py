@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, NoReturn
 
-from megalite.errors import EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
+from megalite.errors import EXIT_CONFIGURATION, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
 from megalite.files import TemporaryFile
 from megalite.training.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 from megalite.watchdog.bounded import within
@@ -55,6 +55,8 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     except SystemExit as ending:  # has said what there is to say, like --help
         ignore_stop_signals()
         if isinstance(ending.code, int):
+            if ending.code == EXIT_CONFIGURATION:  # and not that of a signal, which has another cause
+                leave_code(ending.code)
             _exit(ending.code)
         raise
     except BrokenPipeError:

@@ -69,6 +69,7 @@ class TrainingLoop:
             self._starting.over()
             self._progress("goes on" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
+            stack.callback(self._profiler.over)
             if self.config.training.manual_gc:
                 gc.disable()
             while trainer.iteration < trainer.iterations:
@@ -81,10 +82,10 @@ class TrainingLoop:
                 if trainer.checkpoints is not None:
                     with self.sections(SAVE):
                         trainer.checkpoints.advance(agreed.saving, agreed.save_failed, self.display)
-                if agreed.stop and trainer.iteration < trainer.iterations:
-                    return self._end_early()
                 if agreed.profile:
                     self._profiler.ask(trainer.iteration)
+                if agreed.stop and trainer.iteration < trainer.iterations:
+                    return self._end_early()
                 if agreed.save or self._saves_now():
                     self._save(last=trainer.iteration == trainer.iterations)
             self._test()

@@ -223,9 +223,10 @@ def _of_origin(second: Sequence[_SecondRun], hosts: Sequence[str]) -> str:
     origin, finding = min(findings.items(), key=lambda item: (item[1].order, item[0]))
     ranks = [rank for rank, other in findings.items() if (other.order, other.place) == (finding.order, finding.place)]
     low, high = second[origin].samples
+    samples = f"sample {low}" if low == high else f"samples {low} to {high}"
     return (
-        f"{finding.value} came first on {_ranks(ranks, hosts)}, in micro-batch {finding.micro_batch} (samples {low} to "
-        f"{high}{f' on rank {origin}' if len(ranks) > 1 else ''}), {'backward' if finding.phase else 'forward'}, in "
+        f"{finding.value} came first on {_ranks(ranks, hosts)}, in micro-batch {finding.micro_batch} ({samples}"
+        f"{f' on rank {origin}' if len(ranks) > 1 else ''}), {'backward' if finding.phase else 'forward'}, in "
         f"{finding.place}{f'; {finding.before} was still finite' if finding.before else ''}"
     )
 

@@ -75,6 +75,11 @@ class Profiler:
         else:
             self._plan(iteration + 2, iteration + 1 + STEPS_OF_FILE, by_torch=True)
 
+    def over(self) -> None:
+        """The run ends."""
+        if self._steps:
+            self._display.message(f"the profile of steps {self._between()} is lost: the run ends before they do")
+
     def _plan(self, first: int, last: int, *, by_torch: bool) -> None:
         self._steps, self._by_torch = range(first, last + 1), by_torch
         if self._mesh.rank in self._config.profile_ranks:

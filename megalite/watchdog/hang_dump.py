@@ -81,15 +81,21 @@ def read_dumps(folder: Path) -> Dumps:
         try:
             dump = _read_own(path) if path.suffix == ".json" else _read_from_torch(path)
         except Exception as error:  # a damaged file can be wrong in any way, and the others still tell
-            problems.append(f"{path.name} cannot be read, the rest is used: {type(error).__name__}: {error}")
+            problems.append(f"{path.name} cannot be read ({type(error).__name__}: {error})")
         else:
             ranks[dump.rank] = _merge(ranks.get(dump.rank), dump)
     if not ranks:
-        raise ConfigurationError("; ".join([f"{folder} holds nothing that a rank has left", *problems]))
+        raise ConfigurationError("; ".join([f"{folder} holds nothing that a rank has left{_hint(folder)}", *problems]))
     world_size = max(dump.world_size for dump in ranks.values())
     world = set(range(world_size)) if world_size > 1 else set()  # one process alone has nothing to record
     known = {rank for rank, dump in ranks.items() if dump.flight_recorder is not None}
     return Dumps(dict(sorted(ranks.items())), tuple(sorted(world - known)), tuple(problems))
+
+
+def _hint(folder: Path) -> str:
+    """Where a run directory is given, or the folder in it with a folder of each hang."""
+    hangs = {file.parent for pattern in ("*", "hangs/*") for file in folder.glob(f"{pattern}/rank_*.json")}
+    return f": give a folder in it, the newest being {max(hangs)}" if hangs else ""
 
 
 def _files(folder: Path) -> list[Path]:

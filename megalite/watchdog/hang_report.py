@@ -13,7 +13,7 @@ from megalite.watchdog.hang_dump import Dumps, RankDump
 SHOWN = 20  # findings of each kind in the text
 _NEXT_THREAD = re.compile(r"\n\s*(?=thread )")
 _FILE = re.compile(r'  File "(?:.*/)?(.*)", line')
-_OWN_THREADS = ("thread monitor:", "thread watchdog:")
+_OWN_THREADS = ("thread monitor:", "thread watchdog:", "thread signals:")
 _WAITING = ("threading.py", "queue.py", "selectors.py", "thread.py")  # of the standard library, in which threads idle
 
 
@@ -47,7 +47,7 @@ class HangReport:
         lines = [f"{count} of {count + len(self.without_file)} ranks have left a file"]
         if self.without_file:
             lines.append(f"without one: {ranks_text(self.without_file)}")
-        lines += [f"note: {problem}" for problem in self.problems]
+        lines += [f"note: {problem}; the rest is used" for problem in self.problems]
         lines += ["", f"HELD UP BY {ranks_text(self.culprits)}" if self.culprits else "No rank is known to hold it up."]
         for title, cause in (("because:", True), ("and so:", False)):
             texts = [finding.text for finding in self.findings if finding.cause is cause]

@@ -50,13 +50,14 @@ class _Connected:
 
 @dataclass
 class _Alarm:
-    """Why the monitor has asked all ranks what they are in."""
+    """Why the monitor asks all ranks what they are in."""
 
     since: float
     rank: int
     why: Message
     name: str
     """Of the folder that the answers are written to."""
+    asked: bool = False
 
 
 class Monitor(threading.Thread):
@@ -148,7 +149,6 @@ class Monitor(threading.Thread):
                 self._alarm = None
         elif ("overdue" in message or "lost" in message) and self._alarm is None:
             self._alarm = _Alarm(time.monotonic(), rank, message, folder_name())
-            self._tell_all(dump=self._alarm.name)
 
     def _greet(self, connected: _Connected, message: Message) -> None:
         if not hmac.compare_digest(str(message.get("token")).encode(), self._token.encode()):
@@ -182,9 +182,17 @@ class Monitor(threading.Thread):
         if self._lost and now - min(self._lost.values()) > _TOGETHER_SECONDS:
             self._conclude_loss()
         elif self._alarm is not None and not self._lost:
-            unanswered = [rank for rank, connected in self._ranks.items() if connected.dump is None]
-            if not unanswered or now - self._alarm.since > ANSWER_SECONDS:
-                self._conclude_hang(self._alarm, set(unanswered), now)
+            self._look_into(self._alarm, now)
+
+    def _look_into(self, alarm: _Alarm, now: float) -> None:
+        if not alarm.asked:
+            if now - alarm.since > _TOGETHER_SECONDS:  # else a rank may yet be heard to have died, and that is all
+                alarm.asked = True
+                self._tell_all(dump=alarm.name)
+            return
+        unanswered = [rank for rank, connected in self._ranks.items() if connected.dump is None]
+        if not unanswered or now - alarm.since > _TOGETHER_SECONDS + ANSWER_SECONDS:
+            self._conclude_hang(alarm, set(unanswered), now)
 
     def _tell_of_strangers(self) -> None:
         if self._missing:

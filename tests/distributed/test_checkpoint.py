@@ -183,6 +183,31 @@ def test_training_does_not_wait_for_old_checkpoints_to_be_removed(
     assert [line for line in told if line in ("True", "False")] == ["True", "True"]
 
 
+def test_what_passes_before_the_end_of_a_save_is_noticed_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that knows when its job ends stops two saves before."""
+    training = trained(Cell())
+    settings = CheckpointConfig(save=str(tmp_path), save_interval=1, async_save=True)
+    saves = Checkpoints(settings, tmp_path, training.optimizer, training.plan)
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    with Display(2, 1) as display:
+        saves.save(TrainingState(1, 4, 1), {"model": {}}, display, last=False)
+        now += 7.0
+        saves.advance(busy=True, failed=False, display=display)  # another rank is
+        while saves.flags[0]:
+            pass
+        for _ in range(2):  # to the files' end, and to the manifest's; an hour of evaluation before each
+            now += 3600.0
+            saves.advance(busy=False, failed=False, display=display)
+            while saves.flags[0]:
+                pass
+    saves.close()
+    assert saves.seconds == 7.0
+    assert "in 7.0 s" in capsys.readouterr().out
+
+
 # ------------------------------------------------------------------------------------------------------ failures
 
 

@@ -97,6 +97,7 @@ run_main(main)
     [
         ("return 0", 0),
         ("return 85", 85),
+        ("sys.exit(64)", 64),  # as after a flag's value of the wrong type
         ("if rank: raise CheckpointError('disk full')\n    dist.all_reduce(torch.ones(1))", 93),
     ],
 )

@@ -207,7 +207,8 @@ def test_the_first_module_is_told_and_the_training_goes_on_with_the_same_bits(
     for number, text, fault, micro_batch in ((1, one, forward, last), (2, two, backward, 0)):
         assert f"step {number} was skipped" in text
         assert f"NaN came first on rank {rank} (" in text
-        place = f"(samples {fault.sample} to {fault.sample + size - 1}), {fault.kind}, in "
+        which = f"samples {fault.sample} to {fault.sample + size - 1}" if size > 1 else f"sample {fault.sample}"
+        place = f"({which}), {fault.kind}, in "
         assert f"), in micro-batch {micro_batch} {place}" in text
         assert text.endswith(f"Of the step's {samples // size} micro-batches 1 are affected")
     place = f"the output of layer {layer}, attention"
@@ -244,12 +245,12 @@ def test_nan_is_told_from_infinity_in_every_precision(dtype: str, rank_pools: Ra
 def test_a_loss_mask_that_is_not_finite_is_told(rank_pools: RankPools) -> None:
     cell = make_cell({"tp": 1, "dp": 2, "pp": 2})
     (text,) = told(rank_pools, cell, Fault("mask", sample=3))
-    assert "NaN came first on rank 3, in micro-batch 1 (samples 3 to 3), forward, in the loss times the loss" in text
+    assert "NaN came first on rank 3, in micro-batch 1 (sample 3), forward, in the loss times the loss" in text
 
 
 def test_what_is_not_finite_only_when_it_arrives_is_told(rank_pools: RankPools) -> None:
     (text,) = told(rank_pools, make_cell({"tp": 1, "dp": 1, "pp": 2}), Fault("message", rank=1))
-    assert "came first on rank 1, in micro-batch 0 (samples 0 to 0), forward, in what stage 1 receives. Of" in text
+    assert "came first on rank 1, in micro-batch 0 (sample 0), forward, in what stage 1 receives. Of" in text
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -266,7 +267,7 @@ def test_a_weight_gradient_that_is_not_finite_is_told(schedule: str, rank_pools:
     """On two ranks at once."""
     cell = make_cell({"tp": 2, "dp": 1, "pp": 2, "schedule": schedule, "sequence_parallel": True})
     (text,) = told(rank_pools, cell, Fault("gradient", layer=2, value=math.inf))
-    assert text.startswith(f"{WATCHED}infinity came first on ranks 2, 3, in micro-batch 0 (samples 0 to 0 on rank 2), ")
+    assert text.startswith(f"{WATCHED}infinity came first on ranks 2, 3, in micro-batch 0 (sample 0 on rank 2), ")
     assert "backward, in the gradient of layers.2.input_norm.weight" in text
     assert text.endswith("Of the step's 4 micro-batches 4 are affected")
 

@@ -43,7 +43,8 @@ def test_a_run_goes_on_only_if_all_that_follows_fits(step: float, evaluation: fl
 def test_the_reason_has_its_figures() -> None:
     assert why_stop(97.0, step=2.0, evaluation=0.0, save=40.0) is None
     assert why_stop(96.0, step=2.0, evaluation=0.0, save=40.0) == (
-        f"the job ends in 96 s ({VARIABLE}), which may not be enough for a step of 2.0 s and a save of 40.0 s"
+        f"the job ends in 96 s ({VARIABLE}), which may not be enough for a step of 2.0 s, 2 saves of 40.0 s and 15 s "
+        "to end in"
     )
     assert "an evaluation of 30.0 s" in str(why_stop(97.0, step=2.0, evaluation=30.0, save=40.0))
 
@@ -56,6 +57,7 @@ def test_the_reason_has_its_figures() -> None:
         ("999", None, "is over"),
         ("Unknown", None, "is no time in Unix seconds"),
         ("-5", None, "is no time in Unix seconds"),
+        ("\N{SUPERSCRIPT TWO}", None, "is no time in Unix seconds"),
     ],
 )
 def test_when_the_job_ends(text: str | None, end: float | None, note: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -51,6 +52,17 @@ def test_a_skipped_step_is_always_said() -> None:
         display.step(step(7, loss=math.inf, skipped=True))
     assert "step   7/100 | loss inf" in stream.getvalue()
     assert "skipped" in stream.getvalue().splitlines()[1]
+
+
+def test_a_loss_scale_is_shown() -> None:
+    """With --fp16 steps are skipped until it is small enough."""
+    stream = io.StringIO()
+    with Display(100, 50, stream=stream) as display:
+        display.step(replace(step(1), loss_scale=65536.0, skipped=True))
+        display.step(step(50))
+    first, second = stream.getvalue().splitlines()
+    assert first.endswith("| loss scale 65,536 | skipped: not finite")
+    assert "scale" not in second
 
 
 def test_summaries_messages_and_validation_are_shown_as_they_are() -> None:

@@ -159,6 +159,10 @@ def test_flags_that_make_no_sense_are_refused(alone: Alone) -> None:
         alone(WELL, "--lr", "1")
     with pytest.raises(ConfigurationError, match="--gpus -1: must be at least 0"):
         alone(WELL, "--gpus", "-1")
+    with pytest.raises(ConfigurationError, match="--max-bytes 100: must be at least 1024, or 0 to time none"):
+        alone(WELL, "--max-bytes", "100")
+    with pytest.raises(ConfigurationError, match="--patience inf: must be above 0"):
+        alone(WELL, "--patience", "inf")
 
 
 def test_a_node_is_looked_at_without_torch_and_its_limit_of_open_files_too() -> None:

@@ -81,6 +81,21 @@ def test_a_thread_that_is_at_something_is_shown(folder: Path) -> None:
     assert 'File "/python/storage.py", line 81, in loader_0' in place
 
 
+def test_a_thread_of_the_run_itself_that_waits_for_signals_is_not(folder: Path) -> None:
+    write_dump(folder, RankDump(1, 4, section="step", stacks=STACKS.format(line=7, name="signals", file="signals.py")))
+    assert "thread signals" not in report(folder).stdout
+
+
+@pytest.mark.parametrize("given", ["", "hangs"])
+def test_the_folder_of_the_last_hang_is_told_to_who_gives_another(folder: Path, tmp_path: Path, given: str) -> None:
+    run = tmp_path / "run"
+    for name in ("20260314T021500", "20260315T021500"):
+        write_dump(run / "hangs" / name, RankDump(0, 1))
+    ended = report(run / given)
+    assert ended.code == 64
+    assert ended.stderr.endswith(f"give a folder in it, the newest being {run}/hangs/20260315T021500\n")
+
+
 def test_the_report_for_machines_says_the_same(folder: Path) -> None:
     found = json.loads(report(folder, "--json").stdout)
     assert found["culprits"] == [2]
@@ -96,7 +111,8 @@ def test_a_damaged_file_is_told_and_the_rest_used(folder: Path, content: bytes) 
     (folder / "rank_00002.json").write_bytes(content)
     ended = report(folder)
     assert ended.code == 0
-    assert "note: rank_00002.json cannot be read, the rest is used: " in ended.stdout
+    assert "note: rank_00002.json cannot be read (" in ended.stdout
+    assert "; the rest is used\n" in ended.stdout
     assert "HELD UP BY rank 2\n" in ended.stdout
     assert "rank 2 left no record: stopped, ended or out of reach" in ended.stdout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -32,6 +33,21 @@ def steps(run: RunConfig, rank: int, step: Callable[[int], Any], last: int = 5) 
     for number in range(1, last + 1):
         with profiler.step(number):
             step(number)
+
+
+@pytest.mark.parametrize(("last", "told"), [(0, True), (3, True), (5, False)])
+def test_a_profile_that_the_end_of_the_run_cuts_off_is_told(last: int, told: bool) -> None:
+    """Asked for after the first step, so that steps 3 to 5 would be in it."""
+    stream = io.StringIO()
+    display = Display(9, 1, stream=stream)
+    profiler = Profiler(config("--profile-ranks 1"), ParallelMesh(rank=0, world_size=1), display, 0)
+    profiler.ask(1)
+    for number in range(2, last + 1):
+        with profiler.step(number):
+            pass
+    profiler.over()
+    lost = "the profile of steps 3 to 5 is lost: the run ends before they do"
+    assert (lost in stream.getvalue().splitlines()) == told
 
 
 def test_nsys_sees_the_chosen_steps_with_their_ranges(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,8 @@ class FakeRank:
         self.rank = rank
         self.link = connect(monitor.address, "localhost", Peer(rank, f"n{rank}", 1000 + rank, space))
         self._unread: list[Message] = []
+        self.heard: list[str] = []
+        """The keys of all messages that were waited for or passed over."""
 
     def wait_for(self, key: str) -> Any:
         """The value of the next message that has the key; what comes before is passed over."""
@@ -42,6 +44,7 @@ class FakeRank:
         while time.monotonic() < deadline:
             while self._unread:
                 message = self._unread.pop(0)
+                self.heard += message
                 if key in message:
                     return message if key == "end" else message[key]
             if select.select([self.link], [], [], 0.1)[0]:
@@ -197,6 +200,15 @@ def test_who_dies_while_the_others_are_asked_is_the_one(watch: Begin) -> None:
     watched.ranks[2].dies()
     watched.ranks[0].wait_for("end")
     assert watched.message.startswith("rank 2 (process 1002 on n2) has ended without a word")
+
+
+def test_nobody_is_asked_what_it_is_in_where_a_rank_has_died(watch: Begin) -> None:
+    """Else files of a hang would be left that there was not."""
+    watched = watch()
+    watched.ranks[2].dies()
+    watched.ranks[0].link.send(lost="a collective failed: reset by peer")
+    watched.ranks[1].wait_for("end")
+    assert "dump" not in watched.ranks[1].heard
 
 
 def test_ranks_that_leave_are_not_missed(watch: Begin) -> None:
