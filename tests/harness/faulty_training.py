@@ -170,7 +170,7 @@ def count_steps() -> None:
 def disturb() -> None:
     count_steps()
     in_index_build()
-    wrap(pretrain, "watched", "before the watchdog")
+    wrap(pretrain, "run_watchdog", "before the watchdog")
     wrap(trainer, "make_optimizer", "building")
     wrap(trainer.checkpoint, "load", "loading")
     wrap(trainer, "to_micro_batches", "data")
