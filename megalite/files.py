@@ -129,6 +129,14 @@ def write_atomically(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
+def write_at_once(path: Path, data: bytes) -> None:
+    """The same without waiting for the disk: for what nobody reads after a crash of the machine, where time counts."""
+    with TemporaryFile(path) as file:
+        file.write(data)
+        file.flush()
+        file.rename()
+
+
 def sync_directory(path: Path) -> None:
     """Put the names in a folder on disk, as `fsync` does for the contents of a file."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,8 @@ class Pending:
 
     work: Any
     finish: Callable[[], Tensor]
-    waits: Waits = field(default_factory=Waits)
+    waits: Waits | None = None
+    """What the time spent waiting is added to."""
 
     def wait(self, what: str = "a collective failed") -> Tensor:
         """The result. Raises CommunicationError, which begins with `what`, where a rank of the group has gone or does
@@ -47,7 +48,8 @@ class Pending:
                 self.work.wait()
             except RuntimeError as error:
                 raise CommunicationError(f"{what}: {_LOST}{str(error).splitlines()[0]}") from error
-            self.waits.seconds += time.perf_counter() - began
+            if self.waits is not None:
+                self.waits.seconds += time.perf_counter() - began
         return self.finish()
 
 

@@ -22,7 +22,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.errors import EXIT_CONFIGURATION, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
-from megalite.files import TemporaryFile
+from megalite.files import write_at_once
 from megalite.training.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 from megalite.watchdog.bounded import within
 
@@ -164,16 +164,7 @@ def leave_code(code: int) -> None:
     path = os.environ.get("MEGALITE_EXIT_FILE")
     if path and not Path(path).exists():
         with suppress(FileError, OSError):
-            _write_at_once(Path(path), f"{code}\n".encode())
-
-
-def _write_at_once(path: Path, data: bytes) -> None:
-    """Whole or not at all, but without waiting for the disk: nobody reads it after a crash of the machine, and what is
-    to be said waits."""
-    with TemporaryFile(path) as file:
-        file.write(data)
-        file.flush()
-        file.rename()
+            write_at_once(Path(path), f"{code}\n".encode())
 
 
 def default_store() -> Store | None:

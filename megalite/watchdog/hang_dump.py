@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.errors import ConfigurationError
-from megalite.files import write_atomically
+from megalite.files import write_at_once
 from megalite.watchdog.flight_record import Snapshot
 
 VERSION = 1
@@ -53,7 +53,7 @@ class RankDump:
 def write_dump(folder: Path, dump: RankDump) -> Path:
     """Write a rank's file; the folder is made. Raises FileError."""
     path = folder / f"rank_{dump.rank:05}.json"
-    write_atomically(path, json.dumps({"version": VERSION, **asdict(dump)}).encode())
+    write_at_once(path, json.dumps({"version": VERSION, **asdict(dump)}).encode())
     return path
 
 
