@@ -2022,7 +2022,7 @@ MUTANTS = (
         "megalite/doctor/presentation.py",
         "if bus else 1\n",
         "if not bus else 1\n",
-        f"{_DOCTOR}the_table_has_what_was_fitted",
+        f"{_DOCTOR}the_table_has_what_was_fitted_and_no_bandwidth_that_is_noise[1048576-bandwidths0]",
     ),
     Mutant(
         "the doctor waits without a limit for a store that stands still",

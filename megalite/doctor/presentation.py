@@ -93,7 +93,8 @@ def _microseconds(seconds: float | None) -> str:
 
 
 def _bandwidth(figure: Figure, *, bus: bool) -> str:
-    if figure.line is None or figure.line.beta == 0:
+    # Where the largest message takes little more than an empty one, what is left for its bytes is noise.
+    if figure.line is None or figure.line.beta * max(figure.seconds) < figure.line.alpha / 2:
         return ""
     factor = bus_factor(figure.operation, figure.ranks) if bus else 1
     return f"{figure.line.bandwidth() * factor / 1e9:.3g} GB/s"
