@@ -160,10 +160,11 @@ def seconds_to_the_message(folder: Path) -> float:
     return seconds
 
 
-def steps_to_the_exit(folder: Path) -> float:
-    """From SIGTERM to the exit code, less the save, in steps."""
+def steps_to_the_exit(folder: Path, moment: float) -> float:
+    """From SIGTERM to the exit code, less the save, in steps; it comes at a `moment` of a step, from 0 to 1."""
     run = TorchRun(folder)
     run.wait_for("step +6/")
+    time.sleep(moment * step_seconds(run.text))
     run.process.send_signal(signal.SIGTERM)
     began = time.monotonic()
     while not run.exit_file.exists():
@@ -173,8 +174,12 @@ def steps_to_the_exit(folder: Path) -> float:
     if run.exit_file.read_text() != "85\n":
         raise SystemExit(f"the run ended otherwise:\n{run.text}")
     save = float(run.wait_for(r"saved .* in ([0-9.]+) s").group(1))
-    steps = [float(ms.replace(",", "")) / 1000 for ms in re.findall(r"([0-9,]+) ms \|", run.text)]
-    return (seconds - save) / statistics.median(steps[1:])
+    return (seconds - save) / step_seconds(run.text)
+
+
+def step_seconds(text: str) -> float:
+    """The median of a run's steps, but for the first."""
+    return statistics.median(float(ms.replace(",", "")) / 1000 for ms in re.findall(r"([0-9,]+) ms \|", text)[1:])
 
 
 def main() -> None:
@@ -189,8 +194,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = (Path(folder) / str(number) for number in range(2 * arguments.trials))
         deaths, stops = [], []
-        for _ in range(arguments.trials):
-            for measure, figures in ((seconds_to_the_message, deaths), (steps_to_the_exit, stops)):
+        for trial in range(arguments.trials):
+            stop = partial(steps_to_the_exit, moment=(trial + 0.5) / arguments.trials)
+            for measure, figures in ((seconds_to_the_message, deaths), (stop, stops)):
                 path = next(paths)
                 path.mkdir()
                 figures.append(measure(path))
