@@ -20,7 +20,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from tests.slurm.configuration import CONFIGURATION, GPUS, PROLOG
@@ -66,14 +65,15 @@ class Cluster:
     # ------------------------------------------------------------------------------------------------ up and down
 
     def up(self) -> None:
-        """Start all daemons and wait until every node is idle.
+        """Start all daemons and wait until every node is idle; what a killed cluster has left is removed.
 
         Raises ClusterError where something is missing here, or does not come up; nothing is left behind then.
         """
         require_programs()
-        if self.folder.exists():
+        if next(self._processes(), None) is not None:
             down = f"python -m tests.slurm.cluster down {self.number}"
-            raise ClusterError(f"{self.folder} is there: another cluster runs, or ran ({down})")
+            raise ClusterError(f"another cluster runs as number {self.number} ({down})")
+        self.down()
         try:
             self._write_files()
             self._start_munge()
@@ -157,7 +157,7 @@ class Cluster:
         key.write_bytes(os.urandom(128))
         files = {"socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         options = [f"--{option}={self.folder}/munge.{suffix}" for option, suffix in files.items()]
-        run("munged", f"--key-file={key}", *options)
+        run("munged", f"--key-file={key}", *options, environment=self._as(CONTROLLER))
 
     def _make_network(self) -> None:
         run("ip", "link", "add", self._bridge, "type", "bridge")
@@ -181,7 +181,11 @@ class Cluster:
                 command = ["nsenter", f"--net=/run/netns/{_network(name)}", *command]
         elif name != CONTROLLER:
             command = [*command, "-N", name]
-        run(*command, environment=self.environment | {"MEGALITE_SLURM_NODE": name})
+        run(*command, environment=self._as(name))
+
+    def _as(self, name: str) -> dict[str, str]:
+        """The variables by which a daemon of the node `name`, and what it starts, are found."""
+        return self.environment | {"MEGALITE_SLURM_NODE": name}
 
     def _networks(self) -> list[Path]:
         return [path for node in self.nodes if (path := Path("/run/netns") / _network(node)).exists()]
@@ -192,9 +196,6 @@ class Cluster:
         ours = f"SLURM_CONF={self.environment['SLURM_CONF']}"
         yield from with_variables(ours, f"MEGALITE_SLURM_NODE={node}")
         yield from with_variables(ours, f"SLURMD_NODENAME={node}")
-        if not node:
-            with suppress(OSError, ValueError):
-                yield int((self.folder / "munge.pid").read_text())
 
     # ------------------------------------------------------------------------------------------------ what goes wrong
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import submit
-from tests.slurm.machine import CGROUPS, ClusterError, can_make_namespaces
+from tests.slurm.machine import CGROUPS, ClusterError, can_make_namespaces, kill_all, with_variables
 
 pytestmark = pytest.mark.slurm
 
@@ -65,6 +65,17 @@ def test_a_cluster_runs_jobs_and_leaves_nothing_behind(namespaces: bool, number:
         with pytest.raises(ClusterError, match="another cluster runs"):
             Cluster(number=number).up()
         assert traces(number) != before
+    assert traces(number) == before
+
+
+def test_a_cluster_takes_the_place_of_one_that_was_killed(number: int) -> None:
+    before = traces(number)
+    killed = Cluster(number=number)
+    killed.up()
+    kill_all(lambda: with_variables(f"SLURM_CONF={killed.environment['SLURM_CONF']}"))
+    assert traces(number) != before
+    with Cluster(number=number):
+        pass
     assert traces(number) == before
 
 

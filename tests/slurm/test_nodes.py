@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from tests.slurm.conftest import STOPS_BY_FILE, Training
+from tests.slurm.jobs import SlurmJob
 
 pytestmark = pytest.mark.slurm
 
@@ -22,34 +24,32 @@ def test_the_loss_of_the_node_of_the_script_moves_the_job(options: tuple[str, ..
     training.assert_whole()
 
 
-def test_a_spare_takes_the_place_of_a_node_without_power(training: Training) -> None:
-    job = training.submit("--nodes=3", "--no-kill", NODES=2)
+def assert_the_spare_takes_over(training: Training, job: SlurmJob, harm: Callable[[str], None]) -> None:
+    """Harms the second of three nodes, on which the job has begun; asserts that it ends on the two others."""
     training.wait_for_checkpoint(job)
     first, second, spare, _ = training.cluster.nodes
-    training.cluster.kill(second)
+    harm(second)
     job.until(lambda: "the program ended" in job.log)
     training.hold.unlink()
     job.wait()
     assert job.restarts == 0
     assert f" on {first} {spare}," in job.log
-    if training.cluster.namespaces:  # else all nodes have one log, by the machine's name
-        assert all(line.startswith("0: ") for line in training.logs(job)[first].splitlines())  # one task on a node
     training.assert_whole()
+
+
+def test_a_spare_takes_the_place_of_a_node_without_power(training: Training) -> None:
+    job = training.submit("--nodes=3", "--no-kill", NODES=2)
+    assert_the_spare_takes_over(training, job, training.cluster.kill)
+    if training.cluster.namespaces:  # else all nodes have one log, by the machine's name
+        log = training.logs(job)[training.cluster.nodes[0]]
+        assert all(line.startswith("0: ") for line in log.splitlines())  # one task on a node
 
 
 def test_a_node_that_is_cut_off_is_left_out(training: Training) -> None:
     if not training.cluster.namespaces:
         pytest.skip("nodes that share one address cannot be cut off")
     job = training.submit("--nodes=3", "--no-kill", NODES=2, LAUNCHER="srun")
-    training.wait_for_checkpoint(job)
-    first, second, spare, _ = training.cluster.nodes
-    training.cluster.fail(second)
-    job.until(lambda: "the program ended" in job.log)
-    training.hold.unlink()
-    job.wait()
-    assert job.restarts == 0
-    assert f" on {first} {spare}," in job.log
-    training.assert_whole()
+    assert_the_spare_takes_over(training, job, training.cluster.fail)
 
 
 def test_a_node_whose_prolog_fails_is_drained_and_the_job_moves(training: Training) -> None:

@@ -467,6 +467,7 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
             "--recompute-method and --recompute-num-layers need --recompute-granularity full",
         ),
         ("--manual-gc-interval 5", "--manual-gc-interval 5 needs --manual-gc"),
+        ("--no-watchdog --watchdog-min-seconds 5", "--watchdog-min-seconds 5 needs the watchdog: drop --no-watchdog"),
         ("--save-interval 5", "--save-interval 5 needs --save, the run directory"),
         ("--resume auto", "--resume auto needs --save, the run directory"),
     ],
