@@ -1872,10 +1872,24 @@ MUTANTS = (
     ),
     Mutant(
         "a call that does not come back is waited for",
-        "megalite/watchdog/bounded.py",
+        "megalite/process/bounded.py",
         "return aside(call).result(seconds)",
         "return aside(call).result()",
-        f"{_WATCHDOG}bounded.py::test_a_call_that_does_not_come_back_is_left_alone",
+        "tests/unit/test_bounded.py::test_a_call_that_does_not_come_back_is_left_alone",
+    ),
+    Mutant(
+        "who has come is named with who has not",
+        "megalite/training/meeting.py",
+        "if not store.check(",
+        "if store.check(",
+        "tests/end_to_end/test_meeting.py::test_the_ranks_that_do_not_come_are_named[store of rank 0]",
+    ),
+    Mutant(
+        "a rank waits without a limit for a store that stands still",
+        "megalite/training/meeting.py",
+        "within(patience, wait)",
+        "wait()",
+        "tests/end_to_end/test_meeting.py::test_where_rank_0_does_not_come_another_rank_says_so[store of the launcher]",
     ),
     Mutant(
         "a start does not see that STOP is touched",
@@ -1886,7 +1900,7 @@ MUTANTS = (
     ),
     Mutant(
         "a signal waits for the library that the main thread is in",
-        "megalite/training/signals.py",
+        "megalite/process/signals.py",
         "    os._exit(EXIT_RESUMABLE)\n",
         "    sys.exit()\n",
         f"{_START}while_a_checkpoint_is_loaded",
@@ -2027,7 +2041,7 @@ MUTANTS = (
     Mutant(
         "the doctor waits without a limit for a store that stands still",
         "megalite/doctor/roll_call.py",
-        "within(seconds + _STORE_HANGS, call)",
+        "within(seconds + STORE_HANGS, call)",
         "call()",
         f"{_DOCTOR_OF_RANKS}where_rank_0_has_the_store_and_stands_still_the_others_end",
     ),

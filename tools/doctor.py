@@ -29,9 +29,9 @@ from megalite.doctor.node import examine_node
 from megalite.doctor.options import Options
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.files import write_atomically
+from megalite.process.host import host_name
 from megalite.training.failure import run_main
 from megalite.training.place import place_from_environment
-from megalite.watchdog.link import host_name
 
 
 def main() -> int:

@@ -29,16 +29,17 @@ from megalite.doctor.network import Reached, reach_all
 from megalite.doctor.options import Options
 from megalite.doctor.presentation import show, write_json
 from megalite.doctor.reports import Report, Roll
-from megalite.doctor.roll_call import RollCall, connect
+from megalite.doctor.roll_call import RollCall
 from megalite.doctor.run_directory import Probe, checkpoint_bytes
 from megalite.errors import CommunicationError, MegaliteError
 from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
+from megalite.process.bounded import aside
+from megalite.process.host import host_name
+from megalite.process.signals import StopRequest
 from megalite.training.failure import leave_code
+from megalite.training.meeting import connect
 from megalite.training.place import Place
-from megalite.training.signals import StopRequest
-from megalite.watchdog.bounded import aside
-from megalite.watchdog.link import host_name
 
 _GRACE = 5.0
 """Seconds that a rank has to tell that its own time was up."""
@@ -226,7 +227,7 @@ class Examination:
         device.activate(self._device)
         timeout = datetime.timedelta(seconds=self._options.patience + self._options.seconds)
         rank, world_size = self._place.rank, self._place.world_size
-        store = PrefixStore("group", connect(self._place, self._options.patience))
+        store = PrefixStore("group", connect(self._place, self._options.patience, "doctor"))
         dist.init_process_group(self._backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         mesh = ParallelMesh(rank=rank, world_size=world_size, device=self._device, timeout=timeout)
         measurement.run(mesh)

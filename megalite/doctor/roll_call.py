@@ -6,25 +6,21 @@ that does not answer in time.
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
-
-from megalite.errors import CommunicationError, ConfigurationError
+from megalite.errors import CommunicationError
+from megalite.process.bounded import within
+from megalite.training.meeting import STORE_HANGS, connect, store_name
 from megalite.training.place import Place
-from megalite.watchdog.bounded import within
 
 Result = TypeVar("Result")
 _BETWEEN_LOOKS = 0.05
 _HASTE = 3.0
 """Seconds that rank 0 waits on, once a launcher wants all ranks to end; the others wait longer for what it says."""
-_STORE_HANGS = 20.0  # seconds that the store may take beyond a limit
 
 
 class RollCall:
@@ -38,7 +34,7 @@ class RollCall:
         """Raises ConfigurationError without a launcher's variables, CommunicationError without an answer."""
         self.rank, self.world_size = place.rank, place.world_size
         self.patience, self.stopping = patience, stopping
-        self._store = self._with_store(patience, lambda: connect(place, patience))
+        self._store = connect(place, patience, "doctor")
 
     def gather(self, question: str, answer: object, ranks: Iterable[int], more_seconds: float = 0.0) -> dict[int, Any]:
         """The answers of those of `ranks` that have answered in time, on rank 0; nothing on the others.
@@ -103,37 +99,9 @@ class RollCall:
         """What the call returns, which asks the store for so many seconds. Raises CommunicationError where the store
         itself does not answer, for which torch has no limit of its own."""
         try:
-            return within(seconds + _STORE_HANGS, call)
+            return within(seconds + STORE_HANGS, call)
         except TimeoutError:
             problem = "does not answer: the process that has it is stopped"
         except RuntimeError as error:
             problem = f"does not answer any more: {error}"
-        raise CommunicationError(f"{_store_name()} {problem}")
-
-
-def connect(place: Place, seconds: float) -> Store:
-    """A connection of its own to the store of this start; one process alone has a store to itself."""
-    if place.world_size == 1:
-        return HashStore()
-    try:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except KeyError as error:
-        raise ConfigurationError(f"{place.world_size} ranks must be started by torchrun: {error} is not set") from None
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    timeout = datetime.timedelta(seconds=seconds)
-    try:
-        store = TCPStore(
-            host,
-            port,
-            is_master=place.rank == 0 and not hosted,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except RuntimeError as error:
-        raise CommunicationError(f"{_store_name()} cannot be reached: {str(error).splitlines()[0]}") from error
-    return PrefixStore(f"doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _store_name() -> str:
-    return f"the store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
+        raise CommunicationError(f"{store_name()} {problem}")

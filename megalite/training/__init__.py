@@ -1,3 +1,3 @@
-"""Training: the loop and what stands around it: metrics, the screen, signals, failures."""
+"""Training: the loop and what stands around it: metrics, the screen, failures."""
 
 from __future__ import annotations

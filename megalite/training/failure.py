@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megalite.errors import EXIT_CONFIGURATION, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
 from megalite.files import write_at_once
-from megalite.training.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
-from megalite.watchdog.bounded import within
+from megalite.process.bounded import within
+from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import datetime
-import os
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from megalite.config import ParallelConfig
 from megalite.errors import CommunicationError, ConfigurationError
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
+from megalite.training.meeting import connect, meet, store_name
 from megalite.training.place import Place
 
 if TYPE_CHECKING:
@@ -44,16 +43,14 @@ def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMe
     if backend == "gloo" and where.type == "cuda" and parallel.pipeline_model_parallel_size > 1:
         raise ConfigurationError("--distributed-backend gloo sends nothing from GPU to GPU, as stages do: use nccl")
     if place.world_size > 1:
+        store = connect(place, timeout.total_seconds(), "run")
+        meet(store, place, timeout.total_seconds())
         try:
-            store, rank, world_size = next(rendezvous("env://"))
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
             _compare(description, store, mesh)
-        except ValueError as error:  # a variable is missing
-            raise ConfigurationError(f"{place.world_size} ranks must be started by torchrun: {error}") from error
         except RuntimeError as error:
-            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise CommunicationError(
-                f"the {place.world_size} ranks did not come together at {address} (MASTER_ADDR, MASTER_PORT): {error}"
+                f"the {place.world_size} ranks have met at {store_name()}, but cannot reach each other: {error}"
             ) from error
     return mesh
 

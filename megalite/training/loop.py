@@ -13,13 +13,13 @@ import torch
 from megalite import checkpoint
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.parallel import collectives
+from megalite.process.signals import StopRequest
 from megalite.training.control_files import ControlFiles
 from megalite.training.deadline import Pace, deadline_passed, interval_reached, why_stop
 from megalite.training.display import Display, perplexity
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
-from megalite.training.signals import StopRequest
 from megalite.training.starting import Starting
 from megalite.training.timing import Timing, gather_timing
 from megalite.training.trainer import Trainer

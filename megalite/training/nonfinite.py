@@ -26,8 +26,8 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
+from megalite.process.host import host_name
 from megalite.training.nonfinite_search import NotFinite, Search, not_finite
-from megalite.watchdog.link import host_name
 
 MAX_CONSECUTIVE_SKIPS = 10
 """Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""

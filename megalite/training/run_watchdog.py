@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +9,7 @@ from typing import Any, cast
 from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
 from megalite.training.failure import default_store, report
+from megalite.training.meeting import hosted_by_launcher
 from megalite.training.place import Place
 from megalite.watchdog.limits import Limits
 from megalite.watchdog.sections import Sections
@@ -33,6 +33,6 @@ def run_watchdog(
         world_size=place.world_size,
         local_rank=place.local_rank,
         store=store,
-        store_is_of_rank_0=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",  # torch asks the same
+        store_is_of_rank_0=not hosted_by_launcher(),
         folder=directory / "hangs" if isinstance(directory, Path) else None,
     )

@@ -10,7 +10,7 @@ import torch
 
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
-from megalite.watchdog.link import host_name
+from megalite.process.host import host_name
 from megalite.watchdog.sections import OF_A_STEP, WAITING
 
 

@@ -7,7 +7,6 @@ group's store, that it is one of the run's.
 from __future__ import annotations
 
 import json
-import os
 import socket
 from contextlib import suppress
 from typing import Any
@@ -65,16 +64,3 @@ def listen() -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
     return socket.create_server(("", 0), backlog=4096)
-
-
-def host_name() -> str:
-    """What this machine is called by whoever starts jobs on it."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def process_space() -> str:
-    """What two processes have in common that see each other by their numbers: a machine, and a container on it."""
-    try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not on Linux
-        return socket.gethostname()

@@ -22,11 +22,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, exit_code_of
-from megalite.watchdog.bounded import within
+from megalite.process.bounded import within
+from megalite.process.host import host_name, process_space
+from megalite.process.signals import ignore_stop_signals
 from megalite.watchdog.flight_record import Snapshot
 from megalite.watchdog.hang_dump import RankDump, write_dump
 from megalite.watchdog.limits import Limits
-from megalite.watchdog.link import Link, LinkLost, Message, host_name, process_space
+from megalite.watchdog.link import Link, LinkLost, Message
 from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor, connect
 from megalite.watchdog.sections import OpenSection, Sections
 from megalite.watchdog.verdict import Peer, folder_name, hang, loss, overdue
@@ -131,8 +133,7 @@ class Watchdog:
 
         A launcher that has seen a rank die ends the others now: too early.
         """
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
+        ignore_stop_signals()
         self._awaits_verdict = True
         assert self._link is not None
         self._link.send(lost=str(error))

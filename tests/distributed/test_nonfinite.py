@@ -17,8 +17,8 @@ from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.parallel.collectives import Pending
 from megalite.parallel.randomness import RandomKey
+from megalite.process.host import host_name
 from megalite.training.nonfinite import SkippedStep, locate
-from megalite.watchdog.link import host_name
 from tests.distributed.layout_cell import Cell, make_cell, rates
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.layout_run import Training, initialized_chunks, local_micro_batches, make_meshes, plant_infinity

@@ -258,7 +258,7 @@ def test_where_rank_0_has_the_store_and_stands_still_the_others_end(spawn: Calla
         port = free.getsockname()[1]
     before = f"""
 from megalite.doctor import roll_call
-roll_call._STORE_HANGS = 0.5
+roll_call.STORE_HANGS = 0.5
 stopped = own_folder + "_stopped"
 if rank == 0:
     roll_call.RollCall.gather = lambda *_: (open(stopped, "w").close(), {STOP})

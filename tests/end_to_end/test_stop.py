@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megalite.training.signals import STOP_SIGNALS
+from megalite.process.signals import STOP_SIGNALS
 from tests.end_to_end.runs import (
     GPT2,
     LLAMA,

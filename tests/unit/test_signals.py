@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megalite.training.signals import STOP_SIGNALS, StopRequest
+from megalite.process.signals import STOP_SIGNALS, StopRequest
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -38,7 +38,7 @@ def test_the_handlers_from_before_come_back() -> None:
 def test_signals_after_a_stop_are_ignored_while_the_process_ends() -> None:
     program = """
 import os, signal, sys
-from megalite.training.signals import STOP_SIGNALS, StopRequest
+from megalite.process.signals import STOP_SIGNALS, StopRequest
 with StopRequest():
     os.kill(os.getpid(), signal.SIGTERM)
 for number in STOP_SIGNALS:
@@ -51,7 +51,7 @@ sys.exit(85)
 def test_a_process_that_is_waiting_finishes_its_step_before_it_stops() -> None:
     program = """
 import sys, time
-from megalite.training.signals import StopRequest
+from megalite.process.signals import StopRequest
 with StopRequest() as stop:
     print("ready", flush=True)
     while not stop.local_request():

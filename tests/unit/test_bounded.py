@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from megalite.watchdog.bounded import within
+from megalite.process.bounded import within
 
 
 def test_a_call_gives_what_it_returns_and_raises() -> None:
