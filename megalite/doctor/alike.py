@@ -10,10 +10,12 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 import megalite
+import megalite_kernels
 from megalite.config import RunConfig
 from megalite.doctor.findings import Finding, Severity
 from megalite.watchdog.hang_analysis import ranks_text
@@ -49,7 +51,7 @@ def _software(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "NCCL": nccl,
-        "megalite's files": f"{_digest(Path(megalite.__path__[0])):08x}",
+        "megalite's files": f"{_digest(megalite, megalite_kernels):08x}",
         "GPUs seen by torch": str(torch.cuda.device_count()),
     }
 
@@ -61,11 +63,12 @@ def _version(package: str) -> str:
         return NOTHING
 
 
-def _digest(folder: Path) -> int:
+def _digest(*packages: ModuleType) -> int:
     """Of all source files, since two checkouts have one version."""
     digest = 0
-    for path in sorted(folder.rglob("*.py")):
-        digest = zlib.crc32(path.read_bytes(), zlib.crc32(str(path.relative_to(folder)).encode(), digest))
+    for folder in (Path(package.__path__[0]) for package in packages):
+        for path in sorted(folder.rglob("*.py")):
+            digest = zlib.crc32(path.read_bytes(), zlib.crc32(str(path.relative_to(folder)).encode(), digest))
     return digest
 
 

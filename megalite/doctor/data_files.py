@@ -25,8 +25,8 @@ def fingerprints(data: DataConfig) -> dict[str, str]:
 
 def _files(data: DataConfig) -> Iterator[Path]:
     for name in (data.tokenizer_model, data.vocab_file, data.merge_file):
-        if name is not None and not Path(name).is_dir():
-            yield Path(name)
+        if name is not None:
+            yield Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     if data.mock_data:
         return
     for part in data_parts(data):

@@ -60,7 +60,7 @@ def examine(options: Options, config: RunConfig | None, problem: str, place: Pla
             verdict = judge(found)
             show(found, verdict)
             call.tell("exit code", verdict.exit_code)
-        code = _hear_code(call, examination.whole)
+        code = _hear_code(call, options.seconds + _GRACE, examination.whole)
         call.gather("heard", "", found.heard)  # rank 0 may be the one that has the store
     if place.rank == 0 and options.json is not None:
         write_json(options.json, found, verdict)
@@ -71,11 +71,12 @@ def examine(options: Options, config: RunConfig | None, problem: str, place: Pla
     return code
 
 
-def _hear_code(call: RollCall, whole: bool) -> int:
-    """The exit code, from rank 0. Without it, raises CommunicationError, or ends the process where a thread may have
-    the process group's store, by which the error would be told."""
+def _hear_code(call: RollCall, more_seconds: float, whole: bool) -> int:
+    """The exit code, from rank 0, to which the others' answers may come by so many seconds later than to a question.
+    Without it, raises CommunicationError, or ends the process where a thread may have the process group's store, by
+    which the error would be told."""
     try:
-        code: int = call.hear("exit code")
+        code: int = call.hear("exit code", more_seconds)
     except CommunicationError as error:
         if whole:
             raise

@@ -19,9 +19,12 @@ from megalite.checkpoint.run_lock import SEEN_WITHIN
 from megalite.config import ParallelConfig, RunConfig
 from megalite.doctor.findings import Finding
 from megalite.parallel.mesh import ParallelMesh
+from megalite.process.bounded import within
 from megalite.training.construction import make_plan, make_stages
-from megalite.training.data import open_tokenizer
+from megalite.training.data import open_tokenizer, vocab_size
 from megalite.training.memory import in_words
+
+_REMOVING_SECONDS = 5.0
 
 
 class Probe:
@@ -40,10 +43,13 @@ class Probe:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            (self._directory / self.name).unlink()
-            if self._made and isinstance(self._directory, Path):
-                self._directory.rmdir()
+        with suppress(OSError, TimeoutError):  # a file system that does not answer has been told of
+            within(_REMOVING_SECONDS, self._remove)
+
+    def _remove(self) -> None:
+        (self._directory / self.name).unlink()
+        if self._made and isinstance(self._directory, Path):
+            self._directory.rmdir()
 
 
 @dataclass(frozen=True)
@@ -111,8 +117,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
     Raises DataError or ConfigurationError, as the run would, where its tokenizer cannot be opened.
     """
     config = replace(config, parallel=ParallelConfig())
-    vocab_size = max(open_tokenizer(config).vocab_size, config.model.vocab_size or 0)
-    model = replace(config.model, vocab_size=vocab_size)
+    model = replace(config.model, vocab_size=vocab_size(open_tokenizer(config), config.model))
     plan = make_plan(config, model, ParallelMesh(device=torch.device("meta")), make_stages(config))
     with_state = config.checkpoint.save_optim
     return sum(part.size for part in plan.saved(0) if with_state or part.name.startswith(MODEL))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from megalite import checkpoint
@@ -13,6 +14,7 @@ from megalite.checkpoint import FORMATS, AnyPath, Plan, Saver, TrainingState
 from megalite.config import CheckpointConfig
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
+from megalite.process.bounded import aside
 from megalite.training.display import Display
 from megalite.training.progress import Progress
 
@@ -34,7 +36,6 @@ class Checkpoints:
             asynchronous=settings.async_save,
         )
         self.progress = Progress(directory if settings.log_progress and self._rank == 0 else None, plan.mesh.world_size)
-        self._remover = ThreadPoolExecutor(1, thread_name_prefix="retention")
         self._removal: Future[tuple[str, ...]] | None = None
         self._failures = 0
         self._newest: AnyPath | None = None
@@ -65,6 +66,7 @@ class Checkpoints:
         cannot be saved is not lost as long as the run lives. Raises CheckpointError for the next, and for the last.
         """
         self._finish(display, last=False, another=last)
+        self.settle(display)  # what begins clears away what is half removed
         with self._tolerating(display, last=last):
             self._began, self._unnoticed = time.perf_counter(), 0.0
             self._saver.begin(training, config)
@@ -87,10 +89,13 @@ class Checkpoints:
     def _finish(self, display: Display, *, last: bool, another: bool = False) -> None:
         while self._saver.under_way:
             self._advance(display, last=last, another=another)
-        if self._removal is not None:
-            for note in self._removal.result():
+
+    def settle(self, display: Display) -> None:
+        """Wait until what is being removed in the background has gone; before the next save, and at the end."""
+        removal, self._removal = self._removal, None
+        if removal is not None:
+            for note in removal.result():
                 display.message(note)
-            self._removal = None
 
     def _advance(self, display: Display, *, last: bool, another: bool = False) -> None:
         with self._tolerating(display, last=last, another=another):
@@ -124,9 +129,8 @@ class Checkpoints:
         """Begin to, in the background: a file system may take long over what it is to remove."""
         interval = self._settings.save_retain_interval
         if interval is not None and self._rank == 0:
-            self._removal = self._remover.submit(checkpoint.remove_old, self._directory, interval)
+            self._removal = aside(partial(checkpoint.remove_old, self._directory, interval))
 
     def close(self) -> None:
         """Leave what is under way: for a run that ends without having come to the end of it."""
         self._saver.close()
-        self._remover.shutdown()

@@ -35,7 +35,8 @@ class ControlFiles:
         (`identity`). Raises CheckpointError where it cannot be removed."""
         if self._directory is None:
             return ()
-        names = (STOP, SAVE, PROFILE) if identity(self._directory / STOP) == old_stop else (SAVE, PROFILE)
+        stop_is_old = old_stop is not None and identity(self._directory / STOP) == old_stop
+        names = (STOP, SAVE, PROFILE) if stop_is_old else (SAVE, PROFILE)
         found = [name for name in names if _is_file(self._directory / name)]
         for name in found:
             try:

@@ -34,9 +34,10 @@ class RunData:
     test: Dataset[SampleFields] | None
     notes: tuple[str, ...] = ()
 
-    def vocab_size(self, model: ModelConfig) -> int:
-        """Tokens of the network: the tokenizer's, or more where the flags, or weights that others made, say so."""
-        return max(self.tokenizer.vocab_size, model.vocab_size or 0)
+
+def vocab_size(tokenizer: Tokenizer, model: ModelConfig) -> int:
+    """Tokens of the network: the tokenizer's, or more where the flags, or weights that others made, say so."""
+    return max(tokenizer.vocab_size, model.vocab_size or 0)
 
 
 def global_batch_size(config: RunConfig) -> GlobalBatchSize:

@@ -1,4 +1,4 @@
-"""When a run stops by itself before its last step: after an interval, after some minutes, or before SLURM ends the job.
+"""When a run stops by itself because SLURM is about to end the job.
 
 How long steps, evaluations and saves take, rank 0 has seen in this run; of the job's end its clock decides.
 """
@@ -13,16 +13,6 @@ MARGIN = 15.0
 """Seconds for all else: the message that ranks stop, the end of their processes."""
 SAVES = 2.0
 """The last save may take so many times as long as the longest before: another job may be using the file system."""
-
-
-def deadline_passed(elapsed_seconds: float, exit_duration_in_mins: float | None) -> bool:
-    """Whether a program that began `elapsed_seconds` ago has used up its `--exit-duration-in-mins`."""
-    return exit_duration_in_mins is not None and elapsed_seconds >= 60.0 * exit_duration_in_mins
-
-
-def interval_reached(iteration: int, exit_interval: int | None) -> bool:
-    """Whether to exit after `iteration`, being a multiple of `--exit-interval`."""
-    return exit_interval is not None and iteration % exit_interval == 0
 
 
 @dataclass(frozen=True)

@@ -69,12 +69,12 @@ class Display:
         if self._enabled:
             width = max(map(len, lines), default=0)
             block = [f"  [dim]{escape(name):{width}}[/]  {escape(str(value))}" for name, value in lines.items()]
-            self._console.print("\n".join([f"[bold]{escape(title)}[/]", *block]))
+            self._print("\n".join([f"[bold]{escape(title)}[/]", *block]))
 
     def message(self, text: str) -> None:
         """One line of its own, above the bar."""
         if self._enabled:
-            self._console.print(escape(text))
+            self._print(escape(text))
 
     def step(self, metrics: StepMetrics) -> None:
         if not self._enabled:
@@ -83,7 +83,7 @@ class Display:
         self._times.append(metrics.iteration_time_s)
         at_interval = metrics.iteration % self._log_interval == 0
         if at_interval or metrics.skipped or metrics.iteration in (self._first, self._total):
-            self._console.print(escape(self._line(metrics)))
+            self._print(escape(self._line(metrics)))
         if self._console.is_interactive:
             self._show(metrics)
 
@@ -96,7 +96,16 @@ class Display:
     def _evaluation(self, name: str, iteration: int, loss: float) -> None:
         if self._enabled:
             text = f"[bold]{name} at step {iteration}[/] | loss {loss:.4f} | perplexity {perplexity(loss):.4g}"
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        """Training goes on where the output cannot be written, as on a full disk; not where nobody reads it."""
+        try:
             self._console.print(text)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass
 
     def _line(self, metrics: StepMetrics) -> str:
         digits = len(str(self._total))

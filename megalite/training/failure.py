@@ -52,6 +52,7 @@ def run_main(main: Callable[[], int]) -> NoReturn:
         ignore_stop_signals()
         if os.environ.get("RANK", "0") == "0":
             leave_code(code)
+        flush_output()
     except SystemExit as ending:  # has said what there is to say, like --help
         ignore_stop_signals()
         if isinstance(ending.code, int):
@@ -60,8 +61,6 @@ def run_main(main: Callable[[], int]) -> NoReturn:
             _exit(ending.code)
         raise
     except BrokenPipeError:
-        # So that flushing it at the end does not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _fail("interrupted: nobody reads the output any more", EXIT_RESUMABLE)
     except BaseException as error:
         _fail(_describe(error), exit_code_of(error))
@@ -76,8 +75,19 @@ def _describe(error: BaseException) -> str:
         return "interrupted"
     if isinstance(error, ModuleNotFoundError):
         return f"{error}: install what the program needs with `pip install -e .` in its folder"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's: it may not be imported
+        return (
+            f"out of memory: {str(error).partition('. ')[0] or 'on the host'}. Lower --micro-batch-size, recompute "
+            "activations (--recompute-granularity full), or split the model further; --record-memory-history tells "
+            f"what takes it\n{_innermost(error)}"
+        )
     trace = "".join(traceback.format_exception(error))
     return f"a defect in megalite or below it, please report it:\n{trace.rstrip()}"
+
+
+def _innermost(error: BaseException) -> str:
+    """Where it was raised: the last lines of its traceback before the message."""
+    return "".join(traceback.format_tb(error.__traceback__)[-1:]).rstrip()
 
 
 def _fail(message: str, code: int) -> NoReturn:
@@ -101,7 +111,7 @@ def _exit(code: int) -> NoReturn:
     if default_store() is None:
         sys.exit(code)
     # A group whose peers have gone may hang in its destructors.
-    sys.stdout.flush()
+    flush_output()
     _SPEAKING.acquire(timeout=_LAUNCHER_SECONDS)
     os._exit(code)
 
@@ -154,9 +164,19 @@ def _speak_unless_ended(message: str, code: int, rank: int) -> None:
 def _speak(message: str, code: int, rank: int) -> None:
     leave_code(code)
     where = f" on rank {rank}" if rank else ""
-    sys.stdout.flush()
-    sys.stderr.write(f"error{where}: {message}\n")
-    sys.stderr.flush()
+    flush_output()
+    with suppress(OSError):
+        sys.stderr.write(f"error{where}: {message}\n")
+        sys.stderr.flush()
+
+
+def flush_output() -> None:
+    """Write out what the program has printed. Where that cannot be written, on a full disk or to nobody, it is given
+    up: else the process would end by that, whatever it has to say and to end with."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave_code(code: int) -> None:

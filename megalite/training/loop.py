@@ -15,7 +15,7 @@ from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.parallel import collectives
 from megalite.process.signals import StopRequest
 from megalite.training.control_files import ControlFiles
-from megalite.training.deadline import Pace, deadline_passed, interval_reached, why_stop
+from megalite.training.deadline import Pace, why_stop
 from megalite.training.display import Display, perplexity
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
@@ -23,7 +23,7 @@ from megalite.training.profiling import Profiler
 from megalite.training.starting import Starting
 from megalite.training.timing import Timing, gather_timing
 from megalite.training.trainer import Trainer
-from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
+from megalite.watchdog.sections import AGREEMENT, EVALUATION, PROFILE, SAVE, START, STEP
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TrainingLoop:
         self._writer = MetricsWriter()
         self._stop, self._why = StopRequest(), ""
         self._pace = Pace()
-        self._profiler = Profiler(self.config, self.mesh, display, trainer.iteration)
+        self._profiler = Profiler(self.config, self.mesh, display, self.sections, trainer.iteration)
 
     def run(self) -> int:
         """Train to the end, or until asked to stop; returns the program's exit code."""
@@ -89,6 +89,7 @@ class TrainingLoop:
                 if agreed.save or self._saves_now():
                     self._save(last=trainer.iteration == trainer.iterations)
             self._test()
+            self._settle()
         self._progress("finished")
         return EXIT_FINISHED
 
@@ -105,6 +106,10 @@ class TrainingLoop:
         self.display.step(metrics)
         if timing is not None:
             self.display.message(timing.line())
+        with self.sections(PROFILE):
+            drawn = self.trainer.draw_time_line()
+        if drawn is not None:
+            self.display.message(drawn)
         report = self.trainer.locate_not_finite()
         if self.trainer.skips_in_a_row == MAX_CONSECUTIVE_SKIPS:
             raise MegaliteError(
@@ -148,8 +153,14 @@ class TrainingLoop:
             self._writer.publish()
             self.trainer.save(self.display, last=last)
 
+    def _settle(self) -> None:
+        if self.trainer.checkpoints is not None:
+            with self.sections(SAVE):
+                self.trainer.checkpoints.settle(self.display)
+
     def _end_early(self) -> int:
         self._save(last=True)
+        self._settle()
         saved = "nothing is saved without --save" if self.trainer.directory is None else "--resume auto continues"
         self._progress("stopped")
         self.display.message(f"stopped after step {self.trainer.iteration}; {saved}{self._why and f': {self._why}'}")
@@ -177,12 +188,13 @@ class TrainingLoop:
         checkpoints, files = self.trainer.checkpoints, self.control_files
         saving = checkpoints.flags if checkpoints is not None else (False, False)
         asked, *others = self._on_any_rank(self._told_to_stop(), files.save(), files.profile(), *saving)
-        interval = interval_reached(self.trainer.iteration, self.config.training.exit_interval)
-        return _Agreed(asked or interval, *others)
+        interval = self.config.training.exit_interval
+        return _Agreed(asked or (interval is not None and self.trainer.iteration % interval == 0), *others)
 
     def _told_to_stop(self) -> bool:
         """Whether this rank was, by a signal, its clock or a file."""
-        late = deadline_passed(time.monotonic() - self._starting.began, self.config.training.exit_duration_in_mins)
+        minutes = self.config.training.exit_duration_in_mins
+        late = minutes is not None and time.monotonic() - self._starting.began >= 60.0 * minutes
         return self._stop.local_request() > 0 or late or self.control_files.stop() or self._job_ends()
 
     def _job_ends(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
+from contextlib import suppress
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
@@ -99,6 +100,7 @@ def _wait_for_all(store: Store, world_size: int, seconds: float) -> None:
                     f"{ranks_text(missing)} did not come within {seconds:.0f} s (--distributed-timeout-minutes) to "
                     f"{store_name()}: never started, stopped, ended, or without a way there"
                 )
-            print(f"waiting for {ranks_text(missing)} of {world_size}, for {waited:.0f} s by now", flush=True)
+            with suppress(OSError):  # nobody reads the output any more
+                print(f"waiting for {ranks_text(missing)} of {world_size}, for {waited:.0f} s by now", flush=True)
             patience *= 2
         time.sleep(_BETWEEN_LOOKS)

@@ -128,9 +128,10 @@ def _run(
 
 
 def _train(trainer: Trainer, how: str, display: Display, starting: Starting) -> int:
-    for note in trainer.notes():
-        display.message(note)
-    display.summary("megalite", summary(trainer) | {"start": how})
+    with trainer.sections(START):
+        for note in trainer.notes():
+            display.message(note)
+        display.summary("megalite", summary(trainer) | {"start": how})
     if trainer.directory is not None and trainer.mesh.rank == 0:
         _record_run(trainer.directory, trainer.config)
     code = TrainingLoop(trainer, display, starting).run()

@@ -25,6 +25,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.naming import named
 from megalite.training.display import Display
 from megalite.training.memory_history import write_snapshot
+from megalite.watchdog.sections import PROFILE, Sections
 
 STEPS_OF_FILE = 3
 """That a PROFILE asks for, after one in which the profiler warms up."""
@@ -53,9 +54,12 @@ class Profiler:
         iteration: the run goes on after this step.
     """
 
-    def __init__(self, run: RunConfig, mesh: ParallelMesh, display: Display, iteration: int) -> None:
+    def __init__(
+        self, run: RunConfig, mesh: ParallelMesh, display: Display, sections: Sections, iteration: int
+    ) -> None:
         self._config = config = run.profiling
-        self._mesh, self._display, self._log_interval = mesh, display, run.logging.log_interval
+        self._mesh, self._display, self._sections = mesh, display, sections
+        self._log_interval = run.logging.log_interval
         place = run.checkpoint.save or run.logging.tensorboard_dir
         self._directory = checkpoint.open_directory(place or ".") / "profile"  # unless for nsys, one is given
         self._steps, self._by_torch = range(0), True
@@ -98,7 +102,8 @@ class Profiler:
         with named(f"step {number}"):
             yield
         if self._steps and number == self._steps[-1]:
-            self._finish()
+            with self._sections(PROFILE):
+                self._finish()
         if self._config.record_memory_history and number % self._log_interval == 0:
             problem = write_snapshot(self._config, self._mesh.rank)
             if problem is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.errors import CheckpointError
+from megalite.errors import FileError
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.drawing import write_timeline
@@ -33,10 +33,10 @@ def begin_recording(mesh: ParallelMesh) -> Recording:
 
 def write_recording(
     recording: Recording, stages: Stages, mesh: ParallelMesh, directory: Path, iteration: int
-) -> list[Path]:
-    """Draw the step of the pipeline that rank 0 is in, into the run directory; the paths, on rank 0. All ranks call it.
+) -> str | None:
+    """Draw the step of the pipeline that rank 0 is in, into the run directory. All ranks call it together.
 
-    Raises CheckpointError where the directory cannot be written to.
+    Returns what to tell, on rank 0; training does not depend on it.
     """
     own = [
         [span.action.kind, span.action.micro_batch, span.action.chunk, span.action.peer, span.start, span.end]
@@ -44,11 +44,12 @@ def write_recording(
     ]
     texts = collectives.all_gather_text(json.dumps(own), mesh.group("pp"), mesh.device)
     if mesh.rank != 0:
-        return []
+        return None
     spans = [[Span(Action(*action), start, end) for *action, start, end in json.loads(text)] for text in texts]
     time_line = TimeLine(f"Step {iteration}, measured", stages, spans, in_seconds=True)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return write_timeline(directory, f"pipeline_step_{iteration:06d}", time_line)
-    except OSError as error:
-        raise CheckpointError(f"cannot write the time line of step {iteration} to {directory}: {error}") from error
+        paths = write_timeline(directory, f"pipeline_step_{iteration:06d}", time_line)
+    except (OSError, FileError) as error:
+        return f"WARNING: the time line of step {iteration} is not in {directory}: {error}"
+    return f"the time line of step {iteration} is in {' and '.join(map(str, paths))}"

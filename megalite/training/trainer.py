@@ -22,6 +22,7 @@ from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
+from megalite.pipeline.engine import Recording
 from megalite.training.batches import to_micro_batches, valid_tokens
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.compiled import compile_layers
@@ -36,7 +37,7 @@ from megalite.training.construction import (
     make_steps,
     model_dtype,
 )
-from megalite.training.data import RunData, global_batch_size, last_iteration, order_note, seen_samples
+from megalite.training.data import RunData, global_batch_size, last_iteration, order_note, seen_samples, vocab_size
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.load_report import load_notes, rounding_notes
@@ -63,7 +64,7 @@ class Trainer:
     ) -> None:
         self.config, self.data, self.mesh, self.directory = config, data, mesh, directory
         self.sections = sections if sections is not None else Sections()
-        self.model_config = replace(config.model, vocab_size=data.vocab_size(config.model))
+        self.model_config = replace(config.model, vocab_size=vocab_size(data.tokenizer, config.model))
         self.dtype = model_dtype(config)
         device.make_deterministic(config.training.deterministic_mode)
         stages = make_stages(config)
@@ -88,6 +89,7 @@ class Trainer:
         self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
         self._skipped: SkippedStep | None = None
+        self._recording: Recording | None = None
         self._load_notes: tuple[str, ...] = ()
         self.loader = make_loader(config, mesh, data.tokenizer, data.train)
         self.plan = make_plan(config, self.model_config, mesh, stages)
@@ -112,7 +114,7 @@ class Trainer:
         actions = self.steps.training(len(micro_batches))
         loss_scale = self.loss_scale.value
         factor = loss_scale / count if count else 0.0
-        recording = begin_recording(self.mesh) if self._records_now() else None
+        self._recording = recording = begin_recording(self.mesh) if self._records_now() else None
         with self.sections(FORWARD_BACKWARD):
             loss_sum = self.engine.run(actions, micro_batches, factor, self.optimizer, recording)
         rates = self.rates.at(self.consumed_samples)
@@ -126,8 +128,6 @@ class Trainer:
         skipped = SkippedStep(self.iteration, actions, micro_batches, factor, loss_scale, loss_sum)
         self._skipped = skipped if self.skips_in_a_row in LOCATED_SKIPS else None
         self.consumed_samples += batch_size
-        if recording is not None and isinstance(self.directory, Path):
-            write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)
         seconds = time.perf_counter() - began
         return self._metrics(loss, update, rates, loss_scale, batch_size, seconds)
 
@@ -138,6 +138,13 @@ class Trainer:
             return None
         with self.sections(SECOND_RUN):
             return locate(skipped, self.chunks, self.engine, self.steps.stages, self.optimizer, self.mesh)
+
+    def draw_time_line(self) -> str | None:
+        """Of the last step, where that is asked for: what to tell, on rank 0. All ranks call it together."""
+        recording, self._recording = self._recording, None
+        if recording is None or not isinstance(self.directory, Path):
+            return None
+        return write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)
 
     def _records_now(self) -> bool:
         """Whether the step that begins is the one whose time line is asked for."""

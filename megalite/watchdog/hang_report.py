@@ -11,7 +11,7 @@ from megalite.watchdog.hang_analysis import Finding, missing, ranks_text
 from megalite.watchdog.hang_dump import Dumps, RankDump
 
 SHOWN = 20  # findings of each kind in the text
-_NEXT_THREAD = re.compile(r"\n\s*(?=thread )")
+_NEXT_THREAD = re.compile(r"\n+(?=thread )")
 _FILE = re.compile(r'  File "(?:.*/)?(.*)", line')
 _OWN_THREADS = ("thread monitor:", "thread watchdog:", "thread signals:")
 _WAITING = ("threading.py", "queue.py", "selectors.py", "thread.py")  # of the standard library, in which threads idle

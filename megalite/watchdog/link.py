@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import socket
-from contextlib import suppress
+from threading import Lock
 from typing import Any
 
 Message = dict[str, Any]
 
+UNREACHABLE_SECONDS = 60.0
+"""After which a connection is lost over which the other machine acknowledges nothing, since it has no power or network;
+the system's own limit is a quarter of an hour."""
 _SEND_SECONDS = 5.0
 _LARGEST = 2**26  # bytes of a message
 
@@ -26,16 +29,24 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._buffer = connection, b""
+        self._sending, self._torn = Lock(), False
         connection.settimeout(_SEND_SECONDS)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREACHABLE_SECONDS))
 
     def fileno(self) -> int:
         """For `select`."""
         return self._connection.fileno()
 
     def send(self, **message: Any) -> None:
-        """Send an object. Where the other end has gone nothing happens: reading tells."""
-        with suppress(OSError):
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        """Send an object, from any thread. Where the other end has gone nothing happens: reading tells."""
+        data = json.dumps(message).encode() + b"\n"
+        with self._sending:
+            if not self._torn:
+                try:
+                    self._connection.sendall(data)
+                except OSError:  # a part of the line may have gone: nothing can follow it
+                    self._torn = True
 
     def receive(self) -> list[Message]:
         """The objects that have come. Raises LinkLost at the end of the connection, or of sense."""

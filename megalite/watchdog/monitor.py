@@ -133,8 +133,8 @@ class Monitor(threading.Thread):
             self._greet(connected, message)
             return
         rank, connected.heard = connected.peer.rank, time.monotonic()
-        if "at" in message:
-            connected.peer.at, connected.peer.step = message["at"], message["step"]
+        if "section" in message:
+            connected.peer.section, connected.peer.step = message["section"], message["step"]
         elif "fails" in message:
             connected.fails = message["fails"]
             if rank == 0:  # which may take this monitor with it before any rank can ask
@@ -188,6 +188,8 @@ class Monitor(threading.Thread):
         if not alarm.asked:
             if now - alarm.since > _TOGETHER_SECONDS:  # else a rank may yet be heard to have died, and that is all
                 alarm.asked = True
+                for connected in self._ranks.values():
+                    connected.dump = None  # it may have answered to an alarm that was taken back
                 self._tell_all(dump=alarm.name)
             return
         unanswered = [rank for rank, connected in self._ranks.items() if connected.dump is None]

@@ -17,6 +17,7 @@ SECOND_RUN = "second run of a step"
 AGREEMENT = "agreement"
 EVALUATION = "evaluation"
 SAVE = "save"
+PROFILE = "profile"
 
 WAITING = "waiting for others"
 """No section: what of steps was spent waiting for other ranks."""
@@ -63,7 +64,7 @@ class Sections:
                 yield
             seconds, waited = self._now() - began, self._waited() - waited
             self.longest[name] = max(seconds, self.longest.get(name, 0.0))
-            self._own[name] += seconds - waited
+            self._own[name] += max(seconds - waited, 0.0)  # what is waited counts the time of a stopped process, too
             if name == STEP:
                 self._own[WAITING] += waited
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.watchdog.hang_dump import Dumps, RankDump
@@ -26,8 +26,8 @@ class Peer:
     process: int
     space: str
     """Where its process number holds."""
-    at: list[str] = field(default_factory=list)
-    """The sections that it was last in."""
+    section: str = ""
+    """The innermost one that it was last in."""
     step: int = 0
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Peer:
 
     @property
     def place(self) -> str:
-        return f'step {self.step}, "{self.at[-1]}"' if self.at else f"step {self.step}"
+        return f'step {self.step}, "{self.section}"' if self.section else f"step {self.step}"
 
 
 def overdue(section: OpenSection, limit: float) -> Message:
@@ -49,7 +49,7 @@ def loss(lost: Sequence[Peer]) -> str:
     have = "have" if len(lost) > 1 else "has"
     return (
         f"{who} {have} ended without a word, in {lost[0].place}: killed, as by a person or for want of memory (the "
-        f"system's log has that: dmesg), or crashed. {_GO_ON}"
+        f"system's log has that: dmesg), crashed, or without power or network. {_GO_ON}"
     )
 
 

@@ -151,7 +151,7 @@ class Watchdog:
             last = now
             if self._link is not None and now - told > _HEARTBEAT_SECONDS:
                 told = now
-                self._link.send(at=[section.name for section in self.sections.open()], step=self.sections.step)
+                self._link.send(section=self._innermost().name, step=self.sections.step)
             self._look_at_the_clock(now)
 
     def _read(self, seconds: float) -> None:
@@ -203,23 +203,29 @@ class Watchdog:
         return dump
 
     def _own_dump(self) -> RankDump:
-        recorded = Snapshot(False, ())
+        recorded: Snapshot | None = Snapshot(False, ())
         if self._world_size > 1:
             from megalite.watchdog.flight_recorder import snapshot
 
-            recorded = snapshot()
-        innermost = self.sections.open()[-1:] or [OpenSection("no section", 0.0)]
+            try:
+                recorded = snapshot()
+            except Exception:  # of what torch promises nothing about; the stacks tell without it
+                recorded = None
+        innermost = self._innermost()
         return RankDump(
             self._rank,
             self._world_size,
             host_name(),
             os.getpid(),
-            innermost[0].name,
-            innermost[0].seconds,
+            innermost.name,
+            innermost.seconds,
             stacks(),
             recorded,
             self.sections.step,
         )
+
+    def _innermost(self) -> OpenSection:
+        return (self.sections.open() or [OpenSection("", 0.0)])[-1]
 
     def _lose_first(self) -> None:
         """Rank 0's process has ended, and its monitor with it: the next rank on each node speaks."""
@@ -228,7 +234,7 @@ class Watchdog:
         if self._alarm is not None and self._first_fails is None:  # it stood still, and has been killed for that
             self._conclude_alone(self._alarm[1])
         code = self._first_fails
-        if code is None and self._first is not None and self._is_to_speak():
+        if code is None and self._first is not None and self._comes_to_speak():
             code = self._report(self._last_store, loss([self._first]), EXIT_RESUMABLE)
         self._end(EXIT_RESUMABLE if code is None else code, at_once=False)
 
@@ -237,11 +243,11 @@ class Watchdog:
         name = folder_name()
         own = self._dump(name)
         peer, silence, kill = self._peer(), {}, []
-        peers = {self._rank: replace(peer, at=[own.section], step=self.sections.step)}
+        peers = {self._rank: replace(peer, section=own.section, step=own.step)}
         if self._first is not None:
             peers[0], silence[0] = self._first, _VERDICT_SECONDS
             kill = [self._first.process] if self._first.space == peer.space else []
-        if self._is_to_speak():
+        if self._comes_to_speak():
             folder = None if self._folder is None else self._folder / name
             message = hang(self._rank, why, peers, {self._rank: own}, silence, folder)
             self._report(self._last_store, message, EXIT_RESUMABLE)
@@ -252,8 +258,9 @@ class Watchdog:
         beside_first = self._first is not None and self._first.space == process_space()
         return self._local_rank == (1 if beside_first else 0)
 
-    def _is_to_speak(self) -> bool:
-        """Where that first rank has gone, too, another one may, if a store is left that lets but one."""
+    def _comes_to_speak(self) -> bool:
+        """Waits for its turn: where that first rank has gone, too, another one may, if a store is left that lets but
+        one."""
         if not self._speaks():
             time.sleep(_LEAVING_SECONDS)
         return self._speaks() or self._last_store is not None
@@ -266,7 +273,6 @@ class Watchdog:
             time.sleep(_LEAVING_SECONDS)
         if self._rank == 0:
             time.sleep(_TICK_SECONDS)  # it may hold the store, which others are still asking
-        sys.stdout.flush()
         os._exit(code)
 
 

@@ -157,13 +157,13 @@ def test_a_time_line_changes_nothing_else_and_one_of_a_step_that_has_gone_by_is_
     assert losses(tmp_path / "profiled") == losses(tmp_path / "plain")
 
 
-def test_a_time_line_that_cannot_be_written_is_an_error_of_one_line(run: Run, tmp_path: Path) -> None:
+def test_a_time_line_that_cannot_be_written_is_told_and_training_goes_on(run: Run, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     (directory / "pipeline_step_000001.html").mkdir(parents=True)
     flags = ["--pp", 2, "--train-iters", 2, "--save", directory, "--profile-pipeline", 1]
-    error = run(*FOUR_LAYERS, *flags, world_size=2, expected=93).stderr
-    assert error.startswith(f"error: writing {directory / 'pipeline_step_000001.html'} failed (Is a directory)")
-    assert error.count("\n") == 1
+    told = run(*FOUR_LAYERS, *flags, world_size=2).stdout
+    where = directory / "pipeline_step_000001.html"
+    assert f"\nWARNING: the time line of step 1 is not in {directory}: writing {where} failed (Is a directory)" in told
 
 
 # ------------------------------------------------------------------------------------------------ stopping and going on

@@ -88,8 +88,10 @@ STOPS_BY_FILE = """
 
 @pytest.fixture(scope="session")
 def worker() -> int:
-    """Of the processes that share the tests, which this is: each has a cluster of its own."""
-    return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    """Of the processes that share the tests, which this is: each has a cluster of its own. The variable FIRST_CLUSTER
+    sets the tests apart from others that run on this machine."""
+    own = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return int(os.environ.get("FIRST_CLUSTER", "0")) + own
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,6 @@ from megalite.training.deadline import (
     SAVES,
     VARIABLE,
     Pace,
-    deadline_passed,
-    interval_reached,
     job_end,
     why_stop,
 )
@@ -65,14 +63,3 @@ def test_when_the_job_ends(text: str | None, end: float | None, note: str | None
     assert found == end
     assert (told is None) == (note is None)
     assert (note or "") in (told or "")
-
-
-def test_the_deadline_is_in_minutes() -> None:
-    assert not deadline_passed(1e9, None)
-    assert not deadline_passed(89.9, 1.5)
-    assert deadline_passed(90.0, 1.5)
-
-
-def test_the_exit_interval_counts_iterations_of_the_whole_run() -> None:
-    assert [iteration for iteration in range(1, 10) if interval_reached(iteration, 4)] == [4, 8]
-    assert not interval_reached(4, None)

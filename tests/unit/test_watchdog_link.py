@@ -76,6 +76,6 @@ def test_a_message_without_end_ends_the_connection(
 def test_the_end_of_the_other_is_told_by_reading_and_not_by_writing(ends: tuple[Link, socket.socket]) -> None:
     end, other = ends
     other.close()
-    end.send(at=[], step=1)
+    end.send(section="", step=1)
     with pytest.raises(LinkLost):
         end.receive()

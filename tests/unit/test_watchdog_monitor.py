@@ -102,7 +102,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
 def test_a_rank_that_dies_is_named_with_its_place_and_all_others_end(watch: Begin) -> None:
     watched = watch()
     first, second, third = watched.ranks
-    second.link.send(at=["step", "optimizer"], step=7)
+    second.link.send(section="optimizer", step=7)
     second.dies()
     for rank in (first, third):
         assert rank.wait_for("end") == {"end": EXIT_RESUMABLE, "at_once": False, "kill": []}
@@ -143,7 +143,7 @@ def test_the_failure_of_rank_0_is_told_before_it_takes_the_monitor_along(watch: 
 
 def test_all_learn_where_rank_0_is(watch: Begin) -> None:
     watched = watch()
-    watched.ranks[0].link.send(at=["save"], step=3)
+    watched.ranks[0].link.send(section="save", step=3)
     while (first := watched.ranks[2].wait_for("first"))["step"] != 3:
         pass
     assert first["at"] == ["save"]
@@ -152,8 +152,8 @@ def test_all_learn_where_rank_0_is(watch: Begin) -> None:
 def test_a_rank_that_gives_no_answer_is_named_and_killed_by_one_beside_it(watch: Begin, tmp_path: Path) -> None:
     watched = watch((HERE, ELSEWHERE, ELSEWHERE, ELSEWHERE), folder=tmp_path)
     first, second, silent, fourth = watched.ranks
-    silent.link.send(at=["step"], step=9)
-    fourth.link.send(at=["step", "optimizer"], step=10)
+    silent.link.send(section="step", step=9)
+    fourth.link.send(section="optimizer", step=10)
     fourth.link.send(**LATE)
     for rank in (first, second, fourth):
         rank.answer()
@@ -218,7 +218,7 @@ def test_ranks_that_leave_are_not_missed(watch: Begin) -> None:
         rank.link.send(bye=True)
         with pytest.raises(LinkLost):
             rank.wait_for("end")
-    watched.ranks[0].link.send(at=["save"], step=2)
+    watched.ranks[0].link.send(section="save", step=2)
     while watched.ranks[0].wait_for("first")["step"] != 2:
         pass
     watched.monitor.close()
@@ -238,7 +238,7 @@ def test_strangers_disturb_nobody(watch: Begin) -> None:
     for stranger, data in zip(strangers, garbage, strict=True):
         if data.endswith(b"\n"):
             assert stranger.recv(1) == b""  # is hung up on
-    watched.ranks[1].link.send(at=["save"], step=2)
+    watched.ranks[1].link.send(section="save", step=2)
     watched.ranks[1].dies()
     assert watched.ranks[2].wait_for("end")["end"] == EXIT_RESUMABLE
     assert 'in step 2, "save"' in watched.message
