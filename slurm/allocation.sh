@@ -5,12 +5,13 @@
 this_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 this_job=${this_job:-$SLURM_JOB_ID}
 
-# about_job FIELD: what SLURM says of this job now; it is asked again for a minute where its controller does not answer
-about_job() {
-    local fields tries=0
-    until fields=$(scontrol show job --oneliner "$this_job") || ((++tries > 12)); do sleep 5; done
-    grep -oP "(?<= $1=)\S+" <<<"$fields"
-}
+# about_job FIELD: what SLURM says of this job now
+about_job() { patiently scontrol show job --oneliner "$this_job" | grep -oP "(?<= $1=)\S+"; }
+
+job_nodes() { scontrol show hostnames "$(about_job NodeList)"; }
+
+# Whether the job has ended but for its script, which SLURM is about to end. Else it runs, or SIGNALING, RESIZING, ...
+job_is_over() { about_job JobState | grep -qE 'COMPLET|CANCEL|PENDING|REQUEUE|TIMEOUT|PREEMPT|FAIL|MEMORY|DEADLINE'; }
 
 # Tell programs when SLURM ends this job, in seconds since 1970: its time limit may have been changed since it began.
 export_end_time() {
@@ -29,11 +30,20 @@ is_near_its_end() {
 }
 
 # Under --no-kill, which spares need, SLURM lets a job run on without its script when that one's node is lost: the last
-# node sees to it that the job begins again.
+# node sees to it that the job begins again. Where the last one is lost first, another takes its place.
 guard() {
-    local last
-    last=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
-    srun --overlap --nodes=1 --ntasks=1 --nodelist="$last" --cpu-bind=none bash -c \
-        "trap '' USR1; while sleep 20; do case \$(sinfo -hN -p $SLURM_JOB_PARTITION -n $SLURMD_NODENAME -o %t) in
-            down*) scontrol requeue $this_job ;; esac; done" &
+    while kill -0 $$ 2>/dev/null; do
+        # shellcheck disable=SC2016 # the step has arguments of its own
+        srun --overlap --nodes=1 --ntasks=1 --nodelist="$(job_nodes | tail -n 1)" --cpu-bind=none bash -c \
+            'source slurm/common.sh && source slurm/allocation.sh && watch_over "$1"' - "$SLURMD_NODENAME"
+        sleep 10
+    done
+}
+
+# watch_over NODE: have the job begin again once it goes on without this node
+watch_over() {
+    trap '' USR1
+    while sleep 20; do
+        job_is_over || job_nodes | grep -qFx "$1" || scontrol requeue "$this_job"
+    done
 }

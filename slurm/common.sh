@@ -9,8 +9,11 @@
 set -uo pipefail
 
 gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}} # --exclusive gives a job more than it asked for
-gpus=${gpus##*:}                                     # without their kind
-unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK         # a step's task may be the launcher of all ranks of its node
+gpus=${gpus##*:} # without their kind
+# Steps ask for all of their nodes' GPUs, and inherit every variable: neither what the job asked for nor what `sbatch
+# --export` left out counts for them. A step's task may be the launcher of all ranks of its node.
+unset SLURM_GPUS SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_GPU_BIND SLURM_TRES_BIND
+export SLURM_EXPORT_ENV=ALL
 RANKS_PER_NODE=${RANKS_PER_NODE:-${gpus:-${SLURM_NTASKS_PER_NODE:-1}}}
 STOP_SECONDS=${STOP_SECONDS:-240} # what a program may take to save and end, once it was asked to
 threads=$((${SLURM_CPUS_ON_NODE:-1} / RANKS_PER_NODE))
@@ -41,19 +44,29 @@ with_container() {
 
 # Make of CONTAINER the options of srun, or the command.
 split_container() {
+    local words
+    read -r -d '' -a words <<<"${CONTAINER:-}"
     container=() container_options=()
-    case ${CONTAINER:-} in
-        -*) read -ra container_options <<<"$CONTAINER" ;;
-        *) read -ra container <<<"${CONTAINER:-}" ;;
+    case ${words[0]:-} in
+        -*)
+            container_options=("${words[@]}")
+            # pyxis begins in a folder that the image names
+            [[ $CONTAINER == *--container-workdir* ]] || container_options+=(--container-workdir="$PWD")
+            ;;
+        *) container=("${words[@]}") ;;
     esac
 }
 
-# launch LOGS ATTEMPT PROGRAM FLAGS...: a program on every rank of "${nodes[@]}"; each node writes LOGS/NODE.log
+# patiently COMMAND...: again until it succeeds, as SLURM's controller may not answer for a while
+patiently() { until "$@"; do sleep 5; done; }
+
+# launch LOGS ATTEMPT PROGRAM FLAGS...: a program on every rank of "${nodes[@]}", which are in the order in which SLURM
+# numbers them in a step; each node writes LOGS/NODE.log
 launch() {
     local logs=$1 attempt=$2 address port
     shift 2
     mkdir -p "$logs"
-    address=$(scontrol show node --oneliner "${nodes[0]}" | grep -oP '(?<= NodeAddr=)\S+')
+    address=$(patiently scontrol show node --oneliner "${nodes[0]}" | grep -oP '(?<= NodeAddr=)\S+')
     # Below the ports that systems hand out, and another one for each attempt.
     port=$((20000 + (SLURM_JOB_ID * 101 + ${SLURM_RESTART_COUNT:-0} * 11 + attempt) % 10000))
     split_container
@@ -71,7 +84,7 @@ launch() {
             "${container[@]}" python "$@" &
     else
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 srun "${options[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 bash -c \
-            'PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)) exec "$@"' - \
+            'PET_RDZV_CONF=is_host=$((SLURM_NODEID == 0)),$0 exec "$@"' read_timeout=900,join_timeout=900 \
             "${container[@]}" torchrun --nnodes="${#nodes[@]}" --nproc-per-node="$RANKS_PER_NODE" --max-restarts=0 \
             --rdzv-backend=c10d --rdzv-endpoint="$address:$port" \
             --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$attempt" "$@" &

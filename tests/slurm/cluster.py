@@ -79,7 +79,7 @@ class Cluster:
             self._start_munge()
             if self.namespaces:
                 self._make_network()
-            self._daemon(["slurmctld", "-c"], CONTROLLER)
+            self.start_controller("-c")
             for node in self.nodes:
                 self.restart(node)
             self.wait_until_idle()
@@ -224,6 +224,10 @@ class Cluster:
         if self.namespaces:
             self.heal(node)
         self._daemon(["slurmd"], node)
+
+    def start_controller(self, *options: str) -> None:
+        """Start SLURM's controller; after `scontrol shutdown slurmctld` it knows all that it knew before."""
+        self._daemon(["slurmctld", *options], CONTROLLER)
 
     def restore(self) -> None:
         """Cancel all jobs, and make every node well again. Raises ClusterError where that takes too long."""

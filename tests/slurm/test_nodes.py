@@ -9,18 +9,39 @@ import pytest
 
 from tests.slurm.conftest import STOPS_BY_FILE, Training
 from tests.slurm.jobs import SlurmJob
+from tests.slurm.machine import with_variables
 
 pytestmark = pytest.mark.slurm
 
 
-@pytest.mark.parametrize("options", [("--nodes=3", "--no-kill"), ("--nodes=2",)], ids=["by the guard", "by SLURM"])
-def test_the_loss_of_the_node_of_the_script_moves_the_job(options: tuple[str, ...], training: Training) -> None:
-    job = training.submit(*options, NODES=2, LAUNCHER="srun")
+def set_state(training: Training, node: str, state: str) -> None:
+    training.cluster.ask("scontrol", "update", f"NodeName={node}", f"State={state}", "Reason=test")
+
+
+def test_the_loss_of_the_node_of_the_script_moves_the_job(training: Training) -> None:
+    job = training.submit(LAUNCHER="srun")
     training.wait_for_checkpoint(job)
     training.cluster.kill(training.cluster.nodes[0])
     training.hold.unlink()
     job.wait()
     assert job.restarts == 1
+    training.assert_whole()
+
+
+def test_a_job_with_spares_moves_too_on_as_many_nodes_as_are_left(training: Training) -> None:
+    """Where the node that watched over it was lost before, and that of the script is being drained."""
+    job = training.submit("--nodes=2-3", "--no-kill", NODES=2, LAUNCHER="srun")
+    training.wait_for_checkpoint(job)
+    first, second, last, other = training.cluster.nodes
+    training.cluster.kill(last)
+    set_state(training, last, "DOWN")
+    job.until(lambda: any(with_variables(f"SLURMD_NODENAME={second}", f"RUN={training.run}", "SLURM_STEP_NUM_TASKS=1")))
+    set_state(training, first, "DRAIN")
+    training.cluster.kill(first)
+    training.hold.unlink()
+    job.wait()
+    assert job.restarts == 1
+    assert f" on {second} {other}," in job.log
     training.assert_whole()
 
 
@@ -53,9 +74,12 @@ def test_a_node_that_is_cut_off_is_left_out(training: Training) -> None:
 
 
 def test_a_node_whose_prolog_fails_is_drained_and_the_job_moves(training: Training) -> None:
+    """With a STOP of an earlier run, that is not the job's: it has never begun when SLURM requeues it."""
     training.hold.unlink()
     first = training.cluster.nodes[0]
     training.cluster.sicken(first)
+    training.run.mkdir()
+    (training.run / "STOP").touch()
     job = training.submit(LAUNCHER="srun")
     job.wait()
     assert "drain" in training.cluster.states()[first]
@@ -64,13 +88,51 @@ def test_a_node_whose_prolog_fails_is_drained_and_the_job_moves(training: Traini
     training.assert_whole()
 
 
-def test_a_node_that_fails_its_check_is_left_out(training: Training) -> None:
+@pytest.mark.parametrize(("failure", "why"), [("false", "fails its check"), ("sleep 60", "did not answer")])
+def test_a_node_that_fails_its_check_is_left_out(failure: str, why: str, training: Training) -> None:
     first, second, spare, _ = training.cluster.nodes
-    check = f'test "$SLURMD_NODENAME" != {first}'
-    job = training.submit_instead("code.write_text('0')", "--nodes=3", NODES=2, HEALTH_CHECK=check)
+    check = f'test "$SLURMD_NODENAME" != {first} || {failure}'
+    settings = {"NODES": 2, "HEALTH_CHECK": check, "HEALTH_SECONDS": 5}
+    job = training.submit_instead("code.write_text('0')", "--nodes=3", **settings)
     job.wait()
     assert job.restarts == 0
+    assert f"{first} is sick: {why}" in job.log
     assert f" on {second} {spare}," in job.log
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_a_node_that_was_sick_is_taken_where_no_other_is_left(launcher: str, training: Training) -> None:
+    first, second, *_ = training.cluster.nodes
+    file = training.run / "slurm" / "sick_nodes"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"{datetime.now(UTC):%FT%TZ} {first} why\n")
+    job = training.submit_instead(
+        """
+        import socket
+        if os.environ["RANK"] == "0":  # the others look for it here
+            socket.create_server((os.environ["MASTER_ADDR"], 0))
+            code.write_text("0")
+        """,
+        LAUNCHER=launcher,
+    )
+    job.wait()
+    assert f" on {first} {second}," in job.log
+    assert "attempt 2" not in job.log
+
+
+def test_no_node_is_left_out_where_a_reservation_has_no_other(training: Training) -> None:
+    first, second, *_ = training.cluster.nodes
+    nodes = (f"Nodes={first},{second}", "StartTime=now", "Duration=60", "Users=root")
+    training.cluster.ask("scontrol", "create", "reservation", "ReservationName=ours", *nodes)
+    try:
+        check = f'test "$SLURMD_NODENAME" != {first}'
+        job = training.submit_instead("", "--reservation=ours", HEALTH_CHECK=check)
+        job.wait(exit_code=93)
+    finally:
+        training.cluster.ask("scancel", "--user=root")
+        training.cluster.ask("scontrol", "delete", "ReservationName=ours")
+    assert job.restarts == 2
+    assert "SLURM is to leave out" not in job.log
 
 
 def test_a_job_moves_away_from_a_node_that_fails_its_check(training: Training) -> None:

@@ -87,6 +87,14 @@ def test_a_stop_while_the_job_waits_again_ends_it_before_it_trains(training: Tra
     assert job.log.count("attempt 1 after") == 1
 
 
+def test_a_file_ends_a_chain_of_jobs(training: Training) -> None:
+    job = training.submit_instead(STOPS_BY_FILE, "--array=1-3%1", "--no-requeue", "--nodes=1")
+    job.until((training.run / "started").exists)
+    (training.run / "STOP").touch()
+    job.wait(exit_code=85)
+    assert job.log.count("attempt 1 after") == 1
+
+
 def test_a_chain_of_jobs_goes_on_where_one_has_stopped(training: Training) -> None:
     job = training.submit("--array=1-3%1", "--no-requeue", LAUNCHER="srun")
     training.wait_for_checkpoint(job)

@@ -76,6 +76,47 @@ def test_a_node_that_runs_out_of_memory_costs_an_attempt(training: Training) -> 
     training.assert_whole()
 
 
+def test_a_program_that_ends_while_no_controller_answers_is_begun_again(training: Training) -> None:
+    started, go = training.run / "started", training.run / "go"
+    job = training.submit_instead(
+        f"""
+        import time
+        pathlib.Path({str(started)!r}).touch()
+        if pathlib.Path({str(go)!r}).exists():
+            code.write_text("0")
+        while not pathlib.Path({str(go)!r}).exists():
+            time.sleep(0.1)
+        """,
+        "--nodes=1",
+        RETRY_SECONDS=3,
+    )
+    job.until(started.exists)
+    cluster = training.cluster
+    cluster.ask("scontrol", "shutdown", "slurmctld")
+    while (cluster.folder / "slurmctld.pid").exists():
+        time.sleep(0.1)
+    go.touch()
+    while "the program ended" not in job.log:
+        time.sleep(0.1)
+    cluster.start_controller()
+    job.wait()
+    assert job.restarts == 0
+    assert "attempt 2 after" in job.log
+
+
+def test_what_surrounds_a_job_does_not_get_in_its_way(training: Training) -> None:
+    """A shell's start-up file that prints, as a prolog of tasks does; variables that `sbatch` is to leave out of steps;
+    and a container on several lines."""
+    start_up = training.directory / "start_up"
+    start_up.write_text("echo\necho this is a cluster\n")
+    given = "PATH,PYTHONPATH,RUN,PROGRAM,HOLD,RANKS_PER_NODE,RETRY_SECONDS,LAUNCHER,CONTAINER,BASH_ENV"
+    program = "code.write_text('0' if os.environ['IN_CONTAINER'] == '1' else '64')"
+    variables = {"BASH_ENV": start_up, "CONTAINER": "\n  env\n  IN_CONTAINER=1"}
+    job = training.submit_instead(program, f"--export={given}", **variables)
+    job.wait()
+    assert "attempt 2" not in job.log
+
+
 def test_a_job_without_progress_is_given_up(training: Training) -> None:
     job = training.submit_instead("raise SystemExit(1)")
     job.wait(exit_code=93)
@@ -130,11 +171,12 @@ def test_programs_are_told_when_the_job_ends_and_none_is_begun_soon_before(train
 @pytest.mark.parametrize(
     ("options", "gpus"),
     [
+        (("--nodes=3", "--gpus=6"), ["0,1"] * 4),
         (("--gpus-per-node=2",), ["0,1"] * 4),
         (("--gpus-per-node=1",), ["0"] * 2),
         (("--gpus-per-task=1", "--ntasks-per-node=2"), ["0,1"] * 4),
     ],
-    ids=["all of a node", "half of a node", "by tasks"],
+    ids=["in sum, with a spare", "all of a node", "half of a node", "by tasks"],
 )
 def test_there_is_a_rank_for_each_gpu_and_it_sees_those_of_its_node(
     options: tuple[str, ...], gpus: list[str], training: Training
@@ -149,6 +191,7 @@ def test_there_is_a_rank_for_each_gpu_and_it_sees_those_of_its_node(
         *options,
         LAUNCHER="torchrun",
         RANKS_PER_NODE="",
+        NODES=2,
     )
     job.wait()
     assert seen.read_text().splitlines() == gpus
