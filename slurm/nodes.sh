@@ -51,8 +51,8 @@ find_nodes() {
 # it. What a task's prolog or a shell's start-up file says is no answer.
 ask_nodes() {
     # shellcheck disable=SC2016 # each node fills in values of its own
-    timeout --kill-after=10 "$HEALTH_SECONDS" srun "$(nodelist "$@")" --ntasks=$# --ntasks-per-node=1 --overlap --no-kill \
-        ${gpus:+--gpus-per-node="$gpus"} --cpu-bind=none --quiet --label \
+    timeout --kill-after=10 "$HEALTH_SECONDS" srun "$(nodelist "$@")" --ntasks=$# --ntasks-per-node=1 --overlap \
+        ${gpus:+--gpus-per-node="$gpus"} --cpu-bind=none --quiet --label --no-kill \
         bash -c 'said=$(bash -c "$HEALTH_CHECK" 2>&1 | tail -n 1; exit "${PIPESTATUS[0]}") && said=well
             echo "answer of $SLURMD_NODENAME ${said:-fails its check}"' |
         sort -n | grep -oP ': answer of \K.*'
