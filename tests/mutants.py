@@ -1852,8 +1852,8 @@ MUTANTS = (
     Mutant(
         "a watchdog lets a launcher end a rank before the verdict",
         "megalite/watchdog/watchdog.py",
-        "signal.signal(number, signal.SIG_IGN)",
-        "signal.getsignal(number)",
+        "        ignore_stop_signals()\n",
+        "",
         f"{_FAULTS}a_rank_that_dies_is_named_though_the_launcher_ends_the_others",
     ),
     Mutant(

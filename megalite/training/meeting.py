@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from megalite.errors import CommunicationError, ConfigurationError
 from megalite.process.bounded import within
-from megalite.training.place import Place
+from megalite.process.place import Place
 from megalite.watchdog.hang_analysis import ranks_text
 
 PATIENCE = 30.0

@@ -224,15 +224,18 @@ def test_ranks_that_never_come_are_named_with_their_node(doctor: Doctor) -> None
     done.only("sick", "n1", "rank 3 of 4 never came within 6 seconds")
 
 
-def test_a_rank_that_stands_still_and_a_file_system_that_hangs_are_told_apart(doctor: Doctor) -> None:
+def test_a_rank_that_stands_still_and_a_file_system_that_hangs_are_told_apart(doctor: Doctor, tmp_path: Path) -> None:
     before = f"""
-from megalite.doctor import data_files, examination
+from megalite.doctor import data_files, examination, run_directory
+if rank == 0:
+    run_directory.Probe._remove = lambda probe: time.sleep(1000)
+    run_directory._REMOVING_SECONDS = 0.1
 if rank == 1:
     examination.traits = lambda *_: {STOP}
 if rank == 2:
     data_files.fingerprints = lambda data: time.sleep(1000)
 """
-    done = doctor(*IMPATIENT, *MOCK, *FLAGS, before=before, stopped=1)
+    done = doctor(*IMPATIENT, *MOCK, *FLAGS, "--save", tmp_path / "run", before=before, stopped=1)
     assert done.codes == [93, -9, 93, 93]
     assert done.of("sick") == [
         ("n0", "rank 1 came and then did not answer: ended, or stopped"),
