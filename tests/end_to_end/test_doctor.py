@@ -262,11 +262,21 @@ def test_where_rank_0_has_the_store_and_stands_still_the_others_end(spawn: Calla
     before = f"""
 from megalite.doctor import roll_call
 roll_call.STORE_HANGS = 0.5
-stopped = own_folder + "_stopped"
-if rank == 0:
-    roll_call.RollCall.gather = lambda *_: (open(stopped, "w").close(), {STOP})
-while rank == 1 and not os.path.exists(stopped):
-    time.sleep(0.05)
+gather = roll_call.RollCall.gather
+
+def disturbed(*arguments):
+    open(own_folder + str(rank), "w").close()
+    while not os.path.exists(own_folder + "1"):
+        time.sleep(0.05)
+    if rank == 0:
+        open(own_folder + "_stopped", "w").close()
+        {STOP}
+    while not os.path.exists(own_folder + "_stopped"):
+        time.sleep(0.05)
+    time.sleep(0.5)
+    return gather(*arguments)
+
+roll_call.RollCall.gather = disturbed
 """
     (tmp_path / "program.py").write_text(PREAMBLE + before + RUN)
     store = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
