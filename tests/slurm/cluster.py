@@ -240,6 +240,7 @@ class Cluster:
             if not self._is_on(node):
                 self.restart(node)
         self.ask("scontrol", "update", f"NodeName={','.join(self.nodes)}", "State=RESUME", check=False)
+        self.ask("scontrol", "reconfigure")  # else SLURM shuns nodes, which a job has lost, as if cores were in use
         self.wait_until_idle()
 
     def _is_on(self, node: str) -> bool:
