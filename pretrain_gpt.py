@@ -8,8 +8,8 @@ from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.config.yaml_file import Sections
+from megalite.process.place import place_from_environment
 from megalite.training.failure import run_main
-from megalite.training.place import place_from_environment
 from megalite.training.starting import Starting
 
 

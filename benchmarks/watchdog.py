@@ -32,6 +32,7 @@ import torch.multiprocessing as multiprocessing
 from benchmarks.cpu_step import megalite_step, quartiles
 from benchmarks.results import write_results
 from megalite.parallel.mesh import ParallelMesh
+from megalite.process.place import Place
 from megalite.training.failure import default_store, report
 from megalite.watchdog.limits import Limits
 from megalite.watchdog.sections import AGREEMENT, DATA, FORWARD_BACKWARD, OPTIMIZER, STEP, Sections
@@ -61,7 +62,7 @@ def serve(rank: int, port: int, watched: bool, connections: list[Connection]) ->
     mesh = ParallelMesh(rank=rank, world_size=2)
     sections = Sections(lambda: mesh.waits.seconds)
     store = default_store()
-    watchdog = Watchdog(sections, Limits(), partial(report, store), rank=rank, world_size=2, store=store)
+    watchdog = Watchdog(sections, Limits(), report, Place(rank, rank, 2), store=store)
     section = sections if watched else lambda name: nullcontext()
     step = megalite_step(VOCABULARY, mesh)
     with watchdog if watched else nullcontext():

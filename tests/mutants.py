@@ -1852,8 +1852,8 @@ MUTANTS = (
     Mutant(
         "a watchdog lets a launcher end a rank before the verdict",
         "megalite/watchdog/watchdog.py",
-        "signal.signal(number, signal.SIG_IGN)",
-        "signal.getsignal(number)",
+        "        ignore_stop_signals()\n",
+        "",
         f"{_FAULTS}a_rank_that_dies_is_named_though_the_launcher_ends_the_others",
     ),
     Mutant(
@@ -1876,6 +1876,34 @@ MUTANTS = (
         "return aside(call).result(seconds)",
         "return aside(call).result()",
         "tests/unit/test_bounded.py::test_a_call_that_does_not_come_back_is_left_alone",
+    ),
+    Mutant(
+        "messages of two threads mix on one connection",
+        "megalite/watchdog/link.py",
+        "        with self._sending:\n",
+        "        if True:\n",
+        f"{_WATCHDOG}link.py::test_messages_of_several_threads_do_not_mix",
+    ),
+    Mutant(
+        "something follows half a message",
+        "megalite/watchdog/link.py",
+        "self._torn = True",
+        "pass",
+        f"{_WATCHDOG}link.py::test_nothing_follows_a_message_that_could_not_be_sent_whole",
+    ),
+    Mutant(
+        "a full disk under the output takes the exit code along",
+        "megalite/training/failure.py",
+        "    except OSError:\n        os.dup2(",
+        "    except ZeroDivisionError:\n        os.dup2(",
+        "tests/distributed/test_failure.py::test_an_output_that_cannot_be_written_changes_neither_code_nor_message",
+    ),
+    Mutant(
+        "a STOP that comes while old ones are looked for is removed",
+        "megalite/training/control_files.py",
+        "old_stop is not None and identity",
+        "identity",
+        "tests/unit/test_control_files.py::test_a_stop_that_comes_while_old_ones_are_looked_for_stays",
     ),
     Mutant(
         "who has come is named with who has not",

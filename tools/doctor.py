@@ -30,8 +30,8 @@ from megalite.doctor.options import Options
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.files import write_atomically
 from megalite.process.host import host_name
+from megalite.process.place import place_from_environment
 from megalite.training.failure import run_main
-from megalite.training.place import place_from_environment
 
 
 def main() -> int:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.process.place import place_from_environment
 from megalite.training.failure import run_main
-from megalite.training.place import place_from_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

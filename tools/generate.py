@@ -77,9 +77,9 @@ def main() -> int:
     from megalite.inference.network import choose_layout
     from megalite.inference.prompts import encode_prompt, of_rank_0, read_prompts
     from megalite.inference.text import in_order
+    from megalite.process.place import place_from_environment
     from megalite.training.kernels import choose_kernels
     from megalite.training.launch import join, leave
-    from megalite.training.place import place_from_environment
 
     choose_kernels(KernelsConfig(arguments.kernels))
     place, path = place_from_environment(), find_model(arguments.load)

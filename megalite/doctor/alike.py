@@ -18,7 +18,7 @@ import megalite
 import megalite_kernels
 from megalite.config import RunConfig
 from megalite.doctor.findings import Finding, Severity
-from megalite.watchdog.hang_analysis import ranks_text
+from megalite.process.place import ranks_text
 
 Traits = dict[str, dict[str, str]]
 """What a rank has, by kind (a key of `_KINDS`) and name; no flags where there is no run, or they are wrong."""

@@ -36,10 +36,10 @@ from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.bounded import aside
 from megalite.process.host import host_name
+from megalite.process.place import Place
 from megalite.process.signals import StopRequest
 from megalite.training.failure import leave_code
 from megalite.training.meeting import connect
-from megalite.training.place import Place
 
 _GRACE = 5.0
 """Seconds that a rank has to tell that its own time was up."""

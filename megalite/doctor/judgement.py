@@ -16,7 +16,7 @@ from megalite.doctor.options import Options
 from megalite.doctor.reports import Report, Roll
 from megalite.doctor.run_directory import examine_run_directory
 from megalite.errors import EXIT_FINISHED
-from megalite.watchdog.hang_analysis import ranks_text
+from megalite.process.place import ranks_text
 
 
 @dataclass

@@ -14,8 +14,8 @@ from megalite.doctor.figures import ACROSS, WITHIN, Figure, bus_factor, figures
 from megalite.doctor.findings import Verdict
 from megalite.doctor.judgement import Found
 from megalite.files import write_atomically
+from megalite.process.place import ranks_text
 from megalite.training import memory
-from megalite.watchdog.hang_analysis import ranks_text
 
 Row = Sequence[str]
 

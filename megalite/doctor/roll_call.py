@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from megalite.errors import CommunicationError
 from megalite.process.bounded import within
+from megalite.process.place import Place
 from megalite.training.meeting import STORE_HANGS, connect, store_name
-from megalite.training.place import Place
 
 Result = TypeVar("Result")
 _BETWEEN_LOOKS = 0.05

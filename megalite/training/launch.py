@@ -13,8 +13,8 @@ from megalite.config import ParallelConfig
 from megalite.errors import CommunicationError, ConfigurationError
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
+from megalite.process.place import Place
 from megalite.training.meeting import connect, meet, store_name
-from megalite.training.place import Place
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

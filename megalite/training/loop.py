@@ -23,7 +23,7 @@ from megalite.training.profiling import Profiler
 from megalite.training.starting import Starting
 from megalite.training.timing import Timing, gather_timing
 from megalite.training.trainer import Trainer
-from megalite.watchdog.sections import AGREEMENT, EVALUATION, PROFILE, SAVE, START, STEP
+from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,7 @@ class TrainingLoop:
         self.display.step(metrics)
         if timing is not None:
             self.display.message(timing.line())
-        with self.sections(PROFILE):
-            drawn = self.trainer.draw_time_line()
+        drawn = self.trainer.draw_time_line()
         if drawn is not None:
             self.display.message(drawn)
         report = self.trainer.locate_not_finite()

@@ -11,8 +11,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from megalite.errors import CommunicationError, ConfigurationError
 from megalite.process.bounded import within
-from megalite.training.place import Place
-from megalite.watchdog.hang_analysis import ranks_text
+from megalite.process.place import Place, ranks_text
 
 PATIENCE = 30.0
 """Seconds after which rank 0 says who has not come, and again after twice as many, and so on."""

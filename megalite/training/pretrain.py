@@ -16,6 +16,7 @@ from megalite.optim.elementwise import require_backend
 from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.naming import named
+from megalite.process.place import Place
 from megalite.training.control_files import ControlFiles
 from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
@@ -24,7 +25,6 @@ from megalite.training.launch import join, leave
 from megalite.training.loop import TrainingLoop
 from megalite.training.memory_history import record_memory_history
 from megalite.training.origin import find_origin
-from megalite.training.place import Place
 from megalite.training.profiling import require_device
 from megalite.training.run_watchdog import run_watchdog
 from megalite.training.starting import Starting

@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
+from megalite.process.place import Place
 from megalite.training.failure import default_store, report
 from megalite.training.meeting import hosted_by_launcher
-from megalite.training.place import Place
 from megalite.watchdog.limits import Limits
 from megalite.watchdog.sections import Sections
 from megalite.watchdog.watchdog import Watchdog
@@ -29,9 +29,7 @@ def run_watchdog(
         sections,
         Limits(config.watchdog.watchdog_min_seconds, 60.0 * config.parallel.distributed_timeout_minutes),
         report,
-        rank=place.rank,
-        world_size=place.world_size,
-        local_rank=place.local_rank,
+        place,
         store=store,
         store_is_of_rank_0=not hosted_by_launcher(),
         folder=directory / "hangs" if isinstance(directory, Path) else None,

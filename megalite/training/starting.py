@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from megalite.config.checkpoint import is_url
 from megalite.errors import EXIT_RESUMABLE
+from megalite.process.place import Place
 from megalite.training.deadline import job_end
 from megalite.training.failure import leave_code
-from megalite.training.place import Place
 
 if TYPE_CHECKING:
     from megalite.checkpoint import AnyPath

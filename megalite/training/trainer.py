@@ -45,7 +45,7 @@ from megalite.training.metrics import StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.origin import Origin
 from megalite.training.time_line import begin_recording, gone_by, write_recording
-from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, SECOND_RUN, Sections
+from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SECOND_RUN, Sections
 
 
 class Trainer:
@@ -144,7 +144,8 @@ class Trainer:
         recording, self._recording = self._recording, None
         if recording is None or not isinstance(self.directory, Path):
             return None
-        return write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)
+        with self.sections(PROFILE):
+            return write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)
 
     def _records_now(self) -> bool:
         """Whether the step that begins is the one whose time line is asked for."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
+from megalite.process.place import ranks_text
 from megalite.watchdog.flight_record import COMPLETED, GroupRecord, Operation, Snapshot
 
 _UNEQUAL = ("all_to_all", "gather", "scatter", "coalesced")  # collectives to which ranks may bring different sizes
@@ -58,16 +59,6 @@ def missing(snapshots: Mapping[int, Snapshot], silent: Collection[int] = ()) -> 
         *(Finding(wait.text, (), True) for wait in unfinished if stuck & wait.waiting),
     ]
     return sorted(findings, key=lambda finding: not finding.cause)
-
-
-def ranks_text(ranks: Iterable[int], most: int = 16) -> str:
-    """`rank 3`, `ranks 0, 2-5`; where it takes more than `most` pieces, the first ones and the count."""
-    ordered = sorted(set(ranks))
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
-    pieces = [piece for run in runs for piece in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
-    if len(pieces) > most:
-        pieces = [*pieces[:most], f"... ({len(ordered)} of them)"]
-    return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(pieces)}"
 
 
 # ------------------------------------------------------------------------------------------------------- one group

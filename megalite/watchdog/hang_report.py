@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megalite.watchdog.hang_analysis import Finding, missing, ranks_text
+from megalite.process.place import ranks_text
+from megalite.watchdog.hang_analysis import Finding, missing
 from megalite.watchdog.hang_dump import Dumps, RankDump
 
 SHOWN = 20  # findings of each kind in the text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megalite.watchdog.sections import SAVE, START, OpenSection
+from megalite.watchdog.sections import PROFILE, SAVE, START, OpenSection
 
 FACTOR = 5.0
 START_SECONDS = 3600.0
@@ -16,8 +16,8 @@ class Limits:
     """Of a section that has been seen, so many times the longest that it took; but never less than `least`.
 
     `unlearnt`, seconds, holds for the first of each kind, which may compile kernels or connect ranks, and is the least
-    for a save: a file system that others use, too, may be far slower than it was. What a run does to start is seen
-    only once and may be long, like the building of an index.
+    for a save or a profile: a file system that others use, too, may be far slower than it was. What a run does to start
+    is seen only once and may be long, like the building of an index.
     """
 
     least: float = 120.0
@@ -30,7 +30,7 @@ class Limits:
         if name not in longest:
             return max(self.least, self.unlearnt)
         learnt = max(self.least, FACTOR * longest[name])
-        return max(learnt, self.unlearnt) if name == SAVE else learnt
+        return max(learnt, self.unlearnt) if name in (SAVE, PROFILE) else learnt
 
     def overdue(self, sections: list[OpenSection], longest: Mapping[str, float]) -> OpenSection | None:
         """The innermost of the open sections that takes longer than it may."""

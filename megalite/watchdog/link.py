@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 
@@ -31,7 +32,7 @@ class Link:
         self._connection, self._buffer = connection, b""
         self._sending, self._torn = Lock(), False
         connection.settimeout(_SEND_SECONDS)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
+        with suppress(OSError, AttributeError):  # not over TCP, or not on Linux
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREACHABLE_SECONDS))
 
     def fileno(self) -> int:

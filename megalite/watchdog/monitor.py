@@ -23,13 +23,13 @@ from typing import Any
 from megalite.errors import EXIT_RESUMABLE
 from megalite.watchdog.hang_dump import RankDump
 from megalite.watchdog.link import Link, LinkLost, Message, listen
-from megalite.watchdog.verdict import Peer, folder_name, hang, loss
+from megalite.watchdog.verdict import Peer, death, folder_name, hang
 
-Report = Callable[[str, int], int]
+Say = Callable[[str, int], int]
 """Say an error and leave its exit code, unless a rank has said one; returns the code of what was said."""
 
 ANSWER_SECONDS = 5.0  # to say what one is in, and to write it to a shared file system
-_TOGETHER_SECONDS = 0.3  # ranks that die of one cause, as of a node without power, go within this time
+_TOGETHER_SECONDS = 0.3  # ranks that die of one cause go within this time
 _GREETING_SECONDS = 60.0
 _TICK_SECONDS = 0.1
 _PING_SECONDS = 1.0
@@ -63,10 +63,10 @@ class _Alarm:
 class Monitor(threading.Thread):
     """Watches the ranks from rank 0. `address` is for the store: a port and a token."""
 
-    def __init__(self, first: Peer, world_size: int, report: Report, folder: Path | None) -> None:
+    def __init__(self, first: Peer, world_size: int, say: Say, folder: Path | None) -> None:
         """`first` is rank 0 itself; `folder`: where the ranks write what they are in."""
         super().__init__(name="monitor", daemon=True)
-        self._first, self._report, self._folder = first, report, folder
+        self._first, self._say, self._folder = first, say, folder
         self._token = secrets.token_hex(16)
         self._listener = listen()
         self.address = f"{self._listener.getsockname()[1]} {self._token}"
@@ -180,7 +180,7 @@ class Monitor(threading.Thread):
         if self._concluded:
             return
         if self._lost and now - min(self._lost.values()) > _TOGETHER_SECONDS:
-            self._conclude_loss()
+            self._conclude_death()
         elif self._alarm is not None and not self._lost:
             self._look_into(self._alarm, now)
 
@@ -205,12 +205,12 @@ class Monitor(threading.Thread):
                 "where one of them dies the others may not hear of it. Let the ports between nodes be open\n"
             )
 
-    def _conclude_loss(self) -> None:
+    def _conclude_death(self) -> None:
         lost = [self._ranks[rank] for rank in sorted(self._lost)]
         failed = [connected.fails for connected in lost if connected.fails is not None]
         silent = [connected.peer for connected in lost if connected.fails is None and connected.peer is not None]
         if silent and set(failed) <= {EXIT_RESUMABLE}:  # a launcher ends the others when one has died
-            code = self._report(loss(silent), EXIT_RESUMABLE)
+            code = self._say(death(silent), EXIT_RESUMABLE)
         else:  # the rank says why by itself, or a rank that failed of the same
             code = max(failed, key=lambda code: code != EXIT_RESUMABLE)
         self._end(code, at_once=False)
@@ -222,7 +222,7 @@ class Monitor(threading.Thread):
         silence = {rank: now - ranks[rank].heard for rank in silent}
         folder = None if self._folder is None else self._folder / alarm.name
         message = hang(alarm.rank, alarm.why, peers, dumps, silence, folder, sorted(self._missing))
-        code = self._report(message, EXIT_RESUMABLE)
+        code = self._say(message, EXIT_RESUMABLE)
         self._end(code, at_once=True, kill=self._executioners(silent, peers))
 
     def _executioners(self, silent: set[int], peers: Mapping[int, Peer]) -> dict[int, list[int]]:

@@ -43,7 +43,7 @@ def overdue(section: OpenSection, limit: float) -> Message:
     return {"overdue": [section.name, section.seconds, limit]}
 
 
-def loss(lost: Sequence[Peer]) -> str:
+def death(lost: Sequence[Peer]) -> str:
     """Of ranks whose processes have ended without a word."""
     who = ", ".join(map(str, lost))
     have = "have" if len(lost) > 1 else "has"

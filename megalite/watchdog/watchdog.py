@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, exit_code_of
 from megalite.process.bounded import within
 from megalite.process.host import host_name, process_space
+from megalite.process.place import Place
 from megalite.process.signals import ignore_stop_signals
 from megalite.watchdog.flight_record import Snapshot
 from megalite.watchdog.hang_dump import RankDump, write_dump
@@ -31,7 +32,7 @@ from megalite.watchdog.limits import Limits
 from megalite.watchdog.link import Link, LinkLost, Message
 from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor, connect
 from megalite.watchdog.sections import OpenSection, Sections
-from megalite.watchdog.verdict import Peer, folder_name, hang, loss, overdue
+from megalite.watchdog.verdict import Peer, death, folder_name, hang, overdue
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -54,20 +55,18 @@ class Watchdog:
         sections: Sections,
         limits: Limits,
         report: Callable[[Store | None, str, int], int],
+        place: Place,
         *,
-        rank: int = 0,
-        world_size: int = 1,
-        local_rank: int = 0,
         store: Store | None = None,
         store_is_of_rank_0: bool = False,
         folder: Path | None = None,
     ) -> None:
-        """`report`: to say an error with, once for all that share a store; as `Report`. `store`: the process group's,
-        where there are several ranks; `store_is_of_rank_0`: it ends with that process. `folder` gets what the ranks are
-        in when the run hangs."""
+        """`report`: to say an error with, once for all that share a store (training/failure.py). `store`: the process
+        group's, where there are several ranks; `store_is_of_rank_0`: it ends with that process. `folder` gets what the
+        ranks are in when the run hangs."""
         self.sections, self._limits, self._report = sections, limits, report
         self._last_store = None if store_is_of_rank_0 else store
-        self._rank, self._world_size, self._local_rank = rank, world_size, local_rank
+        self._place = place
         self._store, self._folder = store, folder
         self._monitor: Monitor | None = None
         self._link: Link | None = None
@@ -80,12 +79,12 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._store is not None:
-            if self._rank == 0:
-                report = partial(self._report, self._store)
-                self._monitor = Monitor(self._peer(), self._world_size, report, self._folder)
+            if self._place.rank == 0:
+                say = partial(self._report, self._store)
+                self._monitor = Monitor(self._peer(), self._place.world_size, say, self._folder)
                 self._monitor.start()
                 self._store.set(_ADDRESS, self._monitor.address)
-            host = os.environ.get("MASTER_ADDR", "localhost") if self._rank else "localhost"
+            host = os.environ.get("MASTER_ADDR", "localhost") if self._place.rank else "localhost"
             with suppress(OSError):  # the monitor tells of those that do not come
                 self._link = connect(self._address(self._store), host, self._peer())
         self._thread.start()
@@ -113,7 +112,7 @@ class Watchdog:
             ) from error
 
     def _peer(self) -> Peer:
-        return Peer(self._rank, host_name(), os.getpid(), process_space())
+        return Peer(self._place.rank, host_name(), os.getpid(), process_space())
 
     # ------------------------------------------------------------------------------------------------ the main thread
 
@@ -204,7 +203,7 @@ class Watchdog:
 
     def _own_dump(self) -> RankDump:
         recorded: Snapshot | None = Snapshot(False, ())
-        if self._world_size > 1:
+        if self._place.world_size > 1:
             from megalite.watchdog.flight_recorder import snapshot
 
             try:
@@ -213,8 +212,8 @@ class Watchdog:
                 recorded = None
         innermost = self._innermost()
         return RankDump(
-            self._rank,
-            self._world_size,
+            self._place.rank,
+            self._place.world_size,
             host_name(),
             os.getpid(),
             innermost.name,
@@ -235,7 +234,7 @@ class Watchdog:
             self._conclude_alone(self._alarm[1])
         code = self._first_fails
         if code is None and self._first is not None and self._comes_to_speak():
-            code = self._report(self._last_store, loss([self._first]), EXIT_RESUMABLE)
+            code = self._report(self._last_store, death([self._first]), EXIT_RESUMABLE)
         self._end(EXIT_RESUMABLE if code is None else code, at_once=False)
 
     def _conclude_alone(self, why: Message) -> NoReturn:
@@ -243,20 +242,20 @@ class Watchdog:
         name = folder_name()
         own = self._dump(name)
         peer, silence, kill = self._peer(), {}, []
-        peers = {self._rank: replace(peer, section=own.section, step=own.step)}
+        peers = {self._place.rank: replace(peer, section=own.section, step=own.step)}
         if self._first is not None:
             peers[0], silence[0] = self._first, _VERDICT_SECONDS
             kill = [self._first.process] if self._first.space == peer.space else []
         if self._comes_to_speak():
             folder = None if self._folder is None else self._folder / name
-            message = hang(self._rank, why, peers, {self._rank: own}, silence, folder)
+            message = hang(self._place.rank, why, peers, {self._place.rank: own}, silence, folder)
             self._report(self._last_store, message, EXIT_RESUMABLE)
         self._end(EXIT_RESUMABLE, at_once=True, kill=kill)
 
     def _speaks(self) -> bool:
         """Whether this is the first rank of a node, rank 0 not counted."""
         beside_first = self._first is not None and self._first.space == process_space()
-        return self._local_rank == (1 if beside_first else 0)
+        return self._place.local_rank == (1 if beside_first else 0)
 
     def _comes_to_speak(self) -> bool:
         """Waits for its turn: where that first rank has gone, too, another one may, if a store is left that lets but
@@ -271,7 +270,7 @@ class Watchdog:
                 os.kill(process, signal.SIGKILL)
         if not at_once and not self._awaits_verdict:
             time.sleep(_LEAVING_SECONDS)
-        if self._rank == 0:
+        if self._place.rank == 0:
             time.sleep(_TICK_SECONDS)  # it may hold the store, which others are still asking
         os._exit(code)
 

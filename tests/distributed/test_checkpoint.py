@@ -164,13 +164,14 @@ def test_a_run_that_ends_does_not_wait_for_its_save(tmp_path: Path, monkeypatch:
     assert directory.latest(tmp_path) is None
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_training_does_not_wait_for_old_checkpoints_to_be_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     training = trained(Cell())
     may_end = Event()
     monkeypatch.setattr(checkpoint, "remove_old", lambda *_: (str(may_end.wait(timeout=20)),))
-    settings = CheckpointConfig(save=str(tmp_path), save_interval=1, save_retain_interval=2, async_save=True)
+    settings = CheckpointConfig(save=str(tmp_path), save_interval=1, save_retain_interval=2, async_save=asynchronous)
     saves = Checkpoints(settings, tmp_path, training.optimizer, training.plan)
     with Display(2, 1) as display:
         saves.save(TrainingState(1, 4, 1), {"model": {}}, display, last=False)
@@ -178,6 +179,7 @@ def test_training_does_not_wait_for_old_checkpoints_to_be_removed(
             saves.advance(busy=False, failed=False, display=display)
         may_end.set()
         saves.save(TrainingState(2, 8, 2), {"model": {}}, display, last=True)
+        saves.settle(display)
     saves.close()
     told = capsys.readouterr().out.splitlines()
     assert [line for line in told if line in ("True", "False")] == ["True", "True"]

@@ -19,6 +19,9 @@ from megalite.errors import CheckpointError, ConfigurationError
 from megalite.training import failure
 from megalite.training.failure import run_main
 rank = int(os.environ["RANK"])
+
+class OutOfMemoryError(RuntimeError):
+    pass  # as torch's
 """
 GROUP = """
 import torch, torch.distributed as dist
@@ -59,12 +62,28 @@ def ended_by_launcher(job: Job) -> str:
         ("return 85", 85, ""),
         ("raise ConfigurationError('--tp 3 does not divide 4 heads')", 64, "error: --tp 3 does not divide 4 heads\n"),
         ("raise CheckpointError('disk full')", 93, "error: disk full\n"),
+        ("raise MemoryError", 70, "error: out of memory: on the host. Lower --micro-batch-size, "),
+        ("raise OutOfMemoryError('CUDA: 2 GiB. Of 80')", 70, "error: out of memory: CUDA: 2 GiB. Lower --"),
         ("raise KeyboardInterrupt", 85, "error: interrupted\n"),
         ("sys.exit(2)", 2, ""),
     ],
 )
 def test_one_process_ends_with_the_code_and_the_message(body: str, code: int, message: str, start: Start) -> None:
-    assert ended(start(f"def main():\n    {body}\nrun_main(main)")) == ([code], message)
+    codes, error = ended(start(f"def main():\n    {body}\nrun_main(main)"))
+    assert codes == [code]
+    assert error.startswith(message)
+    assert error.count("\n") == (0 if not message else 1 if message.endswith("\n") else 3)
+
+
+@pytest.mark.parametrize(("body", "code", "message"), [("return 0", 0, ""), ("1 // 0", 70, "ZeroDivisionError")])
+def test_an_output_that_cannot_be_written_changes_neither_code_nor_message(
+    body: str, code: int, message: str, start: Start
+) -> None:
+    full = "sys.stdout = open('/dev/full', 'w')\nsys.stdout.write('not written yet')\n"
+    codes, error = ended(start(f"{full}def main():\n    {body}\nrun_main(main)"))
+    assert codes == [code], error
+    assert message in error
+    assert "No space left" not in error
 
 
 def test_a_defect_shows_its_traceback(start: Start) -> None:

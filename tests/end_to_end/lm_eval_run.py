@@ -29,8 +29,8 @@ from megalite.inference.loading import load_for_generation
 from megalite.inference.network import Network
 from megalite.inference.windows import sliding_windows
 from megalite.parallel.mesh import ParallelMesh
+from megalite.process.place import place_from_environment
 from megalite.training.launch import join, leave
-from megalite.training.place import place_from_environment
 from tests.harness import lm_eval_tasks as local
 from tests.harness.template_tokenizer import write_template_tokenizer
 

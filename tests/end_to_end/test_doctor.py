@@ -224,15 +224,18 @@ def test_ranks_that_never_come_are_named_with_their_node(doctor: Doctor) -> None
     done.only("sick", "n1", "rank 3 of 4 never came within 6 seconds")
 
 
-def test_a_rank_that_stands_still_and_a_file_system_that_hangs_are_told_apart(doctor: Doctor) -> None:
+def test_a_rank_that_stands_still_and_a_file_system_that_hangs_are_told_apart(doctor: Doctor, tmp_path: Path) -> None:
     before = f"""
-from megalite.doctor import data_files, examination
+from megalite.doctor import data_files, examination, run_directory
+if rank == 0:
+    run_directory.Probe._remove = lambda probe: time.sleep(1000)
+    run_directory._REMOVING_SECONDS = 0.1
 if rank == 1:
     examination.traits = lambda *_: {STOP}
 if rank == 2:
     data_files.fingerprints = lambda data: time.sleep(1000)
 """
-    done = doctor(*IMPATIENT, *MOCK, *FLAGS, before=before, stopped=1)
+    done = doctor(*IMPATIENT, *MOCK, *FLAGS, "--save", tmp_path / "run", before=before, stopped=1)
     assert done.codes == [93, -9, 93, 93]
     assert done.of("sick") == [
         ("n0", "rank 1 came and then did not answer: ended, or stopped"),
@@ -259,11 +262,21 @@ def test_where_rank_0_has_the_store_and_stands_still_the_others_end(spawn: Calla
     before = f"""
 from megalite.doctor import roll_call
 roll_call.STORE_HANGS = 0.5
-stopped = own_folder + "_stopped"
-if rank == 0:
-    roll_call.RollCall.gather = lambda *_: (open(stopped, "w").close(), {STOP})
-while rank == 1 and not os.path.exists(stopped):
-    time.sleep(0.05)
+gather = roll_call.RollCall.gather
+
+def disturbed(*arguments):
+    open(own_folder + str(rank), "w").close()
+    while not os.path.exists(own_folder + "1"):
+        time.sleep(0.05)
+    if rank == 0:
+        open(own_folder + "_stopped", "w").close()
+        {STOP}
+    while not os.path.exists(own_folder + "_stopped"):
+        time.sleep(0.05)
+    time.sleep(0.5)
+    return gather(*arguments)
+
+roll_call.RollCall.gather = disturbed
 """
     (tmp_path / "program.py").write_text(PREAMBLE + before + RUN)
     store = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}

@@ -14,7 +14,7 @@ from megalite.config import parse_arguments
 from megalite.config.run import fields_by_name, section_types
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import EXIT_CONFIGURATION, EXIT_RESUMABLE, ConfigurationError
-from megalite.training.place import Place
+from megalite.process.place import Place
 
 MINIMAL = [
     *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "4"),

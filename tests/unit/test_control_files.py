@@ -61,6 +61,16 @@ def test_a_stop_that_came_while_the_run_started_stays(before: bool, directory: A
     assert files.stop()
 
 
+def test_a_stop_that_comes_while_old_ones_are_looked_for_stays(
+    directory: AnyPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_files, "identity", lambda path: None)  # it is not there yet, or not seen
+    put(directory / "STOP")
+    files = ControlFiles(directory, ParallelMesh())
+    assert files.clear(None) == ()
+    assert files.stop()
+
+
 def test_files_are_looked_for_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(control_files.time, "monotonic", lambda: now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import os
@@ -78,6 +79,24 @@ def test_summaries_messages_and_validation_are_shown_as_they_are() -> None:
         "saved run/[a]/iter_10",
         "validation at step 10 | loss 3.9120 | perplexity 50",
     ]
+
+
+class Unwritable(io.StringIO):
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+def test_an_output_on_a_full_disk_is_done_without_and_one_that_nobody_reads_is_not() -> None:
+    with Display(25, 10, stream=Unwritable(OSError(errno.ENOSPC, "No space left on device"))) as display:
+        display.summary("megalite", {"name": "value"})
+        display.message("a message")
+        display.step(step(1))
+    with Display(25, 10, stream=Unwritable(BrokenPipeError())) as display, pytest.raises(BrokenPipeError):
+        display.message("a message")
 
 
 def test_a_rank_that_is_not_enabled_shows_nothing() -> None:

@@ -353,6 +353,14 @@ def test_data_that_differ_near_their_end_are_other_data(tmp_path: Path, monkeypa
     assert finding.node == "n1"
 
 
+def test_the_file_in_the_folder_of_a_tokenizer_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    data = DataConfig(seq_length=8, mock_data=True, tokenizer_model=str(tmp_path))
+    ((path, found),) = data_files.fingerprints(data).items()
+    assert path == str(tmp_path / "tokenizer.json")
+    assert found.startswith("of 2 bytes")
+
+
 def test_data_that_no_node_has_is_no_nodes_fault() -> None:
     (finding,) = examine_data({"n0": {"a.bin": "missing"}, "n1": {"a.bin": "missing"}})
     assert (finding.severity, finding.node, finding.text) == ("wrong", None, "a.bin is missing on all nodes")

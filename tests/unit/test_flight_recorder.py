@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import pytest
+
+from megalite.process.place import Place
+from megalite.watchdog import flight_recorder
 from megalite.watchdog.flight_record import GroupRecord, Operation
 from megalite.watchdog.flight_recorder import group_records
+from megalite.watchdog.hang_dump import read_dumps
+from megalite.watchdog.limits import Limits
+from megalite.watchdog.sections import Sections
+from megalite.watchdog.watchdog import Watchdog
 
 
 def entry(number: int, name: str, state: str, group: str = "0", retired: bool = False, p2p: int = 0) -> dict[str, Any]:
@@ -72,3 +82,19 @@ def test_messages_of_nccl_are_counted_on_their_link() -> None:
 
 def test_a_ring_without_entries_has_no_groups() -> None:
     assert group_records({"pg_config": {}, "version": "2.10"}) == []
+
+
+def test_a_rank_whose_recorder_cannot_be_read_tells_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise KeyError("pg_config")
+
+    monkeypatch.setattr(flight_recorder, "snapshot", broken)
+    watchdog = Watchdog(Sections(), Limits(), lambda *_: 0, Place(1, 1, 2), folder=tmp_path)
+    thread = Thread(target=watchdog._dump, args=("hang",))
+    thread.start()
+    thread.join()
+    dump = read_dumps(tmp_path / "hang").ranks[1]
+    assert dump.flight_recorder is None
+    assert "thread MainThread" in dump.stacks

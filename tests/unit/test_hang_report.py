@@ -81,6 +81,12 @@ def test_a_thread_that_is_at_something_is_shown(folder: Path) -> None:
     assert 'File "/python/storage.py", line 81, in loader_0' in place
 
 
+def test_a_line_of_code_that_begins_like_a_thread_is_code(folder: Path) -> None:
+    frames = '  File "a.py", line 1, in run\n    thread = begin()\n  File "/python/threading.py", line 2, in begin\n'
+    write_dump(folder, RankDump(1, 4, section="step", stacks=f"thread MainThread:\n{frames}"))
+    assert "line 2, in begin" in report(folder).stdout
+
+
 def test_a_thread_of_the_run_itself_that_waits_for_signals_is_not(folder: Path) -> None:
     write_dump(folder, RankDump(1, 4, section="step", stacks=STACKS.format(line=7, name="signals", file="signals.py")))
     assert "thread signals" not in report(folder).stdout

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
+from operator import itemgetter
+from threading import Thread
 
 import pytest
 
@@ -29,10 +32,10 @@ def receive_all(end: Link, count: int) -> list[Message]:
 
 def test_objects_arrive_however_the_bytes_are_cut(ends: tuple[Link, socket.socket]) -> None:
     end, other = ends
-    data = '{"at": ["save"], "step": 3}\n{"dump": {"stacks": "ä\\n"}}\n'.encode()
+    data = '{"section": "save", "step": 3}\n{"dump": {"stacks": "ä\\n"}}\n'.encode()
     for byte in data[:-1]:
         other.sendall(bytes([byte]))
-        assert end.receive() == ([{"at": ["save"], "step": 3}] if byte == ord("\n") else [])
+        assert end.receive() == ([{"section": "save", "step": 3}] if byte == ord("\n") else [])
     other.sendall(data[-1:] + data)
     assert len(receive_all(end, 3)) == 3
 
@@ -49,6 +52,35 @@ def test_what_is_sent_is_what_is_received(ends: tuple[Link, socket.socket]) -> N
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         Link(ours).send(**message)
         assert receive_all(Link(theirs), 1) == [message]
+
+
+def test_messages_of_several_threads_do_not_mix(ends: tuple[Link, socket.socket]) -> None:
+    end, other = ends
+    other.settimeout(10.0)
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sender, messages = Link(other), [{"dump": letter * 300_000} for letter in "abcd"]
+    threads = [Thread(target=sender.send, kwargs=message) for message in messages]
+    for thread in threads:
+        thread.start()
+    received = receive_all(end, len(messages))
+    for thread in threads:
+        thread.join()
+    assert sorted(received, key=itemgetter("dump")) == messages
+
+
+def test_nothing_follows_a_message_that_could_not_be_sent_whole(
+    ends: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "_SEND_SECONDS", 0.1)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender = Link(ours)
+        sender.send(dump="x" * 10_000_000)
+        theirs.settimeout(0.5)
+        with suppress(TimeoutError):
+            while data := theirs.recv(1 << 20):
+                sender.send(lost="a rank")
+                assert b"lost" not in data
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_all_learn_where_rank_0_is(watch: Begin) -> None:
     watched.ranks[0].link.send(section="save", step=3)
     while (first := watched.ranks[2].wait_for("first"))["step"] != 3:
         pass
-    assert first["at"] == ["save"]
+    assert first["section"] == "save"
 
 
 def test_a_rank_that_gives_no_answer_is_named_and_killed_by_one_beside_it(watch: Begin, tmp_path: Path) -> None:

@@ -7,7 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.watchdog.limits import FACTOR, START_SECONDS, Limits
-from megalite.watchdog.sections import EVALUATION, FORWARD_BACKWARD, SAVE, START, STEP, WAITING, OpenSection, Sections
+from megalite.watchdog.sections import (
+    DATA,
+    EVALUATION,
+    FORWARD_BACKWARD,
+    PROFILE,
+    SAVE,
+    START,
+    STEP,
+    WAITING,
+    OpenSection,
+    Sections,
+)
 
 SECONDS = st.floats(0.0, 1e6)
 
@@ -30,7 +41,8 @@ def test_a_limit_is_a_multiple_of_the_longest_and_never_below_the_least(
     learnt = limits.of(STEP, {STEP: longest, EVALUATION: 1e9})
     assert learnt == max(least, FACTOR * longest)
     assert limits.of(STEP, {EVALUATION: longest}) == max(least, unlearnt)
-    assert limits.of(SAVE, {SAVE: longest}) == max(learnt, unlearnt)
+    for name in (SAVE, PROFILE):
+        assert limits.of(name, {name: longest}) == max(learnt, unlearnt)
     assert limits.of(START, {}) >= START_SECONDS
 
 
@@ -86,6 +98,9 @@ def test_what_is_waited_for_others_is_left_out_of_a_ranks_own_time() -> None:
         clock.now, clock.waited = clock.now + 5.0, clock.waited + 3.0
     with sections(STEP):
         clock.now += 1.0
-    assert sections.longest == {STEP: 5.0}
-    assert sections.take() == {STEP: 3.0, WAITING: 3.0}
+    with sections(DATA):  # a process that stood still in a collective has waited longer than it was there
+        clock.now, clock.waited = clock.now + 60.5, clock.waited + 60.5
+        sections.was_stopped(60.0)
+    assert sections.longest == {STEP: 5.0, DATA: 0.5}
+    assert sections.take() == {STEP: 3.0, WAITING: 3.0, DATA: 0.0}
     assert sections.take() == {}

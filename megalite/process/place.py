@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True)
@@ -23,3 +25,13 @@ def place_from_environment() -> Place:
         local_rank=int(environment.get("LOCAL_RANK", "0")),
         world_size=int(environment.get("WORLD_SIZE", "1")),
     )
+
+
+def ranks_text(ranks: Iterable[int], most: int = 16) -> str:
+    """`rank 3`, `ranks 0, 2-5`; where it takes more than `most` pieces, the first ones and the count."""
+    ordered = sorted(set(ranks))
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
+    pieces = [piece for run in runs for piece in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
+    if len(pieces) > most:
+        pieces = [*pieces[:most], f"... ({len(ordered)} of them)"]
+    return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(pieces)}"

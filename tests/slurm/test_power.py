@@ -1,0 +1,59 @@
+"""What the run itself notices of a node that has no network, or no power, any more: nothing closes its connections."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from queue import SimpleQueue
+
+import pytest
+
+from megalite.watchdog import link
+from megalite.watchdog.monitor import Monitor
+from megalite.watchdog.verdict import Peer
+from tests.slurm.cluster import CONTROLLER, Cluster
+from tests.slurm.jobs import ROOT
+
+pytestmark = pytest.mark.slurm
+
+RANK_1 = """
+import os, sys, time
+from megalite.watchdog.monitor import connect
+from megalite.watchdog.verdict import Peer
+
+link = connect(sys.argv[1], sys.argv[2], Peer(1, "far", os.getpid(), "another machine"))
+while True:
+    link.send(section="optimizer", step=7)
+    time.sleep(0.1)
+"""
+
+
+def test_a_rank_that_is_cut_off_is_named(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not cluster.namespaces:
+        pytest.skip("nodes that share one address cannot be cut off")
+    monkeypatch.setattr(link, "UNREACHABLE_SECONDS", 2.0)
+    told: SimpleQueue[str] = SimpleQueue()
+
+    def report(message: str, code: int) -> int:
+        told.put(message)
+        return code
+
+    node = cluster.nodes[1]
+    monitor = Monitor(Peer(0, "near", os.getpid(), "this machine"), 2, report, None)
+    monitor.start()
+    inside = ["nsenter", f"--net=/run/netns/megalite-{node}", sys.executable, "-c", RANK_1]
+    with subprocess.Popen([*inside, monitor.address, cluster._address(CONTROLLER)], cwd=ROOT) as rank:
+        try:
+            while monitor._missing != {0}:
+                assert rank.poll() is None
+                time.sleep(0.05)
+            time.sleep(0.5)
+            cluster.fail(node)
+            assert told.get(timeout=60).startswith(
+                f"rank 1 (process {rank.pid} on far) has ended without a word, in step 7"
+            )
+        finally:
+            rank.kill()
+            monitor.close()
