@@ -159,7 +159,7 @@ def test_text_is_made_in_all_the_memory_of_a_node_and_ends_as_its_last_start_did
     """The first one leaves another code, and is requeued."""
     container = tmp_path / "container.sh"
     container.write_text(
-        '#!/bin/sh\nset -C # as the programs do: what is there stays\n'
+        "#!/bin/sh\nset -C # as the programs do: what is there stays\n"
         'if [ -n "$SLURM_RESTART_COUNT" ]; then echo 0 >"$MEGALITE_EXIT_FILE"; exit; fi\n'
         'echo 85 >"$MEGALITE_EXIT_FILE"\nscontrol requeue "$SLURM_JOB_ID"\nsleep 99\n'
     )
