@@ -53,6 +53,10 @@ class StopRequest:
         """The number of the first stop signal that this rank received, 0 if none: a value to take the maximum of."""
         return self._received
 
+    def answered(self) -> None:
+        """The program ends now, on this rank's signal or another's: those that still come are ignored, as above."""
+        self._received = self._received or signal.SIGTERM
+
 
 def exit_on_stop_signals() -> None:
     """Until a `StopRequest` is entered there is nothing to save, and the run can be started again as it is.

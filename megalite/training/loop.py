@@ -158,6 +158,7 @@ class TrainingLoop:
                 self.trainer.checkpoints.settle(self.display)
 
     def _end_early(self) -> int:
+        self._stop.answered()
         self._save(last=True)
         self._settle()
         saved = "nothing is saved without --save" if self.trainer.directory is None else "--resume auto continues"

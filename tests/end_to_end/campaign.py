@@ -117,8 +117,8 @@ class Campaign:
         with self.start(
             str(fault),
             steps=6,
-            least_seconds=3.0 if hangs else 60.0,
-            longest_seconds=12.0 if hangs else 120.0,
+            least_seconds=2.0 if hangs else 60.0,
+            longest_seconds=8.0 if hangs else 120.0,
             store_of_rank_0=store_of_rank_0,
         ) as job:
             watched = fault.phase not in UNWATCHED

@@ -159,7 +159,7 @@ class Chance:
     def two_faults(self) -> None:
         """Two, from inside: which comes first, and whether the second comes at all, is left open."""
         first, second = self._fault(), self._fault()
-        with self.campaign.start(f"{first};{second}", steps=6, least_seconds=3.0, longest_seconds=12.0) as job:
+        with self.campaign.start(f"{first};{second}", steps=6, least_seconds=2.0, longest_seconds=8.0) as job:
             job.wait_as_launcher()
             self._assert_ended(job, f"{first} and {second}")
         for fault in (first, second):
@@ -170,7 +170,7 @@ class Chance:
         number = self.random.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGSTOP])
         ranks = self.random.sample(range(RANKS), self.random.randint(1, RANKS))
         times = self.random.randint(1, 5)
-        with self._slow_start(least_seconds=3.0) as job:
+        with self._slow_start(least_seconds=2.0) as job:
             for rank in ranks * times:
                 job.kill(rank, number)
             if number == signal.SIGSTOP and len(ranks) == RANKS:
@@ -193,14 +193,15 @@ class Chance:
 
     def pause_of_all(self) -> None:
         """As by Ctrl-Z, longer than the limit."""
-        self._pause(list(range(RANKS)), seconds=8.0, least_seconds=3.0)
+        self._pause(list(range(RANKS)), seconds=5.0, least_seconds=2.0)
 
     def _pause(self, ranks: list[int], seconds: float, least_seconds: float) -> None:
         with self._slow_start(least_seconds) as job:
-            for number in (signal.SIGSTOP, signal.SIGCONT):
-                for rank in ranks:
-                    job.kill(rank, number)
-                time.sleep(seconds)
+            for rank in ranks:
+                job.kill(rank, signal.SIGSTOP)
+            time.sleep(seconds)
+            for rank in ranks:
+                job.kill(rank, signal.SIGCONT)
             codes = job.wait()
             said = everything_said(job)
         assert (codes, said) == ([85] * RANKS, []), f"pause of {ranks}"
@@ -208,7 +209,7 @@ class Chance:
     @contextmanager
     def _slow_start(self, least_seconds: float) -> Iterator[Job]:
         """Entered at a moment in one of its first steps."""
-        with self.campaign.start(steps=8, least_seconds=least_seconds, longest_seconds=30.0, step_seconds=0.2) as job:
+        with self.campaign.start(steps=8, least_seconds=least_seconds, longest_seconds=8.0, step_seconds=0.2) as job:
             job.wait_for_output(0, "  start  ")
             time.sleep(self.random.random())
             yield job

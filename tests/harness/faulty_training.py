@@ -28,9 +28,8 @@ from megalite.optim.elementwise import FusedRule
 from megalite.optim.reduction import ReduceScatter
 from megalite.parallel.collectives import done
 from megalite.pipeline.engine import _Step
-from megalite.training import checkpoints, loop, pretrain, trainer
-from megalite.training.failure import run_main
-from megalite.watchdog import limits, watchdog
+from megalite.training import checkpoints, failure, loop, pretrain, trainer
+from megalite.watchdog import limits, monitor, watchdog
 from pretrain_gpt import main
 from tests.harness.fault import Fault
 
@@ -188,7 +187,11 @@ def disturb() -> None:
 
 
 def shorten() -> None:
-    """What may take an hour takes seconds here."""
+    """What may take an hour takes seconds here, and nobody waits long for an answer or a launcher on one machine."""
+    watchdog._LEAVING_SECONDS = 0.5
+    watchdog.ANSWER_SECONDS = monitor.ANSWER_SECONDS = 2.5
+    watchdog._VERDICT_SECONDS = 5.0
+    failure._LAUNCHER_SECONDS = 3.0
     limits.START_SECONDS = watchdog._FIRST_SECONDS = SECONDS
     limits.Limits.__init__ = (  # type: ignore[method-assign]
         lambda self, least, unlearnt: (
@@ -200,4 +203,4 @@ def shorten() -> None:
 if __name__ == "__main__":
     disturb()
     shorten()
-    run_main(main)
+    failure.run_main(main)

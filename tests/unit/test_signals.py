@@ -35,12 +35,13 @@ def test_the_handlers_from_before_come_back() -> None:
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
-def test_signals_after_a_stop_are_ignored_while_the_process_ends() -> None:
-    program = """
+@pytest.mark.parametrize("stopped", ["os.kill(os.getpid(), signal.SIGTERM)", "stop.answered()"])
+def test_signals_after_a_stop_are_ignored_while_the_process_ends(stopped: str) -> None:
+    program = f"""
 import os, signal, sys
 from megalite.process.signals import STOP_SIGNALS, StopRequest
-with StopRequest():
-    os.kill(os.getpid(), signal.SIGTERM)
+with StopRequest() as stop:
+    {stopped}
 for number in STOP_SIGNALS:
     os.kill(os.getpid(), number)
 sys.exit(85)
