@@ -29,6 +29,7 @@ from tests.slurm.machine import (
     can_make_namespaces,
     host_name,
     in_networks,
+    is_alive,
     kill_all,
     remove_cgroups,
     require_programs,
@@ -61,6 +62,7 @@ class Cluster:
         self.environment = {"SLURM_CONF": f"{self.folder}/slurm.conf"}
         """What a command of SLURM's needs to find this cluster."""
         self._bridge = f"megalite{number}"
+        self._owner = self.folder / "owner.pid"
 
     # ------------------------------------------------------------------------------------------------ up and down
 
@@ -70,7 +72,7 @@ class Cluster:
         Raises ClusterError where something is missing here, or does not come up; nothing is left behind then.
         """
         require_programs()
-        if next(self._processes(), None) is not None:
+        if next(self._processes(), None) is not None and not self._is_left_behind():
             down = f"python -m tests.slurm.cluster down {self.number}"
             raise ClusterError(f"another cluster runs as number {self.number} ({down})")
         self.down()
@@ -99,10 +101,15 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         self.up()
+        self._owner.write_text(str(os.getpid()))
         return self
 
     def __exit__(self, *_: object) -> None:
         self.down()
+
+    def _is_left_behind(self) -> bool:
+        """Whether the program has gone that would have taken the cluster down; one of the command line has none."""
+        return self._owner.exists() and not is_alive(self._owner)
 
     def _write_files(self) -> None:
         self.folder.mkdir(mode=0o755)
@@ -237,18 +244,11 @@ class Cluster:
             (self.folder / node / "sick").unlink(missing_ok=True)
             if self.namespaces:
                 self.heal(node)
-            if not self._is_on(node):
+            if not is_alive(self.folder / node / "slurmd.pid"):
                 self.restart(node)
         self.ask("scontrol", "update", f"NodeName={','.join(self.nodes)}", "State=RESUME", check=False)
         self.ask("scontrol", "reconfigure")  # else SLURM shuns nodes, which a job has lost, as if cores were in use
         self.wait_until_idle()
-
-    def _is_on(self, node: str) -> bool:
-        try:
-            os.kill(int((self.folder / node / "slurmd.pid").read_text()), 0)
-        except (OSError, ValueError):
-            return False
-        return True
 
     def _require_namespaces(self) -> None:
         if not self.namespaces:

@@ -98,6 +98,15 @@ def _processes(condition: Callable[[Path], bool]) -> Iterator[int]:
                 yield int(folder.name)
 
 
+def is_alive(file: Path) -> bool:
+    """Whether the process is there whose number is in a file."""
+    try:
+        os.kill(int(file.read_text()), 0)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def kill_all(find: Callable[[], Iterable[int]]) -> None:
     """Kill the processes that `find` finds, again: one that is ending may have started another meanwhile."""
     for _ in range(3):

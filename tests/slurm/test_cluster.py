@@ -68,11 +68,16 @@ def test_a_cluster_runs_jobs_and_leaves_nothing_behind(namespaces: bool, number:
     assert traces(number) == before
 
 
-def test_a_cluster_takes_the_place_of_one_that_was_killed(number: int) -> None:
+@pytest.mark.parametrize("daemons", ["killed, too", "left"])
+def test_a_cluster_takes_the_place_of_one_whose_program_was_killed(daemons: str, number: int) -> None:
     before = traces(number)
-    killed = Cluster(number=number)
-    killed.up()
-    kill_all(lambda: with_variables(f"SLURM_CONF={killed.environment['SLURM_CONF']}"))
+    left = Cluster(number=number)
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    left.up()
+    (left.folder / "owner.pid").write_text(str(killed.pid))
+    if daemons != "left":
+        kill_all(lambda: with_variables(f"SLURM_CONF={left.environment['SLURM_CONF']}"))
     assert traces(number) != before
     with Cluster(number=number):
         pass
