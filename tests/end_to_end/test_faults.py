@@ -236,13 +236,13 @@ def run_by_chance(seed: int, whole: Whole, folder: Path) -> None:
     campaign.assert_unbroken(whole(layout))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_a_run_survives_chance(seed: int, whole: Whole, tmp_path: Path) -> None:
     run_by_chance(seed, whole, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 10))
+@pytest.mark.parametrize("seed", range(1, 10))
 def test_a_run_survives_more_of_it(seed: int, whole: Whole, tmp_path: Path) -> None:
     run_by_chance(seed, whole, tmp_path)
 

@@ -16,6 +16,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.training.display import Display
 from megalite.training.memory_history import record_memory_history
 from megalite.training.profiling import Profiler
+from megalite.watchdog.sections import Sections
 
 MINIMAL = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 --micro-batch-size 1 --lr 0.1 "
@@ -29,7 +30,7 @@ def config(flags: str) -> RunConfig:
 
 def steps(run: RunConfig, rank: int, step: Callable[[int], Any], last: int = 5) -> None:
     mesh = ParallelMesh(rank=rank, world_size=1)
-    profiler = Profiler(run, mesh, Display(last, 1, enabled=False), 0)
+    profiler = Profiler(run, mesh, Display(last, 1, enabled=False), Sections(), 0)
     for number in range(1, last + 1):
         with profiler.step(number):
             step(number)
@@ -40,7 +41,7 @@ def test_a_profile_that_the_end_of_the_run_cuts_off_is_told(last: int, told: boo
     """Asked for after the first step, so that steps 3 to 5 would be in it."""
     stream = io.StringIO()
     display = Display(9, 1, stream=stream)
-    profiler = Profiler(config("--profile-ranks 1"), ParallelMesh(rank=0, world_size=1), display, 0)
+    profiler = Profiler(config("--profile-ranks 1"), ParallelMesh(rank=0, world_size=1), display, Sections(), 0)
     profiler.ask(1)
     for number in range(2, last + 1):
         with profiler.step(number):
