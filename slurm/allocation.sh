@@ -40,10 +40,11 @@ guard() {
     done
 }
 
-# watch_over NODE: have the job begin again once it goes on without this node
+# watch_over NODE: have the job begin again once it goes on without this node (grep reads on to the end of a long list:
+# else what writes it would fail)
 watch_over() {
     trap '' USR1
     while sleep 20; do
-        job_is_over || job_nodes | grep -qFx "$1" || scontrol requeue "$this_job"
+        job_is_over || job_nodes | grep -Fx "$1" >/dev/null || scontrol requeue "$this_job"
     done
 }

@@ -84,9 +84,8 @@ launch() {
             "${container[@]}" python "$@" &
     else
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 srun "${options[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 bash -c \
-            'is_host=0 && [ "$SLURMD_NODENAME" = "$0" ] && is_host=1 # the others may be there long before it
-            PET_RDZV_CONF=is_host=$is_host,read_timeout=900,join_timeout=900 exec "$@"' "${nodes[0]}" \
-            "${container[@]}" torchrun --nnodes="${#nodes[@]}" --nproc-per-node="$RANKS_PER_NODE" --max-restarts=0 \
+            '[ "$SLURMD_NODENAME" = "$0" ]; PET_RDZV_CONF=is_host=$((!$?)),read_timeout=900,join_timeout=900 exec "$@"' \
+            "${nodes[0]}" "${container[@]}" torchrun --nnodes="${#nodes[@]}" --nproc-per-node="$RANKS_PER_NODE" --max-restarts=0 \
             --rdzv-backend=c10d --rdzv-endpoint="$address:$port" \
             --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$attempt" "$@" &
     fi

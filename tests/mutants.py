@@ -1893,10 +1893,10 @@ MUTANTS = (
     ),
     Mutant(
         "a full disk under the output takes the exit code along",
-        "megalite/training/failure.py",
-        "    except OSError:\n        os.dup2(",
-        "    except ZeroDivisionError:\n        os.dup2(",
-        "tests/distributed/test_failure.py::test_an_output_that_cannot_be_written_changes_neither_code_nor_message",
+        "megalite/process/output.py",
+        "    except OSError as error:\n        os.dup2(",
+        "    except ZeroDivisionError as error:\n        os.dup2(",
+        "tests/distributed/test_failure.py::test_an_output_that_cannot_be_written_hides_no_other_error",
     ),
     Mutant(
         "a STOP that comes while old ones are looked for is removed",
@@ -1915,8 +1915,8 @@ MUTANTS = (
     Mutant(
         "a rank waits without a limit for a store that stands still",
         "megalite/training/meeting.py",
-        "within(patience, wait)",
-        "wait()",
+        "return within(patience, call)",
+        "return call()",
         "tests/end_to_end/test_meeting.py::test_where_rank_0_does_not_come_another_rank_says_so[store of the launcher]",
     ),
     Mutant(

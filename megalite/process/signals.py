@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import NoReturn
 
@@ -18,6 +18,7 @@ from megalite.errors import EXIT_RESUMABLE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SECONDS_FOR_MAIN_THREAD = 3.0
+_last_words: list[Callable[[], None]] = []
 
 
 class StopRequest:
@@ -95,7 +96,14 @@ def _end_for_main_thread(descriptor: int) -> NoReturn:
     while not set(os.read(descriptor, 64)).intersection(STOP_SIGNALS):
         pass
     time.sleep(_SECONDS_FOR_MAIN_THREAD)
+    for call in _last_words:
+        call()
     os._exit(EXIT_RESUMABLE)
+
+
+def last_words(call: Callable[[], None]) -> None:
+    """Have this called, from another thread, should a stop signal end the process without its main thread."""
+    _last_words.append(call)
 
 
 def ignore_stop_signals() -> None:

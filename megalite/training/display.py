@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -21,6 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megalite.process.output import write_out
 from megalite.training.metrics import StepMetrics, TestMetrics, ValidationMetrics
 
 _WIDTH = 40  # of the bar, and of the curve below it
@@ -31,6 +33,30 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Lets the error through, where Rich would end the process without a word. Called while it is handled."""
         raise
+
+
+class _Bearing:
+    """A stream of which is lost what cannot be written, as on a full disk; not where nobody reads it any more."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self.lost = stream, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        self._bear(partial(self._stream.write, text))
+
+    def flush(self) -> None:
+        self._bear(self._stream.flush)
+
+    def _bear(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BrokenPipeError:
+            raise
+        except OSError:
+            self.lost = True
 
 
 class Display:
@@ -50,7 +76,8 @@ class Display:
     ) -> None:
         self._total, self._log_interval, self._enabled = train_iterations, log_interval, enabled
         self._iteration, self._first = start_iteration, start_iteration + 1
-        self._console = _Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._stream = _Bearing(stream or sys.stdout)
+        self._console = _Console(file=cast(TextIO, self._stream), highlight=False, soft_wrap=True)
         self._live: Live | None = None
         self._losses = [math.nan] * _WIDTH
         self._times: deque[float] = deque(maxlen=_RECENT_STEPS)
@@ -62,6 +89,8 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._take_down()
+        if self._stream.lost:  # training does not depend on it: what is left of it is not to fail the end
+            write_out()
 
     def summary(self, title: str, lines: Mapping[str, object]) -> None:
         """A titled block of names and values: at the start what runs, at the end what came of it."""
@@ -69,12 +98,12 @@ class Display:
         if self._enabled:
             width = max(map(len, lines), default=0)
             block = [f"  [dim]{escape(name):{width}}[/]  {escape(str(value))}" for name, value in lines.items()]
-            self._print("\n".join([f"[bold]{escape(title)}[/]", *block]))
+            self._console.print("\n".join([f"[bold]{escape(title)}[/]", *block]))
 
     def message(self, text: str) -> None:
         """One line of its own, above the bar."""
         if self._enabled:
-            self._print(escape(text))
+            self._console.print(escape(text))
 
     def step(self, metrics: StepMetrics) -> None:
         if not self._enabled:
@@ -83,7 +112,7 @@ class Display:
         self._times.append(metrics.iteration_time_s)
         at_interval = metrics.iteration % self._log_interval == 0
         if at_interval or metrics.skipped or metrics.iteration in (self._first, self._total):
-            self._print(escape(self._line(metrics)))
+            self._console.print(escape(self._line(metrics)))
         if self._console.is_interactive:
             self._show(metrics)
 
@@ -96,16 +125,7 @@ class Display:
     def _evaluation(self, name: str, iteration: int, loss: float) -> None:
         if self._enabled:
             text = f"[bold]{name} at step {iteration}[/] | loss {loss:.4f} | perplexity {perplexity(loss):.4g}"
-            self._print(text)
-
-    def _print(self, text: str) -> None:
-        """Training goes on where the output cannot be written, as on a full disk; not where nobody reads it."""
-        try:
             self._console.print(text)
-        except BrokenPipeError:
-            raise
-        except OSError:
-            pass
 
     def _line(self, metrics: StepMetrics) -> str:
         digits = len(str(self._total))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megalite.errors import EXIT_CONFIGURATION, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
 from megalite.files import write_at_once
 from megalite.process.bounded import within
+from megalite.process.output import write_out
 from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 
 if TYPE_CHECKING:
@@ -50,9 +51,9 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     try:
         code = main()
         ignore_stop_signals()
+        _write_out_whole()
         if os.environ.get("RANK", "0") == "0":
             leave_code(code)
-        flush_output()
     except SystemExit as ending:  # has said what there is to say, like --help
         ignore_stop_signals()
         if isinstance(ending.code, int):
@@ -75,14 +76,24 @@ def _describe(error: BaseException) -> str:
         return "interrupted"
     if isinstance(error, ModuleNotFoundError):
         return f"{error}: install what the program needs with `pip install -e .` in its folder"
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's: it may not be imported
+    if type(error).__name__ == "OutOfMemoryError":  # torch's: it may not be imported
         return (
-            f"out of memory: {str(error).partition('. ')[0] or 'on the host'}. Lower --micro-batch-size, recompute "
-            "activations (--recompute-granularity full), or split the model further; --record-memory-history tells "
-            f"what takes it\n{_innermost(error)}"
+            f"{error}\nA training takes less with a smaller --micro-batch-size, with --recompute-granularity full, or "
+            f"split over more ranks; --record-memory-history tells what takes it.\n{_innermost(error)}"
         )
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return f"this machine is out of memory: {error}\n{_innermost(error)}"
     trace = "".join(traceback.format_exception(error))
     return f"a defect in megalite or below it, please report it:\n{trace.rstrip()}"
+
+
+def _write_out_whole() -> None:
+    """Raises FileError where something that was printed cannot be written, BrokenPipeError where nobody reads it."""
+    problem = write_out()
+    if isinstance(problem, BrokenPipeError):
+        raise problem
+    if problem is not None:
+        raise FileError(f"the output cannot be written ({problem.strerror}): a part of it is lost")
 
 
 def _innermost(error: BaseException) -> str:
@@ -111,7 +122,7 @@ def _exit(code: int) -> NoReturn:
     if default_store() is None:
         sys.exit(code)
     # A group whose peers have gone may hang in its destructors.
-    flush_output()
+    write_out()
     _SPEAKING.acquire(timeout=_LAUNCHER_SECONDS)
     os._exit(code)
 
@@ -164,19 +175,10 @@ def _speak_unless_ended(message: str, code: int, rank: int) -> None:
 def _speak(message: str, code: int, rank: int) -> None:
     leave_code(code)
     where = f" on rank {rank}" if rank else ""
-    flush_output()
+    write_out()
     with suppress(OSError):
         sys.stderr.write(f"error{where}: {message}\n")
         sys.stderr.flush()
-
-
-def flush_output() -> None:
-    """Write out what the program has printed. Where that cannot be written, on a full disk or to nobody, it is given
-    up: else the process would end by that, whatever it has to say and to end with."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave_code(code: int) -> None:

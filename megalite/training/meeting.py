@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import datetime
 import os
+import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from megalite.errors import CommunicationError, ConfigurationError
+from megalite.errors import EXIT_RESUMABLE, CommunicationError, ConfigurationError
 from megalite.process.bounded import within
 from megalite.process.place import Place, ranks_text
+
+Result = TypeVar("Result")
 
 PATIENCE = 30.0
 """Seconds after which rank 0 says who has not come, and again after twice as many, and so on."""
 STORE_HANGS = 20.0
 """Seconds that the store may take beyond a limit: torch has none for a store that stands still."""
 _BETWEEN_LOOKS = 0.05
+_LEAVING_SECONDS = 0.5  # rank 0 may have the store, which others are still asking
 _CAME, _ALL = "came", "all have come"
 
 
@@ -66,26 +72,38 @@ def store_name() -> str:
 
 
 def meet(store: Store, place: Place, seconds: float) -> None:
-    """Return once rank 0 has seen all ranks. Raises CommunicationError where that is not so within `seconds`."""
+    """Return once rank 0 has seen all ranks. Raises CommunicationError on rank 0 where some do not come within
+    `seconds`, and elsewhere where rank 0 does not; where rank 0 says why, the others end without a word."""
+    _in_time(seconds, "the store does not answer", partial(_come, store, place.rank))
+    if place.rank == 0:
+        _in_time(seconds, "the store does not answer", partial(_wait_for_all, store, place.world_size, seconds))
+        return
+    limit = datetime.timedelta(seconds=2 * (seconds + STORE_HANGS))  # else torch prints that its time is up
+    _in_time(seconds, "rank 0 has not come, or stands still", partial(store.wait, [f"{_CAME}/0"], limit))
+    if _in_time(seconds, "rank 0 came, and stands still", partial(_hear, store, limit)) != b"":
+        sys.exit(EXIT_RESUMABLE)
 
-    def wait() -> None:
-        store.set(f"{_CAME}/{place.rank}", "")
-        store.add(_CAME, 1)
-        if place.rank == 0:
-            _wait_for_all(store, place.world_size, seconds)
-            store.set(_ALL, "")
-        else:
-            store.wait([_ALL], datetime.timedelta(seconds=2 * patience))  # else torch prints that its time is up
 
+def _hear(store: Store, limit: datetime.timedelta) -> bytes:
+    """What rank 0 says: nothing where all have come."""
+    store.wait([_ALL], limit)
+    return store.get(_ALL)
+
+
+def _come(store: Store, rank: int) -> None:
+    store.set(f"{_CAME}/{rank}", "")
+    store.add(_CAME, 1)
+
+
+def _in_time(seconds: float, problem: str, call: Callable[[], Result]) -> Result:
+    """Make a call that should not take longer. Raises CommunicationError where it does, or the store has gone."""
     patience = seconds + STORE_HANGS
     try:
-        within(patience, wait)
+        return within(patience, call)
     except TimeoutError:
-        problem = f"says nothing for {patience:.0f} s: rank 0, or the process that has it, is stopped"
-        raise CommunicationError(f"{store_name()} {problem}") from None
+        raise CommunicationError(f"{problem}, for {patience:.0f} s, at {store_name()}") from None
     except RuntimeError as error:
-        problem = f"does not answer any more: {str(error).splitlines()[0]}"
-        raise CommunicationError(f"{store_name()} {problem}") from error
+        raise CommunicationError(f"{store_name()} does not answer any more: {str(error).splitlines()[0]}") from error
 
 
 def _wait_for_all(store: Store, world_size: int, seconds: float) -> None:
@@ -94,12 +112,15 @@ def _wait_for_all(store: Store, world_size: int, seconds: float) -> None:
         waited = time.monotonic() - began
         if waited > min(seconds, patience):
             missing = [rank for rank in range(world_size) if not store.check([f"{_CAME}/{rank}"])]
-            if waited > seconds:
+            if missing and waited > seconds:
+                store.set(_ALL, "no")
+                time.sleep(_LEAVING_SECONDS)
                 raise CommunicationError(
-                    f"{ranks_text(missing)} did not come within {seconds:.0f} s (--distributed-timeout-minutes) to "
-                    f"{store_name()}: never started, stopped, ended, or without a way there"
+                    f"{ranks_text(missing)} of {world_size} did not come within {seconds:.0f} s to {store_name()}: "
+                    "never started, stopped, ended, or without a way there"
                 )
-            with suppress(OSError):  # nobody reads the output any more
-                print(f"waiting for {ranks_text(missing)} of {world_size}, for {waited:.0f} s by now", flush=True)
-            patience *= 2
+            if missing:
+                sys.stderr.write(f"waiting for {ranks_text(missing)} of {world_size}, for {waited:.0f} s by now\n")
+                patience *= 2
         time.sleep(_BETWEEN_LOOKS)
+    store.set(_ALL, "")

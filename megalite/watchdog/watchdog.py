@@ -25,7 +25,7 @@ from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, exit_
 from megalite.process.bounded import within
 from megalite.process.host import host_name, process_space
 from megalite.process.place import Place
-from megalite.process.signals import ignore_stop_signals
+from megalite.process.signals import ignore_stop_signals, last_words
 from megalite.watchdog.flight_record import Snapshot
 from megalite.watchdog.hang_dump import RankDump, write_dump
 from megalite.watchdog.limits import Limits
@@ -87,6 +87,8 @@ class Watchdog:
             host = os.environ.get("MASTER_ADDR", "localhost") if self._place.rank else "localhost"
             with suppress(OSError):  # the monitor tells of those that do not come
                 self._link = connect(self._address(self._store), host, self._peer())
+                # Who is told to end while it starts has not ended without a word.
+                last_words(partial(self._link.send, fails=EXIT_RESUMABLE))
         self._thread.start()
         return self
 

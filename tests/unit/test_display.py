@@ -95,6 +95,7 @@ def test_an_output_on_a_full_disk_is_done_without_and_one_that_nobody_reads_is_n
         display.summary("megalite", {"name": "value"})
         display.message("a message")
         display.step(step(1))
+        assert not display._console._buffer  # what is lost is not kept
     with Display(25, 10, stream=Unwritable(BrokenPipeError())) as display, pytest.raises(BrokenPipeError):
         display.message("a message")
 
