@@ -67,16 +67,3 @@ sys.exit(85)
         child.send_signal(signal.SIGTERM)
     output, _ = child.communicate(timeout=240)
     assert (output, child.returncode) == ("step done\n", 85)
-
-
-def test_a_process_whose_main_thread_does_not_come_to_a_signal_says_its_last_words() -> None:
-    program = """
-import hashlib, os, signal, threading
-from megalite.process.signals import exit_on_stop_signals, last_words
-exit_on_stop_signals()
-last_words(lambda: print("farewell", flush=True))
-threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
-"""
-    ended = subprocess.run([sys.executable, "-c", program], timeout=240, check=False, stdout=subprocess.PIPE, text=True)
-    assert (ended.returncode, ended.stdout) == (85, "farewell\n")
