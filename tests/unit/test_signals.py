@@ -67,3 +67,19 @@ sys.exit(85)
         child.send_signal(signal.SIGTERM)
     output, _ = child.communicate(timeout=240)
     assert (output, child.returncode) == ("step done\n", 85)
+
+
+def test_a_process_whose_main_thread_does_not_come_to_a_signal_says_its_last_words() -> None:
+    program = """
+import ctypes, os, signal, threading
+from megalite.process.signals import exit_on_stop_signals, last_words
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which a test before may have left ignored
+exit_on_stop_signals()
+last_words(lambda: print("farewell", flush=True))
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+lock, c = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+c.pthread_mutex_lock(lock)
+c.pthread_mutex_lock(lock)  # for ever, and no signal interrupts it
+"""
+    ended = subprocess.run([sys.executable, "-c", program], timeout=60, check=False, stdout=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stdout) == (85, "farewell\n")
