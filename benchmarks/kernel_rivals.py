@@ -108,7 +108,7 @@ PLAIN: Functions = {
     "geglu": _gated(partial(F.gelu, approximate="tanh")),
     "exact_geglu": _gated(F.gelu),
     "rotary_embedding": _rotated,
-    "sum_of_squares": _norm,
+    "sums_of_squares": _norm,
     **_updates(_fused_adamw),
 }
 """As one writes each in PyTorch."""

@@ -594,9 +594,9 @@ MUTANTS = (
     ),
     Mutant(
         "the gradient norm, and so the decision to skip, is each rank's own",
-        "megalite/optim/statistics.py",
-        "collectives.all_reduce_(total, mesh.world()).tolist()",
-        "total.tolist()",
+        "megalite/optim/exact_sum.py",
+        "collectives.all_reduce_(rows, mesh.world()).tolist()",
+        "rows.tolist()",
         "tests/distributed/test_layouts_masks.py::test_an_infinity_on_one_rank_makes_all_skip[tp2-dp1-pp1]",
     ),
     Mutant(
@@ -1012,6 +1012,27 @@ MUTANTS = (
         "kept.write(run.unpacked[name])",
         "kept.tensors()",
         f"{_PACKED}moments_in_8_bits_go_on_to_the_bit_where_they_were_saved",
+    ),
+    Mutant(
+        "copies of a gradient are summed in an order that follows the buckets' cuts",
+        "megalite/optim/reduction.py",
+        "collectives.all_reduce_in_rank_order_, gradients",
+        "collectives.all_reduce_, gradients",
+        "tests/distributed/test_chunks.py::test_stages_and_overlap_change_no_bit[4-2-1]",
+    ),
+    Mutant(
+        "the norm's sums are rounded on each rank",
+        "megalite/optim/statistics.py",
+        "torch.cat(sums) if",
+        "torch.cat(sums).sum(0, keepdim=True) if",
+        "tests/distributed/test_layouts_steps.py::test_zero_and_overlap_change_no_bit[1-3-adam-float64]",
+    ),
+    Mutant(
+        "a norm's exact sum forgets the lower half of its numbers",
+        "megalite/optim/exact_sum.py",
+        "((high << HALF_BITS) + low) << place",
+        "(high << HALF_BITS) << place",
+        "tests/unit/test_exact_sum.py::test_a_sum_is_rounded_once",
     ),
     Mutant(
         "squares of large gradients overflow in the norm's kernel",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
 from megalite_kernels.cross_entropy import Columns, Terms, gradient_, statistics
-from megalite_kernels.l2_norm import sum_of_squares
+from megalite_kernels.l2_norm import sums_of_squares
 from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 from megalite_kernels.optimizer_cases import FLAT, updates
 from megalite_kernels.quantization import dequantize, quantize
@@ -161,12 +161,12 @@ def _updates() -> Iterator[Case]:
         parts = (by.make_inputs, by.outputs, True, by.traffic)
         yield Case("optimizer", f"{name} {_dtypes(*by.dtypes)}", FLAT, *parts, timed=by.alone)
     for dtype in (torch.float32, torch.bfloat16):
-        name = f"sum_of_squares {_dtypes(dtype)}"
+        name = f"sums_of_squares {_dtypes(dtype)}"
         yield Case("optimizer", name, FLAT, partial(_flat_inputs, FLAT, dtype), _norm_of)
 
 
 def _norm_of(values: Tensor) -> Tensor:
-    return sum_of_squares(values).sqrt()
+    return sums_of_squares(values).sum().sqrt()
 
 
 def _rotary_inputs(width: int, rotated: int, dtype: torch.dtype, tokens: int, device: str) -> list[Tensor]:

@@ -47,5 +47,5 @@ class ReduceScatter:
 
     def completion(self, gradients: Tensor) -> Iterator[Collective[object]]:
         for kind, group in (("instances", self.instance_group), ("replicas", self.replica_group)):
-            summed = partial(collectives.all_reduce_, gradients, group)
+            summed = partial(collectives.all_reduce_in_rank_order_, gradients, group)
             yield Collective(f"sum of the gradients over {kind}", group.ranks, summed)

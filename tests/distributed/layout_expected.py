@@ -232,3 +232,13 @@ def _assert_as_expected(cell: Cell, result: Result, wanted: Expected) -> None:
     for name in names:
         rate = rates(cell, 0).learning_rate
         assert_parameter_close(result.final[name], wanted.final[name], rate, f"{name} after {cell.steps} steps")
+
+
+def assert_same_bits(actual: Result, expected: Result, name: str) -> None:
+    """Losses, gradients, norms and figures of the parameters, and what has become of the weights."""
+    assert actual.losses == expected.losses, name
+    assert actual.gradient_norms == expected.gradient_norms, name
+    assert actual.figures == expected.figures, name
+    for kind in ("gradients", "final"):
+        for tensor, value in getattr(expected, kind).items():
+            assert_bits_equal(getattr(actual, kind)[tensor], value, f"{name}: {kind} of {tensor}")

@@ -268,7 +268,7 @@ def data_parallel(cell: Cell) -> DataParallel:
         gradient_dtype=cell.torch_gradient_dtype,
         stage=cell.zero,
         instances=cell.instances,
-        bucket_size=1 if cell.overlap == "single parameters" else BUCKET_SIZE if overlap else None,
+        bucket_size=BUCKET_SIZE if overlap else None,
         overlap_reduce=overlap and (chunks == 1 or cell.zero >= 2 or cell.stages.v_shaped),  # else the list does
         overlap_gather=cell.overlap == "reduce and gather",
     )

@@ -56,28 +56,32 @@ def test_two_chunks_give_the_bits_of_one(recompute: str, tied: bool, rank_pools:
             assert_bits_equal(values, first[name], f"{name} of case {number}")
 
 
-@pytest.mark.parametrize(("tp", "dp", "instances"), [(2, 2, 1), (1, 4, 2)])
+@pytest.mark.parametrize(("tp", "dp", "instances"), [(2, 2, 1), (1, 4, 2), (4, 2, 1)])
 def test_stages_and_overlap_change_no_bit(tp: int, dp: int, instances: int, rank_pools: RankPools) -> None:
-    """Of two chunks: ZeRO 0 and 1, and 2 and 3; all are near one chunk. R's in the middle of a list need no overlap."""
+    """Of two chunks: ZeRO 0 and 1, and 2 and 3; all are near one chunk. R's in the middle of a list need no overlap.
+
+    (Four tensor-parallel ranks are for sums over more than two copies, whose order could follow the buckets' cuts.)
+    """
     row = {"tp": tp, "dp": dp, "samples": 4 * dp, "sequence_parallel": tp > 1}
     training = {"optimizer": "adam", "clip_grad": 0.5, "dropout": 0.1}
-    stages = range(0 if instances == 1 else 1, 4)
+    stages = (1, 3) if tp == 4 else range(0 if instances == 1 else 1, 4)
     ways = [(zero, overlap) for zero in stages for overlap in ("none", "reduce and gather" if zero else "reduce")]
     cases = []
     for zero, overlap in ways:
         kinds = {"zero": zero, "overlap": overlap, "instances": instances if zero else 1}
         cell = make_cell(row | kinds, **training)
         cases.append(Case(cell, 2, actions(IN_TURN, reduce_each=zero >= 2)))
-        cases.append(Case(cell, 2, scheduled("zb-v", cell)))
+        if tp < 4:
+            cases.append(Case(cell, 2, scheduled("zb-v", cell)))
     one = Case(cases[0].cell, 1, actions(WHOLE, reduce_each=False))
     ranks = rank_pools(tp * dp).run(trained, [one, *cases])
     norms, whole = ranks[0][0][0], tensors(ranks, 0)
-    firsts: dict[tuple[bool, bool], dict[str, Tensor]] = {}
+    firsts: dict[bool, tuple[list[float], dict[str, Tensor]]] = {}
     for number, case in enumerate(cases, start=1):
-        assert ranks[0][number][0] == pytest.approx(norms, rel=1e-12)
         found = tensors(ranks, number)
-        cut = tp > 1 and case.cell.overlap != "none"  # sums over tp depend on where an element stands in its bucket
-        first = firsts.setdefault((case.cell.zero >= 2, cut), found)
+        first_norms, first = firsts.setdefault(case.cell.zero >= 2, (ranks[0][number][0], found))
+        assert ranks[0][number][0] == first_norms, case.cell
+        assert first_norms == pytest.approx(norms, rel=1e-12)
         for name, values in found.items():
             assert_bits_equal(values, first[name], f"{name} of {case.cell}")
             assert_gradient_close(values, whole[name], 1.0, name)
