@@ -1028,10 +1028,17 @@ MUTANTS = (
         "tests/unit/test_optimizer_backends.py::test_lower_precision_rounds_what_is_kept_and_no_more",
     ),
     Mutant(
+        "torch's AdamW corrects its moments as after one update more",
+        "megalite/optim/elementwise.py",
+        "steps.fill_(step - 1)",
+        "steps.fill_(step)",
+        "tests/unit/test_optimizer_backends.py::test_the_torch_back_end_is_torchs_optimizer_to_the_bit[adam]",
+    ),
+    Mutant(
         "apex's count of updates goes on over skipped steps",
         "megalite/optim/elementwise.py",
-        'group["step"] = step - 1',
-        'group["step"] = group.get("step", 0) + 1',
+        "weight_decay=decay, step=step - 1)",
+        "weight_decay=decay)",
         "tests/unit/test_optimizer_backends.py::test_apex_is_given_what_it_needs[adam]",
     ),
     Mutant(
