@@ -1038,7 +1038,7 @@ MUTANTS = (
         "apex's count of updates goes on over skipped steps",
         "megalite/optim/elementwise.py",
         "weight_decay=decay, step=step - 1)",
-        "weight_decay=decay)",
+        'weight_decay=decay, step=group.get("step", 0) + 1)',
         "tests/unit/test_optimizer_backends.py::test_apex_is_given_what_it_needs[adam]",
     ),
     Mutant(
