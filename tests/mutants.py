@@ -846,6 +846,20 @@ MUTANTS = (
         f"{_STEPS}[3]",
     ),
     Mutant(
+        "a blend keeps the stretches that began with a wrong guess",
+        "megalite/data/blend.py",
+        "if len(wrong) == 0:",
+        "if len(wrong) < stretches:",
+        "tests/unit/test_data_datasets.py::test_blend_index_is_that_of_the_plain_loop",
+    ),
+    Mutant(
+        "a dataset that has given all is chosen again",
+        "megalite/data/blend.py",
+        "behind[counts >= self.limits] = -np.inf",
+        "behind[counts > self.limits] = -np.inf",
+        "tests/unit/test_data_datasets.py::test_blend_index_is_that_of_the_plain_loop[taken to the last sample-256]",
+    ),
+    Mutant(
         "an answer may begin before the one before it ends",
         "megalite/data/chat.py",
         " and len(before) >= at",
