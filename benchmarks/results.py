@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = "torch", "triton", "numpy", "numba", "megatron-core", "liger-kernel"
+PACKAGES = "torch", "triton", "numpy", "megatron-core", "liger-kernel"
 RESULTS = Path(__file__).parent / "results"
 
 

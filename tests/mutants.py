@@ -846,6 +846,20 @@ MUTANTS = (
         f"{_STEPS}[3]",
     ),
     Mutant(
+        "a blend keeps the stretches that began with a wrong guess",
+        "megalite/data/blend.py",
+        "if len(wrong) == 0:",
+        "if len(wrong) < stretches:",
+        "tests/unit/test_data_datasets.py::test_blend_index_is_that_of_the_plain_loop",
+    ),
+    Mutant(
+        "a dataset that has given all is chosen again",
+        "megalite/data/blend.py",
+        "behind[counts >= self.limits] = -np.inf",
+        "behind[counts > self.limits] = -np.inf",
+        "tests/unit/test_data_datasets.py::test_blend_index_is_that_of_the_plain_loop[taken to the last sample-256]",
+    ),
+    Mutant(
         "an answer may begin before the one before it ends",
         "megalite/data/chat.py",
         " and len(before) >= at",
@@ -1049,10 +1063,17 @@ MUTANTS = (
         "tests/unit/test_optimizer_backends.py::test_lower_precision_rounds_what_is_kept_and_no_more",
     ),
     Mutant(
+        "torch's AdamW corrects its moments as after one update more",
+        "megalite/optim/elementwise.py",
+        "steps.fill_(step - 1)",
+        "steps.fill_(step)",
+        "tests/unit/test_optimizer_backends.py::test_the_torch_back_end_is_torchs_optimizer_to_the_bit[adam]",
+    ),
+    Mutant(
         "apex's count of updates goes on over skipped steps",
         "megalite/optim/elementwise.py",
-        'group["step"] = step - 1',
-        'group["step"] = group.get("step", 0) + 1',
+        "weight_decay=decay, step=step - 1)",
+        'weight_decay=decay, step=group.get("step", 0) + 1)',
         "tests/unit/test_optimizer_backends.py::test_apex_is_given_what_it_needs[adam]",
     ),
     Mutant(

@@ -7,7 +7,8 @@ the first one among equals.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -17,8 +18,14 @@ from megalite.errors import DataError
 
 Sample = TypeVar("Sample", covariant=True)
 
-# Samples times datasets from which compiling the loop, a second, is worth it.
-COMPILE_FROM = 1_000_000
+STRETCHES = 4096
+"""Parts of a blend that are computed side by side, at most: each operation of numpy's then has enough to do."""
+STRETCH = 1024
+"""Samples in one, at least."""
+LEAD = 256
+"""Samples before a stretch from which a guess is led to its beginning."""
+DEFICITS = 1 << 19
+"""Datasets times stretches, at most: bounds the memory."""
 
 
 class Dataset(Protocol[Sample]):
@@ -81,37 +88,74 @@ class BlendIndex(NamedTuple):
 def build_blend_index(weights: Sequence[float], size: int, limits: Sequence[int] | None = None) -> BlendIndex:
     """The index of a blend of `size` samples.
 
+    Each choice depends on all before it, but soon forgets with which counts it began. So stretches of the blend are
+    computed side by side, from counts that are guessed some samples before each, and again from the right counts where
+    these are not those that the stretch before it ends with: the result is that of the loop, whatever was guessed.
+
     Args:
         weights: one a dataset, with sum 1.
         size: samples in the blend.
         limits: samples each dataset has; one that has given all is left out from there on.
     """
-    index = BlendIndex(np.empty(size, np.int16), np.empty(size, np.int64), np.zeros(len(weights), np.int64))
-    no_limits = np.full(len(weights), np.iinfo(np.int64).max)
-    arguments = (np.array(weights), no_limits if limits is None else np.array(limits, np.int64), *index)
-    if size * len(weights) < COMPILE_FROM:
-        _take_the_furthest_behind(*arguments)
-    else:
-        import numba  # here: importing it and compiling take a second
+    walk = _Walk(np.array(weights)[:, None], None if limits is None else np.array(limits)[:, None])
+    stretches = max(1, min(size // STRETCH, STRETCHES, DEFICITS // len(weights)))
+    length = -(-size // stretches)
+    lead = min(LEAD, length)
+    starts = np.arange(stretches) * length
+    begins = walk.near(starts - lead)
+    for _ in walk.choices(starts - lead, begins, lead):
+        pass
+    begins[:, 0] = 0
+    ends = np.empty_like(begins)
+    datasets, samples = np.empty((stretches, length), np.int16), np.empty((stretches, length), np.int64)
+    wrong: slice | np.ndarray = slice(None)
+    while True:
+        counts = begins[:, wrong].copy()
+        for place, (chosen, taken) in enumerate(walk.choices(starts[wrong], counts, length)):
+            datasets[wrong, place], samples[wrong, place] = chosen, taken
+        ends[:, wrong] = counts
+        wrong = np.flatnonzero((begins[:, 1:] != ends[:, :-1]).any(axis=0)) + 1
+        if len(wrong) == 0:
+            break
+        begins[:, wrong] = ends[:, wrong - 1]
+    flat = datasets.reshape(-1)
+    beyond = np.bincount(flat[size:], minlength=len(weights))
+    return BlendIndex(flat[:size], samples.reshape(-1)[:size], ends[:, -1].astype(np.int64) - beyond)
 
-        numba.njit(_take_the_furthest_behind)(*arguments)
-    return index
 
+@dataclass(frozen=True)
+class _Walk:
+    """The greedy rule from several places of a blend at once, in Megatron-LM's arithmetic, operation by operation.
 
-def _take_the_furthest_behind(
-    weights: np.ndarray, limits: np.ndarray, datasets: np.ndarray, samples: np.ndarray, counts: np.ndarray
-) -> None:
-    """Fills a `BlendIndex`. Each choice depends on all before it, which leaves a loop, in words that Python and numba
-    both know; it is Megatron-LM's arithmetic, operation by operation."""
-    for i in range(len(datasets)):
-        step = float(max(i, 1))
-        chosen, furthest = 0, -np.inf
-        for d in range(len(weights)):
-            behind = weights[d] * step - counts[d]
-            if behind > furthest and counts[d] < limits[d]:
-                chosen, furthest = d, behind
-        datasets[i], samples[i] = chosen, counts[chosen]
-        counts[chosen] += 1
+    Counts are float64 [datasets, places], whole numbers.
+    """
+
+    weights: np.ndarray
+    """float64 [datasets, 1]."""
+    limits: np.ndarray | None
+    """int64 [datasets, 1]."""
+
+    def near(self, places: np.ndarray) -> np.ndarray:
+        """Counts that are likely at these places: largest remainders first, since who is furthest behind is chosen."""
+        shares = self.weights * places
+        counts = np.floor(shares)
+        ranks = (counts - shares).argsort(axis=0, kind="stable").argsort(axis=0)
+        near: np.ndarray = counts + (ranks < places - counts.sum(axis=0))
+        return near
+
+    def choices(self, places: np.ndarray, counts: np.ndarray, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The dataset and its sample at each place, int64 and float64 [places], then at each one's next; moves
+        `counts` along."""
+        columns = np.arange(len(places))
+        behind = np.empty_like(counts)
+        for step in range(length):
+            np.multiply(self.weights, np.maximum(places + step, 1), out=behind)
+            behind -= counts
+            if self.limits is not None:
+                behind[counts >= self.limits] = -np.inf
+            chosen = behind.argmax(axis=0)
+            yield chosen, counts[chosen, columns]
+            counts[chosen, columns] += 1
 
 
 class BlendedDataset(Generic[Sample]):

@@ -6,14 +6,15 @@ import importlib
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import ConfigurationError
-from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
 from megalite.optim.shard import Run
 from megalite_kernels.implementation import runs_triton
@@ -64,41 +65,16 @@ class _Local:
 
 
 class FusedRule(_Local):
-    """By the fused kernels of torch or apex, for state of the master weights' dtype."""
+    """By the fused kernels of torch or apex, a run at a time, for state of the master weights' dtype."""
 
     def __init__(self, runs: Sequence[Run], config: OptimizerConfig) -> None:
-        self._runs = runs = [piece for run in runs for piece in _pieces(run)]
-        self._masters = [run.master.detach().requires_grad_() for run in runs]  # views that torch may call parameters
-        members: dict[ParameterGroup, list[Tensor]] = {}
-        for run, master in zip(runs, self._masters, strict=True):
-            members.setdefault(run.group, []).append(master)
-        groups: list[dict[str, Any]] = [{"params": masters, "kind": group} for group, masters in members.items()]
-        self._fused = _fused(groups, config) if groups else None  # there are shards of matrices alone
-        every = list(zip(runs, self._masters, strict=True))
-        narrow = any(run.gradients.dtype != run.master.dtype for run in runs)
-        self._turns = [[pair] for pair in every] if narrow else [every]
-        """What is updated at once: widened gradients, a piece at a time."""
-        if self._fused is not None:
-            self._steps = torch.zeros(len(runs), device=runs[0].master.device)
-            for run, master, steps in zip(runs, self._masters, self._steps, strict=True):
-                self._fused.state[master] = run.tensors | {"step": steps}
+        update = _apex_update if config.optimizer_backend == "apex" else _torch_update
+        self._updates = [(piece, update(piece, config)) for run in runs for piece in _pieces(run)]
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
-        if self._fused is None:
-            return
-        for group in self._fused.param_groups:
-            kind: ParameterGroup = group["kind"]
-            group["lr"], group["weight_decay"] = rates.of(kind)
-        self._steps.fill_(step - 1)
-        for turn in self._turns:
-            for group in self._fused.param_groups:
-                group["step"] = step - 1  # where apex counts updates; torch does in each parameter's state
-            for run, master in turn:
-                master.grad = run.wide_gradients(factor)
-            self._fused.step()
-            for run, master in turn:
-                master.grad = None
-                run.round_parameters()
+        for run, update in self._updates:
+            update(run.wide_gradients(factor), *rates.of(run.group), step)
+            run.round_parameters()
 
 
 def _pieces(run: Run) -> Iterator[Run]:
@@ -113,20 +89,75 @@ def _pieces(run: Run) -> Iterator[Run]:
         yield replace(run, parameters=flat[0], master=flat[1], gradients=flat[2], state=state)
 
 
-def _fused(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
-    betas, epsilon, momentum = (config.adam_beta1, config.adam_beta2), config.adam_eps, config.sgd_momentum
-    made: torch.optim.Optimizer
-    if config.optimizer_backend == "apex":
-        apex = importlib.import_module("apex.optimizers")
-        if config.optimizer == "sgd":
-            made = apex.FusedSGD(groups, lr=0.0, momentum=momentum)
-        else:
-            made = apex.FusedAdam(groups, lr=0.0, betas=betas, eps=epsilon, adam_w_mode=True)
-    elif config.optimizer == "sgd":
-        made = torch.optim.SGD(groups, lr=0.0, momentum=momentum, fused=True)
+class _Update(Protocol):
+    """Changes a run's masters and state in place."""
+
+    def __call__(self, gradients: Tensor, rate: float, decay: float, step: int) -> None:
+        """`step` counts updates from 1."""
+
+
+def _torch_update(run: Run, config: OptimizerConfig) -> _Update:
+    """The functions below torch.optim's classes: the classes import torch's compiler, which takes as long as torch."""
+    masters, state = [run.master], run.tensors
+
+    def update_sgd(gradients: Tensor, rate: float, decay: float, step: int) -> None:
+        sgd(
+            masters,
+            [gradients],
+            [state.get("momentum_buffer")],
+            fused=True,
+            weight_decay=decay,
+            momentum=config.sgd_momentum,
+            lr=rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+        )
+
+    if config.optimizer == "sgd":
+        return update_sgd
+    averages, squares = [state["exp_avg"]], [state["exp_avg_sq"]]
+    steps = torch.zeros((), device=run.master.device)
+
+    def update_adamw(gradients: Tensor, rate: float, decay: float, step: int) -> None:
+        adamw(
+            masters,
+            [gradients],
+            averages,
+            squares,
+            [],
+            [steps.fill_(step - 1)],
+            fused=True,
+            amsgrad=False,
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            lr=rate,
+            weight_decay=decay,
+            eps=config.adam_eps,
+            maximize=False,
+        )
+
+    return update_adamw
+
+
+def _apex_update(run: Run, config: OptimizerConfig) -> _Update:
+    apex = importlib.import_module("apex.optimizers")
+    master = run.master.detach().requires_grad_()  # a view that torch may call a parameter
+    if config.optimizer == "sgd":
+        fused = apex.FusedSGD([master], lr=0.0, momentum=config.sgd_momentum)
     else:
-        made = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=epsilon, fused=True)
-    return made
+        betas = config.adam_beta1, config.adam_beta2
+        fused = apex.FusedAdam([master], lr=0.0, betas=betas, eps=config.adam_eps, adam_w_mode=True)
+    fused.state[master] = run.tensors
+    (group,) = fused.param_groups
+
+    def update(gradients: Tensor, rate: float, decay: float, step: int) -> None:
+        group.update(lr=rate, weight_decay=decay, step=step - 1)
+        master.grad = gradients
+        fused.step()
+        master.grad = None
+
+    return update
 
 
 class FlatRule(_Local):

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config.data import DataConfig
+from megalite.data import blend
 from megalite.data.blend import BlendedDataset, build_blend_index, normalize, parse_blend
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
 from megalite.data.index_cache import IndexCache
@@ -54,6 +55,32 @@ def test_blend_index_by_hand() -> None:
         assert samples[datasets == dataset].tolist() == list(range((datasets == dataset).sum()))
     exhausted, _, _ = build_blend_index(normalize([5, 3, 2]), 10, [5, 3, 2])
     assert exhausted.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
+
+
+BLENDS: dict[str, tuple[list[float], int, list[int] | None]] = {
+    "alike": ([1.0] * 7, 5000, None),
+    "one": ([1.0], 3000, None),
+    "with weights hardly ever chosen": ([2.0**n for n in range(16)], 9000, None),
+    "taken to the last sample": ([1.0, 1.0, 1.0], 5100, [2000, 100, 3000]),
+}
+
+
+@pytest.mark.parametrize("lead", [0, 256])
+@pytest.mark.parametrize("name", BLENDS)
+def test_blend_index_is_that_of_the_plain_loop(name: str, lead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blend, "LEAD", lead)  # 0: most stretches are computed again
+    weights, size, limits = BLENDS[name]
+    shares = normalize(weights)
+    counts = [0] * len(weights)
+    expected = []
+    for i in range(size):
+        open_ones = [d for d in range(len(weights)) if limits is None or counts[d] < limits[d]]
+        chosen = max(open_ones, key=lambda d: (shares[d] * max(i, 1) - counts[d], -d))
+        expected.append((chosen, counts[chosen]))
+        counts[chosen] += 1
+    index = build_blend_index(shares, size, limits)
+    assert list(zip(index.datasets.tolist(), index.samples.tolist(), strict=True)) == expected
+    assert index.counts.tolist() == counts
 
 
 @settings(deadline=None)

@@ -79,6 +79,34 @@ def test_narrow_gradients_are_widened_a_piece_at_a_time(name: str, monkeypatch: 
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["adam", "sgd", "sgd without momentum"])
+def test_the_torch_back_end_is_torchs_optimizer_to_the_bit(name: str) -> None:
+    config = replace(CONFIGS[name], optimizer_backend="torch", clip_grad=0.0)
+    network = GPT(MODEL, ParallelMesh())
+    initialize(network, seed=1)
+    optimizer = make_optimizer([network], ParallelMesh(), config, DataParallel(torch.float32))
+    runs = [run for shard in optimizer.shards for run in shard.runs]
+    masters = [run.master.clone() for run in runs]
+    rates = Rates(0.01, 0.02, weight_decay=0.1)
+    groups = []
+    for master, run in zip(masters, runs, strict=True):
+        rate, decay = rates.of(run.group)
+        groups.append({"params": [master], "lr": rate, "weight_decay": decay})
+    torchs: torch.optim.Optimizer
+    if name == "adam":
+        torchs = torch.optim.AdamW(groups, betas=(config.adam_beta1, config.adam_beta2), fused=True)
+    else:
+        torchs = torch.optim.SGD(groups, momentum=config.sgd_momentum, fused=True)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        step(optimizer, generator, rates)
+        for run, master in zip(runs, masters, strict=True):
+            master.grad = run.gradients.clone()
+        torchs.step()
+        for run, master in zip(runs, masters, strict=True):
+            assert torch.equal(run.master, master)
+
+
 NARROW = {
     "bf16 moments": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
     "fp16 average": {"exp_avg_dtype": "fp16"},
