@@ -467,6 +467,20 @@ MUTANTS = (
         _network("gpt2, exact gelu"),
     ),
     Mutant(
+        "a task of srun takes itself for the only one",
+        "megalite/process/place.py",
+        '    "SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"),\n',
+        "",
+        "tests/unit/test_place.py::test_a_place_that_is_not_told_is_refused",
+    ),
+    Mutant(
+        "the shell of an salloc is taken for one of several tasks",
+        "megalite/process/place.py",
+        " or int(step) >= _FIRST_SPECIAL_STEP",
+        "",
+        "tests/unit/test_place.py::test_a_place_is_what_the_launcher_says",
+    ),
+    Mutant(
         "without fusion GELU stays in its tanh form",
         "megalite/config/parse.py",
         "model = replace(model, exact_gelu=True)",
