@@ -481,6 +481,27 @@ MUTANTS = (
         "tests/unit/test_place.py::test_a_place_is_what_the_launcher_says",
     ),
     Mutant(
+        "--use-megatron-fsdp shards nothing",
+        "megalite/config/parse.py",
+        'parallel = replace(parallel, data_parallel_sharding_strategy="optim_grads_params")',
+        "pass",
+        "tests/unit/test_config_megatron_flags.py::test_megatron_fsdp_shards_all_unless_told_otherwise",
+    ),
+    Mutant(
+        "a run with masked losses does not say how they are averaged",
+        "megalite/config/cautions.py",
+        "    if not masks or training",
+        "    if masks or training",
+        "tests/unit/test_config_megatron_flags.py::test_masked_losses_are_told_apart_from_megatrons",
+    ),
+    Mutant(
+        "what muon leaves to adam is counted on one stage alone",
+        "megalite/training/construction.py",
+        'json.dumps(counts), mesh.group("pp"), mesh.device)',
+        'json.dumps(counts), mesh.group("tp"), mesh.device)',
+        "tests/distributed/test_summary_pipeline.py::test_the_screen_tells_what_muon_leaves_to_adam",
+    ),
+    Mutant(
         "without fusion GELU stays in its tanh form",
         "megalite/config/parse.py",
         "model = replace(model, exact_gelu=True)",
