@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
+from megalite.process.place import place_from_environment
 from megalite.training.failure import run_main
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Arguments:
 def main() -> int:
     """Load the newest checkpoint, split over the ranks there are, and stream text to the terminal."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "", repeated=True)
+    place = place_from_environment()
 
     from megalite.inference.sampling import Sampling
 
@@ -77,12 +79,11 @@ def main() -> int:
     from megalite.inference.network import choose_layout
     from megalite.inference.prompts import encode_prompt, of_rank_0, read_prompts
     from megalite.inference.text import in_order
-    from megalite.process.place import place_from_environment
     from megalite.training.kernels import choose_kernels
     from megalite.training.launch import join, leave
 
     choose_kernels(KernelsConfig(arguments.kernels))
-    place, path = place_from_environment(), find_model(arguments.load)
+    path = find_model(arguments.load)
     model = read_model(path)
     layout = choose_layout(
         model, place.world_size, arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size

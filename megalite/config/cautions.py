@@ -42,3 +42,16 @@ def cautions(config: RunConfig) -> tuple[str, ...]:
             " their parameters whole at once"
         )
     return tuple(lines)
+
+
+def masked_loss_cautions(config: RunConfig) -> tuple[str, ...]:
+    """A line where micro-batches may count different numbers of tokens, of whose losses Megatron-LM's gradient is
+    another mean unless it is told otherwise."""
+    data, training = config.data, config.training
+    masks = [name for name in ("sft", "eod_mask_loss", "fim_data") if getattr(data, name)]
+    if not masks or training.global_batch_size == training.micro_batch_size:
+        return ()
+    return (
+        f"--{masks[0].replace('_', '-')}: losses are masked, and a step's is the mean over the tokens of its global "
+        "batch; Megatron-LM's averages the means of the micro-batches, unless it is given --calculate-per-token-loss",
+    )

@@ -44,14 +44,19 @@ VALUE_SHORTHANDS: Mapping[str, Mapping[str, Sequence[str]]] = {
 NO_POSITION_EMBEDDING = "no-position-embedding"
 """Turns the learned table off and leaves rotary embeddings alone: so it is applied after all other flags."""
 
+USE_MEGATRON_FSDP = "use-megatron-fsdp"
+"""ZeRO 3, unless another flag or the YAML names a sharding strategy: applied last, too."""
+
 NO_BIAS_GELU_FUSION = "no-bias-gelu-fusion"
 """A field, which also makes GELU exact, as Megatron-LM's is unless fused, and leaves other activations alone: applied
 last, too."""
 
+CALCULATE_PER_TOKEN_LOSS = "calculate-per-token-loss"
+"""Already so; who gives it expects no other average of masked losses."""
+
 ALREADY_SO: Mapping[str, str] = {
     "attention runs through torch's fused kernels, with its softmax in fp32": """
     use-flash-attn attention-softmax-in-fp32 apply-query-key-layer-scaling""",
-    "one engine shards, as --data-parallel-sharding-strategy says": "use-megatron-fsdp",
     "the model has one implementation": "use-mcore-models",
     "the softmax is part of attention, and has no kernel of its own": "no-masked-softmax-fusion",
     "torch's own matrix products add weight gradients up": "no-gradient-accumulation-fusion",
@@ -61,7 +66,7 @@ ALREADY_SO: Mapping[str, str] = {
     "a rank posts every receive from its neighbours ahead, also while a pipeline fills and drains": """
     overlap-p2p-communication-warmup-flush""",
     "each module waits for the gather of its own parameters, whatever other pipeline ranks do": "no-align-param-gather",
-    "the loss is the sum over the tokens of the global batch over their count": "calculate-per-token-loss",
+    "the loss is the sum over the tokens of the global batch over their count": CALCULATE_PER_TOKEN_LOSS,
     "initial weights are drawn on the CPU, the same for every layout": "use-cpu-initialization",
     "gradients are accumulated and reduced in fp32 unless --grad-reduce-in-bf16": "accumulate-allreduce-grads-in-fp32",
     "a gradient that is not finite makes every rank skip the step, and the run ends after ten in a row": """
@@ -449,7 +454,8 @@ def refused_value(flag: str, value: str) -> str | None:
 
 def names() -> list[str]:
     """Every flag of the tables."""
-    return [*ALIASES, *SHORTHANDS, NO_POSITION_EMBEDDING, *_already_so(), *ACCEPTED_VALUES, *REMOVED, *_refused()]
+    applied_last = (NO_POSITION_EMBEDDING, USE_MEGATRON_FSDP)
+    return [*ALIASES, *SHORTHANDS, *applied_last, *_already_so(), *ACCEPTED_VALUES, *REMOVED, *_refused()]
 
 
 @cache

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from megalite.config import megatron_flags
-from megalite.config.cautions import cautions
+from megalite.config.cautions import cautions, masked_loss_cautions
 from megalite.config.checkpoint import CheckpointConfig
-from megalite.config.model import ModelConfig
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import without_idle_flags
 from megalite.config.yaml_file import Sections, missing_fields, nearest, read_sections
@@ -77,18 +76,22 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     if problems:
         raise ConfigurationError("\n".join(problems))
     config = _build(tokens, sections)
-    config, idle = without_idle_flags(replace(config, model=_applied_last(config.model, given)))
-    return ParsedArguments(config, (*notes, *idle, *cautions(config)))
+    config, idle = without_idle_flags(_applied_last(config, given))
+    told = () if megatron_flags.CALCULATE_PER_TOKEN_LOSS in given else masked_loss_cautions(config)
+    return ParsedArguments(config, (*notes, *idle, *cautions(config), *told))
 
 
-def _applied_last(model: ModelConfig, given: Collection[str]) -> ModelConfig:
-    """`model` after the flags that change it as far as no other flag does."""
+def _applied_last(config: RunConfig, given: Collection[str]) -> RunConfig:
+    """`config` after the flags that change it as far as no other flag does."""
+    parallel, model = config.parallel, config.model
+    if megatron_flags.USE_MEGATRON_FSDP in given and parallel.data_parallel_sharding_strategy is None:
+        parallel = replace(parallel, data_parallel_sharding_strategy="optim_grads_params")
     if megatron_flags.NO_POSITION_EMBEDDING in given and model.position_embedding_type == "learned_absolute":
         model = replace(model, position_embedding_type="none")
     other = model.swiglu or model.squared_relu or "openai-gelu" in given or "no-exact-gelu" in given
     if megatron_flags.NO_BIAS_GELU_FUSION in given and not other:
         model = replace(model, exact_gelu=True)
-    return model
+    return replace(config, parallel=parallel, model=model)
 
 
 def _takes_saved_fields(sections: Sections, given: Mapping[str, Sequence[str]]) -> bool:
@@ -124,7 +127,7 @@ def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:
     """What a flag means: arguments for tyro, or a note that it changes nothing."""
     if not flag:
         raise ConfigurationError(f"{' '.join(values)!r} stands before any flag")
-    if flag in megatron_flags.SHORTHANDS or flag == megatron_flags.NO_POSITION_EMBEDDING:
+    if flag in (*megatron_flags.SHORTHANDS, megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.USE_MEGATRON_FSDP):
         return [*megatron_flags.SHORTHANDS.get(flag, ()), *_none(flag, values)], None
     meant = megatron_flags.VALUE_SHORTHANDS.get(flag, {}).get(" ".join(values))
     if meant is not None:

@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+
+from megalite.errors import ConfigurationError
+
+_SIZES = {
+    "SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"),
+    "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
+    "PMI_SIZE": ("mpiexec", "PMI_RANK"),
+    "MV2_COMM_WORLD_SIZE": ("mpirun_rsh", "MV2_COMM_WORLD_RANK"),
+    "MVP_COMM_WORLD_SIZE": ("mpirun_rsh", "MVP_COMM_WORLD_RANK"),
+    "JSM_NAMESPACE_SIZE": ("jsrun", "JSM_NAMESPACE_RANK"),
+    "FLUX_JOB_SIZE": ("flux", "FLUX_TASK_RANK"),
+    "LWS_GROUP_SIZE": ("a LeaderWorkerSet", "LWS_WORKER_INDEX"),
+    "PET_NNODES": ("a training operator", "PET_NODE_RANK"),
+}
+"""How many processes there are -> who says so, and which of them this one is."""
+_NUMBERS = {
+    "PALS_RANKID": "mpiexec",
+    "PMIX_RANK": "an MPI launcher",
+    "JOB_COMPLETION_INDEX": "an indexed Job of Kubernetes",
+}
+"""Which of them this process is -> who says so, and not how many there are."""
+_FIRST_SPECIAL_STEP = 2**32 - 16  # SLURM's for a batch script and the shell of an salloc: these are no tasks
 
 
 @dataclass(frozen=True)
@@ -18,12 +40,86 @@ class Place:
 
 
 def place_from_environment() -> Place:
-    """The process's place; a process that no launcher started is alone."""
+    """The process's place; a process that no launcher started is alone.
+
+    Raises:
+        ConfigurationError: a variable is wrong or missing, or a launcher started several processes and this one would
+            take itself for the only one.
+    """
     environment = os.environ
-    return Place(
-        rank=int(environment.get("RANK", "0")),
-        local_rank=int(environment.get("LOCAL_RANK", "0")),
-        world_size=int(environment.get("WORLD_SIZE", "1")),
+    rank, local_rank, world_size = (_number(environment, name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if rank is None and world_size in (None, 1):
+        _check_alone(environment)
+    if world_size is None:
+        if rank is not None or local_rank is not None:
+            name = "LOCAL_RANK" if rank is None else "RANK"
+            raise ConfigurationError(
+                f"{name}={environment[name]} without WORLD_SIZE, the number of ranks: set it, or for one process alone "
+                f"unset {name}"
+            )
+        world_size = 1
+    if world_size < 1:
+        raise ConfigurationError(f"WORLD_SIZE={world_size}: must be at least 1, the number of ranks")
+    if world_size > 1:
+        _check_several(environment, world_size)
+    place = Place(rank or 0, local_rank or 0, world_size)
+    if place.rank >= world_size:
+        raise ConfigurationError(f"RANK={place.rank}: WORLD_SIZE={world_size} ranks are numbered 0 to {world_size - 1}")
+    return place
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        unset = ", as of a shell variable that is not set" if not text.strip() else ""
+        raise ConfigurationError(f"{name}={text!r}{unset}: the launcher must give a whole number of at least 0")
+    return int(text)
+
+
+def _check_several(environment: Mapping[str, str], world_size: int) -> None:
+    """Raises ConfigurationError where a rank of several does not know what it needs to find the others."""
+    needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not environment.get(name)]
+    if missing:
+        raise ConfigurationError(
+            f"WORLD_SIZE={world_size} without {', '.join(missing)}: torchrun sets them all. Under another launcher "
+            "give each rank its RANK, its LOCAL_RANK among those of its node (0 where it has one to itself), and all "
+            "the same MASTER_ADDR and MASTER_PORT, a host that they reach (rank 0's) and a free port of it"
+        )
+    port = environment["MASTER_PORT"]
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ConfigurationError(f"MASTER_PORT={port!r} is no port: give a number from 1 to 65535")
+
+
+def _check_alone(environment: Mapping[str, str]) -> None:
+    """Raises ConfigurationError where a launcher says that this process is one of several."""
+    sizes = {name: _stated_size(environment, name) for name in _SIZES if environment.get(name)}
+    for name, size in sizes.items():
+        if size > 1:
+            launcher, rank = _SIZES[name]
+            raise _not_told(f"{launcher} started {size} processes ({name}={environment[name]})", rank, f"${name}")
+    for name, launcher in _NUMBERS.items():
+        if environment.get(name) and (not sizes or name == "JOB_COMPLETION_INDEX"):
+            raise _not_told(f"{launcher} started this as number {environment[name]} of several ({name})", name, "...")
+
+
+def _stated_size(environment: Mapping[str, str], name: str) -> int:
+    """The processes that a variable speaks of; 1 where it is about something else."""
+    step = environment.get("SLURM_STEP_ID", "0")
+    if name == "SLURM_STEP_NUM_TASKS" and (not step.isdigit() or int(step) >= _FIRST_SPECIAL_STEP):
+        return 1
+    most = environment[name].rpartition(":")[2]  # PET_NNODES may be a range, 1:4
+    return int(most) if most.isascii() and most.isdigit() else 1
+
+
+def _not_told(launched: str, rank: str, size: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{launched}, and none of them is told its place: each would run by itself, alone. Start one torchrun a node, "
+        f"or set in each process RANK=${rank} WORLD_SIZE={size}, LOCAL_RANK (its number on its node), MASTER_ADDR and "
+        "MASTER_PORT (a host that all reach, rank 0's, and a free port of it). Where each is to run alone, set RANK=0 "
+        "WORLD_SIZE=1"
     )
 
 

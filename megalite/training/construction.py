@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -29,7 +30,8 @@ from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
 from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import named_pieces
+from megalite.parallel.parameter import Parameter, named_pieces
+from megalite.parallel.sharding import LogicalTensor
 from megalite.pipeline.checker import Collective
 from megalite.pipeline.engine import HiddenStates, PipelineEngine
 from megalite.pipeline.lowering import Reductions
@@ -202,12 +204,22 @@ def _bucket_size(config: RunConfig, mesh: ParallelMesh) -> int | None:
 
 def count_parameters(chunks: Iterable[GPT], mesh: ParallelMesh) -> int:
     """Parameters of the whole model, unpadded, each logical tensor once. All ranks of a pipeline take part."""
+    return count_kinds(chunks, mesh, lambda parameter, tensor: "all").total()
+
+
+def count_kinds(
+    chunks: Iterable[GPT], mesh: ParallelMesh, kind: Callable[[Parameter, LogicalTensor], str]
+) -> Counter[str]:
+    """The same by what `kind` calls them, in about the order of the model."""
     own = mesh.rank - mesh.coordinate("tp")  # of this stage, the first tensor-parallel rank
-    shapes = {
-        piece.tensor.name: piece.tensor.shape
+    tensors = {
+        piece.tensor.name: (kind(parameter, piece.tensor), math.prod(piece.tensor.shape))
         for chunk in chunks
         for parameter, piece in named_pieces(chunk)
         if min(parameter.sharding.copies) >= own  # else it is tied, and counted by an earlier rank
     }
-    count = sum(map(math.prod, shapes.values()))
-    return sum(map(int, collectives.all_gather_text(str(count), mesh.group("pp"), mesh.device)))
+    counts = Counter[str]()
+    for name, size in tensors.values():
+        counts[name] += size
+    stages = collectives.all_gather_text(json.dumps(counts), mesh.group("pp"), mesh.device)
+    return sum(map(Counter[str], map(json.loads, stages)), Counter[str]())

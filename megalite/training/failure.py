@@ -21,10 +21,18 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, NoReturn
 
-from megalite.errors import EXIT_CONFIGURATION, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
+from megalite.errors import (
+    EXIT_CONFIGURATION,
+    EXIT_RESUMABLE,
+    ConfigurationError,
+    FileError,
+    MegaliteError,
+    exit_code_of,
+)
 from megalite.files import write_at_once
 from megalite.process.bounded import within
 from megalite.process.output import write_out
+from megalite.process.place import Place, place_from_environment
 from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 
 if TYPE_CHECKING:
@@ -105,17 +113,25 @@ def _fail(message: str, code: int) -> NoReturn:
     # From here on a launcher may end this process at once.
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: os._exit(code))
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    place = _own_place()
     store = default_store()
-    if store is not None and world_size > 1:
+    if store is not None and place.world_size > 1:
         try:
             within(_STORE_SECONDS, partial(store.check, [_REPORT]))
-            code = _agree(store, message, code, rank)
+            code = _agree(store, message, code, place.rank)
         except (RuntimeError, TimeoutError):  # the store has gone with the process that held it, or stands still
-            _speak_unless_ended(message, code, rank)
+            _speak_unless_ended(message, code, place)
     else:
-        _speak_unless_ended(message, code, rank)
+        _speak_unless_ended(message, code, place)
     _exit(code)
+
+
+def _own_place() -> Place:
+    """Where the launcher has not told it, that of a process alone: it speaks for itself."""
+    try:
+        return place_from_environment()
+    except ConfigurationError:
+        return Place(rank=0, local_rank=0, world_size=1)
 
 
 def _exit(code: int) -> NoReturn:
@@ -165,11 +181,11 @@ def _wait_for_report(store: Store, seconds: float) -> None:
         time.sleep(0.05)  # the store's own wait prints warnings of torch's when its time is up
 
 
-def _speak_unless_ended(message: str, code: int, rank: int) -> None:
-    if rank > 0:
+def _speak_unless_ended(message: str, code: int, place: Place) -> None:
+    if place.rank > 0:
         # One rank of each node at a time, so that its launcher ends the others before they speak.
-        time.sleep(_LAUNCHER_SECONDS + _STAGGER_SECONDS * int(os.environ.get("LOCAL_RANK", "0")))
-    _speak(message, code, rank)
+        time.sleep(_LAUNCHER_SECONDS + _STAGGER_SECONDS * place.local_rank)
+    _speak(message, code, place.rank)
 
 
 def _speak(message: str, code: int, rank: int) -> None:

@@ -9,13 +9,18 @@ import torch
 
 from megalite.config.pipeline_layout import layout_lines
 from megalite.model.batch import MicroBatch
+from megalite.optim.layout import ParameterGroup
 from megalite.parallel import device
+from megalite.parallel.parameter import Parameter
 from megalite.parallel.randomness import RandomKey
+from megalite.parallel.sharding import LogicalTensor
 from megalite.pipeline.simulator import peak_in_flight
 from megalite.training import memory
-from megalite.training.construction import count_parameters, hidden_states, make_recompute
+from megalite.training.construction import count_kinds, count_parameters, hidden_states, make_recompute
 from megalite.training.trainer import Trainer
 from megalite_kernels import implementation
+
+_MATRICES = "matrices of layers"
 
 
 def summary(trainer: Trainer) -> dict[str, object]:
@@ -42,6 +47,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
         "layout": f"{layout}, {zero}, {micro_batches} a rank",
         **_pipeline(trainer),
+        **_optimizer(trainer),
         "precision": config.training.dtype,
         "kernels": implementation.description(mesh.device, trainer.dtype)
         + (", layers compiled" if config.kernels.compile else ""),
@@ -60,6 +66,23 @@ def _pipeline(trainer: Trainer) -> dict[str, object]:
     layers, *ranks = layout_lines(trainer.model_config, trainer.config.parallel)
     held = (line.partition(": ") for line in ranks)
     return {"pipeline": layers, **{f"  {rank}": stages for rank, _, stages in held}}
+
+
+def _optimizer(trainer: Trainer) -> dict[str, object]:
+    """What Muon acts on, and what it leaves to adam."""
+    if trainer.config.optimizer.optimizer != "muon":
+        return {}
+    counts = count_kinds(trainer.chunks, trainer.mesh, _seen_by_muon)
+    matrices = counts.pop(_MATRICES)
+    rest = ", ".join(f"{kind} {count:,}" for kind, count in counts.items())
+    return {"optimizer": f"muon for {matrices:,} parameters in {_MATRICES}; adam for {counts.total():,}: {rest}"}
+
+
+def _seen_by_muon(parameter: Parameter, tensor: LogicalTensor) -> str:
+    group = ParameterGroup.of(parameter)
+    if group.matrices:
+        return _MATRICES
+    return tensor.name if group.token_table or group.weight_decay else "norms and biases"
 
 
 def measured_memory(trainer: Trainer) -> memory.Memory:

@@ -68,3 +68,19 @@ def test_the_screen_tells_who_holds_what(rank_pools: RankPools) -> None:
         assert list(lines)[3:6] == ["pipeline", "  rank 0", "  rank 1"]
         assert "8" in str(lines["pipeline"])
         assert str(lines["model"]).startswith("1,")
+
+
+def test_the_screen_tells_what_muon_leaves_to_adam(rank_pools: RankPools) -> None:
+    """From stages that hold different parts; a tied table counts once, the padding of the vocabulary never."""
+    matrices = 8 * 12 * 128 * 128
+    vectors = 8 * (4 + 5 + 4) * 128 + 2 * 128  # of attention, of the feed-forward and of norms
+    positions, words = 64 * 128, 251 * 128
+    for _, _, lines in rank_pools(2).run(start, "--optimizer muon"):
+        assert lines["optimizer"] == (
+            f"muon for {matrices:,} parameters in matrices of layers; adam for {positions + words + vectors:,}: "
+            f"embedding.position {positions:,}, embedding.word {words:,}, norms and biases {vectors:,}"
+        )
+    for _, _, lines in rank_pools(2).run(start, "--optimizer muon --untie-embeddings-and-output-weights"):
+        assert str(lines["optimizer"]).endswith(f"norms and biases {vectors:,}, output {words:,}")
+    for _, _, lines in rank_pools(2).run(start, ""):
+        assert "optimizer" not in lines

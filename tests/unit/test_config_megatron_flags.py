@@ -131,6 +131,7 @@ def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
         ("--no-save-optim", "save_optim", False),
         ("--no-load-optim", "load_optim", False),
         ("--use-torch-fsdp2", "data_parallel_sharding_strategy", "optim_grads_params"),
+        ("--use-megatron-fsdp", "data_parallel_sharding_strategy", "optim_grads_params"),
         ("--no-mmap-bin-files", "mmap_bin_files", False),
         ("--no-manual-gc-eval", "manual_gc_eval", False),
         ("--disable-manual-gc-eval", "manual_gc_eval", False),
@@ -162,8 +163,8 @@ def test_flags_of_another_sense_or_spelling_change_their_field(flag: str, field:
 def test_every_flag_of_another_sense_or_spelling_is_in_the_test_above() -> None:
     tested = {case[0] for case in test_flags_of_another_sense_or_spelling_change_their_field.pytestmark[0].args[1]}
     negatives = {name for name in ARITY if name.startswith(("no-", "disable-")) and name in field_flags()}
-    last = megatron_flags.NO_POSITION_EMBEDDING
-    assert tested == {"--" + name for name in (*megatron_flags.SHORTHANDS, last, *negatives)}
+    last = (megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.USE_MEGATRON_FSDP)
+    assert tested == {"--" + name for name in (*megatron_flags.SHORTHANDS, *last, *negatives)}
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -206,3 +207,27 @@ def test_short_names_of_axes_that_are_not_there_yet(alias: str) -> None:
     assert parse_arguments([*MINIMAL, f"--{alias}=1"]).notes == (f"--{full} 1: already so",)
     with pytest.raises(ConfigurationError, match=f"--{full} 2: arrives with"):
         parse_arguments([*MINIMAL, f"--{alias}", "2"])
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_megatron_fsdp_shards_all_unless_told_otherwise(strategy: str, tmp_path: Path) -> None:
+    """As Megatron-LM's default has it, whichever comes first."""
+    fsdp = parse_arguments([*MINIMAL, "--use-megatron-fsdp", "--use-distributed-optimizer"]).config.parallel
+    assert fsdp.zero_stage == 3
+    named = ["--data-parallel-sharding-strategy", strategy]
+    in_file = tmp_path / "run.yaml"
+    in_file.write_text(f"parallel:\n  data_parallel_sharding_strategy: {strategy}\n")
+    ways = (["--use-megatron-fsdp", *named], [*named, "--use-megatron-fsdp"])
+    for flags in (*ways, ["--config", str(in_file), "--use-megatron-fsdp"]):
+        assert parse_arguments([*MINIMAL, *flags]).config.parallel.data_parallel_sharding_strategy == strategy
+
+
+@pytest.mark.parametrize("masks", ["--sft", "--eod-mask-loss", "--fim-data"])
+def test_masked_losses_are_told_apart_from_megatrons(masks: str) -> None:
+    """Its gradient averages the means of micro-batches, unless --calculate-per-token-loss makes it this one's."""
+    (note,) = parse_arguments([*MINIMAL, masks]).notes
+    assert note.startswith(f"{masks}: losses are masked")
+    assert "--calculate-per-token-loss" in note
+    (other,) = parse_arguments([*MINIMAL, masks, "--calculate-per-token-loss"]).notes
+    assert "already so" in other
+    assert parse_arguments([*MINIMAL, masks, "--global-batch-size", "1"]).notes == ()
