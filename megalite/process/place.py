@@ -125,9 +125,14 @@ def _not_told(launched: str, rank: str, size: str) -> ConfigurationError:
 
 def ranks_text(ranks: Iterable[int], most: int = 16) -> str:
     """`rank 3`, `ranks 0, 2-5`; where it takes more than `most` pieces, the first ones and the count."""
-    ordered = sorted(set(ranks))
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
+    return numbered("rank", ranks, most)
+
+
+def numbered(what: str, numbers: Iterable[int], most: int = 16) -> str:
+    """`step 3`, `steps 0, 2-5`, as `ranks_text`."""
+    ordered = sorted(set(numbers))
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])]
     pieces = [piece for run in runs for piece in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
     if len(pieces) > most:
         pieces = [*pieces[:most], f"... ({len(ordered)} of them)"]
-    return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(pieces)}"
+    return f"{what}{'s' if len(ordered) > 1 else ''} {', '.join(pieces)}"

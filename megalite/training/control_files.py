@@ -37,7 +37,7 @@ class ControlFiles:
             return ()
         stop_is_old = old_stop is not None and identity(self._directory / STOP) == old_stop
         names = (STOP, SAVE, PROFILE) if stop_is_old else (SAVE, PROFILE)
-        found = [name for name in names if _is_file(self._directory / name)]
+        found = [name for name in names if has_file(self._directory / name)]
         for name in found:
             try:
                 (self._directory / name).unlink(missing_ok=True)
@@ -70,15 +70,16 @@ class ControlFiles:
         if self._directory is None or time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + self._interval
-        self._stop = self._stop or _is_file(self._directory / STOP)
+        self._stop = self._stop or has_file(self._directory / STOP)
         for name in (SAVE, PROFILE):
-            if _is_file(self._directory / name):
+            if has_file(self._directory / name):
                 with suppress(OSError):  # one that stays would ask again after every step
                     (self._directory / name).unlink(missing_ok=True)
                     self._asked.add(name)
 
 
-def _is_file(path: AnyPath) -> bool:
+def has_file(path: AnyPath) -> bool:
+    """Tell whether there is a file, as far as can be seen now."""
     try:
         return path.is_file()
     except OSError:  # a file server that does not answer now may do so at the next look

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from megalite import checkpoint
+from megalite.checkpoint import AnyPath
+from megalite.config import RunConfig
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
 from megalite.parallel import collectives
 from megalite.process.signals import StopRequest
@@ -63,6 +65,8 @@ class TrainingLoop:
             if trainer.checkpoints is not None:
                 stack.callback(trainer.checkpoints.close)
             self._writer = stack.enter_context(_metrics_writer(trainer))
+            if self._writer.note is not None:
+                self.display.message(self._writer.note)
             with self.sections(START):
                 self._on_any_rank(False)  # until all have come here the run is starting, and is stopped like one
             stack.enter_context(self._stop)
@@ -72,7 +76,7 @@ class TrainingLoop:
             stack.callback(self._profiler.over)
             if self.config.training.manual_gc:
                 gc.disable()
-            while trainer.iteration < trainer.iterations:
+            while trainer.iteration < trainer.iterations or trainer.evaluation_left:
                 if not trainer.evaluation_left:
                     self._step()
                 if trainer.evaluates_now():
@@ -235,21 +239,26 @@ class TrainingLoop:
             self.display.message(told)
 
 
+def metrics_path(config: RunConfig, directory: AnyPath | None) -> AnyPath | None:
+    """The file that a run's metrics go to, if any."""
+    if config.logging.metrics_path:
+        return checkpoint.open_directory(config.logging.metrics_path)
+    return None if directory is None else directory / "metrics.jsonl"
+
+
 def _metrics_writer(trainer: Trainer) -> MetricsWriter:
     if trainer.mesh.rank != 0:
         return MetricsWriter()
     logging, directory = trainer.config.logging, trainer.directory
-    path = checkpoint.open_directory(logging.metrics_path) if logging.metrics_path else None
     events = Path(logging.tensorboard_dir) if logging.tensorboard_dir else None
-    if directory is not None:
-        path = path or directory / "metrics.jsonl"
     if isinstance(directory, Path):
         events = events or directory / "tensorboard"
     return MetricsWriter(
-        path,
+        metrics_path(trainer.config, directory),
         events,
         trainer.iteration,
         evaluation_left=trainer.evaluation_left,
+        recorded=trainer.recorded,
         event_interval=logging.tensorboard_log_interval,
         without_events=() if logging.log_loss_scale_to_tensorboard else ("loss_scale",),
     )

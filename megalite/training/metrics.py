@@ -12,17 +12,18 @@ import math
 import os
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO, cast
 
 from megalite.checkpoint import AnyPath, ObjectPath
 from megalite.errors import CheckpointError
+from megalite.process.place import numbered
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -73,6 +74,27 @@ class TestMetrics:
     extra: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """What a metrics file has of a run that goes on, unless somebody else has changed it."""
+
+    last: int
+    """The step that it goes on from."""
+    from_first: bool
+    """All steps up to it; else only those from the first on that is there, as the run began with others elsewhere."""
+    evaluated: bool
+    """The validation loss after that step, too."""
+
+    def lacks(self, steps: Set[int], evaluations: Set[int]) -> list[str]:
+        """What of it is not among the records, in words."""
+        first = 1 if self.from_first else min(steps, default=self.last)
+        missing = [step for step in range(first, self.last + 1) if step not in steps]
+        return [
+            *([numbered("step", missing)] if missing else []),
+            *([f"the evaluation after step {self.last}"] if self.evaluated and self.last not in evaluations else []),
+        ]
+
+
 class MetricsWriter:
     """Appends records to `path` and to TensorBoard, each at once; a destination that is None is left out.
 
@@ -80,7 +102,8 @@ class MetricsWriter:
     A run that resumes after iteration `resume_iteration` first cuts off what an earlier attempt wrote beyond it, so
     that the file tells one trajectory; with `evaluation_left` the evaluation after it is beyond it, too. One rank
     writes; the others have none of these, or one without destinations. TensorBoard gets one training step of
-    `event_interval`, and none of the figures `without_events`.
+    `event_interval`, and none of the figures `without_events`. `note` is a line to tell where the file is damaged or
+    lacks some of `recorded`.
     Raises CheckpointError where the run directory cannot be written.
     """
 
@@ -91,9 +114,11 @@ class MetricsWriter:
         resume_iteration: int = 0,
         *,
         evaluation_left: bool = False,
+        recorded: Recorded | None = None,
         event_interval: int = 1,
         without_events: Collection[str] = (),
     ) -> None:
+        self.note: str | None = None
         self._event_interval, self._without_events = event_interval, without_events
         self._lines: _Growing | None = None
         self._events: _Events | None = None
@@ -104,7 +129,12 @@ class MetricsWriter:
             file = path if self._published is None else self._published.fetch()
             if isinstance(file, Path):
                 file.parent.mkdir(parents=True, exist_ok=True)
-                truncate_after(file, resume_iteration, evaluation_left=evaluation_left)
+                wrong = truncate_after(file, resume_iteration, evaluation_left=evaluation_left, recorded=recorded)
+                if wrong:
+                    self.note = (
+                        f"WARNING: {path} {' and '.join(wrong)}: it was changed, or could not be written. "
+                        "The run goes on, and what can be read of it stays"
+                    )
                 self._lines = _Growing(file)
             if tensorboard_directory is not None:
                 self._events = _Events(tensorboard_directory, resume_iteration)
@@ -254,33 +284,66 @@ class Published:
 
 def read_metrics(path: Path) -> list[dict[str, Value]]:
     """All records of a metrics file, floats that are not finite as floats again; a torn last line is left out."""
-    with path.open(encoding="utf-8") as lines:
-        return [record for _, record in _records(lines)]
+    with _opened(path) as lines:
+        return [record for _, record in _records(lines) if record is not None]
 
 
-def truncate_after(path: Path, iteration: int, *, evaluation_left: bool = False) -> None:
-    """Drop the records of later iterations, with `evaluation_left` the evaluation after this one, and a line that a
-    crash tore, if there are any. A crash in here leaves the file either as it was or as it should be."""
-    if not path.exists():
-        return
-    aside = path.with_name(path.name + ".tmp")
-    with path.open(encoding="utf-8") as lines, aside.open("w", encoding="utf-8") as kept:
-        for line, record in _records(lines):
-            beyond = iteration if evaluation_left and "valid_loss" in record else iteration + 1
-            if record["iteration"] < beyond:  # type: ignore[operator]
-                kept.write(line)
-        kept.flush()
-        os.fsync(kept.fileno())
-    os.replace(aside, path)
+def has_test_loss(path: AnyPath, iteration: int) -> bool:
+    """Tell whether the evaluation on test data after the step `iteration` is recorded, in a file that can be read."""
+    try:
+        text = path.read_bytes().decode(errors="replace")
+    except OSError:
+        return False
+    records = (record for _, record in _records(text.splitlines()) if record is not None)
+    return any("test_loss" in record and record["iteration"] == iteration for record in records)
 
 
-def _records(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, Value]]]:
+def truncate_after(
+    path: Path, iteration: int, *, evaluation_left: bool = False, recorded: Recorded | None = None
+) -> list[str]:
+    """Drop the records of later iterations, with `evaluation_left` the evaluation after this one, and lines that are
+    damaged, as by a crash, if there are any. A crash in here leaves the file either as it was or as it should be.
+
+    Returns what is wrong with the file, in words: damaged lines, and what of `recorded` is not in it.
+    """
+    steps: set[int] = set()
+    evaluations: set[int] = set()
+    damaged = 0
+    if path.exists():
+        aside = path.with_name(path.name + ".tmp")
+        with _opened(path) as lines, aside.open("w", encoding="utf-8") as kept:
+            for line, record in _records(lines):
+                if record is None:
+                    damaged += 1
+                    continue
+                number = cast(int, record["iteration"])
+                beyond = iteration if evaluation_left and "valid_loss" in record else iteration + 1
+                if number < beyond:
+                    (evaluations if "valid_loss" in record else steps if "lm_loss" in record else set()).add(number)
+                    kept.write(line)
+            kept.flush()
+            os.fsync(kept.fileno())
+        os.replace(aside, path)
+    lacking = [] if recorded is None else recorded.lacks(steps, evaluations)
+    return [
+        *([f"lacks {' and '.join(lacking)}"] if lacking else []),
+        *([f"has {damaged} damaged line{'s' if damaged > 1 else ''}"] if damaged else []),
+    ]
+
+
+def _opened(path: Path) -> TextIO:
+    return path.open(encoding="utf-8", errors="replace")
+
+
+def _records(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Value] | None]]:
+    """Each line with its record; None where it is damaged."""
     for line in lines:
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        yield line, {name: _decode(value) for name, value in record.items()}
+            whole = type(record["iteration"]) is int
+        except (ValueError, TypeError, KeyError, RecursionError):
+            whole = False
+        yield line, {name: _decode(value) for name, value in record.items()} if whole else None
 
 
 def _encode(value: Value) -> Value:

@@ -13,17 +13,18 @@ from megalite.config.yaml_file import dump
 from megalite.conversion.huggingface import open_huggingface
 from megalite.errors import EXIT_FINISHED, CheckpointError
 from megalite.optim.elementwise import require_backend
-from megalite.parallel import device
+from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.naming import named
 from megalite.process.place import Place
-from megalite.training.control_files import ControlFiles
+from megalite.training.control_files import ControlFiles, has_file
 from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
 from megalite.training.launch import join, leave
-from megalite.training.loop import TrainingLoop
+from megalite.training.loop import TrainingLoop, metrics_path
 from megalite.training.memory_history import record_memory_history
+from megalite.training.metrics import has_test_loss
 from megalite.training.origin import find_origin
 from megalite.training.profiling import require_device
 from megalite.training.run_watchdog import run_watchdog
@@ -76,12 +77,21 @@ def _begin(
     origin = find_origin(config.checkpoint, mesh)
     build = cache(partial(Trainer, config, data, mesh, directory, sections))
 
+    def over(path: AnyPath, last: int) -> bool:
+        """Whether the run of this checkpoint has come to its end behind its last step, as rank 0 sees it."""
+        metrics = metrics_path(config, directory)
+        found = mesh.rank == 0 and (
+            has_file(path.parent / "DONE") or (metrics is not None and has_test_loss(metrics, last))
+        )
+        return collectives.all_gather_text(str(found), mesh.world(), mesh.device)[0] == str(True)
+
     def load(path: AnyPath) -> tuple[int, Trainer | None]:
         """The last step, and the run gone on from there; None where it was finished by then."""
         described = checkpoint.check_whole(path, mesh)
         training = described.training
         last = last_iteration(config, training.iteration, training.consumed_samples)
-        if origin.position and training.iteration >= last:
+        left = training.iteration == last and (training.evaluation_left or data.test is not None)
+        if origin.position and training.iteration >= last and (not left or over(path, last)):
             return last, None
         build().load(path, described, origin)
         return build().iterations, build()

@@ -41,7 +41,7 @@ from megalite.training.data import RunData, global_batch_size, last_iteration, o
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.load_report import load_notes, rounding_notes
-from megalite.training.metrics import StepMetrics
+from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.origin import Origin
 from megalite.training.time_line import begin_recording, gone_by, write_recording
@@ -86,6 +86,8 @@ class Trainer:
         self.iteration = 0
         self.consumed_samples = 0
         self.evaluation_left = False
+        self.recorded: Recorded | None = None
+        """What the metrics of this run directory must have, in a run that goes on in it."""
         self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
         self._skipped: SkippedStep | None = None
@@ -229,8 +231,23 @@ class Trainer:
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
             self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
             self.evaluation_left = state.evaluation_left and self.evaluates_now()
+            self.recorded = self._recorded(described) if path.parent == self.directory else None
             order = order_note(self.data.train, state.seen_samples or ()) if self.mesh.rank == 0 else None
             self._load_notes += () if order is None else (order,)
+
+    def _recorded(self, described: Manifest) -> Recorded:
+        """What is written down of a run by the time of a checkpoint in its directory."""
+        settings, saved = self.config.checkpoint, described.config["training"]
+        interval = self.config.training.eval_interval
+        due = self.data.valid is not None and (
+            self.iteration % interval == 0 or saved.get("train_iters") == self.iteration
+        )
+        as_before = saved.get("eval_interval") == interval and saved.get("eval_iters") != 0
+        return Recorded(
+            self.iteration,
+            from_first=settings.load is None or settings.loads_where_it_saves,
+            evaluated=due and as_before and not described.training.evaluation_left,
+        )
 
     def load_model(self, opened: OpenedModel) -> None:
         """Begin with the weights of a model that another program has written.

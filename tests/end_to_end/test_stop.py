@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megalite.process.signals import STOP_SIGNALS
+from tests.end_to_end.campaign import FAULTY
 from tests.end_to_end.runs import (
     GPT2,
     LLAMA,
@@ -28,10 +29,14 @@ from tests.end_to_end.runs import (
     metrics,
     saved_tensors,
 )
+from tests.harness.fault import Fault
 from tests.harness.job import Job
 
 # The order of mock data and a constant learning rate do not depend on the length of the run.
 ENDLESS = [*GPT2, "--lr-decay-style", "constant", "--tp", 2, "--sequence-parallel"]
+
+
+MAY_BE = "it was changed, or could not be written. The run goes on, and what can be read of it stays"
 
 
 def wait_for_step(job: Any, step: int) -> None:
@@ -120,6 +125,66 @@ def test_a_stop_breaks_an_evaluation_off_and_the_next_start_makes_up_for_it(
     run(*flags, "--eval-iters", 2, "--save", whole, world_size=2)
     assert metrics(directory) == metrics(whole)
     assert_same_checkpoint(directory / "iter_0000006", whole / "iter_0000006")
+
+
+def test_an_evaluation_that_is_left_when_the_run_turns_out_to_end_there_is_made_up_for(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
+    flags = [*ENDLESS, "--eval-interval", 2]
+    directory, whole = tmp_path / "broken", tmp_path / "whole"
+    job = start(*flags, "--train-iters", 6, "--eval-iters", 20000, "--save", directory, world_size=2)
+    job.wait_for_output(0, "step 2/6")
+    job.kill(1, signal.SIGTERM)
+    ended(job, expected=85)
+    flags += ["--train-iters", 2, "--eval-iters", 2]
+    run(*flags, "--save", directory, "--resume", "auto", world_size=2)
+    run(*flags, "--save", whole, world_size=2)
+    assert metrics(directory) == metrics(whole)
+    assert_same_checkpoint(directory / "iter_0000002", whole / "iter_0000002")
+
+
+def test_a_run_killed_before_its_last_evaluation_is_over_finishes_it(
+    spawn: Callable[..., Job], run: Run, tmp_path: Path
+) -> None:
+    flags = [*ENDLESS, "--train-iters", 2, "--eval-iters", 2, "--eval-interval", 2, "--resume", "auto"]
+    directory, whole = tmp_path / "broken", tmp_path / "whole"
+    run(*flags, "--save", whole, world_size=2)
+    assert [*map(list, metrics(whole))][-1][-1] == "test_loss"
+    for fault in (Fault("test", 1, 2, "kill"), Fault("test", 0, 0, "kill")):  # again, in the start that makes up for it
+        environment = {"FAULT": str(fault), "FAULT_RECORD": str(tmp_path)}
+        job = spawn([FAULTY, *MOCK, *flags, "--save", directory], 2, **environment)
+        assert job.wait()[fault.rank] == -signal.SIGKILL
+        assert fault.record(tmp_path).exists()
+        assert not (directory / "DONE").exists()
+        assert metrics(directory) == metrics(whole)[:-1]
+    before = contents(directory / "iter_0000002")
+    assert "finished after step 2" in run(*flags, "--save", directory, world_size=2).stdout
+    assert metrics(directory) == metrics(whole)
+    assert contents(directory / "iter_0000002") == before
+    (directory / "DONE").unlink()  # as where the run was killed before it could write that
+    assert "finished already: " in run(*flags, "--save", directory, world_size=2).stdout
+    assert (directory / "DONE").read_text() == "2\n"
+    assert metrics(directory) == metrics(whole)
+
+
+def test_a_run_that_goes_on_says_what_its_metrics_have_lost(run: Run, tmp_path: Path) -> None:
+    """One line at the start, where somebody else has changed the file; and none else."""
+    flags = [*GPT2, "--lr-decay-style", "constant", "--eval-iters", 1, "--eval-interval", 2]
+    flags += ["--save", tmp_path / "run", "--resume", "auto", "--train-iters"]
+    file = tmp_path / "run" / "metrics.jsonl"
+    changes: list[tuple[Callable[[list[str]], list[str]], str]] = [
+        (lambda lines: lines, ""),
+        (lambda lines: lines[:3], "lacks steps 3, 4 and the evaluation after step 4"),
+        (lambda lines: [*lines[:-1], lines[-1][:30]], "lacks steps 3, 4 and has 1 damaged line"),
+        (lambda lines: [], "lacks steps 1-8 and the evaluation after step 8"),
+    ]
+    run(*flags, 2)
+    for number, (change, expected) in enumerate(changes, start=2):
+        file.write_text("".join(change(file.read_text().splitlines(keepends=True))))
+        if expected.startswith("lacks steps 1-"):
+            file.unlink()
+        warnings = [line for line in run(*flags, 2 * number).stdout.splitlines() if "WARNING" in line]
+        assert warnings == ([f"WARNING: {file} {expected}: {MAY_BE}"] if expected else [])
 
 
 def test_a_killed_rank_leaves_the_last_checkpoint(start: Start, run: Run, tmp_path: Path) -> None:

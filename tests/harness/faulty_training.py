@@ -182,6 +182,7 @@ def disturb() -> None:
     wrap(box_file._RunningChecksum, "result", "writing")
     wrap(attempt.FolderAttempt, "_point_tracker", "commit")
     wrap(checkpoints.Checkpoints, "_remove_old", "saved")
+    wrap(loop.TrainingLoop, "_test", "test")
     wrap(watchdog.Watchdog, "_leave", "leaving")
     wrap(pretrain, "leave", "closing")
 

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from megalite import checkpoint
 from megalite.errors import CheckpointError
-from megalite.training.metrics import MetricsWriter, StepMetrics, ValidationMetrics, read_metrics, truncate_after
+from megalite.training.metrics import (
+    MetricsWriter,
+    Recorded,
+    StepMetrics,
+    ValidationMetrics,
+    read_metrics,
+    truncate_after,
+)
 from tests.harness.object_store import ObjectStore
 
 
@@ -110,6 +117,32 @@ def test_a_resumed_run_leaves_one_trajectory(tmp_path: Path) -> None:
     assert [record["iteration"] for record in records] == [1, 1, 2, 2, 3, 3, 4]
     assert [record["lm_loss"] for record in records if "lm_loss" in record] == [1.0, 1.0, 1.0, 2.0]
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xfe{", b"5", b"{}", b"[]", b'{"iteration": "2"}', b"\0\0\0", b"[" * 99999])
+def test_a_damaged_line_is_left_out_and_told(damage: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsWriter(path).write(step(1))
+    whole = path.read_bytes()
+    path.write_bytes(whole + damage + b"\n")
+    assert MetricsWriter(path, resume_iteration=1).note == (
+        f"WARNING: {path} has 1 damaged line: it was changed, or could not be written. "
+        "The run goes on, and what can be read of it stays"
+    )
+    assert path.read_bytes() == whole
+    assert MetricsWriter(path, resume_iteration=1, recorded=Recorded(1, True, False)).note is None
+
+
+@pytest.mark.parametrize(
+    ("recorded", "lacks"),
+    [
+        (Recorded(6, from_first=True, evaluated=True), ["steps 1, 2, 4, 6", "the evaluation after step 6"]),
+        (Recorded(6, from_first=False, evaluated=False), ["steps 4, 6"]),
+        (Recorded(5, from_first=False, evaluated=True), ["step 4"]),
+    ],
+)
+def test_what_the_records_lack_is_told(recorded: Recorded, lacks: list[str]) -> None:
+    assert recorded.lacks({3, 5}, {5}) == lacks
 
 
 def test_a_run_from_the_start_replaces_what_was_there(tmp_path: Path) -> None:
