@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megalite_kernels import norm_kernels
@@ -60,9 +59,34 @@ def rms_norm_reference(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return output
 
 
+class _LayerNormReference(torch.autograd.Function):
+    """Keeps the input and two numbers a token. (On low precision torch's own rounds on the way.)"""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
+        wide, *vectors = _widened(input, weight, bias)
+        output, mean, inverse = torch.native_layer_norm(wide, weight.shape, *vectors, epsilon)
+        ctx.save_for_backward(input, weight, bias, mean, inverse)
+        return output.to(input.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        *parts, mean, inverse = ctx.saved_tensors
+        gradient, wide, *vectors = _widened(gradients[0], *parts)
+        shape, all_three = vectors[0].shape, (True, True, True)
+        found = torch.ops.aten.native_layer_norm_backward(gradient, wide, shape, mean, inverse, *vectors, all_three)
+        of_input, of_weight, of_bias = (value.to(part.dtype) for value, part in zip(found, parts, strict=True))
+        return of_input, of_weight, of_bias, None
+
+
+def _widened(first: Tensor, *rest: Tensor) -> list[Tensor]:
+    wide = torch.promote_types(first.dtype, torch.float32)
+    return [part.to(wide) for part in (first, *rest)]
+
+
 def layer_norm_reference(input: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    wide = input.to(weight.dtype)
-    return F.layer_norm(wide, weight.shape, weight, bias.to(weight.dtype), epsilon).to(input.dtype)
+    output: Tensor = _LayerNormReference.apply(input, weight, bias, epsilon)
+    return output
 
 
 # ------------------------------------------------------------------------------------------------- around the kernels

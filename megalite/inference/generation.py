@@ -81,12 +81,19 @@ def generate(
 
 
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises ConfigurationError where a prompt is empty or outgrows a learned position table."""
+    """Raises ConfigurationError where a prompt is empty, has a token that the model lacks, or outgrows a learned
+    position table.
+    """
     limit = _positions(config)
     for number, prompt in enumerate(prompts, start=1):
         which = f"prompt {number} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
         if not prompt:
             raise ConfigurationError(f"{which} has no tokens: give it some text")
+        if config.vocab_size is not None and not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise ConfigurationError(
+                f"{which} has tokens from {min(prompt)} to {max(prompt)}, and the model's vocabulary is "
+                f"{config.vocab_size}: give the tokenizer it was trained with as --tokenizer-model"
+            )
         if limit is not None and len(prompt) > limit:
             raise ConfigurationError(
                 f"{which} has {len(prompt)} tokens, and the model has learnt {limit} positions: shorten it"

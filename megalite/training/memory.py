@@ -145,12 +145,8 @@ def activation_bytes(
     query, key_value = heads * model.head_dim / tp, max(model.kv_groups / tp, 1) * model.head_dim
     statistics = wide if model.normalization == "RMSNorm" else 2 * wide
     rotary = model.rotary
-    read, vectors = hidden * item, 0
-    if model.apply_layernorm_1p:  # 1 + weight is kept, in fp32 or wider; and what a LayerNorm reads with it is as wide
-        vectors = hidden * wide
-        if model.normalization == "LayerNorm" and wide != item:
-            read, vectors = hidden * wide, 2 * vectors
-    norm = (read + hidden * item + statistics) / sp + vectors / tokens
+    weight = hidden * wide if model.apply_layernorm_1p else 0  # 1 + weight is kept, in fp32 or wider
+    norm = (2 * hidden * item + statistics) / sp + weight / tokens
     projected = (query + 2 * key_value) * item
     if rotary or model.qk_layernorm:
         projected += (query + key_value) * item
@@ -162,7 +158,7 @@ def activation_bytes(
     feed_forward = (3 if model.gated else 2) * model.ffn_size / tp * item
     if model.sandwich_norm:  # two more norms, whose outputs nothing reads again
         feed_forward += 2 * (norm - hidden * item / sp)
-    shared = read / sp if model.use_parallel_residual and read == hidden * item else 0  # both norms read one tensor
+    shared = hidden * item / sp if model.use_parallel_residual else 0  # both norms read one tensor
     layer = 2 * norm - shared + projected + core + feed_forward
     part = part or StageLayers(0, model.num_layers, embedding=True, loss=True)
     spans = recompute.spans(part.layers)

@@ -17,6 +17,7 @@ from megalite.model.recompute import Recompute
 from megalite.optim.learning_rate import Rates
 from megalite.pipeline.stages import Stages
 from tests.harness.covering_array import Row
+from tests.initial_weights import Network
 from tests.oracle import Oracle
 
 SEQUENCE = 12
@@ -224,6 +225,31 @@ def model_config(cell: Cell) -> ModelConfig:
         init_method_std=0.2,
         hidden_dropout=cell.dropout,
         attention_dropout=cell.dropout if cell.attention_dropout is None else cell.attention_dropout,
+    )
+
+
+def network(cell: Cell) -> Network:
+    """The same, as told to what draws initial weights."""
+    heads, groups = KEY_VALUES[cell.key_values]
+    gemma = cell.family in ("gemma", "gemma3")
+    plain = cell.family == "llama" or gemma
+    return Network(
+        layers=LAYERS,
+        hidden=HIDDEN,
+        heads=heads,
+        groups=groups,
+        head_dim=4,
+        ffn=24,
+        vocabulary=VOCABULARIES[cell.vocabulary][0],
+        std=0.2,
+        positions=SEQUENCE + 1 if cell.family == "gpt2" else 0,
+        centered=not plain,
+        around_one=gemma,
+        biases=not plain,
+        gated=plain,
+        tied=cell.tied,
+        sandwich=gemma,
+        query_key_norm=cell.qk_layernorm or cell.family == "gemma3",
     )
 
 

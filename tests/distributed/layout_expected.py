@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.sharding import Box
-from tests.distributed.layout_cell import Cell, batch, loss_terms, optimizer_config, oracle, rates
-from tests.distributed.layout_run import Held, RankResult, run_cells
+from tests.distributed.layout_cell import Cell, batch, loss_terms, network, optimizer_config, oracle, rates
+from tests.distributed.layout_run import SEED, Held, RankResult, run_cells
 from tests.harness.close import (
     assert_bits_equal,
     assert_gradient_close,
@@ -122,9 +122,9 @@ class Expected:
 @functools.cache
 @one_thread()
 def expected(alone: Cell) -> Expected:
-    """The oracle's training of the weights that one process starts from; `alone` is a `Cell.alone()`."""
-    (result,) = run(RankPools(), [alone])
-    weights = {name: value.clone().requires_grad_() for name, value in result.initial.items()}
+    """The oracle's training, from the weights that every layout must start from; `alone` is a `Cell.alone()`."""
+    initial = network(alone).weights(SEED, alone.torch_dtype, noise=0.2)
+    weights = {name: value.clone().requires_grad_() for name, value in initial.items()}
     optimizers = torch_optimizers(alone, weights)
     losses, norms, gradients = [], [], {}
     for step in alone.step_numbers:
@@ -150,7 +150,7 @@ def expected(alone: Cell) -> Expected:
         losses.append(loss.item())
         norms.append(norm)
     final = {name: weight.detach() for name, weight in weights.items()}
-    return Expected(result.initial, gradients, final, losses, norms)
+    return Expected(initial, gradients, final, losses, norms)
 
 
 def torch_optimizers(cell: Cell, weights: Tensors) -> list[torch.optim.Optimizer]:

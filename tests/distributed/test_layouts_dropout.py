@@ -5,12 +5,19 @@ docs/invariants.md: I10.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from tests.distributed.layout_cell import LAYOUT_FACTORS, RECOMPUTE, Cell, make_cell
-from tests.distributed.layout_expected import Result, run
+from tests.distributed.layout_expected import Result, on_ranks, run
+from tests.distributed.layout_run import initialized_chunks, local_micro_batches, make_meshes
 from tests.harness.close import assert_bits_equal, assert_gradient_close, assert_number_close
 from tests.harness.rank_pool import RankPools
 
@@ -79,6 +86,48 @@ def test_hidden_dropout_is_the_same_on_replicated_activations(rank_pools: RankPo
     (alone,) = run(rank_pools, [cell])
     (split,) = run(rank_pools, [replace(cell, tp=2)])
     assert_same_dropout(split, alone)
+
+
+def draws(cell: Cell) -> list[tuple[float, bytes]]:
+    """Of each random site in turn, over all micro-batches: its probability, and what it draws its numbers from."""
+    (chunk,) = initialized_chunks(make_meshes([cell])[cell.tp, cell.pp], cell)
+    seen: list[tuple[float, bytes]] = []
+
+    def noted(function: Callable[..., Tensor], probability: str, position: int) -> Callable[..., Tensor]:
+        def call(*arguments: Any, **named: Any) -> Tensor:
+            chance = named[probability] if probability in named else arguments[position]
+            if chance:
+                seen.append((chance, torch.get_rng_state().numpy().tobytes()))
+            return function(*arguments, **named)
+
+        return call
+
+    attention = noted(F.scaled_dot_product_attention, "dropout_p", 4)
+    replaced = {"dropout": noted(F.dropout, "p", 1), "scaled_dot_product_attention": attention}
+    with mock.patch.multiple(F, **replaced), torch.no_grad():
+        for micro_batch in local_micro_batches(cell, 0, 0):
+            chunk(None, micro_batch)
+        chunk.eval()
+        chunk(None, micro_batch)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma"])  # attention by torch, and written out
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_no_two_sites_draw_the_same(tp: int, sequence_parallel: bool, family: str, rank_pools: RankPools) -> None:
+    """Nor two layers, micro-batches or parts of what is split over ranks; what is whole on several draws the same. And
+    none draws in evaluation.
+    """
+    cell = Cell(
+        family=family, tp=tp, sequence_parallel=sequence_parallel, dropout=0.1, attention_dropout=0.2, samples=4
+    )
+    ranks = on_ranks(rank_pools, tp, draws, cell)
+    for seen in ranks:
+        assert [chance for chance, _ in seen] == [0.1, *[0.2, 0.1, 0.1] * 4] * 4  # the embedding's, then the layers'
+        assert len({state for _, state in seen}) == len(seen)
+    for sites in zip(*ranks, strict=True):
+        split = sequence_parallel or sites[0][0] == 0.2
+        assert len(set(sites)) == (tp if split else 1)
 
 
 def test_dropout_acts_in_these_tests(rank_pools: RankPools) -> None:

@@ -16,7 +16,6 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import Loss
-from megalite.optim.accumulator import REDUCTIONS_IN_FLIGHT
 from megalite.optim.buckets import DataParallel
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
@@ -65,7 +64,7 @@ def kept(stage: int, overlap: bool, config: str, wanted: float) -> dict[str, flo
     accumulate_gradients(optimizer, network, micro_batches)
     sizes = [bucket.gradients.untyped_storage().size() for bucket in optimizer.buckets]
     alive = sum(sizes)
-    largest = sum(sorted(bucket.gradients.nbytes for bucket in optimizer.buckets)[-REDUCTIONS_IN_FLIGHT:])
+    largest = sum(sorted(bucket.gradients.nbytes for bucket in optimizer.buckets)[-2:])
     optimizer.step(Rates(0.01, 0.01, 0.01))
     optimizer.finish_parameter_gather()
     elements = sum(bucket.parameters.numel() for bucket in optimizer.buckets)

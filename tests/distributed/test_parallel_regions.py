@@ -1,28 +1,34 @@
-"""What travels between ranks: collectives leave their inputs alone, regions pair a map with its transpose."""
+"""What travels between ranks: collectives leave their inputs alone, regions pair a map with its transpose.
+
+In groups of one, of two, which talk in a way of their own, of three and of four.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.parallel import collectives, regions
-from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megalite.parallel.cross_entropy import over_ranks, vocab_parallel_cross_entropy
 from megalite.parallel.mesh import Group, ParallelMesh
+from tests.distributed.layout_expected import on_ranks
 from tests.harness.close import assert_bits_equal
 from tests.harness.rank_pool import RankPools
 
-SIZE = 4
-SHAPE = (8, 3, 12)
+SHAPE = (12, 3, 12)
+SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
 
 
 def group_of_all() -> Group:
-    import torch.distributed as dist
-
-    return ParallelMesh(rank=dist.get_rank(), world_size=SIZE, tensor_parallel_size=SIZE).group("tp")
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return ParallelMesh(rank=rank, world_size=size, tensor_parallel_size=size).group("tp")
 
 
 def random(seed: int, *shape: int) -> Tensor:
@@ -66,18 +72,19 @@ def both_sides(name: str) -> tuple[float, float]:
     return over_ranks((image * y).sum(), output_kind), over_ranks((x * transpose).sum(), input_kind)
 
 
+@SIZES
 @pytest.mark.parametrize("name", REGIONS)
-def test_backward_is_the_transpose(name: str, rank_pools: RankPools) -> None:
-    for left, right in rank_pools(SIZE).run(both_sides, name):
+def test_backward_is_the_transpose(name: str, size: int, rank_pools: RankPools) -> None:
+    for left, right in on_ranks(rank_pools, size, both_sides, name):
         assert abs(left - right) < 1e-12 * max(1.0, abs(left))
         assert abs(left) > 1e-3
 
 
-def results_of_collectives() -> dict[str, Tensor]:
+def results_of_collectives() -> dict[str, Any]:
     group = group_of_all()
     x = random(group.rank, *SHAPE)
     before = x.clone()
-    results = {
+    results: dict[str, Any] = {
         "gather": collectives.all_gather(x, group),
         "gather, not contiguous": collectives.all_gather(x.transpose(0, 1), group),
         "scatter": collectives.reduce_scatter(x, group),
@@ -90,7 +97,7 @@ def results_of_collectives() -> dict[str, Tensor]:
     results["scatter into itself"] = collectives.reduce_scatter_async(
         into, group, out=into.view(group.size, -1, *SHAPE[1:])[group.rank]
     ).wait()
-    whole = torch.zeros(SIZE, *SHAPE, dtype=x.dtype)
+    whole = torch.zeros(group.size, *SHAPE, dtype=x.dtype)
     whole[group.rank] = x
     results["gather into itself"] = (
         collectives.all_gather_async(whole[group.rank].flatten(), group, out=whole.view(-1)).wait().view(whole.shape)
@@ -98,24 +105,42 @@ def results_of_collectives() -> dict[str, Tensor]:
     results["max"] = collectives.all_reduce_(x.clone(), group, "max")
     apart = torch.empty(SHAPE[::-1], dtype=x.dtype).permute(2, 1, 0) if group.rank else torch.empty_like(x)
     results["sum, not contiguous"] = collectives.all_reduce_(apart.copy_(x), group)
+    results["sum"] = collectives.all_reduce_(x.clone(), group)
+    results["sum of integers"] = collectives.all_reduce_(torch.tensor([2**53 + group.rank, -1]), group)
+    results["sum of one number"] = collectives.all_reduce_(x[0, 0, 0].clone(), group)
+    # To each rank as many elements of this one as the numbers of both say.
+    parts = [x.flatten()[: group.rank + 2 * to] for to in range(group.size)]
+    results["all to all"] = torch.cat(
+        collectives.all_to_all(parts, [rank + 2 * group.rank for rank in range(group.size)], group)
+    )
+    results["numbers"] = collectives.gather_numbers(list(range(3 * group.rank)), group, x.device)
+    results["texts"] = collectives.all_gather_text("é" * (1 + 5 * group.rank), group, x.device)
     return results
 
 
-def test_collectives_give_what_their_names_say(rank_pools: RankPools) -> None:
-    inputs = [random(rank, *SHAPE) for rank in range(SIZE)]
-    in_rank_order = inputs[0] + inputs[1] + inputs[2] + inputs[3]
-    for rank, results in enumerate(rank_pools(SIZE).run(results_of_collectives)):
-        rows = in_rank_order.chunk(SIZE)[rank]
+@SIZES
+def test_collectives_give_what_their_names_say(size: int, rank_pools: RankPools) -> None:
+    inputs = [random(rank, *SHAPE) for rank in range(size)]
+    in_rank_order = functools.reduce(torch.add, inputs)
+    for rank, results in enumerate(on_ranks(rank_pools, size, results_of_collectives)):
+        rows = in_rank_order.chunk(size)[rank]
         assert_bits_equal(results["gather"], torch.cat(inputs))
         assert_bits_equal(results["gather, not contiguous"], torch.cat([x.transpose(0, 1) for x in inputs]))
         assert_bits_equal(results["scatter"], rows, "sums are taken in rank order")
         assert_bits_equal(results["scatter into itself"], rows)
         assert_bits_equal(results["gather into itself"], torch.stack(inputs))
         assert_bits_equal(results["gather region"], torch.cat(inputs, dim=-1))
-        assert_bits_equal(results["scatter region"], inputs[rank].chunk(SIZE, dim=-1)[rank].contiguous())
+        assert_bits_equal(results["scatter region"], inputs[rank].chunk(size, dim=-1)[rank].contiguous())
         assert_bits_equal(results["max"], torch.stack(inputs).amax(0))
         torch.testing.assert_close(results["sum, not contiguous"], in_rank_order, rtol=1e-14, atol=1e-14)
         torch.testing.assert_close(results["reduce region"], in_rank_order, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(results["sum"], in_rank_order, rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(results["sum of one number"], in_rank_order[0, 0, 0], rtol=1e-14, atol=1e-14)
+        assert results["sum of integers"].tolist() == [size * 2**53 + sum(range(size)), -size]
+        sent = [inputs[peer].flatten()[: peer + 2 * rank] for peer in range(size)]
+        assert_bits_equal(results["all to all"], torch.cat(sent))
+        assert results["numbers"] == ([list(range(3 * peer)) for peer in range(size)] if rank == 0 else [])
+        assert results["texts"] == ["é" * (1 + 5 * peer) for peer in range(size)]
 
 
 def split_loss_and_gradient(logits: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -126,16 +151,36 @@ def split_loss_and_gradient(logits: Tensor, labels: Tensor, vocab_size: int) -> 
     return losses.detach(), gradient
 
 
-@pytest.mark.parametrize("vocab_size", [16, 13, 5, 3], ids=["whole", "padded", "ranks-of-padding", "one-rank"])
-def test_cross_entropy_over_a_split_vocabulary(vocab_size: int, rank_pools: RankPools) -> None:
-    logits, labels = random(0, 6, 5, 16) * 3, torch.randint(vocab_size, (6, 5))
+@SIZES
+@pytest.mark.parametrize("vocab_size", [24, 22, 7, 5], ids=["whole", "padded", "ranks-of-padding", "one-rank"])
+def test_cross_entropy_over_a_split_vocabulary(vocab_size: int, size: int, rank_pools: RankPools) -> None:
+    logits, labels = random(0, 6, 5, 24) * 3, torch.randint(vocab_size, (6, 5))
     logits[..., vocab_size:] = 50.0
     true = logits[..., :vocab_size].clone().requires_grad_()
     expected = F.cross_entropy(true.flatten(0, 1), labels.flatten(), reduction="none").view(6, 5)
     (gradient,) = torch.autograd.grad((expected * random(9, 6, 5)).sum(), true)
-    ranks = rank_pools(SIZE).run(split_loss_and_gradient, logits, labels, vocab_size)
+    ranks = on_ranks(rank_pools, size, split_loss_and_gradient, logits, labels, vocab_size)
     for losses, _ in ranks:
         torch.testing.assert_close(losses, expected.detach(), rtol=1e-12, atol=1e-12)
     whole = torch.cat([gradient for _, gradient in ranks], dim=-1)
     torch.testing.assert_close(whole[..., :vocab_size], gradient, rtol=1e-12, atol=1e-12)
     assert not whole[..., vocab_size:].any()
+
+
+def merged(statistics: Tensor) -> Tensor:
+    group = group_of_all()
+    return over_ranks(statistics[group.rank], group)
+
+
+@SIZES
+def test_statistics_of_large_logits_are_merged_and_overflow_nothing(size: int, rank_pools: RankPools) -> None:
+    """One token's maximum on each rank in turn, ranks without a column among them; the other statistics are sums."""
+    shifts = 200.0 * torch.eye(4)[:size] + torch.tensor([-80.0, 0.0, 80.0, 300.0])
+    shifts[0, 3] = -torch.inf if size > 1 else 300.0
+    whole = torch.stack([shifts, random(1, size, 4).float(), random(2, size, 4).float()], dim=1)
+    wide = whole.double()
+    expected = torch.cat([wide[:, :1].logsumexp(0), wide[:, 1:].sum(0)])
+    found = on_ranks(rank_pools, size, merged, whole)
+    for ours in found:
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-6)
+        assert_bits_equal(ours, found[0], "of another rank")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from megalite.process.signals import STOP_SIGNALS
 from tests.end_to_end.campaign import FAULTY
 from tests.end_to_end.runs import (
     GPT2,
@@ -227,7 +226,7 @@ def test_a_signal_while_the_program_starts_interrupts_it(spawn: Callable[..., Jo
         "import time\nfrom megalite.training.failure import run_main\n"
         "run_main(lambda: [print('starting'), *(time.sleep(0.05) for _ in range(10**6))])"
     )
-    for number in STOP_SIGNALS:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         job = spawn([entry], 1)
         job.wait_for_output(0, "starting")
         job.kill(0, number)
@@ -327,7 +326,7 @@ def test_signals_that_come_while_a_checkpoint_is_saved_break_nothing(
     course = [*MOCK, *ENDLESS, "--train-iters", 10000, "--save-interval", 2, *flags]
     job = spawn([entry, PRETRAIN, *course, "--save", tmp_path / "run"], 2)
     job.wait_for_output(0, "now saving")
-    for number in 20 * STOP_SIGNALS:
+    for number in 20 * (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         job.kill_all(number)
         time.sleep(0.01)
     assert job.wait(timeout=60) == [85, 85]

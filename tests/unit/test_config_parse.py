@@ -13,7 +13,7 @@ import torch
 from megalite.config import parse_arguments
 from megalite.config.run import fields_by_name, section_types
 from megalite.config.tool_arguments import parse_tool_arguments
-from megalite.errors import EXIT_CONFIGURATION, EXIT_RESUMABLE, ConfigurationError
+from megalite.errors import ConfigurationError
 from megalite.process.place import Place
 
 MINIMAL = [
@@ -32,7 +32,7 @@ training: {micro_batch_size: 4}
 def failure(argv: list[str]) -> str:
     with pytest.raises(ConfigurationError) as raised:
         parse_arguments(argv)
-    assert raised.value.exit_code == EXIT_CONFIGURATION
+    assert raised.value.exit_code == 64
     return str(raised.value)
 
 
@@ -41,10 +41,10 @@ def test_a_signal_while_flags_are_read_is_no_mistake_in_them(
     parse: Callable[[list[str]], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launcher ends the ranks that are still reading them where one has refused them."""
-    monkeypatch.setattr("tyro.cli", lambda *arguments, **options: sys.exit(EXIT_RESUMABLE))
+    monkeypatch.setattr("tyro.cli", lambda *arguments, **options: sys.exit(85))
     with pytest.raises(SystemExit) as ending:
         parse(MINIMAL if parse is parse_arguments else [])
-    assert ending.value.code == EXIT_RESUMABLE
+    assert ending.value.code == 85
 
 
 def test_field_names_are_unique_over_the_sections() -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.checkpoint.directory import TRACKER
 from megalite.conversion.megatron import open_megatron
 from megalite.errors import CheckpointError
 from tests.unit.test_conversion_megatron import GPT2, random_model, read, write
+
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def cut_off(folder: Path) -> None:
@@ -43,7 +44,7 @@ def outside(folder: Path) -> None:
         (lambda folder: torch.save({}, folder / "common.pt"), "does not hold the arguments"),
         (lambda folder: (folder / ".metadata").unlink(), "has no file of the first rank"),
         (lambda folder: (folder.parent / TRACKER).write_text("12"), "names '12', which is no checkpoint there"),
-        (lambda folder: (folder.parent / TRACKER).unlink(), f"has no {TRACKER}"),
+        (lambda folder: (folder.parent / TRACKER).unlink(), "has no latest_checkpointed_iteration.txt"),
     ],
 )
 def test_what_is_damaged_is_named(damage: Callable[[Path], object], message: str, tmp_path: Path) -> None:

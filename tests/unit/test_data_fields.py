@@ -67,6 +67,8 @@ def test_mock_samples_are_fixed_for_ever() -> None:
 
 
 def test_mock_data_can_be_learnt_and_has_documents() -> None:
+    few = np.concatenate([MockDataset(5, 64, seed=1, num_samples=20)[sample] for sample in range(20)])
+    assert set(few.tolist()) == {0, 1, 2, 3, 4}
     dataset = MockDataset(1000, 256, seed=1234, num_samples=50)
     tokens = np.stack([dataset[i] for i in range(50)])
     follows = tokens[:, 1:] == tokens[:, :-1] + 1

@@ -98,6 +98,21 @@ def test_the_orders_are_those_of_the_paper() -> None:
     assert len(cuts) > 20
 
 
+def test_cuts_fall_anywhere_between_both_ends() -> None:
+    """Megatron-LM's rule: two places from 0 to the length, both included and drawn alike, so that any part may be
+    empty: equal ones have half the chance of unequal ones.
+    """
+    found: dict[tuple[int, int], int] = {}
+    for tokens in rearranged([[*b"xyz", EOD, EOD, EOD]] * 1600, spm_rate=0.0):
+        suffix, middle = tokens.index(SUFFIX), tokens.index(MIDDLE)
+        cuts = suffix - 1, 3 - (middle - suffix - 1)
+        found[cuts] = found.get(cuts, 0) + 1
+    assert len(found) == 10
+    for (first, last), count in found.items():
+        chance = (1 if first == last else 2) / 16
+        assert abs(count - 1600 * chance) < 5 * (1600 * chance) ** 0.5
+
+
 def test_it_depends_on_seed_and_sample_alone() -> None:
     row = [*b"the same text in every sample", EOD, EOD, EOD]
     np.random.seed(0)

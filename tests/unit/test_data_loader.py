@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,20 @@ def test_tokens_beyond_the_vocabulary_are_refused() -> None:
         pytest.raises(DataError, match=r"vocabulary is 30.*another tokenizer"),
     ):
         batches.micro_batches(0, 3)
+
+
+@pytest.mark.parametrize("place", [0, 2, 4], ids=["first input", "input and label", "last label"])
+def test_the_vocabulary_ends_before_its_size(place: int) -> None:
+    """Its last token is one, the size itself is none, and so is what is negative."""
+    for token, refused in ((29, False), (30, True), (-1, True)):
+        row = np.full(5, 3)
+        row[place] = token
+        data = FieldsDataset([row], 29)
+        batches = MicroBatchLoader(
+            data, micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1, vocab_size=30, num_workers=0
+        )
+        with pytest.raises(DataError, match=f"{token}.*vocabulary is 30") if refused else nullcontext():
+            batches.micro_batches(0, 1)
 
 
 # ---------------------------------------------------------------------------------------------------- batch sizes

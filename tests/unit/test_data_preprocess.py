@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,12 @@ import numpy as np
 import pytest
 
 from megalite.data import preprocess as preprocessing
-from megalite.data.corpus import Position
+from megalite.data.corpus import Position, read_chunks
+from megalite.data.encoding import Encoding, encode_chunk
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.preprocess import Observer, Progress
 from megalite.data.tokenizers.bytes import ByteTokenizer
-from megalite.errors import ConfigurationError
+from megalite.errors import ConfigurationError, DataError
 from tests.harness.terminal import read_to_end
 from tools.preprocess_data import Arguments, settle_megatron_flags
 
@@ -46,6 +48,17 @@ def corpus(path: Path, texts: list[str]) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("token", "refused"), [(256, False), (257, True), (-1, True)])
+def test_a_tokenizer_that_goes_beyond_its_vocabulary_is_refused(
+    token: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ByteTokenizer, "encode_documents", lambda self, texts: [[1, token] for _ in texts])
+    (chunk,) = read_chunks([str(corpus(tmp_path / "c.jsonl", ["a"]))], ["text"])
+    encoding = Encoding(("text",), append_eod=False, tokenizer_type="ByteTokenizer")
+    with pytest.raises(DataError, match=f"{token}.* it has 257") if refused else nullcontext():
+        assert encode_chunk(encoding, chunk).keys[0].tokens.tolist() == [1, token]
 
 
 def test_documents_are_the_lines_in_order(tmp_path: Path) -> None:

@@ -125,8 +125,10 @@ def test_null_tokenizer_adds_the_end_of_document_as_megatron_does() -> None:
     assert (tokenizer.vocab_size, tokenizer.eod) == (1025, 1024)
     assert tokenizer.encode("5 0  1023") == [5, 0, 1023]
     assert tokenizer.decode([5, 0, 1023]) == "5 0 1023"
-    with pytest.raises(ValueError, match="1025 is not in"):
-        tokenizer.encode("3 1025")
+    assert tokenizer.encode("1024") == [1024]
+    for outside in ("1025", "-1"):
+        with pytest.raises(ValueError, match=f"{outside} is not in"):
+            tokenizer.encode(f"3 {outside}")
 
 
 def test_build_gives_what_the_flags_name(model: str) -> None:

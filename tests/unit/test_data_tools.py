@@ -180,6 +180,14 @@ def test_a_sample_of_a_run(tmp_path: Path) -> None:
     assert "the run has samples 0 to" in beyond.stderr
 
 
+def test_a_token_as_large_as_the_recorded_vocabulary_is_damage(tmp_path: Path) -> None:
+    write(tmp_path / "last", [[[1, 256]]])
+    verify(IndexedDataset(tmp_path / "last"))
+    write(tmp_path / "size", [[[1, 257]]])
+    with pytest.raises(DataError, match="token number 1 is 257, which is none of the 257 tokens"):
+        verify(IndexedDataset(tmp_path / "size"))
+
+
 def test_damage_that_opening_does_not_see(tmp_path: Path) -> None:
     write(tmp_path / "a", [[[1]], [[2, 3]], [[4]]])
     data = IndexedDataset(tmp_path / "a")

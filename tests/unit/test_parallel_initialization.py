@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megalite.parallel import initialization
-from megalite.parallel.initialization import BLOCK_ELEMENTS, initial_values, initialize
+from megalite.parallel.initialization import initial_values, initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.placement import split, whole
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal
+from tests.harness.close import assert_bits_equal
+from tests.initial_weights import draw
 
 SEED = 1234
 TENSOR = LogicalTensor("tensor", (5, 3, 16384), Normal(0.02), True)  # blocks of 4 of its 15 rows
-EDGES = LogicalTensor("edges", (9, BLOCK_ELEMENTS // 4), Normal(1.0), True)  # blocks of 4 of its 9 rows
+EDGES = LogicalTensor("edges", (9, 16384), Normal(1.0), True)  # blocks of 4 of its 9 rows
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,13 @@ def test_rows_on_both_sides_of_a_blocks_edge() -> None:
         box = Box((start, 7), (rows, 20))
         assert torch.equal(initial_values(EDGES, box, SEED), values[box.slices()])
     assert len({float(row[0]) for row in values}) == 9  # no block repeats another
+
+
+@pytest.mark.parametrize("shape", [(9, 16384), (5, 3, 16384), (2, 70000), (3, 4097), (7,)], ids=str)
+def test_values_are_those_of_the_documented_rule(shape: tuple[int, ...]) -> None:
+    """Bit for bit, in one block and in several, the last of them short; the same in all versions."""
+    tensor = LogicalTensor("layers.3.mlp.up", shape, Normal(0.02), True)
+    assert_bits_equal(initial_values(tensor, whole(tensor), SEED), draw(tensor.name, shape, 0.02, SEED))
 
 
 def test_only_the_blocks_that_are_needed_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.config import ModelConfig
 from megalite.errors import ConfigurationError
+from megalite.inference.generation import check_prompts
 from megalite.inference.sampling import Sampling, probabilities, sample
 
 # Distinct logits, so that which tokens are the likeliest is no matter of taste.
@@ -99,3 +101,15 @@ def test_draws_follow_the_probabilities_and_the_seed() -> None:
 def test_values_out_of_range_are_refused(field: str, value: float) -> None:
     with pytest.raises(ConfigurationError, match="--" + field.replace("_", "-")):
         Sampling(**{field: value})  # type: ignore[arg-type]
+
+
+def test_a_prompt_has_tokens_of_the_models_vocabulary() -> None:
+    """An embedding that is split over ranks would give zeros for the others."""
+    model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=10, max_position_embeddings=4)
+    check_prompts(model, [[0, 9], [9, 0, 9, 0]])
+    for prompt in ([9, 10], [-1, 9]):
+        tokens = f"prompt 2 of 2 has tokens from {min(prompt)} to {max(prompt)}, and the model's vocabulary is 10"
+        with pytest.raises(ConfigurationError, match=tokens):
+            check_prompts(model, [[1], prompt])
+    with pytest.raises(ConfigurationError, match="has 5 tokens, and the model has learnt 4 positions"):
+        check_prompts(model, [[1] * 5])

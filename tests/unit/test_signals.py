@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
-from megalite.process.signals import STOP_SIGNALS, StopRequest
+from megalite.process.signals import StopRequest
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -39,10 +41,10 @@ def test_the_handlers_from_before_come_back() -> None:
 def test_signals_after_a_stop_are_ignored_while_the_process_ends(stopped: str) -> None:
     program = f"""
 import os, signal, sys
-from megalite.process.signals import STOP_SIGNALS, StopRequest
+from megalite.process.signals import StopRequest
 with StopRequest() as stop:
     {stopped}
-for number in STOP_SIGNALS:
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     os.kill(os.getpid(), number)
 sys.exit(85)
 """

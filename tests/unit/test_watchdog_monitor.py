@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from megalite.errors import EXIT_RESUMABLE
 from megalite.watchdog import monitor as monitor_file
 from megalite.watchdog.hang_dump import RankDump
 from megalite.watchdog.link import Link, LinkLost, Message
@@ -78,7 +77,7 @@ class Watch:
     @property
     def message(self) -> str:
         ((message, code),) = self.reported
-        assert code == EXIT_RESUMABLE
+        assert code == 85
         return message
 
 
@@ -105,7 +104,7 @@ def test_a_rank_that_dies_is_named_with_its_place_and_all_others_end(watch: Begi
     second.link.send(section="optimizer", step=7)
     second.dies()
     for rank in (first, third):
-        assert rank.wait_for("end") == {"end": EXIT_RESUMABLE, "at_once": False, "kill": []}
+        assert rank.wait_for("end") == {"end": 85, "at_once": False, "kill": []}
     assert 'rank 1 (process 1001 on n1) has ended without a word, in step 7, "optimizer": ' in watched.message
 
 
@@ -129,7 +128,7 @@ def test_ranks_that_a_launcher_ends_do_not_hide_the_one_that_died(watch: Begin) 
     watched = watch()
     watched.ranks[1].dies()
     for rank in (watched.ranks[2], watched.ranks[0]):
-        rank.link.send(fails=EXIT_RESUMABLE)
+        rank.link.send(fails=85)
     watched.monitor.settle()  # rank 0 ends no sooner
     assert watched.message.startswith("rank 1 (process 1001 on n1) has ended without a word")
 
@@ -240,7 +239,7 @@ def test_strangers_disturb_nobody(watch: Begin) -> None:
             assert stranger.recv(1) == b""  # is hung up on
     watched.ranks[1].link.send(section="save", step=2)
     watched.ranks[1].dies()
-    assert watched.ranks[2].wait_for("end")["end"] == EXIT_RESUMABLE
+    assert watched.ranks[2].wait_for("end")["end"] == 85
     assert 'in step 2, "save"' in watched.message
     for stranger in strangers:
         stranger.close()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.watchdog.limits import FACTOR, START_SECONDS, Limits
+from megalite.watchdog.limits import Limits
 from megalite.watchdog.sections import (
     DATA,
     EVALUATION,
@@ -39,11 +39,11 @@ def test_a_limit_is_a_multiple_of_the_longest_and_never_below_the_least(
 ) -> None:
     limits = Limits(least, unlearnt)
     learnt = limits.of(STEP, {STEP: longest, EVALUATION: 1e9})
-    assert learnt == max(least, FACTOR * longest)
+    assert learnt == max(least, 5 * longest)
     assert limits.of(STEP, {EVALUATION: longest}) == max(least, unlearnt)
     for name in (SAVE, PROFILE):
         assert limits.of(name, {name: longest}) == max(learnt, unlearnt)
-    assert limits.of(START, {}) >= START_SECONDS
+    assert limits.of(START, {}) == max(3600.0, unlearnt)
 
 
 @given(seconds=st.lists(st.tuples(st.sampled_from([START, STEP, FORWARD_BACKWARD, SAVE]), SECONDS), max_size=4))

@@ -1,0 +1,101 @@
+"""The weights that a run starts from, by the rule as it is documented: for what megalite draws to be compared with.
+
+A tensor, whole and unpadded, is a matrix of rows of its last dimension, drawn in fp32 in blocks of so many rows as make
+2^16 elements, each from torch's generator on the CPU, seeded by the first 8 bytes of blake2b("seed/name/block"), the
+lowest bit left out. It is scaled by its standard deviation, and only then rounded. Like the oracle this imports nothing
+of megalite.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK_ELEMENTS = 65536
+
+
+def draw(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
+    """Values of a normal distribution, fp32."""
+    width, rows = shape[-1], math.prod(shape[:-1])
+    step = max(1, BLOCK_ELEMENTS // width)
+    blocks = []
+    for number, start in enumerate(range(0, rows, step)):
+        digest = hashlib.blake2b(f"{seed}/{name}/{number}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") // 2)
+        blocks.append(torch.randn(min(step, rows - start), width, generator=generator))
+    return (torch.cat(blocks) * std).view(shape)
+
+
+@dataclass(frozen=True)
+class Network:
+    """What decides on the tensors of a network, and on what they start from."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int
+    vocabulary: int
+    std: float
+    positions: int = 0  # learned ones
+    centered: bool = True  # LayerNorm
+    around_one: bool = False  # a norm's weight is its distance from 1
+    biases: bool = True
+    gated: bool = False
+    tied: bool = True
+    sandwich: bool = False
+    query_key_norm: bool = False
+
+    def drawn(self) -> dict[str, tuple[tuple[int, ...], float]]:
+        """Shapes and standard deviations of the matrices: those that add to the residual have a smaller one."""
+        small = self.std / math.sqrt(2 * self.layers)
+        found = {"embedding.word": ((self.vocabulary, self.hidden), self.std)}
+        if self.positions:
+            found["embedding.position"] = ((self.positions, self.hidden), self.std)
+        if not self.tied:
+            found["output"] = ((self.vocabulary, self.hidden), self.std)
+        for layer in range(self.layers):
+            attention, mlp = f"layers.{layer}.attention.", f"layers.{layer}.mlp."
+            found[attention + "query"] = ((self.heads, self.head_dim, self.hidden), self.std)
+            found[attention + "key_value"] = ((self.groups, 2, self.head_dim, self.hidden), self.std)
+            found[attention + "output"] = ((self.hidden, self.heads, self.head_dim), small)
+            inner = (2, self.ffn, self.hidden) if self.gated else (self.ffn, self.hidden)
+            found[mlp + ("gate_up" if self.gated else "up")] = (inner, self.std)
+            found[mlp + "down"] = ((self.hidden, self.ffn), small)
+        return found
+
+    def constant(self) -> dict[str, tuple[tuple[int, ...], float]]:
+        """Shapes and values of the vectors."""
+        found: dict[str, tuple[tuple[int, ...], float]] = {}
+        norms = {"final_norm": self.hidden}
+        for layer in range(self.layers):
+            name = f"layers.{layer}."
+            norms |= {name + "input_norm": self.hidden, name + "mlp_norm": self.hidden}
+            if self.sandwich:
+                norms |= {name + "attention_output_norm": self.hidden, name + "mlp_output_norm": self.hidden}
+            if self.query_key_norm:
+                norms |= {name + "attention.query_norm": self.head_dim, name + "attention.key_norm": self.head_dim}
+            if self.biases:
+                found[name + "attention.query_bias"] = (self.heads, self.head_dim), 0.0
+                found[name + "attention.key_value_bias"] = (self.groups, 2, self.head_dim), 0.0
+                found[name + "attention.output_bias"] = (self.hidden,), 0.0
+                inner = (2, self.ffn) if self.gated else (self.ffn,)
+                found[name + ("mlp.gate_up_bias" if self.gated else "mlp.up_bias")] = inner, 0.0
+                found[name + "mlp.down_bias"] = (self.hidden,), 0.0
+        for name, width in norms.items():
+            found[name + ".weight"] = (width,), 0.0 if self.around_one else 1.0
+            if self.centered:
+                found[name + ".bias"] = (width,), 0.0
+        return found
+
+    def weights(self, seed: int, dtype: torch.dtype, *, noise: float = 0.0) -> dict[str, Tensor]:
+        """By logical name. `noise`: what constants are moved by, drawn by the same rule with this deviation."""
+        values = {name: draw(name, shape, std, seed).to(dtype) for name, (shape, std) in self.drawn().items()}
+        for name, (shape, value) in self.constant().items():
+            values[name] = torch.full(shape, value, dtype=dtype).add_(draw(name, shape, noise, seed))
+        return values
