@@ -1,27 +1,39 @@
 # make train    from nothing to a trained model and a sample of its text; STEPS=20 is the short form
-# make test     everything the tests prove
+# make check    while one works: lint and the unit tests, in two minutes; ROOM=optim takes those of one room
+# make test     every capability and every invariant, in six minutes on two cores
+# make test-all what CI runs, in 25: lint, compile-kernels, test, and what follows here
+# make test-wide  more layouts, cells and trials of what `make test` proves
+# make test-bits  that bits are the same with each width of vector instructions which torch has for this CPU
 # make test-slurm  jobs on a SLURM of four nodes, which it starts on this machine and takes down again; needs root.
 #               Jobs mostly wait, so CLUSTERS=3 share the tests; ONE_ADDRESS=1 is as where namespaces are refused
-# make mutants  that each of the planted faults fails a test
+# make mutants  that each of the planted faults fails a test; SAMPLE=12 takes so many of them, others in each commit
 # make compile-kernels  that every kernel compiles for the GPUs of three generations of NVIDIA's and one of AMD's
+# make flakes   which tests of processes and time fail now and then, and how often; FILES="tests/..." takes some
 # make lint     style, types and the direction of imports
 # make setup    only the environment, in .venv
 #
 # PYTHON=python3.12        the interpreter to start from (3.11 or later)
 # WORKERS=4                how many processes share the tests, each with ranks of its own
 # TORCH_INDEX=URL          where torch, and only torch, is installed from, e.g. a build for CPUs
+# PYTEST_ARGUMENTS=-x      more for pytest
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 STEPS ?= 300
 WORKERS ?= 2
 CLUSTERS ?= 3
+ROOM ?=
+SAMPLE ?=
+FILES ?=
 
 .DELETE_ON_ERROR:
-.PHONY: setup train test test-slurm mutants compile-kernels lint
+.PHONY: setup train check test test-all test-wide test-bits test-slurm mutants compile-kernels flakes lint
 
 PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check
 TORCH = $(shell grep -o 'torch>=[^"]*' pyproject.toml)
+SLURM = $(shell test "$$(id -u)" = 0 && command -v slurmctld)
+PYTEST = .venv/bin/python -m pytest
+SHARED = --numprocesses=$(WORKERS) --dist=loadfile --durations=20 $(PYTEST_ARGUMENTS)
 
 setup: .venv/installed
 
@@ -29,32 +41,52 @@ setup: .venv/installed
 	@echo "Installing megalite into .venv (the first time, torch takes a few minutes to download)"
 	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	@$(if $(TORCH_INDEX),$(PIP) --index-url '$(TORCH_INDEX)' '$(TORCH)')
-	@$(PIP) --editable .
+	@$(PIP) --constraint tests/constraints.txt --editable .
 	@touch $@
 
-.venv/installed-test: .venv/installed
-	@$(PIP) --editable '.[test]'
+.venv/installed-test: .venv/installed tests/constraints.txt
+	@$(PIP) --constraint tests/constraints.txt --editable '.[test]'
 	@$(PIP) --no-deps megatron-core==0.16.1 # an oracle of the tests; its dependencies are for what they do not use
 	@touch $@
 
 train: .venv/installed
 	@STEPS=$(STEPS) PATH="$(CURDIR)/.venv/bin:$$PATH" examples/train_small_llama.sh
 
+check: lint
+	@files=$$(grep --files-with-matches --extended-regexp '$(if $(ROOM),megalite[._]$(ROOM)\b)' tests/unit/test_*.py) || \
+		{ echo "ROOM=$(ROOM): no test in tests/unit imports megalite.$(ROOM)" >&2; exit 64; }; \
+		$(PYTEST) $(SHARED) $$files
+
 test: .venv/installed-test
-	.venv/bin/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --durations=20 $(PYTEST_ARGUMENTS)
+	$(PYTEST) $(SHARED)
+
+test-wide: .venv/installed-test
+	$(PYTEST) $(SHARED) -m wide
+
+test-bits: .venv/installed-test
+	.venv/bin/python -m tests.bits $(SHARED)
+
+test-all:
+	.ci/stages lint compile-kernels test test-wide test-bits 'mutants SAMPLE=12' $(if $(SLURM),test-slurm) 'train STEPS=20'
+	@$(if $(SLURM),,echo "NOT RUN: test-slurm, which needs root and SLURM's programs (.ci/run installs them)")
 
 test-slurm: .venv/installed-test
-	.venv/bin/python -m pytest -m slurm tests/slurm --numprocesses=$(CLUSTERS) --dist=load --maxschedchunk=1 \
-		--durations=20 $(PYTEST_ARGUMENTS)
+	$(PYTEST) -m slurm tests/slurm --numprocesses=$(CLUSTERS) --dist=load --maxschedchunk=1 --durations=20 $(PYTEST_ARGUMENTS)
 
 mutants: .venv/installed-test
-	.venv/bin/python -m tests.mutants
+	.venv/bin/python -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE))
 
 compile-kernels: .venv/installed-test
 	PYTHONPATH=. .venv/bin/python -m tests.kernels.compile
+
+flakes: .venv/installed-test
+	.venv/bin/python -m tests.flakes $(FILES)
 
 lint: .venv/installed-test
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	@if command -v shellcheck >/dev/null; then \
+		shellcheck --external-sources .ci/run .ci/stages benchmarks/*.sh examples/*.sh slurm/*.sh slurm/*.sbatch; \
+		else echo "NOT RUN: shellcheck, which is not installed"; fi

@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 import torch
 
+from megalite.process.signals import STOP_SIGNALS
 from tests.harness.job import Job
 from tests.harness.rank_pool import RankPools
 
@@ -38,6 +39,16 @@ def pytest_collection_finish() -> None:
     """Leave what is imported and collected out of every later garbage collection: 0.2 s each."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def stop_signals_as_before() -> Iterator[None]:
+    """Bring back the handlers: an ignored SIGTERM would be passed on to every program that a later test starts."""
+    before = [(number, signal.getsignal(number)) for number in STOP_SIGNALS]
+    yield
+    for number, handler in before:
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

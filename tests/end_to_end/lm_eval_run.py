@@ -85,12 +85,10 @@ def refusals(model: MegaliteLM, include_path: str, rank: int) -> dict[str, str]:
             super().__init__(include_path=include_path, include_defaults=False)
 
     lm_eval.tasks.TaskManager = FewTasks
-    broken = Path(include_path) / "broken.yaml"
-    broken.write_text("task: broken\ndataset_path: json\ndataset_kwargs: {data_files: {test: nowhere}}\n")
     return {
         "unknown": refusal(load_tasks, ["local_choises"], include_path),
         "folder": refusal(load_tasks, ["local_texts"], f"{include_path}/none"),
-        "broken": refusal(load_tasks, ["broken"], include_path),
+        "broken": refusal(load_tasks, [local.BROKEN], include_path),
         "disagreement": refusal(model.loglikelihood, [request("a", f"rank {rank}")]),
         "long": refusal(model.loglikelihood, [request("a", "b" * (model.max_length + 1))]),
         "empty": refusal(model.loglikelihood, [request("a", "")]),

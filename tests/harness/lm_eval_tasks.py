@@ -67,14 +67,18 @@ metric_list:
     ),
 }
 NAMES = tuple(_TASKS)
+BROKEN = "broken"
+"""A task whose data are nowhere."""
 
 
 def write_tasks(folder: Path) -> Path:
-    """The folder, made, for lm_eval's `include_path`."""
+    """The folder, made, for lm_eval's `include_path`. All of it is written before ranks start, which only read."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, (records, description) in _TASKS.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(record) + "\n" for record in records))
         source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n"
         (folder / f"{name}.yaml").write_text(f"task: {name}\n{source}{description}metadata: {{version: 1}}\n")
+    nowhere = "dataset_path: json\ndataset_kwargs: {data_files: {test: nowhere}}\n"
+    (folder / f"{BROKEN}.yaml").write_text(f"task: {BROKEN}\n{nowhere}")
     return folder

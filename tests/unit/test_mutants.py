@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import MUTANTS, ROOT, Mutant
+from tests.mutants import MUTANTS, ROOT, Mutant, sample
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
@@ -28,3 +28,13 @@ def test_a_text_that_is_gone_is_an_error(tmp_path: Path) -> None:
     for old, count in (("b = 1", 0), ("a = 1", 2)):
         with pytest.raises(ValueError, match=f"occurs {count} times in file.py"):
             Mutant("fault", "file.py", old, "", "").apply(tmp_path)
+
+
+def test_a_sample_is_anothers_with_another_commit_and_meets_all_in_time() -> None:
+    samples = [sample(MUTANTS, 12, str(seed)) for seed in range(300)]
+    assert all(len(set(chosen)) == 12 for chosen in samples)
+    assert samples[0] == sample(MUTANTS, 12, "0") != samples[1]
+    drawn = [mutant for chosen in samples for mutant in chosen]
+    cheap, dear = ([m for m in MUTANTS if m.test.startswith(f"tests/{place}")] for place in ("unit", "end_to_end"))
+    assert set(drawn) >= set(cheap)
+    assert 0 < sum(map(drawn.count, dear)) / len(dear) < sum(map(drawn.count, cheap)) / len(cheap)

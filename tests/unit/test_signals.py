@@ -75,7 +75,6 @@ def test_a_process_whose_main_thread_does_not_come_to_a_signal_says_its_last_wor
     program = """
 import ctypes, os, signal, threading
 from megalite.process.signals import exit_on_stop_signals, last_words
-signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which a test before may have left ignored
 exit_on_stop_signals()
 last_words(lambda: print("farewell", flush=True))
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()

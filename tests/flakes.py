@@ -1,0 +1,84 @@
+"""Which tests fail now and then: `make flakes` runs those of processes, signals, sockets and time again and again.
+
+Each file ten times beside one busy process, as where one works, and three times beside eight, as where others do. Of a
+test that failed, the last failure is shown and how often it failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RUNS = ((1, 10), (8, 3))
+"""Busy processes beside the tests, and how often then."""
+DELICATE = re.compile(r"\b(spawn|subprocess|socket|os\.kill|SIG[A-Z]+|threading|Timeout|in_clean_process)\b")
+"""What a file has that starts processes, waits, kills or listens; those of tests/end_to_end all do."""
+
+
+def delicate_files() -> list[str]:
+    """By their paths. Those of tests/slurm, whose clock is SLURM's, are not among them."""
+    found = sorted((ROOT / "tests" / "end_to_end").glob("test_*.py"))
+    for folder in ("distributed", "unit"):
+        found += [p for p in sorted((ROOT / "tests" / folder).glob("test_*.py")) if DELICATE.search(p.read_text())]
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
+@contextmanager
+def load(count: int) -> Iterator[None]:
+    """So many processes that take all the time they get."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def failures(file: str, report: Path) -> dict[str, str]:
+    """What one run of a file's tests finds: the failed ones' messages by name."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junit-xml={report}", file]
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if ended.returncode not in (0, 1):
+        return {file: ended.stdout}
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        for problem in (*case.iter("failure"), *case.iter("error")):
+            found[f"{file}::{case.get('name')}"] = problem.text or ""
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", help="of all that have processes or wait, only these")
+    files = parser.parse_args().files or delicate_files()
+    counts: Counter[tuple[str, int]] = Counter()
+    last: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="flakes_") as folder:
+        for busy, times in RUNS:
+            for file in files:
+                with load(busy):
+                    for _ in range(times):
+                        found = failures(file, Path(folder) / "report.xml")
+                        counts.update((name, busy) for name in found)
+                        last |= found
+                failed = sum(counts[name, busy] for name in last if name.startswith(file))
+                print(f"{file}: {failed} failures in {times} runs beside {busy}", flush=True)
+    for name, message in last.items():
+        print(f"\n{name}\n{message}")
+    for (name, busy), count in counts.most_common():
+        print(f"{count} of {dict(RUNS)[busy]} beside {busy}  {name}")
+    sys.exit(bool(counts))
+
+
+if __name__ == "__main__":
+    main()
