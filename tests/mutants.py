@@ -502,6 +502,27 @@ MUTANTS = (
         "tests/distributed/test_summary_pipeline.py::test_the_screen_tells_what_muon_leaves_to_adam",
     ),
     Mutant(
+        "a flag whose shell variable is not set is taken as it is",
+        "megalite/config/parse.py",
+        "            refuse_blank(flag, values)\n",
+        "",
+        "tests/unit/test_config_parse.py::test_a_blank_value_is_a_variable_that_is_not_set",
+    ),
+    Mutant(
+        "a tool takes a blank value",
+        "megalite/config/tool_arguments.py",
+        "        refuse_blank(flag, values)\n",
+        "        pass\n",
+        "tests/unit/test_config_parse.py::test_a_tool_refuses_a_blank_value_but_for_a_prompt_of_spaces",
+    ),
+    Mutant(
+        "a flag that is refused is suggested",
+        "megalite/config/parse.py",
+        ", '--', megatron_flags.refusal)",
+        ", '--')",
+        "tests/unit/test_config_parse.py::test_no_flag_that_is_refused_is_suggested",
+    ),
+    Mutant(
         "without fusion GELU stays in its tanh form",
         "megalite/config/parse.py",
         "model = replace(model, exact_gelu=True)",
