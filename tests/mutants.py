@@ -1491,9 +1491,23 @@ MUTANTS = (
     Mutant(
         "the end of a document is predicted",
         "megalite/inference/documents.py",
-        "while last > first and tokens[last - 1] == eod:",
-        "while False:",
+        "            bare[-1] = bare[-1][: others[-1] + 1]\n",
+        "",
         f"{_FIGURES}token_files_give_what_their_text_gives",
+    ),
+    Mutant(
+        "bits per byte are given of tokens whose text is not known",
+        "megalite/inference/documents.py",
+        "            if not same:",
+        "            if False:",
+        "tests/unit/test_evaluation.py::test_where_the_text_cannot_be_told_there_are_no_bits_per_byte",
+    ),
+    Mutant(
+        "the bytes of token files are those of one sequence of each document",
+        "megalite/inference/documents.py",
+        "        for sequence in sequences:\n            tokens",
+        "        for sequence in sequences[:1]:\n            tokens",
+        "tests/unit/test_evaluation.py::test_bytes_of_token_files_are_those_of_their_text",
     ),
     Mutant(
         "bits per byte are nats",
