@@ -505,6 +505,27 @@ MUTANTS = (
         "tests/distributed/test_summary_pipeline.py::test_the_screen_tells_what_muon_leaves_to_adam",
     ),
     Mutant(
+        "a flag whose shell variable is not set is taken as it is",
+        "megalite/config/parse.py",
+        "            refuse_blank(flag, values)\n",
+        "",
+        "tests/unit/test_config_parse.py::test_a_blank_value_is_a_variable_that_is_not_set",
+    ),
+    Mutant(
+        "a tool takes a blank value",
+        "megalite/config/tool_arguments.py",
+        "        refuse_blank(flag, values)\n",
+        "        pass\n",
+        "tests/unit/test_config_parse.py::test_a_tool_refuses_a_blank_value_but_for_a_prompt_of_spaces",
+    ),
+    Mutant(
+        "a flag that is refused is suggested",
+        "megalite/config/parse.py",
+        ", '--', megatron_flags.refusal)",
+        ", '--')",
+        "tests/unit/test_config_parse.py::test_no_flag_that_is_refused_is_suggested",
+    ),
+    Mutant(
         "without fusion GELU stays in its tanh form",
         "megalite/config/parse.py",
         "model = replace(model, exact_gelu=True)",
@@ -1536,9 +1557,23 @@ MUTANTS = (
     Mutant(
         "the end of a document is predicted",
         "megalite/inference/documents.py",
-        "while last > first and tokens[last - 1] == eod:",
-        "while False:",
+        "            bare[-1] = bare[-1][: others[-1] + 1]\n",
+        "",
         f"{_FIGURES}token_files_give_what_their_text_gives",
+    ),
+    Mutant(
+        "bits per byte are given of tokens whose text is not known",
+        "megalite/inference/documents.py",
+        "            if not same:",
+        "            if False:",
+        "tests/unit/test_evaluation.py::test_where_the_text_cannot_be_told_there_are_no_bits_per_byte",
+    ),
+    Mutant(
+        "the bytes of token files are those of one sequence of each document",
+        "megalite/inference/documents.py",
+        "        for sequence in sequences:\n            tokens",
+        "        for sequence in sequences[:1]:\n            tokens",
+        "tests/unit/test_evaluation.py::test_bytes_of_token_files_are_those_of_their_text",
     ),
     Mutant(
         "bits per byte are nats",

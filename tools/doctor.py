@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from megalite.config.parse import flag_groups, parse_arguments
+from megalite.config.command_line import flag_groups
+from megalite.config.parse import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.config.validate import resolve

@@ -12,6 +12,7 @@ docs/evaluation.md says what is counted.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -120,8 +121,8 @@ def check(arguments: Arguments) -> None:
         raise ConfigurationError("there is nothing to evaluate on: give --data-path, --text or --tasks")
     if not arguments.tasks and (arguments.num_fewshot is not None or arguments.include_path is not None):
         raise ConfigurationError("--num-fewshot and --include-path are for --tasks, which is not given")
-    if arguments.limit is not None and not arguments.limit > 0:
-        raise ConfigurationError(f"--limit {arguments.limit} leaves nothing: give a number of documents, or a share")
+    if arguments.limit is not None and not 0 < arguments.limit < math.inf:
+        raise ConfigurationError(f"--limit {arguments.limit}: give a number of documents, or below 1 a share of them")
     for flag in ("micro-batch-size", "tensor-model-parallel-size", "pipeline-model-parallel-size"):
         if (value := getattr(arguments, flag.replace("-", "_"))) < 1:
             raise ConfigurationError(f"--{flag} {value}: must be at least 1")
@@ -203,7 +204,7 @@ def progress(doing: str, total: int, unit: str, rank: int) -> AbstractContextMan
 
 
 def table(figures: Sequence[Figures]) -> str:
-    """The figures, a line for each data set."""
+    """The figures, a line for each data set; below, why some have no bits per byte."""
     rows = [("data", "documents", "tokens", "loss", "perplexity", "bits per byte")]
     for each in figures:
         bits = "" if each.bits_per_byte is None else f"{each.bits_per_byte:.5f}"
@@ -211,7 +212,8 @@ def table(figures: Sequence[Figures]) -> str:
         rows.append((each.name, *counts, f"{each.loss:.5f}", f"{each.perplexity:.5g}", bits))
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = ([f"{name:{first}}", *map(str.rjust, numbers, others)] for name, *numbers in rows)
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    why = (f"no bits per byte of {each.name}: {each.why_no_bytes}" for each in figures if each.why_no_bytes)
+    return "\n".join([*("  ".join(line).rstrip() for line in lines), *why])
 
 
 def load_tasks(arguments: Arguments) -> Tasks | None:

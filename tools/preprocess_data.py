@@ -79,7 +79,7 @@ def settle_megatron_flags(argv: list[str]) -> list[str]:
     Raises ConfigurationError for those that are refused.
     """
     from megalite.config import megatron_flags
-    from megalite.config.parse import flag_groups
+    from megalite.config.command_line import flag_groups
     from megalite.errors import ConfigurationError
 
     own = {each.name.replace("_", "-") for each in fields(Arguments)}

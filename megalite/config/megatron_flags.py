@@ -423,9 +423,10 @@ def settled(flag: str, values: Sequence[str]) -> str | None:
     if flag in _already_so():
         count, why = _already_so()[flag]
         if len(values) != count:
-            raise ConfigurationError(f"--{flag} takes {'one value' if count else 'no value'}, got {list(values)}")
+            takes = "one value" if count else "no value"
+            raise ConfigurationError(f"--{flag} takes {takes}, got {' '.join(values) or 'none'}")
         if not all(value.removeprefix("-").isdigit() for value in values):
-            raise ConfigurationError(f"--{flag} takes a whole number, got {values[0]}")
+            raise ConfigurationError(f"--{flag} takes a whole number, got {values[0]!r}")
         return f"--{flag}: already so, {why}"
     if flag in ACCEPTED_VALUES:
         accepted, why = ACCEPTED_VALUES[flag]

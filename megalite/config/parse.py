@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -12,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from megalite.config import megatron_flags
 from megalite.config.cautions import cautions, masked_loss_cautions
 from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import without_idle_flags
 from megalite.config.yaml_file import Sections, missing_fields, nearest, read_sections
@@ -53,6 +55,7 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     given: dict[str, list[str]] = {}
     for flag, values in flag_groups(argv):
         try:
+            refuse_blank(flag, values)
             if flag == "config":
                 _update(sections, _read_file(_single(flag, values)))
                 continue
@@ -108,21 +111,6 @@ def _loading(sections: Sections, given: Mapping[str, Sequence[str]]) -> Checkpoi
     return CheckpointConfig(**sections["checkpoint"] | texts | step)
 
 
-def flag_groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each flag, without dashes and with hyphens, and the values that follow it."""
-    flag, values = "", list[str]()
-    for token in argv:
-        if not token.startswith("--"):
-            values.append(token)
-            continue
-        if flag or values:
-            yield flag, values
-        name, equals, value = token[2:].partition("=")
-        flag, values = name.replace("_", "-"), [value] if equals else []
-    if flag or values:
-        yield flag, values
-
-
 def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:
     """What a flag means: arguments for tyro, or a note that it changes nothing."""
     if not flag:
@@ -142,15 +130,18 @@ def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:
     note = megatron_flags.settled(flag, values)
     if note is None:
         known = [name.replace("_", "-") for name in places] + megatron_flags.names()
-        raise ConfigurationError(f"unknown flag --{flag}{nearest(flag, known, '--')}")
+        known += ["no-" + name.replace("_", "-") for name, place in places.items() if place.kind is bool]
+        raise ConfigurationError(f"unknown flag --{flag}{nearest(flag, known, '--', megatron_flags.refusal)}")
     return [], note
 
 
 def _field_arguments(flag: str, kind: Any, values: list[str]) -> list[str]:
     if kind is bool:
         return [f"--{flag}", *_none(flag, values)]
-    if any(get_origin(option) is tuple for option in (kind, *get_args(kind))):
-        return [f"--{flag}", *values]
+    for option in (kind, *get_args(kind)):
+        if get_origin(option) is tuple:
+            _check_several(flag, get_args(option), values)
+            return [f"--{flag}", *values]
     value = _single(flag, values)
     reason = megatron_flags.refused_value(flag, value)
     if reason:
@@ -160,14 +151,25 @@ def _field_arguments(flag: str, kind: Any, values: list[str]) -> list[str]:
     return [f"--{flag}={value}"]
 
 
+def _check_several(flag: str, kinds: tuple[Any, ...], values: Sequence[str]) -> None:
+    """tyro's own message is about types here, too."""
+    any_number = kinds[-1] is Ellipsis
+    if not any_number and len(values) != len(kinds) and list(values) != ["None"]:
+        raise ConfigurationError(f"--{flag} needs {len(kinds)} values, got {' '.join(values) or 'none'}")
+    for value in values:
+        _check_number(flag, kinds[0], value)
+
+
 def _check_number(flag: str, kind: Any, value: str) -> None:
-    """tyro's own message is about types."""
-    for number, wanted in ((int, "a whole number"), (float, "a number")):
+    """tyro's own message is about types, and what is too large for a float would be told as inf."""
+    for number, wanted in ((int, "a whole number"), (float, "a finite number")):
         if number is kind or (number in get_args(kind) and value != "None"):
             try:
-                number(value)
-            except ValueError:
-                raise ConfigurationError(f"--{flag} {value!r}: expected {wanted}") from None
+                if math.isfinite(number(value)):
+                    continue
+            except (ValueError, OverflowError):
+                pass
+            raise ConfigurationError(f"--{flag} {value!r}: expected {wanted}")
 
 
 def _check_choice(flag: str, kind: Any, value: str) -> None:

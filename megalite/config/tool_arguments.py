@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.megatron_flags import ALIASES
 from megalite.errors import EXIT_CONFIGURATION, ConfigurationError, MegaliteError
 
@@ -42,13 +43,15 @@ def parse_tool_arguments(
     is given once for each of them, rather than once with all.
 
     Raises:
-        ConfigurationError: a flag is unknown.
+        ConfigurationError: a flag is unknown, or a value blank.
         SystemExit: 0 after --help; 64 after a missing flag or a value of the wrong type, which is printed.
     """
     import tyro
 
     argv = [_in_full(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     _refuse_unknown_flags(arguments, argv)
+    for flag, values in flag_groups(argv):
+        refuse_blank(flag, values)
     try:
         return tyro.cli(
             arguments,

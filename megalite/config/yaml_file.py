@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin
@@ -11,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 
 from megalite.config import megatron_flags
+from megalite.config.command_line import BLANK, blank
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.errors import ConfigurationError
 
@@ -72,12 +74,23 @@ def _read_fields(
         elif name in into:
             yield f"{_place(source, key)}: {name} is given twice"
         else:
-            given = loader.construct_object(value, deep=True)
             try:
-                into[name] = _convert(given, fields_by_name()[name].kind)
+                into[name] = _read_value(name, loader.construct_object(value, deep=True))
             except TypeError as error:
-                refused = megatron_flags.refused_value(name.replace("_", "-"), given) if isinstance(given, str) else ""
-                yield f"{_place(source, key)}: {name}: expected {error}, got {given!r}{refused and f' ({refused})'}"
+                yield f"{_place(source, key)}: {name}: {error}"
+
+
+def _read_value(name: str, given: Any) -> Any:
+    """What YAML gives for a field, as the field's type. Raises TypeError that says what is wrong with it."""
+    flag = name.replace("_", "-")
+    for text in given if isinstance(given, list) else [given]:
+        if isinstance(text, str) and blank(flag, text):
+            raise TypeError(f"{text!r} is {BLANK}")
+    try:
+        return _convert(given, fields_by_name()[name].kind)
+    except TypeError as error:
+        refused = megatron_flags.refused_value(flag, given) if isinstance(given, str) else None
+        raise TypeError(f"expected {error}, got {given!r}" + (f" ({refused})" if refused else "")) from None
 
 
 def _entries(node: yaml.Node | None, what: str, source: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
@@ -103,10 +116,15 @@ def _unknown(name: str, section: str) -> str:
     return "" if place.section == section else f"{name} belongs under {place.section}, not {section}"
 
 
-def nearest(name: str, known: Mapping[str, Any] | list[str], prefix: str = "") -> str:
-    """A suggestion to append to a message about an unknown name, or nothing."""
+def nearest(
+    name: str,
+    known: Mapping[str, Any] | list[str],
+    prefix: str = "",
+    refusal: Callable[[str], str | None] = lambda name: None,
+) -> str:
+    """A suggestion to append to a message about an unknown name, or nothing: also where the nearest one is refused."""
     matches = get_close_matches(name, known, n=1)
-    return f", did you mean {prefix}{matches[0]}?" if matches else ""
+    return f", did you mean {prefix}{matches[0]}?" if matches and refusal(matches[0]) is None else ""
 
 
 def _convert(value: Any, kind: Any) -> Any:
@@ -140,6 +158,9 @@ def _convert_list(value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _number(value: float | str) -> float:
     try:
-        return float(value)
+        number = float(value)
     except (ValueError, OverflowError):
-        raise TypeError("a number") from None
+        raise TypeError("a finite number") from None
+    if isinstance(value, str) and not math.isfinite(number):  # it would be told as inf
+        raise TypeError("a finite number")
+    return number

@@ -98,7 +98,7 @@ def find_inputs(
 def _matches(pattern: str) -> list[str]:
     path = Path(pattern)
     if path.is_dir():
-        found = [str(file) for file in sorted(_below(path)) if _suffix(file.name) in SUFFIXES]
+        found = [str(file) for file in sorted(_below(path)) if suffix(file.name) in SUFFIXES]
         wanted = f"holds no file that ends in {', '.join(SUFFIXES)} (or these and {' or '.join(COMPRESSIONS)})"
     elif path.exists() or not glob.has_magic(pattern):
         return [pattern]
@@ -127,7 +127,7 @@ def _below(directory: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.startswith(".") and not name.endswith(SIDE_FILE))
 
 
-def _suffix(name: str) -> str:
+def suffix(name: str) -> str:
     """The suffix that tells the format: without that of a compression."""
     path = Path(name.lower())
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
@@ -146,9 +146,9 @@ def read_chunks(inputs: Sequence[str], keys: Sequence[str], start: Position | No
     for number, path in enumerate(inputs[start.file :], start.file):
         begin = start if number == start.file else Position(number)
         with _reading_errors(path):
-            if _suffix(path) == ".parquet":
+            if suffix(path) == ".parquet":
                 yield from _rows(path, keys, begin)
-            elif _suffix(path) == ".txt":
+            elif suffix(path) == ".txt":
                 yield from _text(path, begin)
             else:
                 yield from _lines(path, begin)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from megalite.data.corpus import Chunk
+from megalite.data.corpus import Chunk, suffix
 from megalite.errors import DataError
 
 
@@ -38,7 +38,7 @@ def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | Bad
         try:
             yield Document(number, _texts(chunk, record, keys))
         except (ValueError, RecursionError) as error:
-            yield BadRecord(number, chunk.place(number), str(error))
+            yield BadRecord(number, chunk.place(number), str(error) + _kind_that_was_guessed(chunk))
 
 
 def parse_record(line: bytes) -> dict[str, Any]:
@@ -71,6 +71,12 @@ def _texts(chunk: Chunk, record: Any, keys: Sequence[str]) -> list[list[str]]:
         return [[record.decode("utf-8-sig")]] * len(keys)
     fields = parse_record(record) if chunk.kind == "lines" else record
     return [_sequences(fields, key) for key in keys]
+
+
+def _kind_that_was_guessed(chunk: Chunk) -> str:
+    """Why a file was read as JSON lines, where its name does not say so."""
+    said = chunk.kind != "lines" or suffix(chunk.path) in (".json", ".jsonl")
+    return "" if said else "; what is not named .txt (or .txt.gz, .txt.zst) or .parquet is read as JSON lines"
 
 
 def _sequences(fields: dict[str, Any], key: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from megalite.data.documents import BadRecord, read_documents
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.side_file import check_tokenizer
 from megalite.data.tokenizers import Tokenizer
+from megalite.data.tokenizers.null import NullTokenizer
 from megalite.errors import DataError
 
 
@@ -24,7 +26,7 @@ class Documents:
     Attributes:
         name: the prefix of its token file, or its text file.
         tokens: those of each document [tokens], integers of any type.
-        text_bytes: what their text takes as UTF-8; None where the text is not at hand.
+        text_bytes: what their text takes as UTF-8; None where that cannot be told, for the reason `why_no_bytes`.
         weight: its share in a blend; None where no weights are given.
     """
 
@@ -32,6 +34,7 @@ class Documents:
     tokens: list[np.ndarray]
     text_bytes: int | None = None
     weight: float | None = None
+    why_no_bytes: str | None = None
 
     @property
     def count(self) -> int:
@@ -67,9 +70,10 @@ def read_token_files(data_path: Sequence[str], tokenizer: Tokenizer, limit: floa
         check_tokenizer(prefix, tokenizer.identity())
         data = IndexedDataset(prefix)
         count = limited(len(data.document_indices) - 1, limit)
-        tokens = [_bare(_stored(data, document), context, tokenizer.eod) for document in range(count)]
+        sequences = [_bare(_stored(data, document), context, tokenizer.eod) for document in range(count)]
+        tokens = [np.concatenate([np.empty(0, data.dtype), *document]) for document in sequences]
         _check_tokens(prefix, tokens, tokenizer)
-        found.append(Documents(prefix, tokens, weight=share))
+        found.append(Documents(prefix, tokens, weight=share, **_text_bytes(sequences, tokenizer)))
     return found
 
 
@@ -98,19 +102,49 @@ def limited(count: int, limit: float | None) -> int:
     return math.ceil(count * limit) if limit < 1 else min(count, int(limit))
 
 
-def _stored(data: IndexedDataset, document: int) -> np.ndarray:
+def _stored(data: IndexedDataset, document: int) -> list[np.ndarray]:
+    """The sequences of a document, most have one."""
     first, last = data.document_indices[document : document + 2].tolist()
-    sequences = [data.get(sequence) for sequence in range(first, last)]
-    return sequences[0] if len(sequences) == 1 else np.concatenate([np.empty(0, data.dtype), *sequences])
+    return [data.get(sequence) for sequence in range(first, last)]
 
 
-def _bare(tokens: np.ndarray, context: Sequence[int], eod: int) -> np.ndarray:
+def _bare(sequences: list[np.ndarray], context: list[int], eod: int) -> list[np.ndarray]:
     """A document without the context that may stand before it, and the ends of a document behind it."""
-    first = len(context) if tokens[: len(context)].tolist() == context else 0
-    last = len(tokens)
-    while last > first and tokens[last - 1] == eod:
-        last -= 1
-    return tokens[first:last]
+    bare = list(sequences)
+    if bare and bare[0][: len(context)].tolist() == context:
+        bare[0] = bare[0][len(context) :]
+    while bare:
+        others = np.flatnonzero(bare[-1] != eod)
+        if len(others):
+            bare[-1] = bare[-1][: others[-1] + 1]
+            break
+        bare.pop()
+    return bare
+
+
+class _TextBytes(TypedDict, total=False):
+    text_bytes: int
+    why_no_bytes: str
+
+
+def _text_bytes(documents: Sequence[Sequence[np.ndarray]], tokenizer: Tokenizer) -> _TextBytes:
+    """What the text of sequences of tokens takes, or why that cannot be told: it is what they decode to where that has
+    these tokens again, and would else leave out, or make up, what they stand for."""
+    if isinstance(tokenizer, NullTokenizer):
+        return {"why_no_bytes": "NullTokenizer stands for data that is in tokens already, without a text"}
+    size = 0
+    for number, sequences in enumerate(documents):
+        for sequence in sequences:
+            tokens = sequence.tolist()
+            text = tokenizer.decode(tokens)
+            try:
+                same = list(tokenizer.encode(text)) == tokens
+            except ValueError:
+                same = False
+            if not same:
+                return {"why_no_bytes": f"the text that the tokens of document {number} decode to has other tokens"}
+            size += len(text.encode())
+    return {"text_bytes": size}
 
 
 def _texts(file: str, json_keys: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:

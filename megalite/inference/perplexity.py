@@ -26,6 +26,8 @@ class Figures:
     """The mean over them of -ln of their probability, in nats."""
     text_bytes: int | None = None
     """What the text takes as UTF-8, where it is known."""
+    why_no_bytes: str | None = None
+    """Why it is not known."""
 
     @property
     def perplexity(self) -> float:
@@ -63,7 +65,8 @@ def evaluate(
     scores = score_windows(network, windows, micro_batch_size, advance)
     count = sum(window.counted for window in windows)
     loss = -math.fsum(score.log_probability for score in scores) / count
-    return Figures(documents.name, sum(map(bool, map(len, documents.tokens))), count, loss, documents.text_bytes)
+    read = sum(map(bool, map(len, documents.tokens)))
+    return Figures(documents.name, read, count, loss, documents.text_bytes, documents.why_no_bytes)
 
 
 def together(figures: Sequence[Figures], weights: Sequence[float] | None = None) -> Figures:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents as JSON lines, and as token files with the end of each document and without."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    (folder / "notes.md").write_text("# Notes\n")
     tokens = ["--input", folder / "text.jsonl", "--tokenizer-type", "ByteTokenizer", "--workers", 1]
     assert run_tool("tools.preprocess_data", *tokens, "--output-prefix", folder / "bare").code == 0
     assert run_tool("tools.preprocess_data", *tokens, "--output-prefix", folder / "ended", "--append-eod").code == 0
@@ -39,17 +41,18 @@ def small_tensors() -> Iterator[None]:
         yield
 
 
-def assert_oracles(figures: dict[str, Any], oracle: Oracle, run: Path, length: int, stride: int) -> None:
+def assert_oracles(
+    figures: dict[str, Any], oracle: Oracle, run: Path, length: int, stride: int, documents: Sequence[str] = DOCUMENTS
+) -> None:
     weights = saved_weights(run / "iter_0000001")
-    expected = [score for text in DOCUMENTS for score in log_probabilities(oracle, weights, text, length, stride)]
-    assert figures["tokens"] == len(expected) == len("".join(DOCUMENTS).encode())
-    assert figures["documents"] == 4
+    expected = [score for text in documents for score in log_probabilities(oracle, weights, text, length, stride)]
+    assert figures["tokens"] == len(expected) == len("".join(documents).encode())
+    assert figures["documents"] == len(list(filter(None, documents)))
     loss = -sum(expected) / len(expected)
     assert_number_close(figures["loss"], loss)
     assert_number_close(figures["perplexity"], math.exp(loss))
-    if figures["text_bytes"] is not None:
-        assert figures["text_bytes"] == len(expected)
-        assert_number_close(figures["bits_per_byte"], loss / math.log(2))
+    assert figures["text_bytes"] == len(expected)
+    assert_number_close(figures["bits_per_byte"], loss / math.log(2))
 
 
 def alone(run: Path, output: Path, *flags: object) -> list[dict[str, Any]]:
@@ -75,14 +78,24 @@ def test_token_files_give_what_their_text_gives(byte_llama: Path, texts: Path, t
     found = alone(byte_llama, tmp_path / "a.json", "--data-path", *prefixes, "--text", texts / "text.jsonl")
     bare, ended_, text, every = found
     assert bare["loss"] == ended_["loss"] == text["loss"]
-    assert [each["text_bytes"] for each in found] == [None, None, text["tokens"], None]
-    assert every["tokens"] == 3 * text["tokens"]
+    for each in (bare, ended_, text):
+        assert_oracles(each, LLAMA, byte_llama, TRAINED, TRAINED)
+    assert every["tokens"] == every["text_bytes"] == 3 * text["tokens"]
     assert_number_close(every["loss"], text["loss"])
     weighted = ["--data-path", "1", prefixes[0], "3", prefixes[1], "--limit", 2]
     first, second, blend = alone(byte_llama, tmp_path / "b.json", *weighted)
     assert first["documents"] == 2
-    assert blend["name"] == "blend"
+    assert first["text_bytes"] == first["tokens"] == len("".join(DOCUMENTS[:2]).encode())
+    assert (blend["name"], blend["bits_per_byte"]) == ("blend", None)
     assert_number_close(blend["loss"], (first["loss"] + 3 * second["loss"]) / 4)
+
+
+def test_a_text_file_is_a_document(byte_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "plain.txt").write_text(DOCUMENTS[0])
+    (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(DOCUMENTS[0].encode()))
+    files = [tmp_path / "plain.txt", tmp_path / "packed.txt.gz"]
+    for figures in alone(byte_llama, tmp_path / "out.json", "--text", *files)[:2]:
+        assert_oracles(figures, LLAMA, byte_llama, TRAINED, TRAINED, DOCUMENTS[:1])
 
 
 def test_a_hugging_face_folder_has_the_figures_of_what_it_was_made_from(
@@ -147,6 +160,10 @@ def refused(*flags: object, message: str) -> None:
         ("--text {texts}/text.jsonl --stride 17", "--stride 17: must be from 1 to --seq-length 16"),
         ("--text {texts}/text.jsonl --stride 0", "--stride 0: must be from 1 to --seq-length 16"),
         ("--text {texts}/text.jsonl --seq-length 0", "--seq-length 0: must be at least 1"),
+        (
+            "--text {texts}/notes.md",
+            "notes.md:1: not a JSON object (Expecting value, column 1); what is not named .txt",
+        ),
         ("--text {texts}/text.jsonl --json-keys title", "text.jsonl:1: no field 'title' (--json-keys)"),
         ("--text {texts}/text.jsonl --data-path 1 {texts}/bare_text_document", "--text has no weight in the blend"),
         ("--text {texts}/text.jsonl --tp 3", "4 attention heads do not divide over 3 ranks"),

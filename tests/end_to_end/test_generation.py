@@ -96,7 +96,7 @@ def test_prompts_come_from_flags_standard_input_and_a_file(
         ("--prompts {}/none.txt", "none.txt cannot be read"),
         ("--prompts {}/bad.jsonl", "bad.jsonl, line 2: not of the form"),
         ("--prompts {}/number.jsonl", 'number.jsonl, line 1: its "prompt" is no text'),
-        ("--prompt one --prompt ''", "prompt 2 of 2 has no tokens"),
+        ("--prompt one --prompts {}/empty.jsonl", "prompt 2 of 2 has no tokens"),
         ("--prompt one --batch-size 0", "--batch-size 0"),
         ("--prompt one --tp 2", "start 2 (torchrun"),
         ("--prompt one --pp 0", "--pipeline-model-parallel-size 0"),
@@ -105,6 +105,7 @@ def test_prompts_come_from_flags_standard_input_and_a_file(
 def test_what_is_wrong_is_said(flags: str, message: str, trained: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"prompt": "good"}\n{"text": "bad"}\n')
     (tmp_path / "number.jsonl").write_text('{"prompt": 1}\n')
+    (tmp_path / "empty.jsonl").write_text('{"prompt": ""}\n')
     refused = generate("--load", trained, *words(flags.format(tmp_path)))
     assert refused.code == 64
     assert message in refused.stderr

@@ -76,7 +76,7 @@ def test_what_is_already_so_is_accepted_with_its_values_and_noted() -> None:
         with pytest.raises(ConfigurationError, match=f"--{flag} takes"):
             parse_arguments([*MINIMAL, f"--{flag}", *values_for(ARITY[flag]), "1"])
         if ARITY[flag] == "1":
-            with pytest.raises(ConfigurationError, match=f"--{flag} takes a whole number, got banana"):
+            with pytest.raises(ConfigurationError, match=f"--{flag} takes a whole number, got 'banana'"):
                 parse_arguments([*MINIMAL, f"--{flag}", "banana"])
 
 

@@ -6,11 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
-from megalite.config import parse_arguments
+import tools.generate
+from megalite.config import megatron_flags, parse_arguments
 from megalite.config.run import fields_by_name, section_types
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
@@ -27,6 +29,12 @@ optimizer:
   lr: 1e-4
 training: {micro_batch_size: 4}
 """
+
+
+def texts() -> set[str]:
+    """The flags that take any text."""
+    kinds = {name.replace("_", "-"): place.kind for name, place in fields_by_name().items()}
+    return {flag for flag, kind in kinds.items() if str in (kind, *get_args(kind))}
 
 
 def failure(argv: list[str]) -> str:
@@ -106,6 +114,13 @@ def test_missing_flags_are_listed_and_a_misspelt_value_is_not_missing() -> None:
     ("flags", "words"),
     [
         (["--num-layers", "x"], ["--num-layers", "'x'"]),
+        (["--min-lr", "1e400"], ["--min-lr '1e400': expected a finite number"]),
+        (["--min-lr", "nan"], ["--min-lr 'nan': expected a finite number"]),
+        (["--rampup-batch-size", "1", "2"], ["--rampup-batch-size needs 3 values, got 1 2"]),
+        (["--rampup-batch-size", "1", "b", "3"], ["--rampup-batch-size 'b': expected a whole number"]),
+        (["--profile-ranks", "0", "1.5"], ["--profile-ranks '1.5': expected a whole number"]),
+        (["--local-rank", "x"], ["--local-rank takes a whole number, got 'x'"]),
+        (["--local-rank"], ["--local-rank takes one value, got none"]),
         (["--ffn-hidden-size", "3.5"], ["--ffn-hidden-size", "3.5"]),
         (["--normalization", "Layernorm"], ["--normalization", "'Layernorm'", "LayerNorm", "RMSNorm"]),
         (["stray"], ["--lr needs one value", "0.1 stray"]),
@@ -118,6 +133,36 @@ def test_bad_values_are_one_line_without_frames(flags: list[str], words: list[st
     assert all(word in message for word in words), message
     assert "\n" not in message
     assert "│" not in message
+
+
+@pytest.mark.parametrize("flag", ["lr", "config", "timing-log-level", *sorted(texts())])
+@pytest.mark.parametrize("value", ["", " \t"])
+def test_a_blank_value_is_a_variable_that_is_not_set(flag: str, value: str) -> None:
+    arguments = [*MINIMAL, f"--{flag}", *(["a"] if flag.endswith("data-path") else []), value]
+    if value and flag in ("fim-no-prefix", "fim-split-sample"):  # white space is text
+        assert parse_arguments(arguments)
+    else:
+        blank = f"--{flag} {value!r}: is blank: if a shell variable stands there, it may not be set"
+        assert failure(arguments) == failure([*MINIMAL, f"--{flag}={value}"]) == blank
+
+
+def test_a_tool_refuses_a_blank_value_but_for_a_prompt_of_spaces() -> None:
+    for flag, *values in (["--output", ""], ["--output", "a", ""], ["--prompt", ""], ["--prompts", " "]):
+        arguments = [flag, *values]
+        with pytest.raises(ConfigurationError, match=f"{flag} '.*': is blank"):
+            parse_tool_arguments(tools.generate.Arguments, "", ["--load", "x", *arguments], repeated=True)
+    spaces = parse_tool_arguments(tools.generate.Arguments, "", ["--load", "x", "--prompt", " "], repeated=True)
+    assert spaces.prompt == (" ",)
+
+
+def test_no_flag_that_is_refused_is_suggested() -> None:
+    refused = [name for name in megatron_flags.names() if megatron_flags.refusal(name)]
+    assert len(refused) > 400
+    for name in refused[::10]:
+        suggested = failure([*MINIMAL, f"--{name}x"]).partition("did you mean --")[2].rstrip("?")
+        assert not suggested or megatron_flags.refusal(suggested) is None
+    assert failure([*MINIMAL, "--num-expert", "2"]) == "unknown flag --num-expert"
+    assert failure([*MINIMAL, "--no-rope-fusio"]) == "unknown flag --no-rope-fusio, did you mean --no-rope-fusion?"
 
 
 def test_a_value_before_any_flag_is_an_error() -> None:

@@ -37,7 +37,12 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(options)
     if origin is tuple:
         return st.lists(values(options[0])).map(tuple) if Ellipsis in options else st.tuples(*map(values, options))
-    return {int: st.integers(), float: st.floats(allow_nan=False), bool: st.booleans(), str: st.text()}[kind]
+    return {
+        int: st.integers(),
+        float: st.floats(allow_nan=False),
+        bool: st.booleans(),
+        str: st.text().filter(str.strip),
+    }[kind]
 
 
 def configs() -> st.SearchStrategy[RunConfig]:
@@ -55,7 +60,7 @@ def test_any_configuration_comes_back_equal(config: RunConfig) -> None:
 
 
 def test_texts_that_yaml_would_read_as_something_else_stay_texts() -> None:
-    for text in ("1e-4", "no", "null", "", "~", "969, 30, 1", "2024-01-01", "0x10", "a: b", "Größe \u2028\x85"):
+    for text in ("1e-4", "no", "null", "~", "969, 30, 1", "2024-01-01", "0x10", "a: b", "Größe \u2028\x85"):
         config = replace(load_yaml(VALID), checkpoint=CheckpointConfig(save=text))
         assert load_yaml(dump(config)) == config
 
@@ -75,6 +80,9 @@ def test_what_is_left_out_has_its_default_and_numbers_may_be_written_in_any_way(
         ("logging:\n  mask_prob: 1", "line 12: mask_prob is not for pre-training a GPT"),
         ("logging:\n  log_interval: 3\n  log_interval: 4", "line 13: log_interval is given twice"),
         ("logging:\n  log_interval: soon", "line 12: log_interval: expected a whole number, got 'soon'"),
+        ("logging:\n  metrics_path: ''", "line 12: metrics_path: '' is blank: if a shell variable"),
+        ("data:\n  data_path: [a, ' ']", "line 12: data_path: ' ' is blank"),
+        ("data:\n  fim_no_prefix: ''", "line 12: fim_no_prefix: '' is blank"),
         ("logging:\n  log_interval: 2.5", "line 12: log_interval: expected a whole number, got 2.5"),
         ("logging:\n  log_interval: true", "line 12: log_interval: expected a whole number, got True"),
         ("logging:\n  log_interval:", "line 12: log_interval: expected a whole number, got None"),
@@ -91,7 +99,8 @@ def test_what_is_left_out_has_its_default_and_numbers_may_be_written_in_any_way(
             "profiling:\n  profile_ranks: [0, a]",
             "line 12: profile_ranks: expected a list of whole numbers, got",
         ),
-        ("optimizer:\n  min_lr: small", "line 12: min_lr: expected a number, got 'small'"),
+        ("optimizer:\n  min_lr: small", "line 12: min_lr: expected a finite number, got 'small'"),
+        ("optimizer:\n  min_lr: 1e400", "line 12: min_lr: expected a finite number, got '1e400'"),
         ("optimizer:\n  min_lr: [1]", "line 12: min_lr: expected a number, got [1]"),
         (
             "optimizer:\n  optimizer: dist_muon",
@@ -106,6 +115,7 @@ def test_what_does_not_fit_is_named_with_its_line(text: str, message: str) -> No
         load_yaml(VALID + text, "run.yaml")
     assert str(raised.value).startswith("run.yaml")
     assert message in str(raised.value)
+    assert "None" not in str(raised.value).replace("got None", "")
 
 
 def test_a_file_that_is_no_mapping_or_lacks_fields_is_refused() -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from megalite.checkpoint import progress
 from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.data.tokenizers import Tokenizer
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.data.tokenizers.huggingface import load_tokenizer_json
 from megalite.data.tokenizers.null import NullTokenizer
@@ -40,6 +41,7 @@ from tests.harness.close import assert_number_close
 from tests.harness.template_tokenizer import write_template_tokenizer
 from tests.harness.terminal import read_to_end
 from tests.harness.tool import run_tool
+from tools import evaluate
 
 BYTES = ByteTokenizer()
 
@@ -139,7 +141,37 @@ def test_documents_of_token_files_are_bare(tmp_path: Path, beginning: Path) -> N
     assert [tokens.tolist() for tokens in found.tokens] == [[3, 4], [3, 0, 4], [], [], [4, 1, 3]]
     assert found.count == 8
     assert found.text_bytes is None
+    assert found.why_no_bytes is not None
+    assert "tokens of document 1" in found.why_no_bytes  # where the mark of a beginning stands in the middle
     assert found.weight is None
+
+
+def test_bytes_of_token_files_are_those_of_their_text(tmp_path: Path, beginning: Path) -> None:
+    words = load_tokenizer_json(str(beginning), True, "auto")
+    (found,) = read_token_files([write(tmp_path / "words", [[[0, 3, 4, 1]], [[0, 3], [4, 1]]])], words)
+    assert found.text_bytes == len("a b") + len("a") + len("b")  # a sequence is a text
+    text = [[*"né".encode(), 256]]
+    (found,) = read_token_files([write(tmp_path / "bytes", [text, [], text])], BYTES)
+    assert (found.text_bytes, found.why_no_bytes) == (6, None)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "document", "why"),
+    [
+        (NullTokenizer(9), [1, 2, 9], "NullTokenizer stands for data that is in tokens already"),
+        (BYTES, [97, 195, 256], "the tokens of document 0"),  # half of a character
+        (BYTES, [97, 256, 97, 256], "the tokens of document 0"),  # two documents stored as one
+    ],
+)
+def test_where_the_text_cannot_be_told_there_are_no_bits_per_byte(
+    tokenizer: Tokenizer, document: list[int], why: str, tmp_path: Path
+) -> None:
+    (found,) = read_token_files([write(tmp_path / "data", [[document]])], tokenizer)
+    assert found.text_bytes is None
+    assert found.why_no_bytes is not None
+    assert why in found.why_no_bytes
+    shown = evaluate.table([Figures(found.name, 1, 2, 2.0, None, found.why_no_bytes)]).splitlines()
+    assert shown[-1] == f"no bits per byte of {found.name}: {found.why_no_bytes}"
 
 
 def test_several_token_files_keep_their_weights_and_are_cut_each(tmp_path: Path) -> None:
@@ -231,7 +263,9 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
         ("", "there is nothing to evaluate on: give --data-path, --text or --tasks"),
         ("--text a --micro-batch-size 0", "--micro-batch-size 0: must be at least 1"),
         ("--text a --pp 0", "--pipeline-model-parallel-size 0: must be at least 1"),
-        ("--text a --limit 0", "--limit 0.0 leaves nothing"),
+        ("--text a --limit 0", "--limit 0.0: give a number of documents"),
+        ("--text a --limit inf", "--limit inf: give a number of documents"),
+        ("--text a --output= ", "--output '': is blank"),
         ("--text a --num-fewshot 1", "--num-fewshot and --include-path are for --tasks"),
         ("--text a --output /", "--output / is a folder"),
         ("--text a --batch-size 3", "there is no flag --batch-size: did you mean --micro-batch-size?"),
