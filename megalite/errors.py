@@ -40,6 +40,10 @@ class CommunicationError(MegaliteError):
     exit_code = EXIT_RESUMABLE
 
 
+class MeetingError(CommunicationError):
+    """The ranks have not come together; it is known, and said, which one is the cause."""
+
+
 class CheckpointError(MegaliteError):
     """A checkpoint cannot be written, or cannot be loaded into this run."""
 

@@ -73,7 +73,7 @@ launch() {
     local options=(
         "${container_options[@]}"
         ${gpus:+--gpus-per-node="$gpus"} --overlap --nodes="${#nodes[@]}" "$(nodelist "${nodes[@]}")" --cpu-bind=none
-        --kill-on-bad-exit=0 --wait=60 # ranks that have lost a peer end by themselves
+        --kill-on-bad-exit=0 --wait=40 # ranks that have lost a peer end by themselves, once they have met
         --label --open-mode=append --output="$logs/%N.log"
     )
     # shellcheck disable=SC2016 # each task fills in values of its own

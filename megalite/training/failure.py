@@ -38,8 +38,7 @@ from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_LOWEST = "megalite/failure/lowest_rank"
-_REPORT = "megalite/failure/report"
+_LOWEST, _REPORT = "lowest_rank", "report"
 _NO_RANK = -1
 _GATHERING_SECONDS = 0.5  # ranks that fail of the same cause arrive within this time
 _LAUNCHER_SECONDS = 10.0  # ranks come to the same error, and a launcher ends the others, within this time
@@ -162,8 +161,9 @@ def _agree(store: Store, message: str, code: int, rank: int) -> int:
 
 def report(store: Store | None, message: str, code: int) -> int:
     """Report what no rank can say of itself, as that it was killed; unless one has reported something. Returns the
-    exit code of what is reported. `store` is that of the process group, where there is one: its own connection.
+    exit code of what is reported. `store` is any that the ranks share: a connection of its own.
     """
+    store = None if store is None else _of_failures(store)
     mine = f"{_NO_RANK} {code} {secrets.token_hex(8)}"
     with _SPEAKING:
         if store is not None:
@@ -206,9 +206,18 @@ def leave_code(code: int) -> None:
 
 
 def default_store() -> Store | None:
-    """The store of the process group, if there is a group; torch is not imported for the question."""
+    """The store of the process group, as far as it is for failures, if there is a group; torch is not imported for the
+    question."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
-    store: Store = distributed.distributed_c10d._get_default_store()
-    return store
+    return _of_failures(distributed.distributed_c10d._get_default_store())
+
+
+def _of_failures(store: Store) -> Store:
+    """The same part of the ranks' store, whatever part of it is given."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return PrefixStore(f"megalite/failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -21,30 +23,57 @@ if TYPE_CHECKING:
 
 
 def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMesh:
-    """Take this process's place on the mesh; one process alone starts no process group.
+    """Take this process's place on the mesh, and come together with all others."""
+    mesh = take_place(parallel, place)
+    come_together(parallel, place, mesh, description)
+    return mesh
 
-    `description`: lines that say how this rank was started, the same on all. Raises ConfigurationError on every rank
-    where some rank's differ from rank 0's.
-    """
+
+def take_place(parallel: ParallelConfig, place: Place) -> ParallelMesh:
+    """This process's place on the mesh, where nobody talks yet. Raises ConfigurationError where nobody ever could."""
     where = device.local_device(place.local_rank)
     device.activate(where)
-    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
     mesh = ParallelMesh(
         rank=place.rank,
         world_size=place.world_size,
         tensor_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_parallel_size=parallel.pipeline_model_parallel_size,
         device=where,
-        timeout=timeout,
+        timeout=_timeout(parallel),
     )
-    backend = parallel.distributed_backend or device.default_backend(where)
+    backend = _backend(parallel, mesh)
     if backend == "nccl" and not (where.type == "cuda" and dist.is_nccl_available()):
         raise ConfigurationError(f"--distributed-backend nccl talks between GPUs, and this run is on {where}: use gloo")
     if backend == "gloo" and where.type == "cuda" and parallel.pipeline_model_parallel_size > 1:
         raise ConfigurationError("--distributed-backend gloo sends nothing from GPU to GPU, as stages do: use nccl")
-    if place.world_size > 1:
+    return mesh
+
+
+def come_together(
+    parallel: ParallelConfig,
+    place: Place,
+    mesh: ParallelMesh,
+    description: str,
+    watch: Callable[[Store | None], bool] = lambda store: False,
+) -> None:
+    """Start the process group; one process alone has none.
+
+    Args:
+        description: lines that say how this rank was started, the same on all.
+        watch: called once there is a store, before this rank waits for others, with None where it is alone. Tells
+            whether it will notice that rank 0 dies.
+
+    Raises:
+        ConfigurationError: some rank's description differs from rank 0's; on every rank.
+        CommunicationError: the others cannot be reached; a MeetingError where some have not come.
+    """
+    timeout = _timeout(parallel)
+    if place.world_size == 1:
+        watch(None)
+    else:
         store = connect(place, timeout.total_seconds(), "run")
-        meet(store, place, timeout.total_seconds())
+        meet(store, place, timeout.total_seconds(), partial(watch, store))
+        backend = _backend(parallel, mesh)
         try:
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
             _compare(description, store, mesh)
@@ -52,7 +81,14 @@ def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMe
             raise CommunicationError(
                 f"the {place.world_size} ranks have met at {store_name()}, but cannot reach each other: {error}"
             ) from error
-    return mesh
+
+
+def _timeout(parallel: ParallelConfig) -> datetime.timedelta:
+    return datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
+
+
+def _backend(parallel: ParallelConfig, mesh: ParallelMesh) -> str:
+    return parallel.distributed_backend or device.default_backend(mesh.device)
 
 
 def _compare(description: str, store: Store, mesh: ParallelMesh) -> None:

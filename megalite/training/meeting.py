@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from megalite.errors import EXIT_RESUMABLE, CommunicationError
+from megalite.errors import EXIT_RESUMABLE, CommunicationError, MeetingError
 from megalite.process.bounded import within
 from megalite.process.place import Place, ranks_text
 
@@ -22,9 +22,11 @@ PATIENCE = 30.0
 """Seconds after which rank 0 says who has not come, and again after twice as many, and so on."""
 STORE_HANGS = 20.0
 """Seconds that the store may take beyond a limit: torch has none for a store that stands still."""
-_BETWEEN_LOOKS = 0.05
+SILENCE = 20.0
+"""Seconds after which rank 0 is lost to who waits for it."""
+_BETWEEN_LOOKS, _BETWEEN_BEATS = 0.05, 1.0
 _LEAVING_SECONDS = 0.5  # rank 0 may have the store, which others are still asking
-_CAME, _ALL = "came", "all have come"
+_CAME, _ALL, _BEATS = "came", "all have come", "rank 0 lives"
 
 
 def connect(place: Place, seconds: float, purpose: str) -> Store:
@@ -65,21 +67,39 @@ def store_name() -> str:
     return f"the store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
 
 
-def meet(store: Store, place: Place, seconds: float) -> None:
-    """Return once rank 0 has seen all ranks. Raises CommunicationError on rank 0 where some do not come within
-    `seconds`, and elsewhere where rank 0 does not; where rank 0 says why, the others end without a word."""
-    _in_time(seconds, "the store does not answer", partial(_come, store, place.rank))
+def meet(store: Store, place: Place, seconds: float, watch: Callable[[], bool] = lambda: False) -> None:
+    """Return once rank 0 has seen all ranks. Raises MeetingError on rank 0 where some do not come within `seconds`, and
+    elsewhere where rank 0 does not; where rank 0 says why, the others end without a word.
+
+    `watch` is called before a rank comes, on rank 0 first: who has come, and dies, is to be noticed. It tells whether
+    rank 0's death will be.
+    """
     if place.rank == 0:
+        watch()
+        _in_time(seconds, "the store does not answer", partial(_come, store, place.rank))
         _in_time(seconds, "the store does not answer", partial(_wait_for_all, store, place.world_size, seconds))
         return
     limit = datetime.timedelta(seconds=2 * (seconds + STORE_HANGS))  # else torch prints that its time is up
     _in_time(seconds, "rank 0 has not come, or stands still", partial(store.wait, [f"{_CAME}/0"], limit))
-    if _in_time(seconds, "rank 0 came, and stands still", partial(_hear, store, limit)) != b"":
+    watched = watch()
+    _in_time(seconds, "the store does not answer", partial(_come, store, place.rank))
+    if _in_time(seconds, "rank 0 came, and stands still", partial(_hear, store, limit, watched)) != b"":
         sys.exit(EXIT_RESUMABLE)
 
 
-def _hear(store: Store, limit: datetime.timedelta) -> bytes:
-    """What rank 0 says: nothing where all have come."""
+def _hear(store: Store, limit: datetime.timedelta, watched: bool) -> bytes:
+    """What rank 0 says: nothing where all have come. Raises MeetingError where it is not `watched` and is silent."""
+    beats, changed = 0, time.monotonic()
+    while not watched and not store.check([_ALL]):
+        now = store.add(_BEATS, 0)
+        if now != beats:
+            beats, changed = now, time.monotonic()
+        elif time.monotonic() - changed > SILENCE:
+            raise MeetingError(
+                f"rank 0 came to {store_name()}, and has ended without a word, or stands still: nothing has come of it "
+                f"for {SILENCE:.0f} s"
+            )
+        time.sleep(_BETWEEN_BEATS)
     store.wait([_ALL], limit)
     return store.get(_ALL)
 
@@ -90,26 +110,32 @@ def _come(store: Store, rank: int) -> None:
 
 
 def _in_time(seconds: float, problem: str, call: Callable[[], Result]) -> Result:
-    """Make a call that should not take longer. Raises CommunicationError where it does, or the store has gone."""
+    """Make a call that should not take longer. Raises MeetingError where it does, or the store has gone."""
     patience = seconds + STORE_HANGS
     try:
         return within(patience, call)
     except TimeoutError:
-        raise CommunicationError(f"{problem}, for {patience:.0f} s, at {store_name()}") from None
+        raise MeetingError(f"{problem}, for {patience:.0f} s, at {store_name()}") from None
     except RuntimeError as error:
-        raise CommunicationError(f"{store_name()} does not answer any more: {str(error).splitlines()[0]}") from error
+        holder = "its launcher" if hosted_by_launcher() else "rank 0"
+        raise MeetingError(
+            f"{store_name()} does not answer any more: {holder}, which has it, has ended without a word, or cannot be "
+            f"reached ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _wait_for_all(store: Store, world_size: int, seconds: float) -> None:
-    began, patience = time.monotonic(), PATIENCE
+    began, patience, beats = time.monotonic(), PATIENCE, 0
     while store.add(_CAME, 0) < world_size:
         waited = time.monotonic() - began
+        if waited >= beats * _BETWEEN_BEATS:
+            beats = store.add(_BEATS, 1)
         if waited > min(seconds, patience):
             missing = [rank for rank in range(world_size) if not store.check([f"{_CAME}/{rank}"])]
             if missing and waited > seconds:
                 store.set(_ALL, "no")
                 time.sleep(_LEAVING_SECONDS)
-                raise CommunicationError(
+                raise MeetingError(
                     f"{ranks_text(missing)} of {world_size} did not come within {seconds:.0f} s to {store_name()}: "
                     "never started, stopped, ended, or without a way there"
                 )

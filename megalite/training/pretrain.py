@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 from megalite import checkpoint
 from megalite.checkpoint import AnyPath, write_atomically
@@ -21,7 +22,7 @@ from megalite.training.control_files import ControlFiles, has_file
 from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
-from megalite.training.launch import join, leave
+from megalite.training.launch import come_together, leave, take_place
 from megalite.training.loop import TrainingLoop, metrics_path
 from megalite.training.memory_history import record_memory_history
 from megalite.training.metrics import has_test_loss
@@ -31,7 +32,10 @@ from megalite.training.run_watchdog import run_watchdog
 from megalite.training.starting import Starting
 from megalite.training.summary import summary
 from megalite.training.trainer import Trainer
-from megalite.watchdog.sections import START, Sections
+from megalite.watchdog.sections import MEETING, START, Sections
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,18 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
     choose_kernels(config.kernels)
     require_device(config.profiling, device.local_device(place.local_rank))
     directory = None if config.checkpoint.save is None else checkpoint.open_directory(config.checkpoint.save)
-    mesh = join(config.parallel, place, dump(config))
+    mesh = take_place(config.parallel, place)
     sections = Sections(lambda: mesh.waits.seconds, naming=named)
     if config.profiling.record_memory_history:
         record_memory_history(config.profiling, place.rank)
     with ExitStack() as stack:
-        stack.enter_context(run_watchdog(config, sections, place, directory))
+
+        def watch(store: Store | None) -> bool:
+            watchdog = run_watchdog(config, sections, place, directory, store)
+            return watchdog is not None and stack.enter_context(watchdog).linked
+
+        with sections(MEETING):
+            come_together(config.parallel, place, mesh, dump(config), watch)
         with sections(START):
             if directory is not None:
                 notes += stack.enter_context(checkpoint.only_run(directory, mesh))

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
 from megalite.process.place import Place
-from megalite.training.failure import default_store, report
+from megalite.training.failure import report
 from megalite.training.meeting import hosted_by_launcher
 from megalite.watchdog.limits import Limits
 from megalite.watchdog.sections import Sections
 from megalite.watchdog.watchdog import Watchdog
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 
 def run_watchdog(
-    config: RunConfig, sections: Sections, place: Place, directory: AnyPath | None
-) -> AbstractContextManager[object]:
-    """Within it a run that hangs is ended, and a rank that dies is named; nothing happens under --no-watchdog."""
+    config: RunConfig, sections: Sections, place: Place, directory: AnyPath | None, store: Store | None
+) -> Watchdog | None:
+    """Within it a run that hangs is ended, and a rank that dies is named; there is none under --no-watchdog.
+
+    `store`: that of the ranks' meeting, where there are several.
+    """
     if not config.watchdog.watchdog:
-        return nullcontext()
-    store = default_store()
+        return None
     if store is not None:
         store = cast(Any, store).clone()  # on a connection of its own: the main thread may be waiting over the other
     return Watchdog(

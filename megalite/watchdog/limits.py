@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megalite.watchdog.sections import PROFILE, SAVE, START, OpenSection
+from megalite.watchdog.sections import MEETING, PROFILE, SAVE, START, OpenSection
 
 FACTOR = 5.0
 START_SECONDS = 3600.0
@@ -17,7 +18,7 @@ class Limits:
 
     `unlearnt`, seconds, holds for the first of each kind, which may compile kernels or connect ranks, and is the least
     for a save or a profile: a file system that others use, too, may be far slower than it was. What a run does to start
-    is seen only once and may be long, like the building of an index.
+    is seen only once and may be long, like the building of an index. How long ranks wait to meet is for them to say.
     """
 
     least: float = 120.0
@@ -25,6 +26,8 @@ class Limits:
 
     def of(self, name: str, longest: Mapping[str, float]) -> float:
         """Seconds that a section may take, where those before it took `longest`."""
+        if name == MEETING:
+            return math.inf
         if name == START:
             return max(START_SECONDS, self.unlearnt)
         if name not in longest:

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from megalite.errors import EXIT_RESUMABLE
 from megalite.watchdog.hang_dump import RankDump
 from megalite.watchdog.link import Link, LinkLost, Message, listen
+from megalite.watchdog.sections import MEETING
 from megalite.watchdog.verdict import Peer, death, folder_name, hang
 
 Say = Callable[[str, int], int]
@@ -35,7 +36,7 @@ _TICK_SECONDS = 0.1
 _PING_SECONDS = 1.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Connected:
     """A rank's connection, and what came over it."""
 
@@ -43,6 +44,8 @@ class _Connected:
     peer: Peer | None = None
     """None until it has said who it is."""
     heard: float = 0.0
+    placed: float = 0.0
+    """When it was last heard where in the run it is, or earlier: it came since then."""
     fails: int | None = None
     """The exit code that it is about to end with, having said why."""
     dump: RankDump | None = None
@@ -73,22 +76,28 @@ class Monitor(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._ranks: dict[int, _Connected] = {}
+        self._speakers: dict[str, _Connected] = {}
+        """By node."""
         self._missing = set(range(world_size))
         """Ranks that have never connected."""
         self._lost: dict[int, float] = {}
         self._alarm: _Alarm | None = None
-        self._first_failed = self._concluded = self._closing = False
-        self._began = self._pinged = time.monotonic()
+        self._first_failed = self._closing = False
+        self._verdict: Message | None = None
+        """What all ranks are told, once it is concluded why the run ends."""
+        self._began = self._pinged = self._looked = time.monotonic()
         self._greeted = False
 
     def run(self) -> None:
         """Until `close`."""
         while not self._closing:
+            looks = time.monotonic()
             for key, _ in self._selector.select(_TICK_SECONDS):
                 if key.fileobj is self._listener:
                     self._accept()
                 else:
                     self._read(key.data)
+            self._looked = looks  # what is read next has come since then
             self._tick(time.monotonic())
         for connected in self._ranks.values():
             connected.link.send(bye=True)
@@ -104,7 +113,7 @@ class Monitor(threading.Thread):
     def settle(self) -> None:
         """For rank 0, which ends by an error: wait until all know of that, and until what has happened is told."""
         deadline = time.monotonic() + ANSWER_SECONDS
-        while time.monotonic() < deadline and not (self._first_failed and (self._concluded or not self._lost)):
+        while time.monotonic() < deadline and not (self._first_failed and (self._verdict or not self._lost)):
             time.sleep(_TICK_SECONDS / 10)
 
     def _accept(self) -> None:
@@ -135,7 +144,8 @@ class Monitor(threading.Thread):
         rank, connected.heard = connected.peer.rank, time.monotonic()
         if "section" in message:
             connected.peer.section, connected.peer.step = message["section"], message["step"]
-        elif "fails" in message:
+            connected.placed = self._looked
+        if "fails" in message:
             connected.fails = message["fails"]
             if rank == 0:  # which may take this monitor with it before any rank can ask
                 self._tell_all(first_fails=connected.fails)
@@ -154,15 +164,34 @@ class Monitor(threading.Thread):
         if not hmac.compare_digest(str(message.get("token")).encode(), self._token.encode()):
             raise LinkLost
         connected.peer = Peer(**{name: value for name, value in message.items() if name != "token"})
-        connected.heard = time.monotonic()
+        connected.heard, connected.placed = time.monotonic(), self._looked
         self._ranks[connected.peer.rank] = connected
         self._missing.discard(connected.peer.rank)
-        connected.link.send(first=self._first_now())
+        displaced = self._choose_speakers([connected])
+        self._tell_of_first([connected, *displaced])
+        if self._verdict is not None:
+            connected.link.send(**self._verdict)
 
-    def _first_now(self) -> Message:
-        """Rank 0 and where it is: for those that lose it."""
+    def _choose_speakers(self, among: Iterable[_Connected]) -> list[_Connected]:
+        """Have the lowest of the ranks on each node, rank 0 not counted, speak when rank 0 is lost. Returns those that
+        are not to any more."""
+        displaced = []
+        for connected in among:
+            if connected.peer is not None and connected.peer.rank:
+                chosen = self._speakers.setdefault(connected.peer.space, connected)
+                if chosen.peer is not None and connected.peer.rank < chosen.peer.rank:
+                    self._speakers[connected.peer.space] = connected
+                    displaced.append(chosen)
+        return displaced
+
+    def _tell_of_first(self, to: Iterable[_Connected]) -> None:
+        """Rank 0, where it is, and whether one is to speak when it is lost."""
         own = self._ranks.get(0)
-        return asdict(self._first if own is None or own.peer is None else own.peer)
+        first, placed = (self._first, self._began) if own is None or own.peer is None else (own.peer, own.placed)
+        age = time.monotonic() - placed
+        speakers = set(self._speakers.values())
+        for connected in to:
+            connected.link.send(first=asdict(first), age=age, speaks=connected in speakers)
 
     def _tell_all(self, **message: Any) -> None:
         for connected in self._ranks.values():
@@ -173,11 +202,16 @@ class Monitor(threading.Thread):
     def _tick(self, now: float) -> None:
         if now - self._pinged > _PING_SECONDS:
             self._pinged = now
-            self._tell_all(first=self._first_now())
+            self._speakers.clear()  # some may have left
+            self._choose_speakers(self._ranks.values())
+            self._tell_of_first(self._ranks.values())
+        first = self._ranks.get(0)
+        if first is not None and first.peer is not None and first.peer.section == MEETING:
+            self._began = now  # those that are yet to come are not missed
         if not self._greeted and now - self._began > _GREETING_SECONDS:
             self._greeted = True
             self._tell_of_strangers()
-        if self._concluded:
+        if self._verdict is not None:
             return
         if self._lost and now - min(self._lost.values()) > _TOGETHER_SECONDS:
             self._conclude_death()
@@ -208,7 +242,11 @@ class Monitor(threading.Thread):
     def _conclude_death(self) -> None:
         lost = [self._ranks[rank] for rank in sorted(self._lost)]
         failed = [connected.fails for connected in lost if connected.fails is not None]
-        silent = [connected.peer for connected in lost if connected.fails is None and connected.peer is not None]
+        silent = [
+            (connected.peer, self._lost[connected.peer.rank] - connected.placed)
+            for connected in lost
+            if connected.fails is None and connected.peer is not None
+        ]
         if silent and set(failed) <= {EXIT_RESUMABLE}:  # a launcher ends the others when one has died
             code = self._say(death(silent), EXIT_RESUMABLE)
         else:  # the rank says why by itself, or a rank that failed of the same
@@ -236,9 +274,9 @@ class Monitor(threading.Thread):
         return found
 
     def _end(self, code: int, *, at_once: bool, kill: Mapping[int, list[int]] | None = None) -> None:
-        self._concluded = True
+        self._verdict = {"end": code, "at_once": at_once, "kill": []}
         for rank, connected in self._ranks.items():
-            connected.link.send(end=code, at_once=at_once, kill=(kill or {}).get(rank, []))
+            connected.link.send(**self._verdict | {"kill": (kill or {}).get(rank, [])})
 
 
 def connect(address: str, host: str, own: Peer) -> Link:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
+MEETING = "meeting"
 START = "start"
 STEP = "step"
 DATA = "data"
@@ -49,6 +50,9 @@ class Sections:
         self.step = 0
         self.longest: dict[str, float] = {}
         """Of each section that has come to its end, the longest time that it took."""
+        self.failed = ""
+        """The innermost section of the last error that has come out of one."""
+        self._failure: BaseException | None = None
         self._waited, self._clock, self._naming = waited, clock, naming
         self._stopped = 0.0
         self._open: list[tuple[str, float]] = []
@@ -67,6 +71,11 @@ class Sections:
             self._own[name] += max(seconds - waited, 0.0)  # what is waited counts the time of a stopped process, too
             if name == STEP:
                 self._own[WAITING] += waited
+        except BaseException as error:
+            if error is not self._failure:  # else it comes from a section inside
+                self.failed = name
+            self._failure = error if len(self._open) > 1 else None
+            raise
         finally:
             self._open.pop()
 

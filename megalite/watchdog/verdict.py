@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalite.process.place import ranks_text
 from megalite.watchdog.hang_dump import Dumps, RankDump
 from megalite.watchdog.hang_report import hang_report
 from megalite.watchdog.link import Message
@@ -35,7 +36,12 @@ class Peer:
 
     @property
     def place(self) -> str:
-        return f'step {self.step}, "{self.section}"' if self.section else f"step {self.step}"
+        return place(self.step, self.section)
+
+
+def place(step: int, section: str) -> str:
+    """Where in the run a rank is."""
+    return f'step {step}, "{section}"' if section else f"step {step}"
 
 
 def overdue(section: OpenSection, limit: float) -> Message:
@@ -43,12 +49,21 @@ def overdue(section: OpenSection, limit: float) -> Message:
     return {"overdue": [section.name, section.seconds, limit]}
 
 
-def death(lost: Sequence[Peer]) -> str:
-    """Of ranks whose processes have ended without a word."""
-    who = ", ".join(map(str, lost))
+def death(lost: Sequence[tuple[Peer, float]]) -> str:
+    """Of ranks whose processes have ended without a word, each with the seconds before that in which its place was not
+    heard of: it may have come further."""
+    who = ", ".join(str(peer) for peer, _ in lost)
     have = "have" if len(lost) > 1 else "has"
+    places: dict[str, list[tuple[int, float]]] = {}
+    for peer, seconds in lost:
+        places.setdefault(peer.place, []).append((peer.rank, seconds))
+    last = ", ".join(
+        f"in {where}{f' ({ranks_text(rank for rank, _ in there)})' if len(places) > 1 else ''}, "
+        f"{max(seconds for _, seconds in there):.1f} s before"
+        for where, there in places.items()
+    )
     return (
-        f"{who} {have} ended without a word, in {lost[0].place}: killed, as by a person or for want of memory (the "
+        f"{who} {have} ended without a word, last heard of {last}: killed, as by a person or for want of memory (the "
         f"system's log has that: dmesg), crashed, or without power or network. {_GO_ON}"
     )
 
@@ -75,7 +90,7 @@ def hang(
     report = hang_report(Dumps(dumps, tuple(sorted(silence)), ()))
     lines = [_alarm(peers[rank], why)]
     lines += [
-        f"{peers[other]} does not answer, for {seconds:.0f} s: it is stopped or cannot be reached, and was last in "
+        f"{peers[other]} does not answer, for {seconds:.0f} s: it is stopped or cannot be reached, last heard of in "
         f"{peers[other].place}"
         for other, seconds in sorted(silence.items())
     ]
@@ -84,7 +99,9 @@ def hang(
         for other in missing
     ]
     busy = [dumps[culprit] for culprit in report.culprits if culprit in dumps]
-    lines += [f"{peers[dump.rank]} holds it up, in {peers[dump.rank].place}: {_innermost(dump)}" for dump in busy]
+    lines += [
+        f"{peers[dump.rank]} holds it up, in {place(dump.step, dump.section)}: {_innermost(dump)}" for dump in busy
+    ]
     if not report.culprits and report.places:  # nobody waits for another: who is elsewhere than the others is told
         first = report.places[0][0]
         lines.append(f"{peers[first.rank]} is in {_innermost(first)}")

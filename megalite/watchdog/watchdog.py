@@ -6,6 +6,7 @@ comes: so it is another thread that looks at the clock, dumps and ends the proce
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -15,13 +16,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, exit_code_of
+from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, MeetingError, exit_code_of
 from megalite.process.bounded import within
 from megalite.process.host import host_name, process_space
 from megalite.process.place import Place
@@ -71,9 +72,12 @@ class Watchdog:
         self._monitor: Monitor | None = None
         self._link: Link | None = None
         self._first: Peer | None = None  # rank 0, by its monitor's word
+        self._first_placed = 0.0  # when it was there, at the earliest
+        self._speaks = place.local_rank == 0  # where rank 0 is lost
         self._first_fails: int | None = None
         self._alarm: tuple[float, Message] | None = None  # when it was raised, and why
         self._leaving = self._awaits_verdict = False
+        self._looked = 0.0
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -83,10 +87,12 @@ class Watchdog:
                 say = partial(self._report, self._store)
                 self._monitor = Monitor(self._peer(), self._place.world_size, say, self._folder)
                 self._monitor.start()
-                self._store.set(_ADDRESS, self._monitor.address)
+                self._store.set(_ADDRESS, json.dumps([self._monitor.address, asdict(self._peer())]))
             host = os.environ.get("MASTER_ADDR", "localhost") if self._place.rank else "localhost"
             with suppress(OSError):  # the monitor tells of those that do not come
-                self._link = connect(self._address(self._store), host, self._peer())
+                address, first = json.loads(self._address(self._store))
+                self._first, self._first_placed = Peer(**first), time.monotonic()
+                self._link = connect(address, host, self._peer())
                 # Who is told to end while it starts has not ended without a word.
                 last_words(partial(self._link.send, fails=EXIT_RESUMABLE))
         self._thread.start()
@@ -97,15 +103,20 @@ class Watchdog:
     ) -> None:
         if error is None:
             self._leave()
-        elif self._link is not None and isinstance(error, CommunicationError):
+        elif self._link is not None and isinstance(error, CommunicationError) and not isinstance(error, MeetingError):
             self._await_verdict(error)
         elif self._link is not None:
             self._link.send(fails=exit_code_of(error))  # and says itself why
             if self._monitor is not None:
                 self._monitor.settle()
 
+    @property
+    def linked(self) -> bool:
+        """Whether the monitor is told of this rank, and this rank of rank 0."""
+        return self._link is not None
+
     def _address(self, store: Store) -> str:
-        """Of the monitor. Raises CommunicationError where there is none: nobody watches rank 0 yet."""
+        """Of the monitor, and rank 0, as JSON. Raises CommunicationError where there is none: it is not there yet."""
         try:
             return within(_FIRST_SECONDS, lambda: store.get(_ADDRESS)).decode()
         except (TimeoutError, RuntimeError) as error:
@@ -114,7 +125,10 @@ class Watchdog:
             ) from error
 
     def _peer(self) -> Peer:
-        return Peer(self._place.rank, host_name(), os.getpid(), process_space())
+        return Peer(self._place.rank, host_name(), os.getpid(), process_space(), **self._where())
+
+    def _where(self) -> Message:
+        return {"section": self._innermost().name, "step": self.sections.step}
 
     # ------------------------------------------------------------------------------------------------ the main thread
 
@@ -137,22 +151,23 @@ class Watchdog:
         ignore_stop_signals()
         self._awaits_verdict = True
         assert self._link is not None
-        self._link.send(lost=str(error))
+        self._link.send(lost=str(error), **self._where())
         self._thread.join(_VERDICT_SECONDS)
 
     # ------------------------------------------------------------------------------------------------ the thread
 
     def _watch(self) -> None:
-        last = told = time.monotonic()
+        last = told = self._looked = time.monotonic()
         while not self._leaving:
+            looks = time.monotonic()
             self._read(_TICK_SECONDS)
-            now = time.monotonic()
+            self._looked, now = looks, time.monotonic()
             if now - last > _TICK_SECONDS + _STOPPED_SECONDS:
                 self.sections.was_stopped(now - last)
             last = now
             if self._link is not None and now - told > _HEARTBEAT_SECONDS:
                 told = now
-                self._link.send(section=self._innermost().name, step=self.sections.step)
+                self._link.send(**self._where())
             self._look_at_the_clock(now)
 
     def _read(self, seconds: float) -> None:
@@ -169,7 +184,8 @@ class Watchdog:
 
     def _take(self, message: Message) -> None:
         if "first" in message:
-            self._first = Peer(**message["first"])
+            self._first, self._speaks = Peer(**message["first"]), message["speaks"]
+            self._first_placed = self._looked - message["age"]
         elif "first_fails" in message:
             self._first_fails = message["first_fails"]
         elif "dump" in message:
@@ -184,9 +200,9 @@ class Watchdog:
         if late is not None and self._alarm is None:
             self._alarm = now, overdue(late, self._limits.of(late.name, self.sections.longest))
             if self._link is not None:
-                self._link.send(**self._alarm[1])
+                self._link.send(**self._alarm[1], **self._where())
         # The rank that speaks comes first: it says that rank 0 stands still before another one has killed it.
-        patience = _VERDICT_SECONDS if self._speaks() else _VERDICT_SECONDS + ANSWER_SECONDS
+        patience = _VERDICT_SECONDS if self._speaks else _VERDICT_SECONDS + ANSWER_SECONDS
         if self._alarm is not None and (self._link is None or now - self._alarm[0] > patience):
             self._conclude_alone(self._alarm[1])
 
@@ -226,7 +242,8 @@ class Watchdog:
         )
 
     def _innermost(self) -> OpenSection:
-        return (self.sections.open() or [OpenSection("", 0.0)])[-1]
+        nowhere = OpenSection(self.sections.failed if self._awaits_verdict else "", 0.0)
+        return (self.sections.open() or [nowhere])[-1]
 
     def _lose_first(self) -> None:
         """Rank 0's process has ended, and its monitor with it: the next rank on each node speaks."""
@@ -236,7 +253,8 @@ class Watchdog:
             self._conclude_alone(self._alarm[1])
         code = self._first_fails
         if code is None and self._first is not None and self._comes_to_speak():
-            code = self._report(self._last_store, death([self._first]), EXIT_RESUMABLE)
+            lost = self._first, time.monotonic() - self._first_placed
+            code = self._report(self._last_store, death([lost]), EXIT_RESUMABLE)
         self._end(EXIT_RESUMABLE if code is None else code, at_once=False)
 
     def _conclude_alone(self, why: Message) -> NoReturn:
@@ -244,7 +262,7 @@ class Watchdog:
         name = folder_name()
         own = self._dump(name)
         peer, silence, kill = self._peer(), {}, []
-        peers = {self._place.rank: replace(peer, section=own.section, step=own.step)}
+        peers = {self._place.rank: peer}
         if self._first is not None:
             peers[0], silence[0] = self._first, _VERDICT_SECONDS
             kill = [self._first.process] if self._first.space == peer.space else []
@@ -254,17 +272,12 @@ class Watchdog:
             self._report(self._last_store, message, EXIT_RESUMABLE)
         self._end(EXIT_RESUMABLE, at_once=True, kill=kill)
 
-    def _speaks(self) -> bool:
-        """Whether this is the first rank of a node, rank 0 not counted."""
-        beside_first = self._first is not None and self._first.space == process_space()
-        return self._place.local_rank == (1 if beside_first else 0)
-
     def _comes_to_speak(self) -> bool:
-        """Waits for its turn: where that first rank has gone, too, another one may, if a store is left that lets but
-        one."""
-        if not self._speaks():
+        """Waits for its turn: where the rank that is to speak has gone, too, another one may, if a store is left that
+        lets but one."""
+        if not self._speaks:
             time.sleep(_LEAVING_SECONDS)
-        return self._speaks() or self._last_store is not None
+        return self._speaks or self._last_store is not None
 
     def _end(self, code: int, *, at_once: bool, kill: Sequence[int] = ()) -> NoReturn:
         for process in kill:

@@ -43,8 +43,9 @@ REQUESTS = ("term", "usr1")
 ERRORS = {"defect": 70, "data": 64}
 KINDS = (*DEATHS, *HANGS, *REQUESTS, *ERRORS)
 
-UNWATCHED = ("index build", "before the watchdog")
-START = ("building", "loading")
+UNWATCHED = ("index build", "connected")
+MEETING = ("meeting",)
+START = (*MEETING, "building", "loading")
 SAVE = ("writing", "commit", "saved")
 STEP = ("data", "forward", "backward", "reduce", "optimizer", "agreement", "evaluation")
 PHASES = (*UNWATCHED, *START, *STEP, *SAVE)
@@ -184,7 +185,8 @@ def assert_said(job: Job, fault: Fault, where: str) -> None:
     assert ("Traceback" in said[0]) == (fault.kind == "defect" and "failed on rank" not in said[0]), where
     process = job.ranks[fault.rank].process.pid
     if fault.kind in DEATHS:
-        assert f"rank {fault.rank} (process {process} on {os.uname().nodename}) has ended" in said[0], where
+        gone = f"rank {fault.rank} (process {process} on {os.uname().nodename}) has ended without a word, last heard of"
+        assert re.search(re.escape(gone) + r' in step \d+, "[a-z ]+", [\d.]+ s before: ', said[0]), where
     elif fault.kind in STILL:
         assert f"rank {fault.rank} (process {process} on {os.uname().nodename}) does not answer" in said[0], where
     elif fault.kind in ERRORS:

@@ -25,6 +25,7 @@ from tests.end_to_end.campaign import (
     HANGS,
     KINDS,
     LAYOUTS,
+    MEETING,
     OF_RANK_0,
     PHASES,
     RANKS,
@@ -66,8 +67,8 @@ def possible(row: Row) -> bool:
         return False
     if row["launcher"] and row["rank"] == 0 and row["phase"] in START:
         return False  # which may end all before one of them can speak
-    # Before there is a group, a rank that stands still is the launcher's to find.
-    return not (row["manner"] == "hang" and row["phase"] in UNWATCHED)
+    # Before all have met, a rank that stands still is one that has not come.
+    return not (row["manner"] == "hang" and row["phase"] in (*UNWATCHED, *MEETING))
 
 
 def steps_before(phase: str) -> int:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.campaign import FAULTY, everything_said
 from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN
+from tests.harness.fault import Fault
 from tests.harness.fork_server import wait_for_exit
 from tests.harness.job import Job
 
@@ -20,10 +22,10 @@ from megalite.training import failure, launch, meeting
 meeting.PATIENCE, meeting.STORE_HANGS, failure._LAUNCHER_SECONDS = 0.2, 2.0, 1.0
 meet = launch.meet
 
-def come(store, place, seconds):
+def come(store, place, seconds, watch):
     if os.environ["RANK"] in os.environ["ABSENT"].split():
         os.kill(os.getpid(), signal.SIGSTOP)
-    meet(store, place, 3.0)
+    meet(store, place, 3.0, watch)
 
 launch.meet = come
 launch.connect = lambda place, seconds, purpose: meeting.connect(place, 3.0, purpose)
@@ -73,3 +75,40 @@ def test_where_rank_0_does_not_come_another_rank_says_so(start: Start) -> None:
     expected = "error on rank 1: (rank 0 has not come, or stands still, for .* s, at )?the store at .*"
     assert re.match(expected, job.stderr(1))
     assert job.stderr(1).count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "rank", "store_of_rank_0"),
+    [("meeting", 0, False), ("meeting", 2, True), ("group", 0, True), ("group", 2, False)],
+)
+def test_a_rank_that_is_killed_before_the_run_is_together_is_named_and_ends_the_others(
+    phase: str, rank: int, store_of_rank_0: bool, tmp_path: Path
+) -> None:
+    fault = Fault(phase, rank, 0, "kill")
+    environment = {"FAULT": str(fault), "FAULT_RECORD": str(tmp_path)}
+    flags = [*MOCK, *GPT2, "--train-iters", "3", "--global-batch-size", "8"]
+    with Job([FAULTY, *flags], 4, tmp_path, environment, store_of_rank_0=store_of_rank_0) as job:
+        codes = job.wait(timeout=40)
+        assert codes == [-9 if number == rank else 85 for number in range(4)]
+        (said,) = everything_said(job)
+        process = job.ranks[rank].process.pid
+        assert re.match(rf"error: rank {rank} \(process {process} on .*\) has ended without a word, last", said)
+        assert re.search(r' heard of in step 0, "meeting", [\d.]+ s before', said)
+
+
+def test_who_comes_when_rank_0_is_dead_says_so(tmp_path: Path) -> None:
+    fault = Fault("came", 0, 0, "kill")
+    environment = {"FAULT": str(fault), "FAULT_RECORD": str(tmp_path)}
+    with Job([FAULTY, *MOCK, *GPT2, "--train-iters", "3"], 2, tmp_path, environment) as job:
+        assert job.wait(timeout=40) == [-9, 85]
+        (said,) = everything_said(job)
+        assert re.match("error on rank 1: rank 0 came to the store at .*, and has ended without a word, or", said)
+
+
+def test_where_rank_0_is_killed_and_its_store_goes_with_it_that_is_said(tmp_path: Path) -> None:
+    fault = Fault("connected", 0, 0, "kill")
+    environment = {"FAULT": str(fault), "FAULT_RECORD": str(tmp_path)}
+    with Job([FAULTY, *MOCK, *GPT2, "--train-iters", "3"], 2, tmp_path, environment, store_of_rank_0=True) as job:
+        assert job.wait(timeout=40) == [-9, 85]
+        (said,) = everything_said(job)
+        assert re.match("error on rank 1: .* any more: rank 0, which has it, has ended without a word, or cannot", said)

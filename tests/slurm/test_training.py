@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.campaign import FAULTY
+from tests.end_to_end.runs import PRETRAIN
+from tests.harness.fault import Fault
 from tests.slurm.conftest import STEPS, Training
 from tests.slurm.machine import host_name, with_variables
 
 pytestmark = pytest.mark.slurm
+
+EARLY = [(phase, rank) for phase in ("imports", "connected", "meeting", "group") for rank in (0, 1)]
 
 
 def ranks_on(node: str, training: Training) -> list[int]:
@@ -43,6 +49,39 @@ def test_a_killed_rank_costs_an_attempt(training: Training) -> None:
     assert job.restarts == 0
     assert "attempt 2 after" in job.log
     training.assert_whole(ranks=4)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+@pytest.mark.parametrize(("phase", "rank"), EARLY)
+def test_a_rank_that_is_killed_before_all_have_met_is_named_and_ends_the_attempt_within_a_minute(
+    phase: str, rank: int, launcher: str, training: Training
+) -> None:
+    fault = Fault(phase, rank, 0, "kill")
+    record = fault.record(training.directory)
+    variables = {"FAULT": fault, "FAULT_RECORD": training.directory, "LAUNCHER": launcher, "RETRY_SECONDS": 999}
+    if phase == "imports":
+        program = f"""
+            import runpy, signal, sys
+            if os.environ["RANK"] == "{rank}":
+                pathlib.Path({str(record)!r}).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            sys.argv[0] = {str(PRETRAIN)!r}
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        """
+        job = training.submit_instead(program, **variables)
+    else:
+        job = training.submit(PROGRAM=FAULTY, **variables)
+    job.until(record.exists)
+    began = time.monotonic()
+    job.until(lambda: "the program ended" in job.log)
+    assert time.monotonic() - began < 60
+    said = "\n".join((job.log, *training.logs(job).values()))
+    print(f"SECONDS {time.monotonic() - began:.1f}\n{said}")
+    node = training.cluster.nodes[rank]
+    by_the_run = rf"rank {rank} \(process \d+ on .*\) has ended without a word"
+    by_srun = f"error: {node}: task {rank}: Killed"
+    by_torchrun = rf"rank +: {rank} \(.*\)\n.*exitcode +: -9 "
+    assert re.search(f"{by_the_run}|{by_torchrun if launcher == 'torchrun' else by_srun}", said), said
 
 
 def test_a_node_on_which_ranks_die_twice_running_is_left_out(training: Training) -> None:

@@ -18,7 +18,7 @@ from megalite.watchdog import monitor as monitor_file
 from megalite.watchdog.hang_dump import RankDump
 from megalite.watchdog.link import Link, LinkLost, Message
 from megalite.watchdog.monitor import Monitor, connect
-from megalite.watchdog.sections import OpenSection
+from megalite.watchdog.sections import MEETING, OpenSection
 from megalite.watchdog.verdict import Peer, overdue
 
 HERE, ELSEWHERE = "here", "elsewhere"
@@ -30,9 +30,9 @@ SECONDS = 60.0
 class FakeRank:
     """A rank's end of its connection to the monitor."""
 
-    def __init__(self, monitor: Monitor, rank: int, space: str = HERE) -> None:
+    def __init__(self, monitor: Monitor, rank: int, space: str = HERE, section: str = "") -> None:
         self.rank = rank
-        self.link = connect(monitor.address, "localhost", Peer(rank, f"n{rank}", 1000 + rank, space))
+        self.link = connect(monitor.address, "localhost", Peer(rank, f"n{rank}", 1000 + rank, space, section))
         self._unread: list[Message] = []
         self.heard: list[str] = []
         """The keys of all messages that were waited for or passed over."""
@@ -62,11 +62,17 @@ class FakeRank:
 class Watch:
     """A monitor, what it has reported, and its ranks."""
 
-    def __init__(self, spaces: tuple[str, ...] = (HERE,) * 3, missing: int = 0, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        spaces: tuple[str, ...] = (HERE,) * 3,
+        missing: int = 0,
+        folder: Path | None = None,
+        section: str = "",
+    ) -> None:
         self.reported: list[tuple[str, int]] = []
         self.monitor = Monitor(Peer(0, "n0", 1000, HERE), len(spaces) + missing, self._report, folder)
         self.monitor.start()
-        self.ranks = [FakeRank(self.monitor, rank, space) for rank, space in enumerate(spaces)]
+        self.ranks = [FakeRank(self.monitor, rank, space, section) for rank, space in enumerate(spaces)]
         for rank in self.ranks:
             rank.wait_for("first")
 
@@ -105,7 +111,67 @@ def test_a_rank_that_dies_is_named_with_its_place_and_all_others_end(watch: Begi
     second.dies()
     for rank in (first, third):
         assert rank.wait_for("end") == {"end": 85, "at_once": False, "kill": []}
-    assert 'rank 1 (process 1001 on n1) has ended without a word, in step 7, "optimizer": ' in watched.message
+    said = r'rank 1 \(process 1001 on n1\) has ended without a word, last heard of in step 7, "optimizer", '
+    assert re.match(said + r"[\d.]+ s before: ", watched.message)
+
+
+def test_a_death_is_told_with_the_age_of_what_is_known(watch: Begin) -> None:
+    watched = watch()
+    watched.ranks[1].link.send(section="optimizer", step=7)
+    watched.ranks[2].link.send(section="step", step=8)
+    time.sleep(0.6)
+    watched.ranks[2].link.send(dump=asdict(RankDump(2, 4)))  # it lives, and says nothing of its place
+    for rank in watched.ranks[1:]:
+        rank.dies()
+    watched.ranks[0].wait_for("end")
+    places = r'in step 7, "optimizer" \(rank 1\), ([\d.]+) s before, in step 8, "step" \(rank 2\), ([\d.]+) s before: '
+    ages = re.search(f"have ended without a word, last heard of {places}", watched.message)
+    assert ages is not None, watched.message
+    assert all(0.6 <= float(age) < 5.0 for age in ages.groups())
+
+
+def test_an_alarm_is_told_with_the_place_that_came_with_it(watch: Begin) -> None:
+    watched = watch((HERE, HERE))
+    watched.ranks[1].link.send(**LATE, section="optimizer", step=3)
+    for rank in watched.ranks:
+        rank.answer()
+    watched.ranks[0].wait_for("end")
+    assert watched.message.startswith('step 3 hangs: rank 1 (process 1001 on n1) has been in "optimizer"')
+
+
+def test_one_rank_of_each_node_is_to_speak_where_rank_0_is_lost(watch: Begin) -> None:
+    watched = watch((HERE, HERE, ELSEWHERE, HERE, ELSEWHERE))
+
+    def speak() -> list[bool]:
+        for rank in watched.ranks:
+            rank.wait_for("first")
+        return [rank.wait_for("speaks") for rank in watched.ranks]
+
+    deadline = time.monotonic() + SECONDS
+    while speak() != [False, True, True, False, False]:
+        assert time.monotonic() < deadline
+
+
+def test_who_comes_when_the_run_is_ending_ends_too(watch: Begin) -> None:
+    watched = watch((HERE, HERE), missing=1)
+    watched.ranks[1].dies()
+    watched.ranks[0].wait_for("end")
+    assert FakeRank(watched.monitor, 2).wait_for("end")["end"] == 85
+
+
+def test_who_has_not_come_is_not_missed_while_the_ranks_meet(
+    watch: Begin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(monitor_file, "_GREETING_SECONDS", 0.3)
+    watched = watch((HERE, HERE), missing=1, section=MEETING)
+    time.sleep(0.8)
+    assert capfd.readouterr().err == ""
+    watched.ranks[0].link.send(section="start", step=0)
+    deadline, said = time.monotonic() + SECONDS, ""
+    while "[2]" not in said:
+        said += capfd.readouterr().err
+        assert time.monotonic() < deadline, said
+        time.sleep(0.02)
 
 
 def test_ranks_that_die_together_are_named_together(watch: Begin) -> None:
@@ -240,7 +306,7 @@ def test_strangers_disturb_nobody(watch: Begin) -> None:
     watched.ranks[1].link.send(section="save", step=2)
     watched.ranks[1].dies()
     assert watched.ranks[2].wait_for("end")["end"] == 85
-    assert 'in step 2, "save"' in watched.message
+    assert 'last heard of in step 2, "save"' in watched.message
     for stranger in strangers:
         stranger.close()
 

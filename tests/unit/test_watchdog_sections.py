@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from megalite.watchdog.sections import (
     DATA,
     EVALUATION,
     FORWARD_BACKWARD,
+    MEETING,
     PROFILE,
     SAVE,
     START,
@@ -40,6 +43,7 @@ def test_a_limit_is_a_multiple_of_the_longest_and_never_below_the_least(
     limits = Limits(least, unlearnt)
     learnt = limits.of(STEP, {STEP: longest, EVALUATION: 1e9})
     assert learnt == max(least, 5 * longest)
+    assert limits.of(MEETING, {}) == math.inf
     assert limits.of(STEP, {EVALUATION: longest}) == max(least, unlearnt)
     for name in (SAVE, PROFILE):
         assert limits.of(name, {name: longest}) == max(learnt, unlearnt)
@@ -76,6 +80,10 @@ def test_a_section_that_fails_is_left_and_teaches_nothing() -> None:
     assert sections.open() == []
     assert sections.longest == {}
     assert sections.take() == {}
+    assert sections.failed == SAVE
+    with pytest.raises(OSError), sections(STEP):
+        raise OSError
+    assert sections.failed == STEP
 
 
 def test_a_time_in_which_the_process_stood_still_does_not_count() -> None:
