@@ -89,6 +89,19 @@ def test_a_norms_weight_around_one_keeps_its_digits(dtype: torch.dtype) -> None:
     assert_rounded_once(layer(given), F.rms_norm(given.double(), (512,), weight, eps=config.norm_epsilon))
 
 
+@each_dtype
+def test_the_scale_of_embeddings_is_rounded_to_the_weights(dtype: torch.dtype) -> None:
+    """As Gemma was trained; in bf16 the root of 48 is 6.9375."""
+    config = replace(MODEL, hidden_size=48, scale_embeddings=True)
+    network = GPT(config, MESH, dtype=dtype)
+    initialize(network, seed=1)
+    tokens = torch.arange(11)[None]
+    assert network.embedding is not None
+    found = network.embedding(tokens, tokens, RandomKey(1, 0))[:, 0]
+    scale = {torch.bfloat16: 6.9375, torch.float16: 6.9296875}[dtype]
+    assert_rounded_once(found, network.embedding.word.weight.detach()[:11].double() * scale)
+
+
 # ---------------------------------------------------------------------------------------------------- rotary positions
 
 POSITIONS = torch.tensor([[0, 1, 255, 257, 511, 1023, 2049, 4097, 8191, 8193, 131071]])
