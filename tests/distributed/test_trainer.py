@@ -101,7 +101,7 @@ def expected() -> tuple[list[tuple[float, float, float]], list[float], float]:
 @pytest.mark.parametrize(
     "flags",
     ["", "--use-distributed-optimizer --overlap-grad-reduce", "--tp 2 --sequence-parallel", "--pp 2"],
-    ids=["alone", "two copies", "two parts", "two stages"],
+    ids=["alone", "copies", "parts", "stages"],
 )
 def test_a_run_is_the_plain_loop(flags: str, rank_pools: RankPools) -> None:
     """Ranks of two copies count different numbers of tokens; norms are above the limit."""

@@ -413,5 +413,5 @@ def test_conversations_do_not_come_from_the_indices_of_others(tmp_path: Path) ->
         {"tokenizer": OtherBytes()},
         {"template": ChatTemplate(source.replace("X", "YZ"), {})},
     ]
-    others += [{"sequence_length": 41}, {"seed": 2}, {"sequences": range(3, 6)}, {"num_samples": 7}]
+    others += [{"sequence_length": 90}, {"seed": 2}, {"sequences": range(3, 6)}, {"num_samples": 7}]
     assert_kept_apart(build, [case, *(case | changes for changes in others)], tmp_path)

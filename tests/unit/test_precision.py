@@ -19,6 +19,7 @@ from torch import Tensor
 from megalite.config import parse_arguments
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
+from megalite.inference import network as inference
 from megalite.model import attention as attention_layer
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
@@ -238,6 +239,22 @@ def test_parts_of_a_vocabulary_are_merged_in_fp32(ranks: int) -> None:
     exact = torch.stack([wide.logsumexp(1), wide.gather(1, labels[:, None])[:, 0], wide.sum(1)])
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=2e-5)
+
+
+@each_dtype
+def test_scores_of_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some columns at a time. Of a model's own logits, which are rounded to its precision."""
+    monkeypatch.setattr(inference, "_TOKENS", 6)
+    network = inference.make_network(MODEL, MESH, dtype)
+    initialize(network.stage, seed=1)
+    with torch.no_grad():
+        network.stage.head.norm.weight.mul_(20.0)
+    tokens = torch.arange(22).view(2, 11) % 11
+    found, logits = inference.score_tokens(network, tokens), inference.logits(network, tokens)[:, :-1]
+    exact = logits.double().log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    assert found.log_probabilities.dtype == torch.float32
+    torch.testing.assert_close(found.log_probabilities.double(), exact, rtol=1e-6, atol=1e-6)
+    assert torch.equal(found.likeliest, logits.argmax(-1))
 
 
 def test_losses_of_micro_batches_are_summed_exactly() -> None:
