@@ -89,6 +89,13 @@ _AS_THEIRS = f"{_FAMILIES}megalite_computes_what_transformers_does"
 _PICKLE = "tests/unit/test_conversion_restricted_pickle.py::test_"
 _DOCTOR = "tests/unit/test_doctor.py::test_"
 _DOCTOR_OF_RANKS = "tests/end_to_end/test_doctor.py::test_"
+_TRAINER = "tests/distributed/test_trainer.py::test_a_run_is_the_plain_loop"
+_DRAWS = "tests/distributed/test_layouts_dropout.py::test_no_two_sites_draw_the_same"
+_PRECISION = "tests/unit/test_precision.py::test_"
+_REGIONS = "tests/distributed/test_parallel_regions.py::test_"
+_DATA = "tests/unit/test_data_"
+_APART = f"{_DATA}index_cache.py::test_"
+_NOT_OTHERS = "do_not_come_from_the_indices_of_others"
 
 MUTANTS = (
     Mutant(
@@ -663,7 +670,7 @@ MUTANTS = (
         "kernels/megalite_kernels/cross_entropy.py",
         "min(max(vocab_size - rank * width, 0), width)",
         "width",
-        "tests/distributed/test_parallel_regions.py::test_cross_entropy_over_a_split_vocabulary[padded]",
+        "tests/distributed/test_parallel_regions.py::test_cross_entropy_over_a_split_vocabulary[padded-4]",
     ),
     Mutant(
         "the loss sees the log-sum-exp of each rank's own columns",
@@ -2336,6 +2343,328 @@ MUTANTS = (
         "self.loss_scale.can_shrink and is_finite_everywhere(loss, self.mesh)",
         "self.loss_scale.can_shrink",
         "tests/end_to_end/test_nonfinite.py::test_a_run_that_has_diverged_tells_where_it_last_did",
+    ),
+    Mutant(
+        "two random sites of a layer draw the same",
+        "megalite/model/block.py",
+        'Site(layer, "mlp output", shard)',
+        'Site(layer, "attention output", shard)',
+        f"{_DRAWS}[1-False-gpt2]",
+    ),
+    Mutant(
+        "two layers draw the same",
+        "megalite/model/block.py",
+        'Site(layer, "attention output", shard)',
+        'Site(0, "attention output", shard)',
+        f"{_DRAWS}[1-False-gpt2]",
+    ),
+    Mutant(
+        "the heads of all ranks draw the same",
+        "megalite/model/attention.py",
+        'Site(layer, "attention", mesh.coordinate("tp"))',
+        'Site(layer, "attention")',
+        f"{_DRAWS}[2-False-gpt2]",
+    ),
+    Mutant(
+        "all parts of a sequence draw the same",
+        "megalite/model/block.py",
+        'shard = mesh.coordinate("tp") if sequence_parallel else 0',
+        "shard = 0",
+        f"{_DRAWS}[2-True-gpt2]",
+    ),
+    Mutant(
+        "the reference of RMSNorm computes in the input's precision",
+        "kernels/megalite_kernels/norm.py",
+        """wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        mean_square""",
+        """wide = input
+        mean_square""",
+        f"{_PRECISION}norms[wide-RMSNorm-bfloat16]",
+    ),
+    Mutant(
+        "the reference of LayerNorm computes in the input's precision",
+        "kernels/megalite_kernels/norm.py",
+        "wide = torch.promote_types(first.dtype, torch.float32)",
+        "wide = first.dtype",
+        f"{_PRECISION}norms[wide-LayerNorm-bfloat16]",
+    ),
+    Mutant(
+        "rotary angles are computed in the model's precision",
+        "megalite/model/rotary.py",
+        "positions.t().unsqueeze(-1).to(wide)",
+        "positions.t().unsqueeze(-1).to(dtype).to(wide)",
+        f"{_PRECISION}rotary_angles[yarn-bfloat16]",
+    ),
+    Mutant(
+        "the model rounds its rotary tables",
+        "megalite/model/rotary.py",
+        "tables = angles.cos().unsqueeze(2), angles.sin().unsqueeze(2)",
+        "tables = angles.cos().unsqueeze(2).to(dtype).to(wide), angles.sin().unsqueeze(2)",
+        f"{_PRECISION}a_model_turns_by_the_exact_angles[bfloat16]",
+    ),
+    Mutant(
+        "heads are rotated in their own precision",
+        "kernels/megalite_kernels/rotary.py",
+        """wide = input.to(cosine.dtype)
+""",
+        """wide, cosine, sine = input, cosine.to(input.dtype), sine.to(input.dtype)
+""",
+        f"{_PRECISION}rotations[halves-bfloat16]",
+    ),
+    Mutant(
+        "scores are capped in their own precision",
+        "kernels/megalite_kernels/attention.py",
+        ".to(torch.promote_types(query.dtype, torch.float32)) * scale",
+        " * scale",
+        f"{_PRECISION}softmax_of_attention[capped-bfloat16]",
+    ),
+    Mutant(
+        "logits are capped in their own precision",
+        "kernels/megalite_kernels/cross_entropy.py",
+        "valid = _capped(logits[tokens, : columns.valid].to(dtype), terms)",
+        "valid = _capped(logits[tokens, : columns.valid], terms).to(dtype)",
+        f"{_PRECISION}losses_of_tokens[all terms-bfloat16]",
+    ),
+    Mutant(
+        "the gradient of the loss is computed in the logits' precision",
+        "kernels/megalite_kernels/cross_entropy.py",
+        "gradient = chunk if own else chunk.to(log_sums.dtype)",
+        "gradient = chunk",
+        f"{_PRECISION}losses_of_tokens[plain-bfloat16]",
+    ),
+    Mutant(
+        "losses of micro-batches are summed in fp32",
+        "megalite/pipeline/engine.py",
+        "loss = output.detach().double()",
+        "loss = output.detach().float()",
+        f"{_PRECISION}losses_of_micro_batches_are_summed_exactly",
+    ),
+    Mutant(
+        "tokens are counted in fp32",
+        "megalite/training/batches.py",
+        "loss_mask.sum(dtype=torch.float64)",
+        "loss_mask.sum()",
+        f"{_PRECISION}the_tokens_that_count_are_counted_exactly",
+    ),
+    Mutant(
+        "the loss mask is rounded to the model's precision",
+        "megalite/training/batches.py",
+        "torch.promote_types(dtype, torch.float32)",
+        "dtype",
+        f"{_PRECISION}the_tokens_that_count_are_counted_exactly",
+    ),
+    Mutant(
+        "gradients are added up in the model's precision",
+        "megalite/training/construction.py",
+        "torch.promote_types(dtype, torch.float32),",
+        "dtype,",
+        f"{_PRECISION}gradients_of_many_micro_batches_are_added_up_in_fp32[dense]",
+    ),
+    Mutant(
+        "squares of a norm are added up in fp32",
+        "kernels/megalite_kernels/l2_norm.py",
+        "wide = chunk.double()",
+        "wide = chunk.float()",
+        f"{_PRECISION}squares_of_a_norm_are_added_up_in_float64[float32]",
+    ),
+    Mutant(
+        "masters have the model's precision",
+        "megalite/optim/shard.py",
+        "return narrow.get(chosen) or torch.promote_types(parameters, torch.float32)",
+        "return narrow.get(chosen) or parameters",
+        f"{_PRECISION}updates_are_computed_and_kept_in_fp32[float32-adam]",
+    ),
+    Mutant(
+        "gradients are clipped before they are widened",
+        "megalite/optim/shard.py",
+        """        wide = self.gradients.to(self.master.dtype)
+        return wide if factor == 1.0 else wide.mul_(factor)""",
+        "        return (self.gradients if factor == 1.0 else self.gradients * factor).to(self.master.dtype)",
+        f"{_PRECISION}updates_are_computed_and_kept_in_fp32[bfloat16-adam]",
+    ),
+    Mutant(
+        "the scale of embeddings is exact",
+        "megalite/model/embedding.py",
+        "torch.tensor(math.sqrt(config.hidden_size), dtype=dtype).item()",
+        "math.sqrt(config.hidden_size)",
+        f"{_PRECISION}the_scale_of_embeddings_is_rounded_to_the_weights[bfloat16]",
+    ),
+    Mutant(
+        "between two ranks the largest is the sum",
+        "megalite/parallel/collectives.py",
+        'if group.size == 2 and op == "sum" and _is_gloo(group):',
+        "if group.size == 2 and _is_gloo(group):",
+        f"{_REGIONS}collectives_give_what_their_names_say[2]",
+    ),
+    Mutant(
+        "a sum over ranks ends with the second",
+        "megalite/parallel/collectives.py",
+        "for other in slices[2:]:",
+        "for other in slices[3:]:",
+        f"{_REGIONS}collectives_give_what_their_names_say[3]",
+    ),
+    Mutant(
+        "ranks' sums of exponentials are merged as they are",
+        "kernels/megalite_kernels/cross_entropy.py",
+        "torch.logsumexp(statistics[:, :1], dim=0)",
+        "statistics[:, :1].exp().sum(dim=0).log()",
+        f"{_REGIONS}statistics_of_large_logits_are_merged_and_overflow_nothing[2]",
+    ),
+    Mutant(
+        "a middle never reaches the end of a text",
+        "megalite/data/fill_in_the_middle.py",
+        "random.randint(0, len(text) + 1, size=2)",
+        "random.randint(0, len(text), size=2)",
+        f"{_DATA}fill_in_the_middle.py::test_cuts_fall_anywhere_between_both_ends",
+    ),
+    Mutant(
+        "a token as large as the vocabulary is loaded",
+        "megalite/data/loader.py",
+        ">= self.vocab_size:",
+        "> self.vocab_size:",
+        f"{_DATA}loader.py::test_the_vocabulary_ends_before_its_size[first input]",
+    ),
+    Mutant(
+        "a token as large as the vocabulary is evaluated",
+        "megalite/inference/documents.py",
+        "int(tokens.max()) < tokenizer.vocab_size",
+        "int(tokens.max()) <= tokenizer.vocab_size",
+        "tests/unit/test_evaluation.py::test_data_that_cannot_be_predicted_are_refused",
+    ),
+    Mutant(
+        "a token as large as the vocabulary is written",
+        "megalite/data/encoding.py",
+        "int(tokens.max()) < tokenizer.vocab_size",
+        "int(tokens.max()) <= tokenizer.vocab_size",
+        f"{_DATA}preprocess.py::test_a_tokenizer_that_goes_beyond_its_vocabulary_is_refused[257-True]",
+    ),
+    Mutant(
+        "a token as large as the vocabulary passes inspection",
+        "megalite/data/inspection.py",
+        "largest >= vocab_size):",
+        "largest > vocab_size):",
+        f"{_DATA}tools.py::test_a_token_as_large_as_the_recorded_vocabulary_is_damage",
+    ),
+    Mutant(
+        "a prompt may have a token as large as the vocabulary",
+        "megalite/inference/generation.py",
+        "max(prompt) < config.vocab_size",
+        "max(prompt) <= config.vocab_size",
+        "tests/unit/test_sampling.py::test_a_prompt_has_tokens_of_the_models_vocabulary",
+    ),
+    Mutant(
+        "weights are drawn in blocks of half the size",
+        "megalite/parallel/initialization.py",
+        "BLOCK_ELEMENTS = 1 << 16",
+        "BLOCK_ELEMENTS = 1 << 15",
+        f"{_UNIT}initialization.py::test_values_are_those_of_the_documented_rule[(9, 16384)]",
+    ),
+    Mutant(
+        "output layers start as wide as the others",
+        "megalite/model/mlp.py",
+        "Normal(config.init_method_std / math.sqrt(2 * config.num_layers))",
+        "Normal(config.init_method_std)",
+        _one_step("tp1-dp1"),
+    ),
+    Mutant(
+        "an index of samples is another sequence length's",
+        "megalite/data/gpt_dataset.py",
+        """            "sequence_length": sequence_length,
+""",
+        "",
+        f"{_APART}samples_of_tokens_{_NOT_OTHERS}",
+    ),
+    Mutant(
+        "an index of samples is another split's",
+        "megalite/data/gpt_dataset.py",
+        """            "sequences": [sequences.start, sequences.stop],
+""",
+        "",
+        f"{_APART}samples_of_tokens_{_NOT_OTHERS}",
+    ),
+    Mutant(
+        "an index of a blend has other weights",
+        "megalite/data/blend.py",
+        '"weights": shares, "size"',
+        '"size"',
+        f"{_APART}blends_{_NOT_OTHERS}",
+    ),
+    Mutant(
+        "conversations are another tokenizer's",
+        "megalite/data/sft_dataset.py",
+        """            "tokenizer": tokenizer.identity(),
+""",
+        "",
+        f"{_APART}conversations_{_NOT_OTHERS}",
+    ),
+    Mutant(
+        "packed conversations are in another seed's order",
+        "megalite/data/sft_dataset.py",
+        """            "seed": self.seed,
+""",
+        "",
+        f"{_APART}conversations_{_NOT_OTHERS}",
+    ),
+    Mutant(
+        "a run divides its loss by its own copy's tokens",
+        "megalite/training/trainer.py",
+        "count = collectives.all_reduce_(valid_tokens(micro_batches, self.mesh.device), data_parallel).item()",
+        "count = valid_tokens(micro_batches, self.mesh.device).item() * data_parallel.size",
+        f"{_TRAINER}[copies]",
+    ),
+    Mutant(
+        "a run's rates are those of the next step",
+        "megalite/training/trainer.py",
+        "rates = self.rates.at(self.consumed_samples)",
+        "rates = self.rates.at(self.consumed_samples + batch_size)",
+        f"{_TRAINER}[alone]",
+    ),
+    Mutant(
+        "an evaluation reads its first batch each time",
+        "megalite/training/trainer.py",
+        "loader.micro_batches(batch * batch_size, num_micro_batches)",
+        "loader.micro_batches(0, num_micro_batches)",
+        f"{_TRAINER}[alone]",
+    ),
+    Mutant(
+        "clipping makes small gradients larger",
+        "megalite/optim/optimizer.py",
+        "min(1.0, self.config.clip_grad / (norm + 1e-6))",
+        "self.config.clip_grad / (norm + 1e-6)",
+        "tests/unit/test_optimizer_backends.py::test_gradients_are_clipped_by_their_norm_and_only_down[4.0-torch]",
+    ),
+    Mutant(
+        "a skipped step counts as an update",
+        "megalite/optim/optimizer.py",
+        """        if result.skipped:
+            return result
+""",
+        """        if result.skipped:
+            self.steps += 1
+            return result
+""",
+        "tests/unit/test_optimizer_backends.py::test_gradients_are_clipped_by_their_norm_and_only_down[0.0-torch]",
+    ),
+    Mutant(
+        "a loss scale forgets overflows when it is restored",
+        "megalite/optim/loss_scale.py",
+        'overflows_left=int(state["overflows_left"]),',
+        "overflows_left=self.overflows_left,",
+        "tests/unit/test_loss_scale.py::test_it_goes_on_from_its_state",
+    ),
+    Mutant(
+        "a run has no samples for its last evaluation",
+        "megalite/data/datasets.py",
+        "(train_iters // eval_interval + 1) * evaluation",
+        "-(-train_iters // eval_interval) * evaluation",
+        f"{_DATA}datasets.py::test_each_evaluation_of_a_run_has_samples_of_its_own[9-4]",
+    ),
+    Mutant(
+        "top-p keeps a token more where p is reached",
+        "megalite/inference/sampling.py",
+        "before >= sampling.top_p",
+        "before > sampling.top_p",
+        "tests/unit/test_sampling.py::test_top_p_stops_where_p_is_reached",
     ),
 )
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from megalite.config.parse import parse_arguments
+from megalite.data.fields import SampleFields
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.construction import data_parallel
+from megalite.training.data import last_iteration, order_note, seen_samples
 
 SIZES = "--pp 2 --num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
 
@@ -28,3 +31,50 @@ def test_what_reduces_inside_backward(flags: str, chunks: int, overlaps: bool) -
     """Behind every micro-batch, and on a V, there is nothing to align."""
     config = parse_arguments(f"{SIZES} {flags}".split()).config
     assert data_parallel(config, ParallelMesh(), chunks).overlap_reduce is overlaps
+
+
+@pytest.mark.parametrize(
+    ("length", "at", "last"),
+    [
+        ("--train-iters 7", (0, 0), 7),
+        ("--train-iters 7", (5, 20), 7),
+        ("--train-samples 15", (0, 0), 3),  # the last three samples are less than a step
+        ("--train-samples 16", (0, 0), 4),
+        ("--train-samples 15", (1, 4), 3),
+        ("--train-samples 15", (5, 6), 7),  # whose steps were smaller before
+        ("--train-samples 15", (5, 14), 5),
+        ("--train-samples 15 --rampup-batch-size 2 2 4", (0, 0), 4),  # of 2, 2, 4, 4 and what is left
+    ],
+)
+def test_the_last_step_is_the_last_whole_one(length: str, at: tuple[int, int], last: int) -> None:
+    config = parse_arguments(f"{SIZES} --global-batch-size 4 {length}".split()).config
+    assert last_iteration(config, *at) == last
+
+
+class Rows:
+    """Samples of one token each."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, sample: int) -> SampleFields:
+        row = np.array([self.tokens[sample]])
+        return SampleFields(tokens=row, labels=row, loss_mask=row, positions=row, document_ids=None)
+
+
+def test_other_data_than_those_of_a_checkpoint_are_told() -> None:
+    """By samples spread over all that were consumed, among them the first."""
+    rows = list(range(100))
+    seen = seen_samples(Rows(rows), 64)
+    assert [number for number, _ in seen] == list(range(0, 64, 4))
+    assert [number for number, _ in seen_samples(Rows(rows), 3)] == [0, 1, 2]
+    assert seen_samples(Rows(rows), 0) == []
+    assert order_note(Rows(rows), seen) is None
+    assert order_note(Rows(rows[:64]), seen) is None
+    for place in (0, 32, 60):
+        other = order_note(Rows([*rows[:place], -1, *rows[place + 1 :]]), seen)
+        assert f"sample {place}," in str(other)
+    assert "sample 60," in str(order_note(Rows(rows[:60]), seen))

@@ -243,6 +243,13 @@ def test_data_is_given_in_one_way(tmp_path: Path) -> None:
         build(Samples(1, 1, 0), valid_data_path=[prefix])
 
 
+@pytest.mark.parametrize(("steps", "evaluations"), [(9, 4), (10, 4), (2, 1)])
+def test_each_evaluation_of_a_run_has_samples_of_its_own(steps: int, evaluations: int) -> None:
+    """Megatron-LM's counts: one every three steps, and one more."""
+    counts = target_samples(train_samples=100, train_iters=steps, global_batch_size=4, eval_interval=3, eval_iters=2)
+    assert counts == Samples(100, evaluations * 8, 8, 8)
+
+
 def test_mock_data_needs_no_files() -> None:
     train, valid, test, _ = build_mock_datasets(
         Samples(10, 5, 0), sequence_length=10, seed=1, tokenizer=NullTokenizer(99)

@@ -19,10 +19,14 @@ import numpy as np
 import pytest
 
 from megalite.data import index_cache
+from megalite.data.blend import BlendedDataset
+from megalite.data.chat import ChatTemplate
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import Arrays, IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
+from megalite.data.sft_dataset import ConversationFile
 from megalite.data.side_file import recorded_tokenizer
+from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import DataError
 from tests.harness.fork_server import fork_context
 from tests.unit.test_data_gpt_dataset import write
@@ -333,3 +337,81 @@ def test_a_process_that_stands_still_with_the_lock_is_left_alone(
         arrays, notes = get(tmp_path)
     assert_right(arrays)
     assert notes == []
+
+
+# ---------------------------------------------------------------------------------------------------- kept apart
+
+
+def samples_of(dataset: Any) -> list[Any]:
+    """All that its samples hold, as lists."""
+    rows = [dataset[sample] for sample in range(len(dataset))]
+    return [row.tolist() if isinstance(row, np.ndarray) else {k: v.tolist() for k, v in row.items()} for row in rows]
+
+
+def assert_kept_apart(build: Callable[[IndexCache, Any], Any], cases: list[Any], folder: Path) -> None:
+    """Whatever the cache holds of the other cases, each has the samples that it has without one; and all differ."""
+    cache = folder / "cache"
+    found = [samples_of(build(IndexCache(str(cache)), case)) for case in [*cases, *cases]]
+    alone = [samples_of(build(IndexCache(str(folder / f"cache {n}")), case)) for n, case in enumerate(cases)]
+    assert found == alone * 2
+    assert all(one != other for n, one in enumerate(alone) for other in alone[:n])
+
+
+def test_samples_of_tokens_do_not_come_from_the_indices_of_others(tmp_path: Path) -> None:
+    """Of as many tokens, and with as many samples in an epoch."""
+    write(tmp_path / "tokens", [np.arange(10 * n, 10 * n + 11) for n in range(4)])
+    indexed = IndexedDataset(tmp_path / "tokens")
+    case = {"sequences": range(2), "num_samples": None, "sequence_length": 10, "seed": 1}
+    others = [{"sequences": range(2, 4)}, {"num_samples": 5}, {"sequence_length": 9}, {"seed": 3}]
+    cases = [case, *(case | other for other in others)]
+    assert_kept_apart(lambda cache, case: GPTDataset(indexed, **case, cache=cache), cases, tmp_path)
+
+
+def test_blends_do_not_come_from_the_indices_of_others(tmp_path: Path) -> None:
+    parts = [[np.array([10 * part + n]) for n in range(9)] for part in range(3)]
+
+    def build(cache: IndexCache, case: tuple[list[float] | None, int]) -> BlendedDataset[np.ndarray]:
+        return BlendedDataset(parts, *case, cache, str(tmp_path / "tokens"))
+
+    cases = [([1.0, 2.0, 3.0], 8), ([3.0, 2.0, 1.0], 8), ([1.0, 2.0, 3.0], 9), (None, 8)]
+    assert_kept_apart(build, cases, tmp_path)
+
+
+class OtherBytes(ByteTokenizer):
+    """With as many tokens, of another order."""
+
+    def encode_with_offsets(self, text: str) -> tuple[Any, np.ndarray]:
+        ids, offsets = super().encode_with_offsets(text)
+        return [255 - token for token in ids], offsets
+
+    def identity(self) -> dict[str, Any]:
+        return {"type": "OtherBytes"}
+
+
+def test_conversations_do_not_come_from_the_indices_of_others(tmp_path: Path) -> None:
+    source = "{% for m in messages %}{{ m.role }}X{{ m.content }}{% endfor %}{% if add_generation_prompt %}"
+    source += "assistantX{% endif %}"
+    messages = [[("user", f"q{n}"), ("assistant", f"answer {n}")] for n in range(6)]
+    records = [{"messages": [{"role": role, "content": text} for role, text in each]} for each in messages]
+    path = tmp_path / "talks.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def build(cache: IndexCache, case: dict[str, Any]) -> Any:
+        keys = ("tokenizer", "template", "sequence_length", "seed")
+        file = ConversationFile(str(path), **{key: case[key] for key in keys}, cache=cache)
+        return file.dataset(case["sequences"], case["num_samples"])
+
+    case = {
+        "tokenizer": ByteTokenizer(),
+        "template": ChatTemplate(source, {}),
+        "sequence_length": 40,
+        "seed": 1,
+        "sequences": range(3),
+        "num_samples": None,
+    }
+    others: list[dict[str, Any]] = [
+        {"tokenizer": OtherBytes()},
+        {"template": ChatTemplate(source.replace("X", "YZ"), {})},
+    ]
+    others += [{"sequence_length": 90}, {"seed": 2}, {"sequences": range(3, 6)}, {"num_samples": 7}]
+    assert_kept_apart(build, [case, *(case | changes for changes in others)], tmp_path)

@@ -46,6 +46,15 @@ def test_a_constant_scale_is_constant(overflows: str) -> None:
     assert set(run(LossScale(512.0), overflows)) <= {512.0}
 
 
+@given(st.text("x.", max_size=20), st.text("x.", max_size=20), st.integers(1, 5), st.integers(1, 4))
+def test_it_goes_on_from_its_state(before: str, behind: str, window: int, hysteresis: int) -> None:
+    rule = LossScale.dynamic(2.0**16, 1.0, window, hysteresis)
+    scale = rule
+    for step in before:
+        scale = scale.after(overflow=step == "x")
+    assert run(rule.restored(scale.state()), behind) == run(scale, behind)
+
+
 @given(st.text("x.", max_size=60), st.integers(1, 5), st.integers(1, 4))
 def test_it_is_megatrons_grad_scaler(overflows: str, window: int, hysteresis: int) -> None:
     """Against the trackers of megatron-core's DynamicGradScaler, written out."""

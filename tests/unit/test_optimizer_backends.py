@@ -61,6 +61,35 @@ def step(optimizer: Optimizer, generator: torch.Generator, rates: Rates, *, infi
     assert optimizer.step(rates).skipped is infinite
 
 
+def sums(optimizer: Optimizer) -> list[float]:
+    return [tensor.sum().item() for shard in optimizer.shards for tensor in shard.tensors()]
+
+
+@pytest.mark.parametrize("backend", ["torch", "megalite"])
+@pytest.mark.parametrize("limit", [0.0, 0.25, 4.0])
+def test_gradients_are_clipped_by_their_norm_and_only_down(limit: float, backend: str) -> None:
+    """`limit` in norms of the gradient; 0: there is none. A step that is skipped changes nothing and is not counted."""
+    flags: dict[str, Any] = {"lr": 0.0, "optimizer": "sgd", "sgd_momentum": 0.0, "optimizer_backend": backend}
+
+    def changed(clip_grad: float) -> tuple[float, Tensor]:
+        network = GPT(MODEL, ParallelMesh(), dtype=torch.float64)
+        initialize(network, seed=1)
+        config = OptimizerConfig(**flags, clip_grad=clip_grad)
+        optimizer = make_optimizer([network], ParallelMesh(), config, DataParallel(torch.float64))
+        before, kept = torch.cat([bucket.parameters.clone() for bucket in optimizer.buckets]), sums(optimizer)
+        step(optimizer, torch.Generator().manual_seed(0), Rates(0.5, 0.5, 0.0), infinite=True)
+        assert (optimizer.steps, sums(optimizer)) == (0, kept)
+        step(optimizer, torch.Generator().manual_seed(0), Rates(0.5, 0.5, 0.0))
+        assert optimizer.steps == 1
+        change = torch.cat([bucket.parameters for bucket in optimizer.buckets]) - before
+        return change.norm().item() / 0.5, change
+
+    norm, whole = changed(0.0)
+    _, found = changed(limit * norm)
+    factor = 0.25 * norm / (norm + 1e-6) if limit == 0.25 else 1.0
+    torch.testing.assert_close(found, factor * whole, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_torch_and_megalite_agree_to_rounding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "chunk_elements", lambda _: 50)  # no divisor of the sizes

@@ -19,6 +19,7 @@ from torch import Tensor
 from megalite.config import parse_arguments
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
+from megalite.inference import network as inference
 from megalite.model import attention as attention_layer
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
@@ -87,6 +88,19 @@ def test_a_norms_weight_around_one_keeps_its_digits(dtype: torch.dtype) -> None:
     given = numbers(8, 512, seed=2).to(dtype)
     weight = 1.0 + layer.weight.detach().double()
     assert_rounded_once(layer(given), F.rms_norm(given.double(), (512,), weight, eps=config.norm_epsilon))
+
+
+@each_dtype
+def test_the_scale_of_embeddings_is_rounded_to_the_weights(dtype: torch.dtype) -> None:
+    """As Gemma was trained; in bf16 the root of 48 is 6.9375."""
+    config = replace(MODEL, hidden_size=48, scale_embeddings=True)
+    network = GPT(config, MESH, dtype=dtype)
+    initialize(network, seed=1)
+    tokens = torch.arange(11)[None]
+    assert network.embedding is not None
+    found = network.embedding(tokens, tokens, RandomKey(1, 0))[:, 0]
+    scale = {torch.bfloat16: 6.9375, torch.float16: 6.9296875}[dtype]
+    assert_rounded_once(found, network.embedding.word.weight.detach()[:11].double() * scale)
 
 
 # ---------------------------------------------------------------------------------------------------- rotary positions
@@ -225,6 +239,22 @@ def test_parts_of_a_vocabulary_are_merged_in_fp32(ranks: int) -> None:
     exact = torch.stack([wide.logsumexp(1), wide.gather(1, labels[:, None])[:, 0], wide.sum(1)])
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=2e-5)
+
+
+@each_dtype
+def test_scores_of_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some columns at a time. Of a model's own logits, which are rounded to its precision."""
+    monkeypatch.setattr(inference, "_TOKENS", 6)
+    network = inference.make_network(MODEL, MESH, dtype)
+    initialize(network.stage, seed=1)
+    with torch.no_grad():
+        network.stage.head.norm.weight.mul_(20.0)
+    tokens = torch.arange(22).view(2, 11) % 11
+    found, logits = inference.score_tokens(network, tokens), inference.logits(network, tokens)[:, :-1]
+    exact = logits.double().log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    assert found.log_probabilities.dtype == torch.float32
+    torch.testing.assert_close(found.log_probabilities.double(), exact, rtol=1e-6, atol=1e-6)
+    assert torch.equal(found.likeliest, logits.argmax(-1))
 
 
 def test_losses_of_micro_batches_are_summed_exactly() -> None:

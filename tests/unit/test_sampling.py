@@ -103,6 +103,12 @@ def test_values_out_of_range_are_refused(field: str, value: float) -> None:
         Sampling(**{field: value})  # type: ignore[arg-type]
 
 
+def test_top_p_stops_where_p_is_reached() -> None:
+    """Four tokens of a quarter each: a half are two of them, and any more are three."""
+    for top_p, count in ((0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (1.0, 4)):
+        assert len(kept(probabilities(torch.zeros(4), Sampling(top_p=top_p)))) == count
+
+
 def test_a_prompt_has_tokens_of_the_models_vocabulary() -> None:
     """An embedding that is split over ranks would give zeros for the others."""
     model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=10, max_position_embeddings=4)

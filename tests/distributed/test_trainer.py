@@ -1,0 +1,123 @@
+"""A run's own steps, from its flags: what a plain loop over the same samples gives, on one process and on two."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.config.parse import parse_arguments
+from megalite.config.validate import resolve
+from megalite.parallel.mesh import ParallelMesh
+from megalite.training.data import open_data
+from megalite.training.metrics import StepMetrics
+from megalite.training.trainer import Trainer
+from tests.distributed.layout_expected import on_ranks
+from tests.harness.close import assert_number_close
+from tests.harness.rank_pool import RankPools
+from tests.initial_weights import Network
+from tests.oracle import Oracle, loss_sum_and_count
+
+STEPS, BATCH, LENGTH, VOCABULARY = 5, 4, 12, 29
+FLAGS = f"""--fp64 --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}
+--make-vocab-size-divisible-by 4 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 24
+--seq-length {LENGTH} --max-position-embeddings {LENGTH} --init-method-std 0.2 --hidden-dropout 0 --attention-dropout 0
+--micro-batch-size 1 --global-batch-size {BATCH} --train-iters {STEPS} --eval-iters 2 --eval-interval 3 --eod-mask-loss
+--lr 0.02 --min-lr 0.002 --lr-warmup-iters 2 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 0.5
+--adam-eps 1e-6 --seed 77"""
+NETWORK = Network(
+    layers=2, hidden=16, heads=2, groups=2, head_dim=8, ffn=24, vocabulary=VOCABULARY, std=0.2, positions=LENGTH
+)
+
+
+def run(flags: str) -> tuple[list[StepMetrics], list[float | None], float]:
+    """Each step's figures, an evaluation behind each, and the last sum of all weights' squares."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    config = resolve(parse_arguments(f"{FLAGS} {flags}".split()).config, size)
+    mesh = ParallelMesh(
+        rank=rank,
+        world_size=size,
+        tensor_parallel_size=config.parallel.tensor_model_parallel_size,
+        pipeline_parallel_size=config.parallel.pipeline_model_parallel_size,
+    )
+    trainer = Trainer(config, open_data(config), mesh)
+    assert trainer.data.valid is not None
+    steps, evaluations = [], []
+    with trainer.loader:
+        for _ in range(STEPS):
+            steps.append(trainer.step())
+            evaluations.append(trainer.evaluate(trainer.data.valid))
+    return steps, evaluations, math.hypot(*trainer.optimizer.parameter_norms().values())
+
+
+def batch(samples: Any, numbers: range) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, labels and the loss mask; no loss where the end of a document is read."""
+    rows = [samples[number] for number in numbers]
+    tokens, labels = (torch.stack([torch.from_numpy(row[name]) for row in rows]) for name in ("tokens", "labels"))
+    return tokens, labels, (tokens != VOCABULARY - 1).double()
+
+
+def expected_rate(consumed: int) -> float:
+    """Up from 0 over two steps, then down by half a cosine to a tenth."""
+    if consumed <= 2 * BATCH:
+        return 0.02 * consumed / (2 * BATCH)
+    passed = (consumed - 2 * BATCH) / ((STEPS - 2) * BATCH)
+    return 0.002 + 0.018 * 0.5 * (1 + math.cos(math.pi * passed))
+
+
+def expected() -> tuple[list[tuple[float, float, float]], list[float], float]:
+    """Loss, gradient norm and learning rate of each step; the rest as `run` has it."""
+    data = open_data(resolve(parse_arguments(FLAGS.split()).config, 1))
+    weights = {name: value.requires_grad_() for name, value in NETWORK.weights(77, torch.float64).items()}
+    decay = {True: 0.1, False: 0.0}
+    groups = [{"params": [w], "weight_decay": decay[name in NETWORK.drawn()]} for name, w in weights.items()]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-6)
+
+    def mean_loss(samples: Any, numbers: range) -> Tensor:
+        tokens, labels, mask = batch(samples, numbers)
+        positions = torch.arange(LENGTH).expand_as(tokens)
+        total, count = loss_sum_and_count(Oracle().logits(weights, tokens, positions), labels, mask)
+        return total / count
+
+    steps, evaluations = [], []
+    for step in range(STEPS):
+        loss = mean_loss(data.train, range(step * BATCH, (step + 1) * BATCH))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(weights.values(), 0.5).item()
+        for group in optimizer.param_groups:
+            group["lr"] = expected_rate(step * BATCH)
+        optimizer.step()
+        steps.append((loss.item(), norm, expected_rate(step * BATCH)))
+        with torch.no_grad():
+            evaluations.append(mean_loss(data.valid, range(2 * BATCH)).item())
+    return steps, evaluations, math.sqrt(sum(w.detach().square().sum().item() for w in weights.values()))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["", "--use-distributed-optimizer --overlap-grad-reduce", "--tp 2 --sequence-parallel", "--pp 2"],
+    ids=["alone", "copies", "parts", "stages"],
+)
+def test_a_run_is_the_plain_loop(flags: str, rank_pools: RankPools) -> None:
+    """Ranks of two copies count different numbers of tokens; norms are above the limit."""
+    wanted, losses, norm = expected()
+    assert {step[1] > 0.5 for step in wanted} == {True}
+    for steps, evaluations, last in on_ranks(rank_pools, 2 if flags else 1, run, flags):
+        for number, (step, (loss, gradient_norm, rate)) in enumerate(zip(steps, wanted, strict=True)):
+            assert_number_close(step.lm_loss, loss, f"loss {number}", 1e-9)
+            assert_number_close(step.grad_norm, gradient_norm, f"gradient norm {number}", 1e-7)
+            assert_number_close(step.learning_rate, rate, f"learning rate {number}", 1e-12)
+            consumed = (number + 1) * BATCH
+            told = (step.iteration, step.consumed_samples, step.consumed_tokens, step.loss_scale, step.skipped)
+            assert told == (number + 1, consumed, consumed * LENGTH, 1.0, False)
+            assert step.tokens_per_second == pytest.approx(BATCH * LENGTH / step.iteration_time_s)
+            assert step.tokens_per_second_per_device == step.tokens_per_second / (2 if flags else 1)
+        for ours, theirs in zip(evaluations, losses, strict=True):
+            assert ours is not None
+            assert_number_close(ours, theirs, "validation loss", 1e-8)
+        assert_number_close(last, norm, "norm of the weights", 1e-9)
