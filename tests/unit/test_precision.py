@@ -39,7 +39,7 @@ from megalite.training.batches import to_micro_batches, valid_tokens
 from megalite.training.construction import data_parallel
 from megalite_kernels import cross_entropy, norm
 from megalite_kernels.attention import attention
-from megalite_kernels.l2_norm import sum_of_squares
+from megalite_kernels.l2_norm import sums_of_squares
 from megalite_kernels.rotary import rotary_embedding
 from tests.harness.close import assert_rounded_once
 from tests.oracle import Oracle
@@ -325,7 +325,7 @@ def test_rows_that_are_looked_up_often_are_added_up_in_fp32() -> None:
 def test_squares_of_a_norm_are_added_up_in_float64(dtype: torch.dtype) -> None:
     values = torch.cat([torch.full((1,), 4096.0), numbers(100_003)]).to(dtype)
     exact = math.fsum(values.double().square().tolist())
-    assert sum_of_squares(values).item() == pytest.approx(exact, rel=1e-14)
+    assert sums_of_squares(values).sum().item() == pytest.approx(exact, rel=1e-14)
 
 
 CONFIGS = {
