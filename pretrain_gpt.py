@@ -26,6 +26,7 @@ def main() -> int:
     starting = Starting(place)
     arguments = parse_arguments(sys.argv[1:], saved_fields)
     config = resolve(arguments.config, place.world_size)
+    starting.announce(config)
     starting.look_for_stop(config.checkpoint.save)
 
     from megalite.training.data import open_data

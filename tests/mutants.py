@@ -846,6 +846,27 @@ MUTANTS = (
         f"{_STEPS}[3]",
     ),
     Mutant(
+        "a start imports torch's compiler",
+        "megalite/optim/elementwise.py",
+        "            update(run.wide_gradients(factor)",
+        "            torch.optim.SGD([run.master])\n            update(run.wide_gradients(factor)",
+        "tests/end_to_end/test_start.py::test_a_run_says_what_starts_before_torch_and_imports_nothing_heavy",
+    ),
+    Mutant(
+        "a start says nothing until torch is there",
+        "pretrain_gpt.py",
+        "    starting.announce(config)",
+        "    import torch\n    starting.announce(config)",
+        "tests/end_to_end/test_start.py::test_a_run_says_what_starts_before_torch_and_imports_nothing_heavy",
+    ),
+    Mutant(
+        "every rank says what starts",
+        "megalite/training/starting.py",
+        "        if self._place.rank != 0:\n            return",
+        "",
+        "tests/unit/test_starting.py::test_the_layout_is_told_once",
+    ),
+    Mutant(
         "a blend keeps the stretches that began with a wrong guess",
         "megalite/data/blend.py",
         "if len(wrong) == 0:",

@@ -63,6 +63,13 @@ class ParallelConfig:
         """Copies of the model among `world_size` ranks (which `validate` has found divisible)."""
         return world_size // self.model_parallel_size
 
+    def layout(self, world_size: int) -> str:
+        """How the model lies on `world_size` ranks (which `validate` has found divisible), for a person."""
+        tensor = f"TP {self.tensor_model_parallel_size}{' with SP' if self.sequence_parallel else ''}"
+        stages = self.pipeline_model_parallel_size
+        pipeline = f" x PP {stages}" if stages > 1 else ""
+        return f"{tensor}{pipeline} x DP {self.data_parallel_size(world_size)}"
+
     @property
     def model_parallel_size(self) -> int:
         """Ranks that hold one copy of the model."""

@@ -214,10 +214,9 @@ class _Events:
         """Raises OSError where not all is written: the rest comes before what is appended next."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard.summary import scalar
 
-        summaries = [scalar(name, value) for name, value in record.items() if name != "iteration" and value is not None]
-        values = [value for summary in summaries for value in summary.value]
+        figures = {name: value for name, value in record.items() if name != "iteration" and value is not None}
+        values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in figures.items()]
         self._append(Event(step=record["iteration"], summary=Summary(value=values)))
 
     def _append(self, event: Event) -> None:

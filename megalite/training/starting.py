@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megalite.config import RunConfig
 from megalite.config.checkpoint import is_url
 from megalite.errors import EXIT_RESUMABLE
 from megalite.process.place import Place
@@ -43,6 +44,18 @@ class Starting:
         """
         self._place = place
         self._over = threading.Event()
+
+    def announce(self, config: RunConfig) -> None:
+        """Say what starts, on rank 0: data and torch take a while. Raises BrokenPipeError where nobody reads it."""
+        if self._place.rank != 0:
+            return
+        model, where = config.model, config.parallel.layout(self._place.world_size)
+        try:
+            print(f"starting: {model.num_layers} layers, hidden {model.hidden_size}, on {where}", flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass  # a full disk, which does not end a run later either
 
     def look_for_stop(self, save: str | None) -> None:
         """From now on a STOP that appears in --save, or is touched, ends the process with 85."""

@@ -22,8 +22,6 @@ def summary(trainer: Trainer) -> dict[str, object]:
     """Names and values for the screen. All ranks take part: what activations take is seen in a forward."""
     config, mesh, model, batch = trainer.config, trainer.mesh, trainer.model_config, trainer.batch_size
     parallel = config.parallel
-    pipeline = f" x PP {mesh.size('pp')}" if mesh.size("pp") > 1 else ""
-    layout = f"TP {mesh.size('tp')}{' with SP' if parallel.sequence_parallel else ''}{pipeline} x DP {mesh.size('dp')}"
     stage = max((bucket.stage for bucket in trainer.optimizer.buckets), default=0)  # a stage may hold nothing
     zero = f"ZeRO {stage}" + ("" if stage == parallel.zero_stage else " (one rank has nothing to shard over)")
     if parallel.num_distributed_optimizer_instances > 1:
@@ -40,7 +38,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
         "model": f"{count_parameters(trainer.chunks, mesh):,} parameters: {model.num_layers} layers, hidden "
         f"{model.hidden_size}",
         "vocabulary": f"{model.vocab_size}, padded to {model.padded_vocab_size(mesh.size('tp'))}",
-        "layout": f"{layout}, {zero}, {micro_batches} a rank",
+        "layout": f"{parallel.layout(mesh.world_size)}, {zero}, {micro_batches} a rank",
         **_pipeline(trainer),
         "precision": config.training.dtype,
         "kernels": implementation.description(mesh.device, trainer.dtype)

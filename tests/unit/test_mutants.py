@@ -12,7 +12,7 @@ from tests.mutants import MUTANTS, ROOT, Mutant
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
 def test_a_mutant_finds_its_text_and_its_test(mutant: Mutant, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    (tmp_path / mutant.file).parent.mkdir(parents=True)
+    (tmp_path / mutant.file).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / mutant.file, tmp_path / mutant.file)
     mutant.apply(tmp_path)
     assert (tmp_path / mutant.file).read_text() != (ROOT / mutant.file).read_text()
