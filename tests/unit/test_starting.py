@@ -11,8 +11,8 @@ from megalite.config import parse_arguments
 from megalite.process.place import Place
 from megalite.training.starting import Starting
 
-FLAGS = "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
-CONFIG = parse_arguments([*FLAGS.split(), *["--tp", "2", "--pp", "2", "--sequence-parallel"]]).config
+SIZES = "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
+CONFIG = parse_arguments(f"{SIZES} --tp 2 --pp 2 --sequence-parallel".split()).config
 
 
 def test_the_layout_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
