@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
-from megalite.data.blend import COMPILE_FROM, build_blend_index, normalize
+from megalite.data.blend import STRETCH, build_blend_index, normalize
 from megalite.data.datasets import Samples, build_token_datasets
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
@@ -161,9 +161,9 @@ def test_blends_that_take_all(sizes: list[int], rank_pools: RankPools) -> None:
         assert np.array_equal(found, theirs)
 
 
-def test_compiled_blends_are_the_same(rank_pools: RankPools) -> None:
+def test_blends_of_many_stretches_are_the_same(rank_pools: RankPools) -> None:
     weights = normalize([0.1, 0.25, 3.7, 1e-4, 2.0])
-    size = COMPILE_FROM // len(weights) + 12345
+    size = 200 * STRETCH + 345
     (expected,) = rank_pools(1).run(megatron_data.blend_index, weights, size)
     found = build_blend_index(weights, size)
     assert np.array_equal(found.datasets, expected[0])
