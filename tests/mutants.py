@@ -73,6 +73,7 @@ _KILL = "tests/unit/test_checkpoint_kill.py::test_"
 _STOP = "tests/end_to_end/test_stop.py::test_"
 _FAULTS = "tests/end_to_end/test_faults.py::test_"
 _WATCHDOG = "tests/unit/test_watchdog_"
+_MEETING = "tests/end_to_end/test_meeting.py::test_"
 _START = "tests/end_to_end/test_stop_at_start.py::test_"
 _PROFILES = "tests/end_to_end/test_profiling.py::test_"
 _HANG = "tests/distributed/test_hang.py::test_"
@@ -2028,6 +2029,64 @@ MUTANTS = (
         f"{_WATCHDOG}monitor.py::test_a_lost_connection_leads_to_the_rank_that_never_came",
     ),
     Mutant(
+        "a watchdog takes any word of a rank for one of its place",
+        "megalite/watchdog/monitor.py",
+        "self._lost[connected.peer.rank] - connected.placed",
+        "self._lost[connected.peer.rank] - connected.heard",
+        f"{_WATCHDOG}monitor.py::test_a_death_is_told_with_the_age_of_what_is_known",
+    ),
+    Mutant(
+        "a watchdog names the step of the last heartbeat in an alarm",
+        "megalite/watchdog/monitor.py",
+        """        if "fails" in message:
+            connected""",
+        """        elif "fails" in message:
+            connected""",
+        f"{_WATCHDOG}monitor.py::test_an_alarm_is_told_with_the_place_that_came_with_it",
+    ),
+    Mutant(
+        "a watchdog lets two ranks speak where rank 0 is lost",
+        "megalite/watchdog/monitor.py",
+        "[connected, *displaced]",
+        "[connected]",
+        f"{_WATCHDOG}monitor.py::test_who_comes_later_and_is_lower_is_to_speak_at_once",
+    ),
+    Mutant(
+        "a watchdog lets a rank that comes late wait for those that have ended",
+        "megalite/watchdog/monitor.py",
+        "            connected.link.send(**self._verdict)\n",
+        "            pass\n",
+        f"{_WATCHDOG}monitor.py::test_who_comes_when_the_run_is_ending_ends_too",
+    ),
+    Mutant(
+        "a watchdog misses ranks that may yet come",
+        "megalite/watchdog/monitor.py",
+        "first.peer.section == MEETING",
+        "False",
+        f"{_WATCHDOG}monitor.py::test_who_has_not_come_is_not_missed_while_the_ranks_meet",
+    ),
+    Mutant(
+        "a rank that is killed while the ranks meet is not noticed",
+        "megalite/training/meeting.py",
+        "    watched = watch()\n",
+        "    watched = False\n",
+        f"{_MEETING}a_rank_that_is_killed_before_the_run_is_together_is_named_and_ends_the_others[meeting-2-True]",
+    ),
+    Mutant(
+        "a rank waits for a rank 0 that came and is dead",
+        "megalite/training/meeting.py",
+        "elif time.monotonic() - changed > SILENCE:",
+        "elif False:",
+        f"{_MEETING}who_comes_when_rank_0_is_dead_says_so",
+    ),
+    Mutant(
+        "ranks that do not come are taken for a hang",
+        "megalite/watchdog/watchdog.py",
+        " and not isinstance(error, MeetingError):",
+        ":",
+        f"{_MEETING}the_ranks_that_do_not_come_are_named[store of rank 0]",
+    ),
+    Mutant(
         "a watchdog lets a launcher end a rank before the verdict",
         "megalite/watchdog/watchdog.py",
         "        ignore_stop_signals()\n",
@@ -2088,14 +2147,14 @@ MUTANTS = (
         "megalite/training/meeting.py",
         "if not store.check(",
         "if store.check(",
-        "tests/end_to_end/test_meeting.py::test_the_ranks_that_do_not_come_are_named[store of rank 0]",
+        f"{_MEETING}the_ranks_that_do_not_come_are_named[store of rank 0]",
     ),
     Mutant(
         "a rank waits without a limit for a store that stands still",
         "megalite/training/meeting.py",
         "return within(patience, call)",
         "return call()",
-        "tests/end_to_end/test_meeting.py::test_where_rank_0_does_not_come_another_rank_says_so[store of the launcher]",
+        f"{_MEETING}where_rank_0_does_not_come_another_rank_says_so[store of the launcher]",
     ),
     Mutant(
         "a start does not see that STOP is touched",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import select
 import socket
@@ -150,6 +151,15 @@ def test_one_rank_of_each_node_is_to_speak_where_rank_0_is_lost(watch: Begin) ->
     deadline = time.monotonic() + SECONDS
     while speak() != [False, True, True, False, False]:
         assert time.monotonic() < deadline
+
+
+def test_who_comes_later_and_is_lower_is_to_speak_at_once(watch: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_file, "_PING_SECONDS", math.inf)
+    watched = watch((HERE,), missing=2)
+    third = FakeRank(watched.monitor, 2)
+    assert third.wait_for("speaks") is True
+    second = FakeRank(watched.monitor, 1)
+    assert (second.wait_for("speaks"), third.wait_for("speaks")) == (True, False)
 
 
 def test_who_comes_when_the_run_is_ending_ends_too(watch: Begin) -> None:
