@@ -96,6 +96,7 @@ _PRECISION = "tests/unit/test_precision.py::test_"
 _REGIONS = "tests/distributed/test_parallel_regions.py::test_"
 _DATA = "tests/unit/test_data_"
 _APART = f"{_DATA}index_cache.py::test_"
+_CHECKPOINT = "tests/unit/test_checkpoint.py::test_"
 _NOT_OTHERS = "do_not_come_from_the_indices_of_others"
 
 MUTANTS = (
@@ -2724,6 +2725,56 @@ MUTANTS = (
         "before >= sampling.top_p",
         "before > sampling.top_p",
         "tests/unit/test_sampling.py::test_top_p_stops_where_p_is_reached",
+    ),
+    Mutant(
+        "training goes on as in evaluation",
+        "megalite/training/trainer.py",
+        """        self.network.train()
+""",
+        "",
+        "tests/distributed/test_trainer.py::test_evaluations_drop_nothing_and_leave_no_trace",
+    ),
+    Mutant(
+        "all micro-batches of a run draw the same",
+        "megalite/training/batches.py",
+        'key=RandomKey(seed, fields["sample_id"])',
+        "key=RandomKey(seed, 0)",
+        f"{_PRECISION}the_tokens_that_count_are_counted_exactly",
+    ),
+    Mutant(
+        "scores are rounded to the model's precision",
+        "megalite/inference/network.py",
+        "torch.zeros(shape, dtype=torch.promote_types(stage.dtype, torch.float32), device=device)",
+        "torch.zeros(shape, dtype=stage.dtype, device=device)",
+        f"{_PRECISION}scores_of_tokens[bfloat16]",
+    ),
+    Mutant(
+        "a new optimizer goes on from other masters",
+        "megalite/checkpoint/loading.py",
+        "if optimizer is not None and not state and not casts:",
+        "if False:",
+        f"{_CHECKPOINT}a_new_optimizer_begins_from_the_weights_that_were_loaded[masters]",
+    ),
+    Mutant(
+        "a new optimizer goes on with the updates of the old one",
+        "megalite/checkpoint/loading.py",
+        "manifest.training.optimizer_steps if state else 0",
+        "manifest.training.optimizer_steps",
+        f"{_CHECKPOINT}a_new_optimizer_begins_from_the_weights_that_were_loaded[masters]",
+    ),
+    Mutant(
+        "weights of more bits are read from those of less",
+        "megalite/checkpoint/loading.py",
+        "return part.name if alike or master not in manifest.tensors else master",
+        "return part.name",
+        f"{_CHECKPOINT}weights_of_another_precision_come_from_the_finest_there_are",
+    ),
+    Mutant(
+        "weights of others leave the masters as they are",
+        "megalite/checkpoint/loading.py",
+        "r.part.name.startswith((MODEL, MASTER))]",
+        "r.part.name.startswith(MODEL)]",
+        f"{_CHECKPOINT}weights_of_others_are_rounded_and_their_masters_are_not[masters]",
     ),
 )
 

@@ -34,10 +34,10 @@ NETWORK = Network(
 )
 
 
-def run(flags: str) -> tuple[list[StepMetrics], list[float | None], float]:
-    """Each step's figures, an evaluation behind each, and the last sum of all weights' squares."""
+def run(flags: str, *, evaluates: bool = True) -> tuple[list[StepMetrics], list[float | None], float]:
+    """Each step's figures, evaluations behind each, and the norm of all weights in the end."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    config = resolve(parse_arguments(f"{FLAGS} {flags}".split()).config, size)
+    config = resolve(parse_arguments(flags.split()).config, size)
     mesh = ParallelMesh(
         rank=rank,
         world_size=size,
@@ -50,7 +50,8 @@ def run(flags: str) -> tuple[list[StepMetrics], list[float | None], float]:
     with trainer.loader:
         for _ in range(STEPS):
             steps.append(trainer.step())
-            evaluations.append(trainer.evaluate(trainer.data.valid))
+            if evaluates:
+                evaluations.append(trainer.evaluate(trainer.data.valid))
     return steps, evaluations, math.hypot(*trainer.optimizer.parameter_norms().values())
 
 
@@ -107,7 +108,7 @@ def test_a_run_is_the_plain_loop(flags: str, rank_pools: RankPools) -> None:
     """Ranks of two copies count different numbers of tokens; norms are above the limit."""
     wanted, losses, norm = expected()
     assert {step[1] > 0.5 for step in wanted} == {True}
-    for steps, evaluations, last in on_ranks(rank_pools, 2 if flags else 1, run, flags):
+    for steps, evaluations, last in on_ranks(rank_pools, 2 if flags else 1, run, f"{FLAGS} {flags}"):
         for number, (step, (loss, gradient_norm, rate)) in enumerate(zip(steps, wanted, strict=True)):
             assert_number_close(step.lm_loss, loss, f"loss {number}", 1e-9)
             assert_number_close(step.grad_norm, gradient_norm, f"gradient norm {number}", 1e-7)
@@ -121,3 +122,15 @@ def test_a_run_is_the_plain_loop(flags: str, rank_pools: RankPools) -> None:
             assert ours is not None
             assert_number_close(ours, theirs, "validation loss", 1e-8)
         assert_number_close(last, norm, "norm of the weights", 1e-9)
+
+
+def test_evaluations_drop_nothing_and_leave_no_trace() -> None:
+    """Steps go on dropping, by the sample, as if there had been none."""
+    flags = FLAGS.replace("dropout 0", "dropout 0.1")
+    (with_evaluations, found, _), (without, _, _) = run(flags), run(flags, evaluates=False)
+    assert [step.lm_loss for step in with_evaluations] == [step.lm_loss for step in without]
+    still = run(flags.replace("--lr 0.02 --min-lr 0.002", "--lr 0 --min-lr 0"))
+    assert len(set(still[1])) == 1
+    assert still[1][0] == run(FLAGS.replace("--lr 0.02 --min-lr 0.002", "--lr 0 --min-lr 0"))[1][0]
+    assert found[0] == still[1][0]  # the first step of a warm-up moves nothing
+    assert without[0].lm_loss != run(FLAGS, evaluates=False)[0][0].lm_loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from megalite import checkpoint
 from megalite.checkpoint import Candidates, TrainingState, box_file, manifest
 from megalite.checkpoint.container import Part, Place
+from megalite.checkpoint.source import Kind
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import CheckpointError, DamagedCheckpointError
@@ -24,6 +26,7 @@ from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box
 
 MODEL = ModelConfig(
@@ -138,6 +141,82 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, change: dict[s
     path = save(tmp_path, *build())
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load(path, *build(replace(MODEL, **change)), MESH)
+
+
+NEW = {
+    "masters": ADAM,
+    "remainders": OptimizerConfig(lr=0.1, use_precision_aware_optimizer=True, store_param_remainders=True),
+}
+
+
+def assert_new(optimizer: Optimizer, masters: Mapping[str, torch.Tensor]) -> None:
+    """No update was made; moments are zero, and masters, by name of the tensors, those given."""
+    assert optimizer.steps == 0
+    for state in optimizer.slices():
+        kept = {name: v if isinstance(v, torch.Tensor) else v.read() for name, v in state.state.items()}
+        assert not kept["exp_avg"].any()
+        assert not kept["exp_avg_sq"].any()
+        whole = torch.zeros(state.parameter.shape)
+        for piece in state.parameter.sharding.pieces:
+            piece.view(whole).copy_(masters[piece.tensor.name])
+        assert torch.equal(kept["master"], whole.flatten()[state.start : state.stop])
+
+
+def named(network: GPT) -> dict[str, torch.Tensor]:
+    return {piece.tensor.name: piece.view(parameter.detach()).clone() for parameter, piece in named_pieces(network)}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_new_optimizer_begins_from_the_weights_that_were_loaded(name: str, tmp_path: Path) -> None:
+    """Of 16 bits, whatever its masters and its state were."""
+    path = save(tmp_path, *build(dtype=torch.bfloat16))
+    weights = named(build(dtype=torch.bfloat16)[0])
+    network = GPT(MODEL, MESH, dtype=torch.bfloat16)
+    initialize(network, 5)
+    optimizer = make_optimizer([network], MESH, NEW[name], DataParallel(torch.float32, bucket_size=500))
+    optimizer.steps = 3
+    checkpoint.load(path, network, optimizer, MESH, state=False)
+    assert all(torch.equal(values, weights[name]) for name, values in named(network).items())
+    assert_new(optimizer, {name: values.float() for name, values in weights.items()})
+
+
+class Given:
+    """A source of tensors."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.values = tensors
+        self.tensors = {name: Kind(tuple(values.shape), values.dtype) for name, values in tensors.items()}
+
+    def fill(self, name: str, box: Box, values: torch.Tensor) -> None:
+        values.copy_(self.values[name][box.slices()])
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_weights_of_others_are_rounded_and_their_masters_are_not(name: str) -> None:
+    weights = named(build(seed=3)[0])
+    network = GPT(MODEL, MESH, dtype=torch.bfloat16)
+    initialize(network, 5)
+    optimizer = make_optimizer([network], MESH, NEW[name], DataParallel(torch.float32, bucket_size=500))
+    checkpoint.load_weights(Given(weights), "a source", network, optimizer, MESH)
+    for tensor, values in named(network).items():
+        assert (values.float() - weights[tensor]).abs().max() <= 2**-8 * weights[tensor].abs().max()
+    assert_new(optimizer, weights)
+
+
+def test_weights_of_another_precision_come_from_the_finest_there_are(tmp_path: Path) -> None:
+    """Those of more bits from masters, and masters from weights that had none."""
+    low, high = build(dtype=torch.bfloat16), build(seed=1)
+    masters = {
+        piece.tensor.name: piece.view(state.state["master"].view(state.parameter.shape))
+        for state in low[1].slices()
+        for piece in state.parameter.sharding.pieces
+    }
+    checkpoint.load(save(tmp_path / "low", *low), *high, MESH, casts=True)
+    assert all(torch.equal(values, masters[name]) for name, values in named(high[0]).items())
+    back, _ = other = build(dtype=torch.bfloat16, seed=2)
+    checkpoint.load(save(tmp_path / "high", *high), *other, MESH, casts=True, state=False)
+    assert_new(other[1], masters)
+    assert all(torch.equal(values, masters[name].bfloat16()) for name, values in named(back).items())
 
 
 def test_nothing_is_cast_and_no_optimizer_state_is_left_over(tmp_path: Path) -> None:

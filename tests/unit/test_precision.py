@@ -271,12 +271,13 @@ def test_the_tokens_that_count_are_counted_exactly() -> None:
     masks = [np.array([[0.3, 1.0], [1.0, 2.0**24]], np.float32), np.array([[1.0, 0.0], [2.0**-20, 1.0]], np.float32)]
     names = ("tokens", "labels", "positions")
     arrays: Any = [
-        {**dict.fromkeys(names, tokens), "loss_mask": mask, "document_ids": None, "sample_id": 0} for mask in masks
+        {**dict.fromkeys(names, tokens), "loss_mask": mask, "document_ids": None, "sample_id": 2} for mask in masks
     ]
     batches = to_micro_batches(arrays, 1, torch.bfloat16, torch.device("cpu"))
     for batch, mask in zip(batches, masks, strict=True):
         assert batch.loss_mask is not None
         assert torch.equal(batch.loss_mask, torch.from_numpy(mask))
+        assert batch.key == RandomKey(1, 2)
     counted = sum(float(value) for mask in masks for value in mask.flat)
     assert valid_tokens(batches, torch.device("cpu")).item() == counted
 
