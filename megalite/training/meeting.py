@@ -89,12 +89,11 @@ def meet(store: Store, place: Place, seconds: float, watch: Callable[[], bool] =
 
 def _hear(store: Store, limit: datetime.timedelta, watched: bool) -> bytes:
     """What rank 0 says: nothing where all have come. Raises MeetingError where it is not `watched` and is silent."""
-    beats, changed = 0, time.monotonic()
+    beats, silence = 0, 0.0  # by this process's own time: it may have stood still together with rank 0
     while not watched and not store.check([_ALL]):
         now = store.add(_BEATS, 0)
-        if now != beats:
-            beats, changed = now, time.monotonic()
-        elif time.monotonic() - changed > SILENCE:
+        beats, silence = now, silence + _BETWEEN_BEATS if now == beats else 0.0
+        if silence > SILENCE:
             raise MeetingError(
                 f"rank 0 came to {store_name()}, and has ended without a word, or stands still: nothing has come of it "
                 f"for {SILENCE:.0f} s"

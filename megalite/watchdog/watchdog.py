@@ -91,8 +91,8 @@ class Watchdog:
             host = os.environ.get("MASTER_ADDR", "localhost") if self._place.rank else "localhost"
             with suppress(OSError):  # the monitor tells of those that do not come
                 address, first = json.loads(self._address(self._store))
-                self._first, self._first_placed = Peer(**first), time.monotonic()
                 self._link = connect(address, host, self._peer())
+                self._first, self._first_placed = Peer(**first), time.monotonic()  # it waits for this rank till then
                 # Who is told to end while it starts has not ended without a word.
                 last_words(partial(self._link.send, fails=EXIT_RESUMABLE))
         self._thread.start()
