@@ -64,8 +64,8 @@ class _LayerNormReference(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-        wide, wide_weight, wide_bias = _widened(input, weight, bias)
-        output, mean, inverse = torch.native_layer_norm(wide, weight.shape, wide_weight, wide_bias, epsilon)
+        wide, scale, shift = _widened(input, weight, bias)
+        output, mean, inverse = torch.native_layer_norm(wide, weight.shape, scale, shift, epsilon)
         ctx.save_for_backward(input, weight, bias, mean, inverse)
         return output.to(input.dtype)
 
