@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import Box
 from tests.distributed.layout_cell import Cell, batch, loss_terms, optimizer_config, oracle, rates
-from tests.distributed.layout_run import Held, RankResult, run_cells
+from tests.distributed.layout_run import Held, RankResult, held, initialized_chunks, run_cells
 from tests.harness.close import (
     assert_bits_equal,
     assert_gradient_close,
@@ -91,16 +92,16 @@ def result_of(cell: Cell, ranks: Sequence[RankResult]) -> Result:
 def assemble(ranks: Iterable[list[Held]]) -> Tensors:
     """Whole tensors by logical name. Boxes must tile each of them, and all copies of a box must have the same bits."""
     boxes: dict[tuple[str, Box], Held] = {}
-    for held in (held for rank in ranks for held in rank):
-        first = boxes.setdefault((held.name, held.box), held)
-        assert held.digest == first.digest, f"{held.name} at {held.box} differs between its replicas"
+    for part in (part for rank in ranks for part in rank):
+        first = boxes.setdefault((part.name, part.box), part)
+        assert part.digest == first.digest, f"{part.name} at {part.box} differs between its replicas"
     whole: Tensors = {}
     filled: dict[str, Tensor] = {}
-    for (name, box), held in boxes.items():
-        assert held.values is not None
-        tensor = whole.setdefault(name, torch.zeros(held.shape, dtype=held.values.dtype))
-        count = filled.setdefault(name, torch.zeros(held.shape, dtype=torch.int8))
-        tensor[box.slices()] = held.values
+    for (name, box), part in boxes.items():
+        assert part.values is not None
+        tensor = whole.setdefault(name, torch.zeros(part.shape, dtype=part.values.dtype))
+        count = filled.setdefault(name, torch.zeros(part.shape, dtype=torch.int8))
+        tensor[box.slices()] = part.values
         count[box.slices()] += 1
     for name, count in filled.items():
         assert (count == 1).all(), f"{name} is not tiled by the ranks' boxes"
@@ -123,8 +124,10 @@ class Expected:
 @one_thread()
 def expected(alone: Cell) -> Expected:
     """The oracle's training of the weights that one process starts from; `alone` is a `Cell.alone()`."""
-    (result,) = run(RankPools(), [alone])
-    weights = {name: value.clone().requires_grad_() for name, value in result.initial.items()}
+    mesh = ParallelMesh()
+    network = nn.ModuleList(initialized_chunks(mesh, alone))
+    initial = assemble([held(network, mesh, lambda parameter: parameter)])
+    weights = {name: value.clone().requires_grad_() for name, value in initial.items()}
     optimizers = torch_optimizers(alone, weights)
     losses, norms, gradients = [], [], {}
     for step in alone.step_numbers:
@@ -150,7 +153,7 @@ def expected(alone: Cell) -> Expected:
         losses.append(loss.item())
         norms.append(norm)
     final = {name: weight.detach() for name, weight in weights.items()}
-    return Expected(result.initial, gradients, final, losses, norms)
+    return Expected(initial, gradients, final, losses, norms)
 
 
 def torch_optimizers(cell: Cell, weights: Tensors) -> list[torch.optim.Optimizer]:
