@@ -33,7 +33,8 @@ PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check
 TORCH = $(shell grep -o 'torch>=[^"]*' pyproject.toml)
 SLURM = $(shell test "$$(id -u)" = 0 && command -v slurmctld)
 PYTEST = .venv/bin/python -m pytest
-SHARED = --numprocesses=$(WORKERS) --dist=loadfile --durations=20 $(PYTEST_ARGUMENTS)
+# The files of tests/distributed and tests/end_to_end are the longest, and first by name: so no long one is the last.
+SHARED = --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --durations=20 $(PYTEST_ARGUMENTS)
 
 setup: .venv/installed
 

@@ -91,16 +91,16 @@ def result_of(cell: Cell, ranks: Sequence[RankResult]) -> Result:
 def assemble(ranks: Iterable[list[Held]]) -> Tensors:
     """Whole tensors by logical name. Boxes must tile each of them, and all copies of a box must have the same bits."""
     boxes: dict[tuple[str, Box], Held] = {}
-    for held in (held for rank in ranks for held in rank):
-        first = boxes.setdefault((held.name, held.box), held)
-        assert held.digest == first.digest, f"{held.name} at {held.box} differs between its replicas"
+    for part in (part for rank in ranks for part in rank):
+        first = boxes.setdefault((part.name, part.box), part)
+        assert part.digest == first.digest, f"{part.name} at {part.box} differs between its replicas"
     whole: Tensors = {}
     filled: dict[str, Tensor] = {}
-    for (name, box), held in boxes.items():
-        assert held.values is not None
-        tensor = whole.setdefault(name, torch.zeros(held.shape, dtype=held.values.dtype))
-        count = filled.setdefault(name, torch.zeros(held.shape, dtype=torch.int8))
-        tensor[box.slices()] = held.values
+    for (name, box), part in boxes.items():
+        assert part.values is not None
+        tensor = whole.setdefault(name, torch.zeros(part.shape, dtype=part.values.dtype))
+        count = filled.setdefault(name, torch.zeros(part.shape, dtype=torch.int8))
+        tensor[box.slices()] = part.values
         count[box.slices()] += 1
     for name, count in filled.items():
         assert (count == 1).all(), f"{name} is not tiled by the ranks' boxes"

@@ -88,7 +88,12 @@ def kill_everywhere(folder: Path, saved: Saved, kind: str, victim: int, fault: F
 
 @pytest.mark.parametrize(
     ("kind", "victim", "fault"),
-    [("synchronous", 0, cut_power), ("synchronous", 1, kill), ("asynchronous", 1, kill), ("torch_dist", 0, kill)],
+    [
+        ("synchronous", 0, cut_power),
+        ("synchronous", 1, kill),
+        ("asynchronous", 1, kill),
+        pytest.param("torch_dist", 0, kill, marks=pytest.mark.wide),
+    ],
 )
 def test_whichever_rank_is_killed_a_whole_checkpoint_is_found(
     tmp_path: Path, kind: str, victim: int, fault: Fault

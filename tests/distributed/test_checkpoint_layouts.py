@@ -47,7 +47,7 @@ TRAINED: dict[str, tuple[Any, ...]] = {
 } | {"optimizer": ("sgd", "adam", "muon")}
 """What is saved."""
 CROSSED = ("tp", "pp", "schedule", "zero")
-"""Factors of which each value is loaded from each."""
+"""Factors of which CI loads each value from each."""
 ALONE = (*RANKS, *TRAINED)
 """Factors of which each value is saved, and loaded."""
 TOGETHER = (("schedule", "tied"), ("zero", "optimizer"))
@@ -94,9 +94,9 @@ class Pair:
         return crossed | met
 
 
-def to_meet() -> set[Target]:
+def to_meet(crossed_too: bool) -> set[Target]:
     factors = RANKS | TRAINED
-    crossed = {(name, *values) for name in CROSSED for values in itertools.product(RANKS[name], repeat=2)}
+    crossed = {(name, *values) for name in CROSSED * crossed_too for values in itertools.product(RANKS[name], repeat=2)}
     rest = {
         (side, *zip(names, values, strict=True))
         for side in ("saving", "loading")
@@ -127,20 +127,20 @@ def random_pairs(count: int, seed: int, can_run: Valid) -> list[Pair]:
     return pairs
 
 
-def covering_pairs(seed: int = 0) -> list[Pair]:
+def covering_pairs(missing: set[Target], seed: int = 0) -> list[Pair]:
     """Of many random pairs those that bring the most news for the ranks they take, until all is met."""
     candidates = [(pair, pair.met()) for pair in random_pairs(2000, seed, sharding)]
-    missing, pairs = to_meet(), []
+    pairs: list[Pair] = []
     while missing:
         pair, met = max(candidates, key=lambda candidate: len(candidate[1] & missing) / candidate[0].ranks)
         if not met & missing:
             break  # test_every_value_is_saved_and_loaded tells
         pairs.append(pair)
-        missing -= met
+        missing = missing - met
     return pairs
 
 
-PAIRS = covering_pairs()
+PAIRS = covering_pairs(to_meet(crossed_too=False))
 NARROW = [
     Pair(*(replace(cell, dtype="bfloat16", narrow=number % 2 == 1) for cell in (pair.saving, pair.loading)))
     for number, pair in enumerate(PAIRS[::5])
@@ -312,18 +312,27 @@ def check_by_world_size(rank_pools: RankPools, pairs: Sequence[Pair], folder: Pa
 
 
 def test_every_value_is_saved_and_loaded() -> None:
-    """And tp, pp, the stages of a rank and ZeRO are each loaded from each."""
-    assert not to_meet().difference(*(pair.met() for pair in PAIRS))
+    assert not to_meet(crossed_too=False).difference(*(pair.met() for pair in PAIRS))
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("world_size", sorted({pair.loading.world_size for pair in PAIRS}))
 def test_a_training_goes_on_under_any_layout(world_size: int, rank_pools: RankPools, tmp_path: Path) -> None:
     check(rank_pools, [pair for pair in PAIRS if pair.loading.world_size == world_size], tmp_path)
 
 
+@pytest.mark.bits
 def test_so_does_one_in_16_bits(rank_pools: RankPools, tmp_path: Path) -> None:
     """The bits of weights, masters and state, and I8."""
     check_by_world_size(rank_pools, NARROW, tmp_path)
+
+
+@pytest.mark.wide
+def test_tp_pp_the_stages_of_a_rank_and_zero_are_each_loaded_from_each(rank_pools: RankPools, tmp_path: Path) -> None:
+    missing = to_meet(crossed_too=True)
+    pairs = covering_pairs(missing)
+    assert not missing.difference(*(pair.met() for pair in pairs))
+    check_by_world_size(rank_pools, pairs, tmp_path)
 
 
 @pytest.mark.slow

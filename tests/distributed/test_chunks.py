@@ -40,6 +40,7 @@ def tensors(ranks: Sequence[list[tuple[list[float], list[Held]]]], case: int) ->
     return assemble([rank[case][1] for rank in ranks])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(("recompute", "tied"), [("none", True), ("uniform", False)])
 def test_two_chunks_give_the_bits_of_one(recompute: str, tied: bool, rank_pools: RankPools) -> None:
     """Where nothing is reduced over data-parallel ranks, so that no bucket's cut shows."""
@@ -56,8 +57,19 @@ def test_two_chunks_give_the_bits_of_one(recompute: str, tied: bool, rank_pools:
             assert_bits_equal(values, first[name], f"{name} of case {number}")
 
 
-@pytest.mark.parametrize(("tp", "dp", "instances"), [(2, 2, 1), (1, 4, 2), (4, 2, 1)])
-def test_stages_and_overlap_change_no_bit(tp: int, dp: int, instances: int, rank_pools: RankPools) -> None:
+@pytest.mark.bits
+@pytest.mark.parametrize(
+    ("tp", "dp", "instances", "lists"),
+    [
+        (2, 2, 1, "in turn"),
+        (1, 2, 1, "zb-v"),
+        (1, 4, 2, "in turn"),
+        (4, 2, 1, "in turn"),
+        pytest.param(2, 2, 1, "in turn, zb-v", marks=pytest.mark.wide),
+        pytest.param(1, 4, 2, "in turn, zb-v", marks=pytest.mark.wide),
+    ],
+)
+def test_stages_and_overlap_change_no_bit(tp: int, dp: int, instances: int, lists: str, rank_pools: RankPools) -> None:
     """Of two chunks: ZeRO 0 and 1, and 2 and 3; all are near one chunk. R's in the middle of a list need no overlap.
 
     (Four tensor-parallel ranks are for sums over more than two copies, whose order could follow the buckets' cuts.)
@@ -70,9 +82,9 @@ def test_stages_and_overlap_change_no_bit(tp: int, dp: int, instances: int, rank
     for zero, overlap in ways:
         kinds = {"zero": zero, "overlap": overlap, "instances": instances if zero else 1}
         cell = make_cell(row | kinds, **training)
-        cases.append(Case(cell, 2, actions(IN_TURN, reduce_each=zero >= 2)))
-        if tp < 4:
-            cases.append(Case(cell, 2, scheduled("zb-v", cell)))
+        for name in lists.split(", "):
+            in_turn = actions(IN_TURN, reduce_each=zero >= 2)
+            cases.append(Case(cell, 2, in_turn if name == "in turn" else scheduled(name, cell)))
     one = Case(cases[0].cell, 1, actions(WHOLE, reduce_each=False))
     ranks = rank_pools(tp * dp).run(trained, [one, *cases])
     norms, whole = ranks[0][0][0], tensors(ranks, 0)

@@ -33,10 +33,21 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize(
-    "layout", LAYOUTS, ids=lambda layout: f"tp{layout['tp']}-dp{layout['dp']}-pp{layout.get('pp', 1)}"
-)
+CASES = [
+    pytest.param(
+        layout,
+        family,
+        id=f"tp{layout['tp']}-dp{layout['dp']}-pp{layout.get('pp', 1)}-{family}",
+        # the families by turns, and layouts whose parts are met on fewer ranks
+        marks=[pytest.mark.wide] * ((turn + number) % 2 or layout["tp"] * layout["dp"] > 4 or layout["tp"] > 2),
+    )
+    for turn, layout in enumerate(LAYOUTS)
+    for number, family in enumerate(("gpt2", "llama"))
+]
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(("layout", "family"), CASES)
 def test_recomputation_changes_no_bit(layout: dict, family: str, rank_pools: RankPools) -> None:
     rest = layout | {"family": family, "dropout": 0.1, "documents": family == "llama", "steps": 2}
     plain, *recomputed = run(rank_pools, [make_cell(rest | {"recompute": way}) for way in RECOMPUTE])
@@ -55,6 +66,7 @@ def assert_same_dropout(actual: Result, expected: Result) -> None:
         assert_gradient_close(actual.gradients[name], gradient, expected.gradient_norms[0], name)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("dp", [2, 4])
 def test_dropout_is_the_same_over_data_parallel_splits(dp: int, size: int, rank_pools: RankPools) -> None:
@@ -67,6 +79,7 @@ def test_dropout_is_the_same_over_data_parallel_splits(dp: int, size: int, rank_
     assert_same_dropout(split, alone)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("schedule", LAYOUT_FACTORS["schedule"])
 @pytest.mark.parametrize("pp", [2, 3])
 def test_dropout_is_the_same_over_pipelines(pp: int, schedule: str, rank_pools: RankPools) -> None:

@@ -17,26 +17,36 @@ from tests.harness.rank_pool import RankPools
 
 LAYOUTS = [
     {"tp": 1, "dp": 1},
-    {"tp": 1, "dp": 2, "zero": 1},
     {"tp": 2, "dp": 1, "sequence_parallel": True},
     {"tp": 1, "dp": 4, "overlap": "reduce"},
-    {"tp": 2, "dp": 2, "zero": 1, "overlap": "reduce and gather"},
-    {"tp": 4, "dp": 2, "sequence_parallel": True},
-    {"tp": 1, "dp": 8},
     {"tp": 1, "dp": 2, "zero": 2, "overlap": "reduce"},
-    {"tp": 2, "dp": 4, "zero": 3, "instances": 2, "overlap": "reduce and gather"},
-    {"tp": 1, "dp": 1, "pp": 4},
+    {"tp": 1, "dp": 4, "zero": 3, "instances": 2, "overlap": "reduce and gather"},
+    {"tp": 2, "dp": 2, "zero": 1, "overlap": "reduce and gather"},
     {"tp": 2, "dp": 1, "pp": 2, "schedule": "zb-v", "sequence_parallel": True},
     {"tp": 1, "dp": 2, "pp": 2, "schedule": "interleaved-2", "zero": 1, "overlap": "reduce"},
+    {"tp": 1, "dp": 1, "pp": 3, "schedule": "zb-h1"},
+]
+WIDE = [
+    {"tp": 1, "dp": 2, "zero": 1},
+    {"tp": 4, "dp": 2, "sequence_parallel": True},
+    {"tp": 1, "dp": 8},
+    {"tp": 2, "dp": 4, "zero": 3, "instances": 2, "overlap": "reduce and gather"},
+    {"tp": 1, "dp": 1, "pp": 4},
     {"tp": 1, "dp": 2, "pp": 3, "schedule": "zb-h1", "zero": 3},
 ]
-IDS = [
-    f"tp{layout['tp']}-dp{layout['dp']}-pp{layout.get('pp', 1)}" + "-sharded" * (layout.get("zero", 0) > 1)
-    for layout in LAYOUTS
+
+
+def name(layout: dict) -> str:
+    return f"tp{layout['tp']}-dp{layout['dp']}-pp{layout.get('pp', 1)}" + "-sharded" * (layout.get("zero", 0) > 1)
+
+
+CASES = [
+    *(pytest.param(layout, id=name(layout)) for layout in LAYOUTS),
+    *(pytest.param(layout, id=name(layout), marks=pytest.mark.wide) for layout in WIDE),
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+@pytest.mark.parametrize("layout", CASES)
 def test_a_loss_mask_counts_the_same_whatever_the_split(layout: dict, rank_pools: RankPools) -> None:
     """Samples 0 and 3 of 8 are masked out: some micro-batches, and with 8 ranks some ranks, have no token."""
     sizes = [size for size in (1, 2, 4, 8) if 8 % (layout["dp"] * size) == 0]
@@ -46,7 +56,7 @@ def test_a_loss_mask_counts_the_same_whatever_the_split(layout: dict, rank_pools
         assert_as_expected(cell, result)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+@pytest.mark.parametrize("layout", CASES)
 def test_a_batch_in_which_no_token_counts_has_zero_gradients(layout: dict, rank_pools: RankPools) -> None:
     cell = make_cell(layout, loss_mask="nothing", samples=8)
     (result,) = run(rank_pools, [cell])
@@ -60,7 +70,8 @@ def test_a_batch_in_which_no_token_counts_has_zero_gradients(layout: dict, rank_
         assert (result.final[name] - value * (1.0 - decayed)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=IDS)
+@pytest.mark.bits
+@pytest.mark.parametrize("layout", CASES)
 def test_an_infinity_on_one_rank_makes_all_skip(layout: dict, rank_pools: RankPools) -> None:
     """The first step is skipped, and the second one goes as if it were the first."""
     world_size = layout["tp"] * layout["dp"] * layout.get("pp", 1)

@@ -41,8 +41,7 @@ def check(rank_pools: RankPools, cells: list[Cell]) -> None:
             assert_as_expected(cell, result)
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES, ids=IDS)
-def test_one_step_is_the_oracles(pipeline: Row, rank_pools: RankPools) -> None:
+def cells_of(pipeline: Row) -> list[Cell]:
     """Each layout with every ZeRO stage that has ranks to share with, what overlaps by turns, and so the families and
     the other factors.
     """
@@ -55,7 +54,32 @@ def test_one_step_is_the_oracles(pipeline: Row, rank_pools: RankPools) -> None:
         for number, (_, ways) in enumerate(stages):
             choices = list(ways)
             cells.append(in_turn(choices[(turn + number) % len(choices)], variants))
-    check(rank_pools, cells)
+    return cells
+
+
+def few_of(pipeline: Row) -> list[Cell]:
+    """Every third of them, of the next pipeline others."""
+    return cells_of(pipeline)[PIPELINES.index(pipeline) % 3 :: 3]
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=IDS)
+def test_one_step_is_the_oracles(pipeline: Row, rank_pools: RankPools) -> None:
+    check(rank_pools, few_of(pipeline))
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=IDS)
+def test_one_step_is_the_oracles_on_every_layout(pipeline: Row, rank_pools: RankPools) -> None:
+    few = few_of(pipeline)
+    check(rank_pools, [cell for cell in cells_of(pipeline) if cell not in few])
+
+
+def test_every_schedule_meets_every_zero_stage_and_split_among_the_few() -> None:
+    met = [cell for pipeline in PIPELINES for cell in few_of(pipeline)]
+    for schedule in SCHEDULES:
+        cells = [cell for cell in met if cell.schedule == schedule]
+        assert {cell.zero for cell in cells} == {0, 1, 2, 3}, schedule
+        assert {(cell.tp, cell.sequence_parallel) for cell in cells} == {(1, False), (2, False), (2, True)}, schedule
 
 
 @pytest.mark.slow
@@ -66,6 +90,7 @@ def test_one_step_is_the_oracles_in_the_full_product(pipeline: Row, rank_pools: 
     check(rank_pools, [in_turn(row | {"family": family}, variants) for row in rows for family in ("gpt2", "llama")])
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     "layout",
     [

@@ -174,6 +174,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 2, ZeRO 3": {"tp": 1, "dp": 2, "zero": 3, "overlap": "reduce and gather", "recompute": "uniform"},
     "pp 2, dp 2, ZeRO 3": {"tp": 1, "dp": 2, "pp": 2, "zero": 3, "schedule": "interleaved-2"},
 }
+WIDE = ("tp 2, sequence parallel, recomputed", "tp 2, pp 2, zb-h1", "pp 2, dp 2, ZeRO 3")
+"""What the others have apart from each other."""
 
 
 def cell_of(layout: str, **rest: Any) -> Cell:
@@ -186,7 +188,8 @@ def rank_of(cell: Cell, layer: int) -> int:
     return cell.world_size // cell.pp * (cell.stages.place(stage)[0] + 1) - 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.bits
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.wide] * (n in WIDE)) for n in LAYOUTS])
 def test_the_first_module_is_told_and_the_training_goes_on_with_the_same_bits(
     layout: str, rank_pools: RankPools
 ) -> None:

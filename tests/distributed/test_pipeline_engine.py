@@ -75,7 +75,8 @@ def assert_tidy(case: Case, ranks: list[Found]) -> None:
         assert found.alive_behind == 0, case
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.bits
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.wide)])
 def test_a_pipeline_gives_the_bits_of_a_loop(ranks: int, rank_pools: RankPools) -> None:
     sizes = itertools.product(PIPELINES, ((1, True), (3, True), (8, True), (4, False)))
     cases = [

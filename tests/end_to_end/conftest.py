@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.end_to_end.runs import BYTES, LLAMA, MOCK, NO_DROPOUT, PRETRAIN, Ended, Run, Start, ended
+from tests.end_to_end.runs import BYTES, LLAMA, MOCK, NO_DROPOUT, PRETRAIN, ROOT, Ended, Run, Start, ended
 from tests.harness.job import Job
 
 
@@ -30,6 +31,25 @@ def run(start: Start) -> Run:
         return ended(start(*flags, world_size=world_size, **more), expected)
 
     return run_training
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with corpus.jsonl, tokenizer.model and corpus_text_document.{bin,idx}, made by the commands."""
+    folder = tmp_path_factory.mktemp("corpus")
+    sources = sorted((ROOT / "megalite").rglob("*.py"))[:20]
+    lines = [json.dumps({"text": f"{path.read_text()}\n# naïve café ☕ {path.name}"}) + "\n" for path in sources]
+    (folder / "corpus.jsonl").write_text("".join(lines))
+    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", folder / "tokenizer.model"]
+    text = ["--input", folder / "corpus.jsonl"]
+    commands = [
+        ["train_tokenizer.py", *text, "--vocab-size", 500, "--output-prefix", folder / "tokenizer"],
+        ["preprocess_data.py", *text, *tokenizer, "--output-prefix", folder / "corpus", "--append-eod"],
+    ]
+    for number, (name, *flags) in enumerate(commands):
+        with Job([ROOT / "tools" / str(name), *flags], 1, folder / f"job{number}") as job:
+            assert job.wait() == [0], job.stderr(0)
+    return folder
 
 
 @pytest.fixture(scope="session")

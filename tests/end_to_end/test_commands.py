@@ -69,12 +69,7 @@ def first_run(checkout: Path) -> str:
     return shell("examples/train_small_llama.sh", checkout, STEPS="2")
 
 
-@pytest.fixture(scope="module")
-def corpus(first_run: str, checkout: Path) -> Path:
-    """The checkout with tokens and a tokenizer in it."""
-    return checkout
-
-
+@pytest.mark.wide
 def test_the_first_run_trains_and_writes(first_run: str, checkout: Path) -> None:
     assert "step 2/2" in first_run
     assert "def __init__(self" in first_run
@@ -88,6 +83,7 @@ def test_the_first_run_goes_on_with_more_steps(first_run: str, checkout: Path) -
     assert iterations(checkout / "run/small-llama") == [1, 2, 3]
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("first_run")
 def test_every_command_of_the_readme_runs_in_its_order(checkout: Path) -> None:
     blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -97,6 +93,18 @@ def test_every_command_of_the_readme_runs_in_its_order(checkout: Path) -> None:
     assert latest_iteration(checkout / "run/mine-llama") == 20
 
 
+def test_every_training_of_the_readme_is_configured() -> None:
+    """What the commands say, without the seconds that each takes to start."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    commands = [shlex.split(line) for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    trainings = [c for c in commands if "pretrain_gpt.py" in c and "--load" not in c]  # a folder that is not there
+    assert len(trainings) >= 3
+    for command in trainings:
+        ranks = int(command[command.index("--nproc-per-node") + 1]) if "torchrun" in command else 1
+        resolve(parse_arguments(command[command.index("pretrain_gpt.py") + 1 :]).config, ranks)
+
+
+@pytest.mark.wide
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux alone")
 def test_every_command_on_kernels_runs(tmp_path: Path) -> None:
     """Those that need no GPU."""
@@ -108,6 +116,7 @@ def test_every_command_on_kernels_runs(tmp_path: Path) -> None:
     assert (tmp_path / "run/kernels/kernels.svg").exists()
 
 
+@pytest.mark.wide
 def test_every_command_on_the_doctor_runs(checkout: Path) -> None:
     blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs/doctor.md").read_text(), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 2
@@ -158,14 +167,14 @@ def test_gpt2_124m(train: Callable[..., str], corpus: Path, tmp_path: Path) -> N
     out = train("gpt2_124m.sh", *TINY, "--vocab-size", "60", SAVE=save)
     assert "step 3/3" in out
     assert latest_iteration(tmp_path / "run") == 3
-    data = {"DATA": str(corpus / "run/corpus_text_document"), "TOKENIZER": str(corpus / "run/tokenizer.model")}
+    data = {"DATA": str(corpus / "corpus_text_document"), "TOKENIZER": str(corpus / "tokenizer.model")}
     assert "step 3/3" in train("gpt2_124m.sh", *TINY, "--split", "90,10,0", SAVE=f"{save}-data", **data)
 
 
 def test_llama_160m(train: Callable[..., str], corpus: Path, tmp_path: Path) -> None:
     assert "step 3/3" in train("llama_160m.yaml", *MOCK_LLAMA, *TINY)
-    data = ["--data-path", str(corpus / "run/corpus_text_document"), "--save", str(tmp_path / "run")]
-    data += ["--tokenizer-model", str(corpus / "run/tokenizer.model"), "--split", "90,10,0"]
+    data = ["--data-path", str(corpus / "corpus_text_document"), "--save", str(tmp_path / "run")]
+    data += ["--tokenizer-model", str(corpus / "tokenizer.model"), "--split", "90,10,0"]
     assert "step 3/3" in train("llama_160m.yaml", *data, *TINY)
 
 
@@ -177,7 +186,7 @@ def test_megatron_style(train: Callable[..., str], corpus: Path, tmp_path: Path)
         assert len(re.findall(f"^{flag}.*: already so", out, re.MULTILINE)) == 1
     again = train("megatron_style.sh", save, EXTRA_FLAGS=f"{extra} --train-iters 4")
     assert f"continues from {save}/iter_0000003" in again
-    data = [str(corpus / "run/corpus_text_document"), str(corpus / "run/tokenizer.model")]
+    data = [str(corpus / "corpus_text_document"), str(corpus / "tokenizer.model")]
     assert "step 3/3" in train("megatron_style.sh", f"{save}-data", *data, EXTRA_FLAGS=f"{extra} --split 90,10,0")
 
 
@@ -221,9 +230,9 @@ def test_under_torchrun_a_stop_saves(checkout: Path, tmp_path: Path) -> None:
     assert latest_iteration(tmp_path) == 2
 
 
-def test_a_reader_that_goes_away_ends_the_program_without_a_traceback(checkout: Path, first_run: str) -> None:
+def test_a_reader_that_goes_away_ends_the_program_without_a_traceback(checkout: Path, byte_llama: Path) -> None:
     train = TORCHRUN.replace("torchrun --standalone --nproc-per-node 2", "python")
-    for command in (f"{train} --train-iters 9999", "python tools/generate.py --load run/small-llama --prompt def"):
+    for command in (f"{train} --train-iters 9999", f"python tools/generate.py --load {byte_llama} --prompt def"):
         out = shell(f"set +o pipefail; {command} | head -c 3", checkout)
         assert "Traceback" not in out
         assert "interrupted: nobody reads the output any more" in out

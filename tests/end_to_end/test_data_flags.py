@@ -103,7 +103,8 @@ def test_a_resume_with_other_data_is_told(corpus: Path, run: Run, tmp_path: Path
     def resumed(*flags: Any) -> bool:
         directory = tmp_path / "copy"
         shutil.copytree(tmp_path / "run", directory)
-        ended = run(*course, "--save", directory, "--resume", "auto", *flags, data=(*NULL, "--data-path", corpus))
+        resume = (*course, "--save", directory, "--resume", "auto", "--exit-interval", 4, *flags)
+        ended = run(*resume, data=(*NULL, "--data-path", corpus), expected=85)
         shutil.rmtree(directory)
         return "the data or their order have changed" in ended.stdout
 

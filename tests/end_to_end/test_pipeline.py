@@ -199,7 +199,8 @@ def test_a_run_resumed_on_another_pipeline_is_the_same_run(run: Run, tmp_path: P
             assert_parameter_close(values, expected[tensor], learning_rate=1e-2, name=f"{tensor} {before} {after}")
 
 
-@pytest.mark.parametrize("layout", ["pp2 interleaved", "pp4 zb-v"])
+@pytest.mark.bits
+@pytest.mark.parametrize("layout", [pytest.param("pp2 interleaved", marks=pytest.mark.wide), "pp4 zb-v"])
 def test_an_interrupted_pipeline_goes_on_to_the_bit(layout: str, start: Start, run: Run, tmp_path: Path) -> None:
     """I8, from Ctrl-C on all ranks."""
     world_size, layout_flags = LAYOUTS[layout]

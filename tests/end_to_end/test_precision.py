@@ -27,7 +27,14 @@ def test_the_loss_scale_leaves_no_trace(run: Run, tmp_path: Path) -> None:
     assert exact[0] - exact[-1] > 10 * max(abs(a - b) for a, b in zip(scaled, exact, strict=True))
 
 
-@pytest.mark.parametrize("layout", ["", "--tp 2 --sequence-parallel", "--data-parallel-sharding-strategy optim_grads"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "",
+        pytest.param("--tp 2 --sequence-parallel", marks=pytest.mark.wide),
+        "--data-parallel-sharding-strategy optim_grads",
+    ],
+)
 def test_a_dynamic_scale_finds_its_place_and_is_kept(layout: str, run: Run, tmp_path: Path) -> None:
     """It starts too high, overflows, backs off by its rule, and goes on from where it was when the run is resumed."""
     flags = f"--fp16 --initial-loss-scale {2.0**24} --hysteresis 2 --loss-scale-window 3 {layout}"
@@ -45,7 +52,15 @@ def test_a_dynamic_scale_finds_its_place_and_is_kept(layout: str, run: Run, tmp_
     assert not all(skipped)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "no_shard",
+        pytest.param("optim", marks=pytest.mark.wide),
+        pytest.param("optim_grads", marks=pytest.mark.wide),
+        "optim_grads_params",
+    ],
+)
 def test_every_strategy_trains_the_same_model(strategy: str, run: Run, tmp_path: Path) -> None:
     flags = f"--fp64 --data-parallel-sharding-strategy {strategy} --global-batch-size 8"
     alone = losses(train(run, tmp_path / "alone", "--fp64 --global-batch-size 8"))
@@ -92,11 +107,15 @@ def test_half_the_state_trains_nearly_the_same_and_is_kept(optimizer: str, run: 
     assert metrics(broken) == metrics(whole)
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("kept", "layout", "world_size"),
     [
         ("--exp-avg-dtype int8 --exp-avg-sq-dtype int8", "--async-save", 1),
-        ("--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8", "--data-parallel-sharding-strategy optim", 2),
+        pytest.param(
+            *("--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8", "--data-parallel-sharding-strategy optim", 2),
+            marks=pytest.mark.wide,
+        ),
         (
             "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8 --store-param-remainders",
             "--data-parallel-sharding-strategy optim_grads_params",
@@ -120,6 +139,7 @@ def test_a_resumed_run_has_the_bits_of_moments_in_8_bits(
     assert metrics(broken) == metrics(whole)
 
 
+@pytest.mark.bits
 def test_remainders_are_masters_bit_for_bit(run: Run, tmp_path: Path) -> None:
     """A run that keeps them and one that does not have the same steps, and each goes on from the other's checkpoint."""
     course = (*LLAMA, *NO_DROPOUT, *words("--bf16 --use-distributed-optimizer --optimizer-backend megalite"))

@@ -20,7 +20,7 @@ from tests.end_to_end.runs import (
     saved_tensors,
 )
 from tests.harness.close import assert_parameter_close
-from tests.harness.covering_array import Row, covering_array
+from tests.harness.covering_array import Row, covering_array, every_value_once
 
 STEPS = 4
 BROKEN_AT = 2
@@ -67,7 +67,13 @@ def name(row: Row) -> str:
     return f"{row['family']}-{layout}{marks}-{row['precision']}-{row['optimizer']}"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name)
+FEW = every_value_once(ROWS)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=name(row), marks=[] if row in FEW else [pytest.mark.wide]) for row in ROWS]
+)
 def test_a_run_broken_and_resumed_is_the_run_unbroken_bit_for_bit(row: Row, run: Run, tmp_path: Path) -> None:
     flags = [*row_flags(row), "--train-iters", STEPS]
     world_size = row["tensor_parallel"] * row["data_parallel"]

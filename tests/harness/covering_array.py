@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Factors = Mapping[str, tuple[Any, ...]]
@@ -53,6 +54,19 @@ def uncovered(factors: Factors, valid: Valid, rows: list[Row], strength3: tuple[
     """The pairs (and triples of `strength3`) that a valid row could hold and that none of `rows` holds."""
     covered = {target for row in rows for target in _targets(row, strength3)}
     return [dict(target) for target in coverable(factors, valid, strength3) if target not in covered]
+
+
+def every_value_once(rows: Sequence[Row]) -> list[Row]:
+    """A few of the rows, in which each value of each factor stands: always the row with the most news is next, of those
+    with as much the one whose values stand there the least.
+    """
+    missing, met, found = {item for row in rows for item in row.items()}, Counter[tuple[str, Any]](), []
+    while missing:
+        row = max(rows, key=lambda row: (len(missing & row.items()), -sum(met[item] for item in row.items())))
+        found.append(row)
+        met.update(row.items())
+        missing -= row.items()
+    return found
 
 
 def coverable(factors: Factors, valid: Valid, strength3: tuple[str, ...] = ()) -> list[Target]:

@@ -83,14 +83,22 @@ def kill_everywhere(folder: Path, before: Saved | None, saved: Saved, kind: str,
 FAULTS = (kill, kill_midway, cut_power)
 STARTS = {"the first": (None, (1, 2)), "the next": ((1, 1), (2, 2)), "the same iteration again": ((1, 1), (1, 2))}
 CASES = [
-    *itertools.product(STARTS.values(), FAULTS, ["synchronous"]),
-    (STARTS["the next"], kill, "asynchronous"),
+    (STARTS["the first"], cut_power, "synchronous"),
+    (STARTS["the next"], kill, "synchronous"),
+    *((STARTS["the same iteration again"], fault, "synchronous") for fault in FAULTS),
     (STARTS["the same iteration again"], cut_power, "asynchronous"),
     (STARTS["the same iteration again"], cut_power, "torch_dist"),
 ]
+WIDE = [
+    *((STARTS["the first"], fault, "synchronous") for fault in (kill, kill_midway)),
+    *((STARTS["the next"], fault, "synchronous") for fault in (kill_midway, cut_power)),
+    (STARTS["the next"], kill, "asynchronous"),
+]
 
 
-@pytest.mark.parametrize(("start", "fault", "kind"), CASES)
+@pytest.mark.parametrize(
+    ("start", "fault", "kind"), [*CASES, *(pytest.param(*case, marks=pytest.mark.wide) for case in WIDE)]
+)
 def test_whatever_the_moment_a_whole_checkpoint_is_found(
     tmp_path: Path, start: tuple[Saved | None, Saved], fault: Fault, kind: str
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.covering_array import Row, covering_array, uncovered
+from tests.harness.covering_array import Row, covering_array, every_value_once, uncovered
 
 LAYOUT = {
     "family": ("gpt2", "llama"),
@@ -60,6 +60,15 @@ def test_uncovered_tells_what_a_missing_row_held() -> None:
     rows = covering_array(factors, lambda row: True)
     assert len(rows) == 4
     assert uncovered(factors, lambda row: True, rows[1:]) == [rows[0]]
+
+
+def test_every_value_stands_in_few_rows() -> None:
+    rows = covering_array(LAYOUT, layout_is_valid)
+    few = every_value_once(rows)
+    assert {item for row in few for item in row.items()} == {
+        (n, value) for n, values in LAYOUT.items() for value in values
+    }
+    assert len(few) < len(rows) / 3
 
 
 def test_impossible_pairs_are_not_asked_for() -> None:

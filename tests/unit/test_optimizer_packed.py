@@ -109,6 +109,7 @@ def test_a_master_is_its_parameter_and_a_remainder() -> None:
     assert joined(parameters[:4], remainders[:4]).isnan().all()
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_remainders_change_no_bit_and_no_checkpoint(optimizer: str, tmp_path: Path) -> None:
     """Neither of the training, nor where one is saved with them and goes on without, and back."""
@@ -165,6 +166,7 @@ def eight_bits(name: str) -> OptimizerConfig:
     return OptimizerConfig(lr=0.0, use_precision_aware_optimizer=True, **EIGHT_BITS[name])  # type: ignore[arg-type]
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_moments_in_8_bits_go_on_to_the_bit_where_they_were_saved(name: str, tmp_path: Path) -> None:
     """A checkpoint has their values in fp32, which come back as the same codes; saved anew it is the same."""
