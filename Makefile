@@ -56,7 +56,7 @@ train: .venv/installed
 check: lint
 	@files=$$(grep --files-with-matches --extended-regexp '$(if $(ROOM),megalite[._]$(ROOM)\b)' tests/unit/test_*.py) || \
 		{ echo "ROOM=$(ROOM): no test in tests/unit imports megalite.$(ROOM)" >&2; exit 64; }; \
-		$(PYTEST) $(SHARED) $$files
+		$(PYTEST) $(SHARED) $(if $(ROOM),,-m 'not costly and not wide and not slow') $$files
 
 test: .venv/installed-test
 	$(PYTEST) $(SHARED)

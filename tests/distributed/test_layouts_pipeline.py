@@ -58,8 +58,8 @@ def cells_of(pipeline: Row) -> list[Cell]:
 
 
 def few_of(pipeline: Row) -> list[Cell]:
-    """Every third of them, of the next pipeline others."""
-    return cells_of(pipeline)[PIPELINES.index(pipeline) % 3 :: 3]
+    """Every sixth of them, of the next pipeline others; pairs of all factors meet in test_layouts_steps.py."""
+    return cells_of(pipeline)[PIPELINES.index(pipeline) % 6 :: 6]
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=IDS)
@@ -74,12 +74,13 @@ def test_one_step_is_the_oracles_on_every_layout(pipeline: Row, rank_pools: Rank
     check(rank_pools, [cell for cell in cells_of(pipeline) if cell not in few])
 
 
-def test_every_schedule_meets_every_zero_stage_and_split_among_the_few() -> None:
+def test_every_zero_stage_and_split_is_among_the_few_of_some_pipeline() -> None:
     met = [cell for pipeline in PIPELINES for cell in few_of(pipeline)]
-    for schedule in SCHEDULES:
-        cells = [cell for cell in met if cell.schedule == schedule]
-        assert {cell.zero for cell in cells} == {0, 1, 2, 3}, schedule
-        assert {(cell.tp, cell.sequence_parallel) for cell in cells} == {(1, False), (2, False), (2, True)}, schedule
+    assert {cell.zero for cell in met} == {0, 1, 2, 3}
+    assert {(cell.tp, cell.sequence_parallel, cell.dp) for cell in met} == {
+        (tp, sequence_parallel, dp) for tp, sequence_parallel in ((1, False), (2, False), (2, True)) for dp in (1, 2)
+    }
+    assert all(few_of(pipeline) for pipeline in PIPELINES)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 
 from tests.distributed.layout_cell import FAMILIES, LAYOUT_FACTORS, MODEL_FACTORS, Cell, make_cell, valid
 from tests.distributed.layout_expected import assert_as_expected, assert_same_bits, run
+from tests.distributed.test_layouts import PLAINEST
 from tests.harness.close import assert_number_close
 from tests.harness.covering_array import Row, covering_array, uncovered
 from tests.harness.rank_pool import RankPools
@@ -35,6 +36,10 @@ def small(row: Row) -> bool:
 
 
 ROWS = covering_array(FACTORS, small, cost=lambda row: 1 + ranks(row))
+REPLICATED = PLAINEST | {"family": "llama", "tp": 2, "key_values": "uneven6", "optimizer": "muon", "clip_grad": 0.0}
+"""One of three groups of keys and values on two ranks, under the rule that adds up parts of matrices: three values that
+must meet, not a pair.
+"""
 WORLD_SIZES = sorted({ranks(row) for row in ROWS})
 
 
@@ -51,7 +56,7 @@ def check(rank_pools: RankPools, rows: Sequence[Row], steps: int) -> None:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_parameters_after_steps_are_the_oracles(world_size: int, rank_pools: RankPools) -> None:
     """(Triples of tp, pp and ZeRO, and more ranks, have their first step, the update included, in the pages of one.)"""
-    rows = [row for row in ROWS if ranks(row) == world_size]
+    rows = [row for row in (*ROWS, REPLICATED) if ranks(row) == world_size]
     check(rank_pools, rows, STEPS if world_size <= 3 else STEPS_OF_MANY)
 
 

@@ -11,7 +11,8 @@ from tests.end_to_end.runs import LLAMA, Run, metrics, words
 
 FLAGS = (
     *LLAMA,
-    *words("--fp64 --hidden-dropout 0.1 --attention-dropout 0.1 --train-iters 3 --eval-iters 1 --eval-interval 2"),
+    *words("--num-layers 1 --train-iters 3 --eval-iters 1 --eval-interval 2"),
+    *words("--fp64 --hidden-dropout 0.1 --attention-dropout 0.1"),
 )
 
 

@@ -56,7 +56,7 @@ def assert_unbroken(directory: Path, run: Run, whole: Path) -> None:
     ("number", "rank", "times"),
     [
         (signal.SIGTERM, None, 1),
-        (signal.SIGINT, 1, 1),
+        pytest.param(signal.SIGINT, 1, 1, marks=pytest.mark.wide),
         (signal.SIGUSR1, 0, 50),
         (signal.SIGINT, None, 50),  # from the terminal and again through the launcher
     ],
@@ -110,7 +110,7 @@ def test_a_file_saves_the_run_once_and_it_goes_on(start: Start, tmp_path: Path) 
     assert len(list(tmp_path.glob("iter_*"))) == 3
 
 
-@pytest.mark.parametrize("file", [True, False], ids=["file", "signal"])
+@pytest.mark.parametrize("file", [True, pytest.param(False, marks=pytest.mark.wide)], ids=["file", "signal"])
 def test_a_stop_breaks_an_evaluation_off_and_the_next_start_makes_up_for_it(
     file: bool, start: Start, run: Run, tmp_path: Path
 ) -> None:

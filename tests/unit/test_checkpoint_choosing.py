@@ -24,6 +24,8 @@ from megalite.errors import CheckpointError, ConfigurationError, DamagedCheckpoi
 from megalite.optim.optimizer import Optimizer
 from tests.unit.test_checkpoint import ADAM, MESH, MODEL, STATE, bits, build, same, save
 
+pytestmark = pytest.mark.costly
+
 SGD = OptimizerConfig(lr=0.1, optimizer="sgd", sgd_momentum=0.0)
 FILES = ("manifest.json", "rank_00000.safetensors")
 

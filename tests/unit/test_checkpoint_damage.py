@@ -13,6 +13,8 @@ from megalite.checkpoint.reader import CheckpointReader
 from megalite.errors import CheckpointError, DamagedCheckpointError
 from tests.harness.saved_run import SavedRun
 
+pytestmark = pytest.mark.costly
+
 POSITIONS = 200
 """In each file, spread evenly; its first and its last bytes besides."""
 EDGE = 24

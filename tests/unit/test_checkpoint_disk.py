@@ -15,6 +15,8 @@ from megalite.errors import CheckpointError
 from tests.harness.file_faults import Fault, FileFaults, Moment, Operation, fail_with, write_less
 from tests.harness.saved_run import KINDS, Saved, SavedRun, contents, litter
 
+pytestmark = pytest.mark.costly
+
 TAKES_NO_SPACE = ("rename", "replace", "unlink", "remove", "rmdir")
 
 

@@ -29,6 +29,8 @@ from tests.harness import checkpoints
 from tests.harness.checkpoints import STATE
 from tests.harness.tool import Ended, run_tool
 
+pytestmark = pytest.mark.costly
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -21,6 +21,8 @@ from tests.harness.file_faults import Fault, FileFaults, Operation, cut_power, k
 from tests.harness.forks import exit_code, fork, in_clean_process
 from tests.harness.saved_run import KINDS, Saved, SavedRun, litter
 
+pytestmark = pytest.mark.costly
+
 
 def save_until(run: SavedRun, directory: Path, saved: Saved, kind: str, at: int, fault: Fault) -> None:
     with FileFaults(directory, at, fault):
@@ -126,6 +128,7 @@ def kill_twice(folder: Path) -> int:
     return pairs
 
 
+@pytest.mark.wide
 def test_two_kills_one_after_the_other_lose_nothing_either(tmp_path: Path) -> None:
     assert in_clean_process(kill_twice, tmp_path) > 40
 

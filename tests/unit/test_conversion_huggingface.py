@@ -34,6 +34,8 @@ from tests.harness.huggingface import CONFIGS
 from tests.harness.tool import Ended, run_tool
 from tools.checkpoint.convert import report
 
+pytestmark = pytest.mark.costly
+
 LOGITS = 1e-5
 """Both compute logits of about 1 in fp32, in another order."""
 MATTERS = 1e-3

@@ -30,7 +30,10 @@ from tests.harness import megatron_core
 from tests.harness.rank_pool import RankPools
 from tests.harness.tool import run_tool
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it says so even where that is asked
+pytestmark = [
+    pytest.mark.costly,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # it says so even where that is asked
+]
 
 TOLERANCE = 1e-5  # of logits of about 1, in fp32, from two implementations
 GPT2 = ModelConfig(

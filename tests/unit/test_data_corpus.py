@@ -22,6 +22,8 @@ from megalite.data.documents import BadRecord, Document, read_documents
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.errors import ConfigurationError, DataError
 
+pytestmark = pytest.mark.costly
+
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ["first", "größe \u6f22", "", "a\nb" * 40, "last"] * 7
 
@@ -258,6 +260,7 @@ def run(*arguments: object, check: bool = True) -> subprocess.CompletedProcess[s
     return result
 
 
+@pytest.mark.wide
 def test_a_line_of_a_hundred_megabytes(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     with path.open("w") as file:

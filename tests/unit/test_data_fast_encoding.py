@@ -18,6 +18,8 @@ from megalite.data.tokenizer_training import train_byte_level_bpe, train_tokeniz
 from megalite.data.tokenizers.byte_level_bpe import PATTERNS, FastByteLevelBPE, NotIdentical
 from megalite.data.tokenizers.word_cache import WordCache, refusal
 
+pytestmark = pytest.mark.costly
+
 WORDS = ["the", "there", "theta", "heat", "'ll", "I'LL", "it's", "größer", "漢字", "漢", "\u0301e", "ſt", "12345", "½"]
 WORDS += [
     "  ",

@@ -28,6 +28,8 @@ from megalite.errors import ConfigurationError, DataError
 from tests.harness.terminal import read_to_end
 from tools.preprocess_data import Arguments, settle_megatron_flags
 
+pytestmark = pytest.mark.costly
+
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [f"document {i}: " + "größe \u6f22 " * (i % 7) for i in range(300)] + ["", "last"]
 
@@ -320,6 +322,7 @@ def test_a_misspelt_flag_is_refused_with_the_right_one(tool: str) -> None:
     assert "--json-keys" in help_text.stdout
 
 
+@pytest.mark.wide
 def test_the_standard_library_makes_a_tokenizer_and_a_dataset(tmp_path: Path) -> None:
     """The first steps of `make train`, as they are run there."""
     lines, tokenizer, prefix = tmp_path / "corpus.jsonl", tmp_path / "tokenizer", tmp_path / "data"

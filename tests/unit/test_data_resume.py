@@ -27,6 +27,8 @@ from megalite.data.partial_output import PartialOutput, partial_folder
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import DataError
 
+pytestmark = pytest.mark.costly
+
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = ["--tokenizer-type", "ByteTokenizer", "--append-eod", "--workers", "2"]
 ENCODING = Encoding(("text", "title"), True, "ByteTokenizer")
@@ -247,6 +249,7 @@ def test_only_who_wrote_something_is_told_how_to_go_on(tmp_path: Path) -> None:
     assert (folder / "journal").stat().st_size > 0
 
 
+@pytest.mark.wide
 def test_kills_of_the_real_command(tmp_path: Path) -> None:
     """SIGKILL to the command alone, again and again, until it gets through; its workers die with it."""
     source = write_corpus(tmp_path / "corpus.jsonl", 40_000, 400)

@@ -23,6 +23,8 @@ from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import DataError
 from tests.harness.fork_server import fork_context
 
+pytestmark = pytest.mark.costly
+
 ROOT = Path(__file__).resolve().parents[2]
 BYTES = ByteTokenizer().identity()
 
