@@ -1,7 +1,7 @@
 # make train    from nothing to a trained model and a sample of its text; STEPS=20 is the short form
-# make check    while one works: lint and the unit tests, in two minutes; ROOM=optim takes those of one room
-# make test     every capability and every invariant, in six minutes on two cores
-# make test-all what CI runs, in 25: lint, compile-kernels, test, and what follows here
+# make check    while one works: lint and the unit tests; ROOM=optim takes those of one room
+# make test     every capability and every invariant; docs/testing.md has the minutes that these may take
+# make test-all what CI runs: lint, compile-kernels, test, and what follows here
 # make test-wide  more layouts, cells and trials of what `make test` proves
 # make test-bits  that bits are the same with each width of vector instructions which torch has for this CPU
 # make test-slurm  jobs on a SLURM of four nodes, which it starts on this machine and takes down again; needs root.
