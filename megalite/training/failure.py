@@ -21,18 +21,11 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, NoReturn
 
-from megalite.errors import (
-    EXIT_CONFIGURATION,
-    EXIT_RESUMABLE,
-    ConfigurationError,
-    FileError,
-    MegaliteError,
-    exit_code_of,
-)
+from megalite.errors import EXIT_CONFIGURATION, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
 from megalite.files import write_at_once
 from megalite.process.bounded import within
 from megalite.process.output import write_out
-from megalite.process.place import Place, place_from_environment
+from megalite.process.place import Place
 from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 
 if TYPE_CHECKING:
@@ -126,11 +119,10 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _own_place() -> Place:
-    """Where the launcher has not told it, that of a process alone: it speaks for itself."""
-    try:
-        return place_from_environment()
-    except ConfigurationError:
-        return Place(rank=0, local_rank=0, world_size=1)
+    """As far as the launcher's variables can be read, also where some are wrong; else that of a process alone."""
+    texts = (os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    rank, local_rank, world_size = (int(text) if text.isdecimal() else None for text in texts)
+    return Place(rank or 0, local_rank or 0, world_size or 1)
 
 
 def _exit(code: int) -> NoReturn:

@@ -105,7 +105,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "hold the GIL": lambda: ctypes.PyDLL(None).sleep(3600),
     "term": lambda: _signal(signal.SIGTERM),
     "usr1": lambda: _signal(signal.SIGUSR1, 5),
-    "defect": lambda: _raise(RuntimeError("planted")),
+    "defect": lambda: _raise(AssertionError("planted")),  # no RuntimeError, which a store or a backend may mean
     "data": lambda: _raise(DataError("planted")),
     "skip": lambda: _raise(Skip()),
 }
