@@ -1124,6 +1124,13 @@ MUTANTS = (
         "tests/distributed/test_chunks.py::test_stages_and_overlap_change_no_bit[4-2-1-in turn]",
     ),
     Mutant(
+        "the gradient norm is that of the scaled loss",
+        "megalite/optim/optimizer.py",
+        "return StepResult({name: norm / loss_scale for name, norm in self._norms().run().items()})",
+        "return StepResult(self._norms().run())",
+        "tests/unit/test_optimizer_backends.py::test_a_loss_scale_leaves_norm_and_clipped_update_alone",
+    ),
+    Mutant(
         "the norm's sums are rounded on each rank",
         "megalite/optim/statistics.py",
         "torch.cat(sums) if",

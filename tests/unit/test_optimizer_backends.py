@@ -90,6 +90,27 @@ def test_gradients_are_clipped_by_their_norm_and_only_down(limit: float, backend
     torch.testing.assert_close(found, factor * whole, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("backend", ["torch", "megalite"])
+def test_a_loss_scale_leaves_norm_and_clipped_update_alone(backend: str) -> None:
+    """A power of two changes no bit."""
+    config = OptimizerConfig(lr=0.0, optimizer_backend=backend, clip_grad=0.5)  # type: ignore[arg-type]
+    found = []
+    for scale in (1.0, 1024.0):
+        network = GPT(MODEL, ParallelMesh(), dtype=torch.float64)
+        initialize(network, seed=1)
+        optimizer = make_optimizer([network], ParallelMesh(), config, DataParallel(torch.float64))
+        optimizer.begin_step(1)
+        for number, parameter in enumerate(network.parameters()):
+            gradient = torch.full_like(parameter, 0.01 * (1 + number)) * scale
+            for use in range(parameter.sharding.uses):  # type: ignore[attr-defined]
+                parameter.gradient_buffer.accumulate(parameter, DenseGradient(gradient), use)  # type: ignore[attr-defined]
+        optimizer.reduce(0, 1)
+        norm = optimizer.step(Rates(0.1, 0.1, 0.1), scale).gradient_norm
+        assert norm > 0.5
+        found.append((norm, [tensor.tolist() for shard in optimizer.shards for tensor in shard.tensors()]))
+    assert found[1] == found[0]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_torch_and_megalite_agree_to_rounding(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "chunk_elements", lambda _: 50)  # no divisor of the sizes
