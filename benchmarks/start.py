@@ -1,4 +1,4 @@
-"""What a start costs: CPU time and memory from the command to the end of the first step, beside `import torch`.
+"""The cost of a start: CPU time and memory from the command to the end of the first step, beside `import torch`.
 
     python -m benchmarks.start [--rounds 9]
 

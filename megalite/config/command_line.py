@@ -32,9 +32,9 @@ def refuse_blank(flag: str, values: Iterable[str]) -> None:
 
 
 def blank(flag: str, value: str) -> bool:
-    """Whether nothing is meant by a value of this flag."""
+    """Tell whether a value of this flag is blank, and so means nothing."""
     return not (value if flag in _MAY_BE_SPACE else value.strip())
 
 
 BLANK = "blank: if a shell variable stands there, it may not be set"
-"""What a blank value is."""
+"""The error of a blank value, after its flag."""

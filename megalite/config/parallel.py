@@ -64,7 +64,7 @@ class ParallelConfig:
         return world_size // self.model_parallel_size
 
     def layout(self, world_size: int) -> str:
-        """How the model lies on `world_size` ranks (which `validate` has found divisible), for a person."""
+        """Describe how the model lies on `world_size` ranks, which `validate` has found divisible."""
         tensor = f"TP {self.tensor_model_parallel_size}{' with SP' if self.sequence_parallel else ''}"
         stages = self.pipeline_model_parallel_size
         pipeline = f" x PP {stages}" if stages > 1 else ""

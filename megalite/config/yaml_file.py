@@ -81,7 +81,7 @@ def _read_fields(
 
 
 def _read_value(name: str, given: Any) -> Any:
-    """What YAML gives for a field, as the field's type. Raises TypeError that says what is wrong with it."""
+    """Convert what YAML gives for a field to the field's type. Raises TypeError that says what is wrong with it."""
     flag = name.replace("_", "-")
     for text in given if isinstance(given, list) else [given]:
         if isinstance(text, str) and blank(flag, text):

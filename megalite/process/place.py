@@ -20,13 +20,13 @@ _SIZES = {
     "LWS_GROUP_SIZE": ("a LeaderWorkerSet", "LWS_WORKER_INDEX"),
     "PET_NNODES": ("a training operator", "PET_NODE_RANK"),
 }
-"""How many processes there are -> who says so, and which of them this one is."""
+"""The variable with the number of processes -> the launcher that sets it, and the variable with this one's number."""
 _NUMBERS = {
     "PALS_RANKID": "mpiexec",
     "PMIX_RANK": "an MPI launcher",
     "JOB_COMPLETION_INDEX": "an indexed Job of Kubernetes",
 }
-"""Which of them this process is -> who says so, and not how many there are."""
+"""The variable with this process's number -> a launcher that does not say how many processes there are."""
 _FIRST_SPECIAL_STEP = 2**32 - 16  # SLURM's for a batch script and the shell of an salloc: these are no tasks
 
 

@@ -88,7 +88,7 @@ def meet(store: Store, place: Place, seconds: float, watch: Callable[[], bool] =
 
 
 def _hear(store: Store, limit: datetime.timedelta, watched: bool) -> bytes:
-    """What rank 0 says: nothing where all have come. Raises MeetingError where it is not `watched` and is silent."""
+    """Return what rank 0 says: nothing if all have come. Raises MeetingError if it is not `watched` and is silent."""
     beats, silence = 0, 0.0  # by this process's own time: it may have stood still together with rank 0
     while not watched and not store.check([_ALL]):
         now = store.add(_BEATS, 0)

@@ -76,7 +76,7 @@ class TestMetrics:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a metrics file has of a run that goes on, unless somebody else has changed it."""
+    """The records that a metrics file has of a run that goes on, unless somebody else has changed it."""
 
     last: int
     """The step that it goes on from."""
@@ -86,7 +86,7 @@ class Recorded:
     """The validation loss after that step, too."""
 
     def lacks(self, steps: Set[int], evaluations: Set[int]) -> list[str]:
-        """What of it is not among the records, in words."""
+        """Say in words which of them are not among the records."""
         first = 1 if self.from_first else min(steps, default=self.last)
         missing = [step for step in range(first, self.last + 1) if step not in steps]
         return [

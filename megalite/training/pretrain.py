@@ -88,7 +88,7 @@ def _begin(
     build = cache(partial(Trainer, config, data, mesh, directory, sections))
 
     def over(path: AnyPath, last: int) -> bool:
-        """Whether the run of this checkpoint has come to its end behind its last step, as rank 0 sees it."""
+        """Tell whether the run of this checkpoint has finished all after its last step, as rank 0 sees it."""
         metrics = metrics_path(config, directory)
         found = mesh.rank == 0 and (
             has_file(path.parent / "DONE") or (metrics is not None and has_test_loss(metrics, last))

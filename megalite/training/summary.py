@@ -67,7 +67,7 @@ def _pipeline(trainer: Trainer) -> dict[str, object]:
 
 
 def _optimizer(trainer: Trainer) -> dict[str, object]:
-    """What Muon acts on, and what it leaves to adam."""
+    """Describe what Muon acts on, and what it leaves to adam."""
     if trainer.config.optimizer.optimizer != "muon":
         return {}
     counts = count_kinds(trainer.chunks, trainer.mesh, _seen_by_muon)

@@ -87,7 +87,7 @@ class Trainer:
         self.consumed_samples = 0
         self.evaluation_left = False
         self.recorded: Recorded | None = None
-        """What the metrics of this run directory must have, in a run that goes on in it."""
+        """The records that the metrics of this run directory must have, in a run that goes on in it."""
         self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
         self._skipped: SkippedStep | None = None
@@ -236,7 +236,7 @@ class Trainer:
             self._load_notes += () if order is None else (order,)
 
     def _recorded(self, described: Manifest) -> Recorded:
-        """What is written down of a run by the time of a checkpoint in its directory."""
+        """The records of a run by the time of a checkpoint in its directory."""
         settings, saved = self.config.checkpoint, described.config["training"]
         interval = self.config.training.eval_interval
         due = self.data.valid is not None and (

@@ -84,7 +84,7 @@ class Monitor(threading.Thread):
         self._alarm: _Alarm | None = None
         self._first_failed = self._closing = False
         self._verdict: Message | None = None
-        """What all ranks are told, once it is concluded why the run ends."""
+        """The message to all ranks, once it is concluded why the run ends."""
         self._began = self._pinged = self._looked = time.monotonic()
         self._greeted = False
 

@@ -40,7 +40,7 @@ class Peer:
 
 
 def place(step: int, section: str) -> str:
-    """Where in the run a rank is."""
+    """The place of a rank in the run."""
     return f'step {step}, "{section}"' if section else f"step {step}"
 
 

@@ -112,7 +112,7 @@ class Watchdog:
 
     @property
     def linked(self) -> bool:
-        """Whether the monitor is told of this rank, and this rank of rank 0."""
+        """Tell whether the monitor hears of this rank, and this rank of rank 0."""
         return self._link is not None
 
     def _address(self, store: Store) -> str:
