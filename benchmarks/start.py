@@ -44,7 +44,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class Start(NamedTuple):
-    """Of one process."""
+    """Figures of one process."""
 
     cpu: float
     """Seconds."""
@@ -78,7 +78,7 @@ def start(command: list[str]) -> Start:
 
 
 def heavy_modules() -> list[str]:
-    """Those that the run imports."""
+    """The watched modules that the run imports."""
     command = [sys.executable, "-c", MODULES, *RUN[1:]]
     out = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, check=True).stdout
     imported = set(out.splitlines()[-1].split())

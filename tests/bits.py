@@ -14,7 +14,7 @@ CAPABILITIES = ("default", "avx2", "avx512")  # from narrow to wide
 
 
 def supported() -> list[str]:
-    """Those of CAPABILITIES that this CPU has, as torch finds where nothing forces it: a wider one would crash."""
+    """The capabilities that this CPU has, as torch finds where nothing forces it: a wider one would crash."""
     program = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     command = [sys.executable, "-c", program]

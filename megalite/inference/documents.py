@@ -128,7 +128,7 @@ class _TextBytes(TypedDict, total=False):
 
 
 def _text_bytes(documents: Sequence[Sequence[np.ndarray]], tokenizer: Tokenizer) -> _TextBytes:
-    """What the text of sequences of tokens takes, or why that cannot be told: it is what they decode to where that has
+    """Bytes of the text of sequences of tokens, or why they cannot be told: it is what they decode to where that has
     these tokens again, and would else leave out, or make up, what they stand for."""
     if isinstance(tokenizer, NullTokenizer):
         return {"why_no_bytes": "NullTokenizer stands for data that is in tokens already, without a text"}

@@ -50,8 +50,8 @@ def overdue(section: OpenSection, limit: float) -> Message:
 
 
 def death(lost: Sequence[tuple[Peer, float]]) -> str:
-    """Of ranks whose processes have ended without a word, each with the seconds before that in which its place was not
-    heard of: it may have come further."""
+    """Describe ranks whose processes have ended without a word, each with the seconds before that in which its place
+    was not heard of: it may have come further."""
     who = ", ".join(str(peer) for peer, _ in lost)
     have = "have" if len(lost) > 1 else "has"
     places: dict[str, list[tuple[int, float]]] = {}

@@ -116,7 +116,7 @@ class Watchdog:
         return self._link is not None
 
     def _address(self, store: Store) -> str:
-        """Of the monitor, and rank 0, as JSON. Raises CommunicationError where there is none: it is not there yet."""
+        """The address of the monitor and rank 0, as JSON. Raises CommunicationError if it is not there yet."""
         try:
             return within(_FIRST_SECONDS, lambda: store.get(_ADDRESS)).decode()
         except (TimeoutError, RuntimeError) as error:

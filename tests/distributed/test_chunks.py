@@ -70,7 +70,7 @@ def test_two_chunks_give_the_bits_of_one(recompute: str, tied: bool, rank_pools:
     ],
 )
 def test_stages_and_overlap_change_no_bit(tp: int, dp: int, instances: int, lists: str, rank_pools: RankPools) -> None:
-    """Of two chunks: ZeRO 0 and 1, and 2 and 3; all are near one chunk. R's in the middle of a list need no overlap.
+    """Two chunks: ZeRO 0 and 1, and 2 and 3; all are near one chunk. R's in the middle of a list need no overlap.
 
     (Four tensor-parallel ranks are for sums over more than two copies, whose order could follow the buckets' cuts.)
     """

@@ -102,7 +102,7 @@ def test_hidden_dropout_is_the_same_on_replicated_activations(rank_pools: RankPo
 
 
 def draws(cell: Cell) -> list[tuple[float, bytes]]:
-    """Of each random site in turn, over all micro-batches: its probability, and what it draws its numbers from."""
+    """List, for each random site over all micro-batches, its probability and what it draws its numbers from."""
     (chunk,) = initialized_chunks(make_meshes([cell])[cell.tp, cell.pp], cell)
     seen: list[tuple[float, bytes]] = []
 
