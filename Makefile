@@ -3,7 +3,8 @@
 # make test     every capability and every invariant; docs/testing.md has the minutes that these may take
 # make test-all what CI runs: lint, compile-kernels, test, and what follows here
 # make test-wide  more layouts, cells and trials of what `make test` proves
-# make test-bits  that bits are the same with each width of vector instructions which torch has for this CPU
+# make test-bits  that bits are the same with each width of vector instructions which torch has for this CPU;
+#               WIDEST= leaves out the widest, which `make test` has
 # make test-slurm  jobs on a SLURM of four nodes, which it starts on this machine and takes down again; needs root.
 #               Jobs mostly wait, so CLUSTERS=3 share the tests; ONE_ADDRESS=1 is as where namespaces are refused
 # make mutants  that each of the planted faults fails a test; SAMPLE=12 takes so many of them, others in each commit
@@ -24,6 +25,7 @@ WORKERS ?= 2
 CLUSTERS ?= 3
 ROOM ?=
 SAMPLE ?=
+WIDEST ?= 1
 FILES ?=
 
 .DELETE_ON_ERROR:
@@ -65,10 +67,10 @@ test-wide: .venv/installed-test
 	$(PYTEST) $(SHARED) -m wide
 
 test-bits: .venv/installed-test
-	.venv/bin/python -m tests.bits $(SHARED)
+	WIDEST=$(WIDEST) .venv/bin/python -m tests.bits $(SHARED)
 
 test-all:
-	.ci/stages lint compile-kernels test test-wide test-bits 'mutants SAMPLE=12' $(if $(SLURM),test-slurm) 'train STEPS=20'
+	.ci/stages lint compile-kernels test test-wide 'test-bits WIDEST=' 'mutants SAMPLE=12' $(if $(SLURM),test-slurm) 'train STEPS=20'
 	@$(if $(SLURM),,echo "NOT RUN: test-slurm, which needs root and SLURM's programs (.ci/run installs them)")
 
 test-slurm: .venv/installed-test

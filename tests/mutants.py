@@ -462,7 +462,7 @@ MUTANTS = (
         "megalite/training/compiled.py",
         '    (randomness, "drop"),\n',
         "",
-        "tests/end_to_end/test_compile.py::test_compiled_layers_train_the_same_model",
+        "tests/distributed/test_compiled.py::test_dropout_is_that_of_layers_which_are_not_compiled",
     ),
     Mutant(
         "the gate of GeGLU has the gradient of the other GELU",

@@ -42,7 +42,13 @@ def save(cell: Cell, path: Path, iteration: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    "cell", [Cell(dp=4), Cell(dp=4, zero=1), Cell(dp=2, tp=2), Cell(dp=4, zero=3, instances=2)], ids=str
+    "cell",
+    [
+        Cell(dp=4, zero=1),
+        Cell(dp=4, zero=3, instances=2),
+        *(pytest.param(cell, marks=pytest.mark.wide) for cell in (Cell(dp=4), Cell(dp=2, tp=2))),
+    ],
+    ids=str,
 )
 def test_writing_is_shared_equally(rank_pools: RankPools, tmp_path: Path, cell: Cell) -> None:
     rank_pools(4).run(save, cell, tmp_path)

@@ -89,7 +89,7 @@ def kill_everywhere(folder: Path, saved: Saved, kind: str, victim: int, fault: F
 @pytest.mark.parametrize(
     ("kind", "victim", "fault"),
     [
-        ("synchronous", 0, cut_power),
+        pytest.param("synchronous", 0, cut_power, marks=pytest.mark.wide),
         ("synchronous", 1, kill),
         ("asynchronous", 1, kill),
         pytest.param("torch_dist", 0, kill, marks=pytest.mark.wide),
@@ -147,7 +147,11 @@ def fail_everywhere(folder: Path, saved: Saved, kind: str, victim: int, number: 
 
 @pytest.mark.parametrize(
     ("kind", "victim", "number"),
-    [("synchronous", 0, errno.EIO), ("asynchronous", 1, errno.ENOSPC), ("torch_dist", 1, errno.EIO)],
+    [
+        ("synchronous", 0, errno.EIO),
+        ("asynchronous", 1, errno.ENOSPC),
+        pytest.param("torch_dist", 1, errno.EIO, marks=pytest.mark.wide),
+    ],
 )
 def test_whichever_disk_fails_each_rank_is_told_and_nothing_is_lost(
     rank_pools: RankPools, tmp_path: Path, kind: str, victim: int, number: int

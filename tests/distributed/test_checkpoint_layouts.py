@@ -51,7 +51,7 @@ CROSSED = ("tp", "pp", "schedule", "zero")
 ALONE = (*RANKS, *TRAINED)
 """Factors of which each value is saved, and loaded."""
 TOGETHER = (("schedule", "tied"), ("zero", "optimizer"))
-"""Factors of which every two values are: tied weights on one rank or two, each rule's state in slices."""
+"""Factors of which CI saves and loads every two: tied weights on one rank or two, each rule's state in slices."""
 
 
 class _Completed(dict[str, Any]):
@@ -94,13 +94,13 @@ class Pair:
         return crossed | met
 
 
-def to_meet(crossed_too: bool) -> set[Target]:
+def to_meet(pairs_too: bool) -> set[Target]:
     factors = RANKS | TRAINED
-    crossed = {(name, *values) for name in CROSSED * crossed_too for values in itertools.product(RANKS[name], repeat=2)}
+    crossed = {(name, *values) for name in CROSSED * pairs_too for values in itertools.product(RANKS[name], repeat=2)}
     rest = {
         (side, *zip(names, values, strict=True))
         for side in ("saving", "loading")
-        for names in (*((name,) for name in ALONE), *TOGETHER)
+        for names in (*((name,) for name in ALONE), *(TOGETHER * pairs_too))
         for values in itertools.product(*(factors[name] for name in names))
     }
     return crossed | rest
@@ -140,7 +140,7 @@ def covering_pairs(missing: set[Target], seed: int = 0) -> list[Pair]:
     return pairs
 
 
-PAIRS = covering_pairs(to_meet(crossed_too=False))
+PAIRS = covering_pairs(to_meet(pairs_too=False))
 NARROW = [
     Pair(*(replace(cell, dtype="bfloat16", narrow=number % 2 == 1) for cell in (pair.saving, pair.loading)))
     for number, pair in enumerate(PAIRS[::5])
@@ -312,7 +312,7 @@ def check_by_world_size(rank_pools: RankPools, pairs: Sequence[Pair], folder: Pa
 
 
 def test_every_value_is_saved_and_loaded() -> None:
-    assert not to_meet(crossed_too=False).difference(*(pair.met() for pair in PAIRS))
+    assert not to_meet(pairs_too=False).difference(*(pair.met() for pair in PAIRS))
 
 
 @pytest.mark.bits
@@ -329,7 +329,7 @@ def test_so_does_one_in_16_bits(rank_pools: RankPools, tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_tp_pp_the_stages_of_a_rank_and_zero_are_each_loaded_from_each(rank_pools: RankPools, tmp_path: Path) -> None:
-    missing = to_meet(crossed_too=True)
+    missing = to_meet(pairs_too=True)
     pairs = covering_pairs(missing)
     assert not missing.difference(*(pair.met() for pair in pairs))
     check_by_world_size(rank_pools, pairs, tmp_path)

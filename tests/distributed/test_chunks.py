@@ -41,7 +41,9 @@ def tensors(ranks: Sequence[list[tuple[list[float], list[Held]]]], case: int) ->
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize(("recompute", "tied"), [("none", True), ("uniform", False)])
+@pytest.mark.parametrize(
+    ("recompute", "tied"), [("none", True), pytest.param("uniform", False, marks=pytest.mark.wide)]
+)
 def test_two_chunks_give_the_bits_of_one(recompute: str, tied: bool, rank_pools: RankPools) -> None:
     """Where nothing is reduced over data-parallel ranks, so that no bucket's cut shows."""
     row = {"tp": 2, "dp": 1, "sequence_parallel": True, "tied": tied, "recompute": recompute}
@@ -61,7 +63,7 @@ def test_two_chunks_give_the_bits_of_one(recompute: str, tied: bool, rank_pools:
 @pytest.mark.parametrize(
     ("tp", "dp", "instances", "lists"),
     [
-        (2, 2, 1, "in turn"),
+        pytest.param(2, 2, 1, "in turn", marks=pytest.mark.wide),
         (1, 2, 1, "zb-v"),
         (1, 4, 2, "in turn"),
         (4, 1, 1, "in turn"),
@@ -154,7 +156,8 @@ def said_and_done(cell: Cell) -> tuple[list[tuple[str, tuple[int, ...]]], list[t
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    ("optimizer", "tp", "dp", "instances"), [("adam", 2, 2, 1), ("muon", 2, 2, 1), ("muon", 1, 4, 2)]
+    ("optimizer", "tp", "dp", "instances"),
+    [pytest.param("adam", 2, 2, 1, marks=pytest.mark.wide), ("muon", 2, 2, 1), ("muon", 1, 4, 2)],
 )
 def test_the_step_does_the_collectives_that_it_names(
     optimizer: str, tp: int, dp: int, instances: int, zero: int, rank_pools: RankPools

@@ -74,7 +74,7 @@ def plain_losses(model: PreTrainedModel, batches: Sequence[tuple[Tensor, Tensor]
     return losses
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [pytest.param(1, 1, marks=pytest.mark.wide), (2, 2)])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_training_goes_as_with_transformers(name: str, tp: int, pp: int, tmp_path: Path, rank_pools: RankPools) -> None:
     model = theirs.save(tmp_path / "theirs", name)

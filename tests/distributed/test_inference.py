@@ -39,7 +39,9 @@ def small_tensors() -> Iterator[None]:
 ROWS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [8, 9, 7, 9], [3, 2, 3, 8, 4, 6, 2], [6, 4]]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.wide] * (name in ("tp2", "pp2"))) for name in LAYOUTS]
+)
 def test_tokens_see_those_before_them_in_the_cache(layout: str, rank_pools: RankPools) -> None:
     cells = laid_out(layout)
     for chunk in (512, 2):
@@ -52,7 +54,9 @@ def test_tokens_see_those_before_them_in_the_cache(layout: str, rank_pools: Rank
                     close(torch.stack(found[number][row]), expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.wide] * (name in ("tp2", "pp2"))) for name in LAYOUTS]
+)
 def test_greedy_text_is_the_oracles(layout: str, rank_pools: RankPools) -> None:
     cells = laid_out(layout)
     eod, most = 7, 6

@@ -39,7 +39,7 @@ CASES = [
         family,
         id=f"tp{layout['tp']}-dp{layout['dp']}-pp{layout.get('pp', 1)}-{family}",
         # the families by turns, and layouts whose parts are met on fewer ranks
-        marks=[pytest.mark.wide] * ((turn + number) % 2 or layout["tp"] * layout["dp"] > 4 or layout["tp"] > 2),
+        marks=[pytest.mark.wide] * ((turn + number) % 2 or layout["tp"] * layout["dp"] * layout.get("pp", 1) > 2),
     )
     for turn, layout in enumerate(LAYOUTS)
     for number, family in enumerate(("gpt2", "llama"))
@@ -81,7 +81,7 @@ def test_dropout_is_the_same_over_data_parallel_splits(dp: int, size: int, rank_
 
 @pytest.mark.bits
 @pytest.mark.parametrize("schedule", LAYOUT_FACTORS["schedule"])
-@pytest.mark.parametrize("pp", [2, 3])
+@pytest.mark.parametrize("pp", [2, pytest.param(3, marks=pytest.mark.wide)])
 def test_dropout_is_the_same_over_pipelines(pp: int, schedule: str, rank_pools: RankPools) -> None:
     cell = Cell(dropout=0.1, samples=5, recompute="block")
     (alone,) = run(rank_pools, [cell])

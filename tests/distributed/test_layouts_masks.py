@@ -21,12 +21,12 @@ LAYOUTS = [
     {"tp": 1, "dp": 4, "overlap": "reduce"},
     {"tp": 1, "dp": 2, "zero": 2, "overlap": "reduce"},
     {"tp": 1, "dp": 4, "zero": 3, "instances": 2, "overlap": "reduce and gather"},
-    {"tp": 2, "dp": 2, "zero": 1, "overlap": "reduce and gather"},
-    {"tp": 2, "dp": 1, "pp": 2, "schedule": "zb-v", "sequence_parallel": True},
-    {"tp": 1, "dp": 2, "pp": 2, "schedule": "interleaved-2", "zero": 1, "overlap": "reduce"},
     {"tp": 1, "dp": 1, "pp": 3, "schedule": "zb-h1"},
 ]
 WIDE = [
+    {"tp": 2, "dp": 2, "zero": 1, "overlap": "reduce and gather"},
+    {"tp": 2, "dp": 1, "pp": 2, "schedule": "zb-v", "sequence_parallel": True},
+    {"tp": 1, "dp": 2, "pp": 2, "schedule": "interleaved-2", "zero": 1, "overlap": "reduce"},
     {"tp": 1, "dp": 2, "zero": 1},
     {"tp": 4, "dp": 2, "sequence_parallel": True},
     {"tp": 1, "dp": 8},

@@ -95,12 +95,16 @@ def test_one_step_is_the_oracles_in_the_full_product(pipeline: Row, rank_pools: 
 @pytest.mark.parametrize(
     "layout",
     [
-        {"pp": 2, "zero": 1, "tied": False},
         {"pp": 3, "recompute": "uniform", "fused_loss": True},
-        {"pp": 4, "dp": 2, "overlap": "reduce"},
         {"pp": 2, "dp": 2, "zero": 3, "overlap": "reduce and gather", "tied": False},
-        {"pp": 2, "dp": 2, "zero": 3, "overlap": "reduce and gather", "fused_loss": True},
-        {"pp": 2, "tp": 2, "dp": 2, "sequence_parallel": True, "zero": 2, "tied": False},
+        pytest.param({"pp": 2, "zero": 1, "tied": False}, marks=pytest.mark.wide),
+        pytest.param({"pp": 4, "dp": 2, "overlap": "reduce"}, marks=pytest.mark.wide),
+        pytest.param(
+            {"pp": 2, "dp": 2, "zero": 3, "overlap": "reduce and gather", "fused_loss": True}, marks=pytest.mark.wide
+        ),
+        pytest.param(
+            {"pp": 2, "tp": 2, "dp": 2, "sequence_parallel": True, "zero": 2, "tied": False}, marks=pytest.mark.wide
+        ),
     ],
     ids=lambda layout: "-".join(f"{name}{value}" for name, value in layout.items()),
 )

@@ -206,7 +206,13 @@ def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[
 
 @pytest.mark.parametrize(
     ("ranks", "tp", "sequence_parallel", "stage"),
-    [(2, 1, False, 0), (2, 2, False, 0), (2, 2, True, 0), (2, 1, False, 1), (2, 1, False, 3), (4, 2, True, 2)],
+    [
+        *((2, 2, True, 0), (2, 1, False, 1), (2, 1, False, 3)),
+        *(
+            pytest.param(*case, marks=pytest.mark.wide)
+            for case in ((2, 1, False, 0), (2, 2, False, 0), (4, 2, True, 2))
+        ),
+    ],
 )
 def test_the_report_at_the_start_is_right(
     ranks: int, tp: int, sequence_parallel: bool, stage: int, rank_pools: RankPools

@@ -174,7 +174,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 2, ZeRO 3": {"tp": 1, "dp": 2, "zero": 3, "overlap": "reduce and gather", "recompute": "uniform"},
     "pp 2, dp 2, ZeRO 3": {"tp": 1, "dp": 2, "pp": 2, "zero": 3, "schedule": "interleaved-2"},
 }
-WIDE = ("tp 2, sequence parallel, recomputed", "tp 2, pp 2, zb-h1", "pp 2, dp 2, ZeRO 3")
+WIDE = (
+    *("tp 2, sequence parallel, recomputed", "tp 2, pp 2, zb-h1", "pp 2, dp 2, ZeRO 3", "pp 2, zb-h1"),
+    *("dp 2", "dp 2, ZeRO 1", "dp 2, ZeRO 2", "pp 2, interleaved, recomputed"),
+)
 """What the others have apart from each other."""
 
 

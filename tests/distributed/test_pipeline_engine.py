@@ -171,7 +171,9 @@ def step_of_failing_rank(number: int, failing: int, seconds: float) -> str:
     [(signal.SIGKILL, 0.0), (signal.SIGKILL, 0.5), (signal.SIGSTOP, 0.0)],
     ids=["killed", "killed before the others turn to it", "stopped"],
 )
-@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize(
+    "failing", [pytest.param(0, marks=pytest.mark.wide), 1, pytest.param(2, marks=pytest.mark.wide)]
+)
 def test_the_neighbours_of_a_rank_that_fails_name_stage_and_action(
     number: int, seconds: float, failing: int, rank_pools: RankPools
 ) -> None:

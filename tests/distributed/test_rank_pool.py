@@ -155,6 +155,7 @@ def test_timeout_names_the_silent_ranks_and_where_they_stand(pool: RankPool) -> 
     assert len(pool.run(process_id)) == WORLD_SIZE
 
 
+@pytest.mark.wide
 def test_ranks_end_with_a_test_process_that_is_killed(tmp_path: Path) -> None:
     """Stuck in a call or in a job, they would go on for ever, and hold the machine."""
     script = tmp_path / "hold.py"

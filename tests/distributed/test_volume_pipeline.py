@@ -94,7 +94,9 @@ MICRO_BATCHES = 4
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("schedule", BORDERS)
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "zero", [pytest.param(0, marks=pytest.mark.wide), 1, pytest.param(2, marks=pytest.mark.wide), 3]
+)
 def test_a_pipeline_sends_hidden_states_and_no_more(
     zero: int, schedule: str, tied: bool, rank_pools: RankPools
 ) -> None:

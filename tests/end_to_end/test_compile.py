@@ -16,6 +16,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++ for CPUs")
 def test_compiled_layers_train_the_same_model(run: Run, tmp_path: Path) -> None:
     inductor = {

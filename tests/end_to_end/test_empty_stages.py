@@ -12,7 +12,9 @@ FLAGS = (*SIZES, *COURSE, *NO_DROPOUT, *words("--train-iters 4 --save-interval 2
 EMPTY = words("--pp 4 --pipeline-model-parallel-layout E||tt|L")
 
 
-@pytest.mark.parametrize("dtype", ["--fp64", "--bf16"])  # with masters beside the parameters, and without
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("--fp64", marks=pytest.mark.wide), "--bf16"]
+)  # with masters beside the parameters, and without
 def test_a_run_goes_on_over_stages_that_hold_nothing(dtype: str, run: Run, tmp_path: Path) -> None:
     """One micro-batch of a step goes backward through a stage right behind its forward."""
     flags = (*FLAGS, dtype, "--micro-batch-size", 4)

@@ -122,7 +122,9 @@ def test_batches_change_nothing(byte_llama: Path, texts: Path, tmp_path: Path) -
 LAYOUTS = {"dp2": (2, ""), "tp2": (2, "--tp 2"), "pp2": (2, "--pp 2"), "tp2-pp2": (4, "--tp 2 --pp 2")}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["dp2", *(pytest.param(n, marks=pytest.mark.wide) for n in ("tp2", "pp2")), "tp2-pp2"]
+)
 def test_every_layout_finds_the_same(
     layout: str, byte_llama: Path, texts: Path, tmp_path: Path, spawn: Callable[..., Job]
 ) -> None:

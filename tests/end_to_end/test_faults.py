@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -34,7 +33,6 @@ from tests.end_to_end.campaign import (
     UNWATCHED,
     Campaign,
     everything_said,
-    undisturbed,
 )
 from tests.end_to_end.runs import GPT2, MOCK
 from tests.harness.covering_array import Row, covering_array, every_value_once
@@ -53,14 +51,6 @@ FACTORS = {
 }
 PARTS = 4
 """Of the faults of a layout: the first in `make test`, three in CI."""
-
-Whole = Callable[[str], Path]
-
-
-@pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """The run directory of a layout's undisturbed run."""
-    return cache(lambda layout: undisturbed(tmp_path_factory.mktemp("whole") / layout, layout))
 
 
 def possible(row: Row) -> bool:
@@ -105,20 +95,18 @@ PLANNED = planned()
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.wide) for part in range(1, PARTS))])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_survives_faults_of_every_manner_in_every_phase(
-    layout: str, part: int, whole: Whole, tmp_path: Path
-) -> None:
+def test_a_run_survives_faults_of_every_manner_in_every_phase(layout: str, part: int, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", layout)
     for fault, circumstances in loads_last(PLANNED[layout, part]):
         campaign.disturb(fault, **circumstances)
-    campaign.assert_unbroken(whole(layout))
+    campaign.assert_unbroken()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_survives_every_fault(layout: str, kind: str, phase: str, whole: Whole, tmp_path: Path) -> None:
+def test_a_run_survives_every_fault(layout: str, kind: str, phase: str, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", layout)
     manner = next(manner for manner, kinds in MANNERS.items() if kind in kinds)
     ranks = [
@@ -130,7 +118,7 @@ def test_a_run_survives_every_fault(layout: str, kind: str, phase: str, whole: W
         launcher = store_of_rank_0 and phase not in START
         fault = Fault(phase, rank, steps_before(phase), kind)
         campaign.disturb(fault, store_of_rank_0=store_of_rank_0, launcher=launcher)
-    campaign.assert_unbroken(whole(layout))
+    campaign.assert_unbroken()
 
 
 @dataclass
@@ -231,7 +219,7 @@ TRIALS = 6
 """Starts of one campaign."""
 
 
-def run_by_chance(seed: int, whole: Whole, folder: Path) -> None:
+def run_by_chance(seed: int, folder: Path) -> None:
     generator = random.Random(seed)
     layout = generator.choice(tuple(LAYOUTS))
     campaign = Campaign(folder / "campaign", layout)
@@ -239,19 +227,19 @@ def run_by_chance(seed: int, whole: Whole, folder: Path) -> None:
         before = campaign.latest
         Chance(campaign, generator).disturb()
         assert campaign.latest >= before
-    campaign.assert_unbroken(whole(layout))
+    campaign.assert_unbroken()
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("seed", range(1))
-def test_a_run_survives_chance(seed: int, whole: Whole, tmp_path: Path) -> None:
-    run_by_chance(seed, whole, tmp_path)
+def test_a_run_survives_chance(seed: int, tmp_path: Path) -> None:
+    run_by_chance(seed, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 10))
-def test_a_run_survives_more_of_it(seed: int, whole: Whole, tmp_path: Path) -> None:
-    run_by_chance(seed, whole, tmp_path)
+def test_a_run_survives_more_of_it(seed: int, tmp_path: Path) -> None:
+    run_by_chance(seed, tmp_path)
 
 
 def test_one_process_alone_that_hangs_is_ended(spawn: Callable[..., Job], tmp_path: Path) -> None:

@@ -66,10 +66,10 @@ def start_failing(
 
 
 KILLED = [
-    ("--pp 3 --decoder-first-pipeline-num-layers 2", 0, 3, "stage 1, "),
+    pytest.param("--pp 3 --decoder-first-pipeline-num-layers 2", 0, 3, "stage 1, ", marks=pytest.mark.wide),
     ("--pp 3 --decoder-first-pipeline-num-layers 2", 1, 3, "stage [02], "),
     ("--pp 4 --pipeline-schedule zb-h1", 3, 4, "stage 2, "),
-    ("--pp 4 --pipeline-schedule gpipe", 2, 4, "stage [13], "),
+    pytest.param("--pp 4 --pipeline-schedule gpipe", 2, 4, "stage [13], ", marks=pytest.mark.wide),
 ]
 
 

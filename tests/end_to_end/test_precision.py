@@ -55,7 +55,7 @@ def test_a_dynamic_scale_finds_its_place_and_is_kept(layout: str, run: Run, tmp_
 @pytest.mark.parametrize(
     "strategy",
     [
-        "no_shard",
+        pytest.param("no_shard", marks=pytest.mark.wide),
         pytest.param("optim", marks=pytest.mark.wide),
         pytest.param("optim_grads", marks=pytest.mark.wide),
         "optim_grads_params",
@@ -92,7 +92,7 @@ NARROW = words(
 )
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("muon", marks=pytest.mark.wide)])
 def test_half_the_state_trains_nearly_the_same_and_is_kept(optimizer: str, run: Run, tmp_path: Path) -> None:
     """2 % is what bf16's 8 bits leave of a loss of 4. Moments are saved as they are: a resumed run has its bits."""
     flags = (*LLAMA, *NO_DROPOUT, "--optimizer", optimizer, "--train-iters", STEPS)
@@ -111,7 +111,7 @@ def test_half_the_state_trains_nearly_the_same_and_is_kept(optimizer: str, run: 
 @pytest.mark.parametrize(
     ("kept", "layout", "world_size"),
     [
-        ("--exp-avg-dtype int8 --exp-avg-sq-dtype int8", "--async-save", 1),
+        pytest.param("--exp-avg-dtype int8 --exp-avg-sq-dtype int8", "--async-save", 1, marks=pytest.mark.wide),
         pytest.param(
             *("--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8", "--data-parallel-sharding-strategy optim", 2),
             marks=pytest.mark.wide,

@@ -57,7 +57,7 @@ def assert_unbroken(directory: Path, run: Run, whole: Path) -> None:
     [
         (signal.SIGTERM, None, 1),
         pytest.param(signal.SIGINT, 1, 1, marks=pytest.mark.wide),
-        (signal.SIGUSR1, 0, 50),
+        pytest.param(signal.SIGUSR1, 0, 50, marks=pytest.mark.wide),
         (signal.SIGINT, None, 50),  # from the terminal and again through the launcher
     ],
     ids=str,
@@ -186,6 +186,7 @@ def test_a_run_that_goes_on_says_what_its_metrics_have_lost(run: Run, tmp_path: 
         assert warnings == ([f"WARNING: {file} {expected}: {MAY_BE}"] if expected else [])
 
 
+@pytest.mark.wide  # test_faults.py kills ranks in every phase
 def test_a_killed_rank_leaves_the_last_checkpoint(start: Start, run: Run, tmp_path: Path) -> None:
     directory = tmp_path / "broken"
     generator = random.Random(0)
@@ -317,7 +318,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("flags", [(), ("--async-save",)], ids=["at once", "in the background"])
+@pytest.mark.parametrize(
+    "flags", [pytest.param((), marks=pytest.mark.wide), ("--async-save",)], ids=["at once", "in the background"]
+)
 def test_signals_that_come_while_a_checkpoint_is_saved_break_nothing(
     flags: tuple[str, ...], spawn: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -66,7 +66,11 @@ def assert_near(found: Tensor, wanted: Tensor, tolerance: float) -> None:
 
 @pytest.mark.parametrize("terms", TERMS, ids=["plain", "smoothed", "z", "capped", "everything"])
 @pytest.mark.parametrize(("tokens", "vocab_size", "padded", "ranks"), SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, pytest.param(torch.float16, marks=pytest.mark.wide), torch.bfloat16],
+    ids=lambda dtype: str(dtype)[6:],
+)
 def test_losses_and_gradient_are_torchs(
     dtype: torch.dtype, tokens: int, vocab_size: int, padded: int, ranks: int, terms: Terms
 ) -> None:

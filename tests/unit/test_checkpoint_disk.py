@@ -84,13 +84,16 @@ FAULTS = {
 }
 NEXT, AGAIN = (2, 2), (1, 2)
 CASES = [
-    *itertools.product(["synchronous"], [NEXT, AGAIN], FAULTS),
+    *itertools.product(["synchronous"], [AGAIN], FAULTS),
     ("asynchronous", AGAIN, "EIO"),
     ("torch_dist", AGAIN, "ENOSPC"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "saved", "fault"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "saved", "fault"),
+    [*CASES, *(pytest.param("synchronous", NEXT, fault, marks=pytest.mark.wide) for fault in FAULTS)],
+)
 def test_a_failing_disk_is_told_and_costs_nothing(
     run: SavedRun, tmp_path: Path, saved: Saved, kind: str, fault: str
 ) -> None:

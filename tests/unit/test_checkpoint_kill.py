@@ -85,14 +85,14 @@ def kill_everywhere(folder: Path, before: Saved | None, saved: Saved, kind: str,
 FAULTS = (kill, kill_midway, cut_power)
 STARTS = {"the first": (None, (1, 2)), "the next": ((1, 1), (2, 2)), "the same iteration again": ((1, 1), (1, 2))}
 CASES = [
-    (STARTS["the first"], cut_power, "synchronous"),
     (STARTS["the next"], kill, "synchronous"),
-    *((STARTS["the same iteration again"], fault, "synchronous") for fault in FAULTS),
+    (STARTS["the same iteration again"], kill_midway, "synchronous"),
     (STARTS["the same iteration again"], cut_power, "asynchronous"),
     (STARTS["the same iteration again"], cut_power, "torch_dist"),
 ]
 WIDE = [
-    *((STARTS["the first"], fault, "synchronous") for fault in (kill, kill_midway)),
+    *((STARTS["the first"], fault, "synchronous") for fault in FAULTS),
+    *((STARTS["the same iteration again"], fault, "synchronous") for fault in (kill, cut_power)),
     *((STARTS["the next"], fault, "synchronous") for fault in (kill_midway, cut_power)),
     (STARTS["the next"], kill, "asynchronous"),
 ]

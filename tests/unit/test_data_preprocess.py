@@ -156,7 +156,7 @@ def test_progress_costs_the_same_for_each_of_many_files(monkeypatch: pytest.Monk
     assert 1000 <= added <= 5000
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.wide)])
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -125,7 +125,11 @@ print(rank, mesh.coordinate("pp"), mesh.coordinate("dp"), mesh.coordinate("cp"),
 
 @pytest.mark.parametrize(
     ("rank", "place"),
-    [pytest.param(0, "0 0 0 0", marks=pytest.mark.wide), (5000, "2 28 1 0"), (16383, "7 63 3 7")],
+    [
+        pytest.param(0, "0 0 0 0", marks=pytest.mark.wide),
+        (5000, "2 28 1 0"),
+        pytest.param(16383, "7 63 3 7", marks=pytest.mark.wide),
+    ],
     ids=str,
 )
 def test_any_rank_of_16384_can_be_built_here(rank: int, place: str) -> None:
