@@ -57,6 +57,7 @@ def test_every_layout_is_the_oracles_with_what_one_has_compiled(rank_pools: Rank
     assert graphs == graphs[:1] * len(cells)
 
 
+@pytest.mark.wide
 def test_tensor_and_sequence_parallel_layers_are_the_oracles(rank_pools: RankPools) -> None:
     """Here with biases, learned positions and LayerNorm."""
     cell = make_cell({"tp": 2, "dp": 1, "sequence_parallel": True}, steps=2, compiled="aot_eager")

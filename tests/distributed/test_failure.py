@@ -164,6 +164,7 @@ run_main(main)
     assert ended_by_launcher(start(program, 2)) == "error on rank 1: no GPU here\n"
 
 
+@pytest.mark.wide
 def test_under_a_launcher_with_a_group_one_rank_speaks_too(tmp_path: Path) -> None:
     program = "def main():\n    dist.barrier()\n    raise CheckpointError('disk full')\nrun_main(main)"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

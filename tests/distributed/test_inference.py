@@ -77,7 +77,7 @@ def test_greedy_text_is_the_oracles(layout: str, rank_pools: RankPools) -> None:
                 assert events == [*tokens[len(prompt) :], finish], (cell, row)
 
 
-@pytest.mark.parametrize("layout", ["alone", "tp2-pp2"])
+@pytest.mark.parametrize("layout", ["alone", pytest.param("tp2-pp2", marks=pytest.mark.wide)])
 def test_sampled_text_depends_on_the_seed_and_the_number_of_the_prompt_alone(
     layout: str, rank_pools: RankPools
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ VARIANTS = covering_array(VARIANT_FACTORS, lambda row: True)
 PLAINEST = {name: values[0] for name, values in (LAYOUT_FACTORS | MODEL_FACTORS).items()}
 
 
+@cache
 def product(*names: str) -> list[Row]:
     """Every combination of some of the factors that some valid cell has."""
     factors = LAYOUT_FACTORS | MODEL_FACTORS

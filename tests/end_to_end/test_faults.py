@@ -255,7 +255,7 @@ def test_a_rank_that_dies_is_named_though_the_launcher_ends_the_others(tmp_path:
         campaign.disturb(Fault("forward", rank, 2, "kill"), launcher=True)
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop"])
+@pytest.mark.parametrize("kind", ["kill", pytest.param("stop", marks=pytest.mark.wide)])
 def test_rank_0_is_named_where_the_store_goes_with_it(kind: str, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path / "campaign", "tp")
     campaign.disturb(Fault("forward", 0, 2, kind), store_of_rank_0=True)

@@ -79,7 +79,10 @@ def test_where_rank_0_does_not_come_another_rank_says_so(start: Start) -> None:
 
 @pytest.mark.parametrize(
     ("phase", "rank", "store_of_rank_0"),
-    [("meeting", 0, False), ("meeting", 2, True), ("group", 0, True), ("group", 2, False)],
+    [
+        *(("meeting", 2, True), ("group", 0, True)),
+        *(pytest.param(*case, marks=pytest.mark.wide) for case in (("meeting", 0, False), ("group", 2, False))),
+    ],
 )
 def test_a_rank_that_is_killed_before_the_run_is_together_is_named_and_ends_the_others(
     phase: str, rank: int, store_of_rank_0: bool, tmp_path: Path

@@ -180,7 +180,9 @@ def kill_at_random(folder: Path, kind: str, wanted: int) -> tuple[int, int]:
     return inside, kills
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.wide] * (kind != "asynchronous")) for kind in KINDS]
+)
 def test_kills_at_random_moments(tmp_path: Path, kind: str) -> None:
     inside, kills = in_clean_process(kill_at_random, tmp_path, kind, 40)
     print(f"{inside} of {kills} kills were inside a save")

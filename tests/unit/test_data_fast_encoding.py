@@ -104,7 +104,7 @@ def vocabulary(request: pytest.FixtureRequest) -> tuple[Any, FastByteLevelBPE]:
     return tokenizer, FastByteLevelBPE(tokenizer, add_special_tokens=True)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(texts=st.lists(TEXT, max_size=4))
 @example(texts=["e\u0301", "\u212b \u2126", "\U00040000", "\u0378", "a" * 300, " " * 70 + "x"])
 def test_tiktoken_gives_the_same_tokens(vocabulary: tuple[Any, FastByteLevelBPE], texts: list[str]) -> None:

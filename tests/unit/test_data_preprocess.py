@@ -238,7 +238,7 @@ def test_output_among_the_input_is_not_read_again(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.wide)])
 def test_an_interruption_leaves_nothing_under_the_final_names(tmp_path: Path, number: signal.Signals) -> None:
     """The input is a pipe that stays open, so that the command is in the middle when the signal comes."""
     pipe, out = tmp_path / "corpus.jsonl", tmp_path / "out"
