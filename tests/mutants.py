@@ -2783,6 +2783,48 @@ MUTANTS = (
         "r.part.name.startswith(MODEL)]",
         f"{_CHECKPOINT}weights_of_others_are_rounded_and_their_masters_are_not[masters]",
     ),
+    Mutant(
+        "links between stages wait for torch's own half hour",
+        "megalite/parallel/mesh.py",
+        '_new_process_group(self.rank, key, self._timeout, label="link")',
+        '_new_process_group(self.rank, key, None, label="link")',
+        "tests/distributed/test_parallel_mesh.py::test_waiting_for_a_neighbour_is_added_up_and_has_the_same_limit",
+    ),
+    Mutant(
+        "only the last wait for others counts",
+        "megalite/parallel/collectives.py",
+        "self.waits.seconds += time.perf_counter() - began",
+        "self.waits.seconds = time.perf_counter() - began",
+        "tests/distributed/test_parallel_mesh.py::test_waiting_for_a_neighbour_is_added_up_and_has_the_same_limit",
+    ),
+    Mutant(
+        "the peak of memory is told in thousands",
+        "megalite/parallel/device.py",
+        'unit = 1 if sys.platform == "darwin" else 1024',
+        'unit = 1 if sys.platform == "darwin" else 1000',
+        "tests/unit/test_parallel_device.py::test_the_peak_of_memory_is_in_bytes",
+    ),
+    Mutant(
+        "what ranks do together behind their lists is left out of the proof",
+        "megalite/pipeline/steps.py",
+        "check(self.stages, lists, micro_batches, self._reductions, behind=self._behind)",
+        "check(self.stages, lists, micro_batches, self._reductions)",
+        "tests/unit/test_pipeline_engine.py::test_what_ranks_do_together_behind_their_lists_is_part_of_the_proof",
+    ),
+    Mutant(
+        "waiting for a neighbour's message counts as own work",
+        "megalite/pipeline/point_to_point.py",
+        "group_src=0), lambda: tensor, group.waits)",
+        "group_src=0), lambda: tensor)",
+        "tests/distributed/test_parallel_mesh.py::test_waiting_for_a_neighbour_is_added_up_and_has_the_same_limit",
+    ),
+    Mutant(
+        "a recorded action takes as long as its message is waited for",
+        "megalite/pipeline/engine.py",
+        "        step.wait_for_message(action)\n        synchronize(self._device)\n        start = ",
+        "        start = time.perf_counter() - self._origin\n        step.wait_for_message(action)\n        _ = ",
+        "tests/unit/test_pipeline_engine.py::test_a_recorded_action_begins_when_its_message_is_there",
+    ),
 )
 
 

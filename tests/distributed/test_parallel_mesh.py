@@ -12,6 +12,8 @@ import torch.distributed as dist
 from megalite.errors import CommunicationError
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
+from megalite.pipeline.point_to_point import make_links
+from megalite.pipeline.stages import Stages
 from tests.harness.rank_pool import RankPools
 
 
@@ -59,3 +61,35 @@ def wait_alone() -> None:
 def test_a_run_waits_no_longer_than_it_was_told(rank_pools: RankPools) -> None:
     """torch gives groups that are made later its own half hour, whatever the first group was given."""
     rank_pools(4).run_within(20, wait_alone)
+
+
+def wait_on_a_link() -> float:
+    """Rank 0 of 2 receives twice from a peer that is late each time, and once what its peer never sends."""
+    mesh = ParallelMesh(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        pipeline_parallel_size=2,
+        timeout=datetime.timedelta(seconds=1.0),
+    )
+    stages = Stages(2)
+    links, waits = make_links(mesh, stages), mesh.link(1, 0).waits
+    before = waits.seconds
+    for _ in range(2):
+        collectives.all_reduce_(torch.zeros(1), mesh.world())
+        if mesh.rank == 1:
+            time.sleep(0.2)
+            links.send(torch.zeros(1), 0).wait()
+        else:
+            links.receive(torch.zeros(1), 1).wait()
+    waited = waits.seconds - before
+    if mesh.rank == 0:
+        with pytest.raises(CommunicationError):
+            links.receive(torch.zeros(1), 1).wait()
+    return waited
+
+
+def test_waiting_for_a_neighbour_is_added_up_and_has_the_same_limit(rank_pools: RankPools) -> None:
+    """What a rank has waited for others is not taken for its own work."""
+    waited, sent = rank_pools(2).run_within(60.0, wait_on_a_link)
+    assert 0.3 < waited < 2.0
+    assert sent < 0.2

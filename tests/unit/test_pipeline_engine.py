@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +15,12 @@ from torch import Tensor
 from megalite.errors import MegaliteError
 from megalite.parallel.collectives import Pending, done
 from megalite.parallel.parameter import DeferredGradients
+from megalite.pipeline.checker import Collective
 from megalite.pipeline.engine import HiddenStates, PipelineEngine, Recording
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import Links
 from megalite.pipeline.schedules import Action
+from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.steps import Steps
 
@@ -209,3 +212,32 @@ def test_a_recording_has_every_action_in_its_order() -> None:
     assert [span.action for span in recording.spans] == actions
     times = [time for span in recording.spans for time in (span.start, span.end)]
     assert times == sorted(times)
+
+
+def test_a_recorded_action_begins_when_its_message_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is counted here by what happens: the wait for the message is one tick, the action another."""
+    ticks: list[str] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: float(len(ticks)))
+
+    class Step:
+        def wait_for_message(self, action: Action) -> None:
+            ticks.append("message")
+
+        def execute(self, action: Action) -> None:
+            ticks.append("action")
+
+    recording = Recording(CPU)
+    (action,) = Steps().evaluation(1)
+    recording.execute(action, Step())
+    assert [(span.start, span.end) for span in recording.spans] == [(1.0, 2.0)]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_ranks_do_together_behind_their_lists_is_part_of_the_proof(order: int) -> None:
+    both = [Collective("norm", (0, 1)), Collective("gather", (0, 1))]
+    steps = Steps(Stages(2), 0, behind=[both, both[::order]])
+    if order == 1:
+        assert steps.training(2)
+    else:
+        with pytest.raises(ScheduleError):
+            steps.training(2)
