@@ -18,9 +18,11 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.checkpoint import Saver, TrainingState, box_file, directory
+from megalite.checkpoint.agreement import together
 from megalite.checkpoint.attempt import FolderAttempt
 from megalite.config import CheckpointConfig
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, DamagedCheckpointError
+from megalite.parallel.mesh import ParallelMesh
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.display import Display
 from tests.distributed.layout_cell import Cell
@@ -292,3 +294,19 @@ def test_no_rank_waits_for_one_that_fails_in_a_way_nobody_expects(rank_pools: Ra
     first, last = rank_pools(2).run(run_out_of_memory, Cell(dp=2), tmp_path / "iter_0000001")
     assert first.endswith("failed on rank 1: MemoryError: no room for a block")
     assert last == "MemoryError: no room for a block"
+
+
+def fails_twice() -> str:
+    """Rank 0 meets damage, rank 1 a file that it may not read."""
+    rank = dist.get_rank()
+    try:
+        with together(ParallelMesh(rank=rank, world_size=dist.get_world_size()), "loading"):
+            raise PermissionError(13, "Permission denied") if rank else DamagedCheckpointError("bytes changed")
+    except CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_what_is_not_damage_is_told_before_damage(rank_pools: RankPools) -> None:
+    """Else the run would fall back to an older checkpoint over a file that only may not be read."""
+    found = rank_pools(2).run(fails_twice)
+    assert found == ["CheckpointError: loading failed on rank 1: [Errno 13] Permission denied"] * 2

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +17,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megalite.checkpoint.compatibility import function_of
 from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.source import Kind
 from megalite.config import ModelConfig
 from megalite.conversion import families
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import Family, choose
 from megalite.conversion.huggingface import open_huggingface, write_huggingface
 from megalite.conversion.huggingface_files import HuggingFaceFiles
-from megalite.conversion.mapping import FromFiles, Rule
+from megalite.conversion.mapping import FileTensor, FromFiles, Rule
 from megalite.conversion.native import open_megalite, write_megalite
 from megalite.conversion.opened import OpenedModel
 from megalite.conversion.verification import logits
@@ -292,6 +295,38 @@ def edit(folder: Path, into: Path, **changes: Any) -> Path:
     config = json.loads((folder / "config.json").read_text()) | changes
     (into / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "gone"}))
     return into
+
+
+OTHERWISE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "windows from a layer on": ("qwen2-window", {"layer_types": "gone"}, {}),
+    "caps that are off": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "caps that are left out": (
+        "gemma2",
+        {"attn_logit_softcapping": "gone", "final_logit_softcapping": "gone"},
+        {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "the norms' epsilon, left out": ("llama", {"rms_norm_eps": "gone"}, {"norm_epsilon": 1e-6}),
+}
+"""Keys that say the same as others, or nothing: transformers' defaults hold then."""
+
+
+@pytest.mark.parametrize("what", OTHERWISE)
+def test_what_is_said_otherwise_or_not_at_all(folders: Path, tmp_path: Path, what: str) -> None:
+    name, changes, said = OTHERWISE[what]
+    found = open_huggingface(edit(folders / name, tmp_path / "folder", **changes)).config
+    assert function_of(found) == function_of(replace(open_huggingface(folders / name).config, **said))
+
+
+def test_what_is_made_of_several_tensors_has_the_widest_dtype() -> None:
+    halves = [FileTensor(name, (2,), (("both", Box((2 * n,), (2,)), lambda x: x),)) for n, name in enumerate("ab")]
+    for dtypes in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        tensors = {name: Kind((2,), dtype) for name, dtype in zip("ab", dtypes, strict=True)}
+        source = FromFiles(SimpleNamespace(tensors=tensors), halves, {"both": (4,)})
+        assert source.tensors["both"].dtype == torch.float32
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

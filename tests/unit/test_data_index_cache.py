@@ -389,7 +389,9 @@ class OtherBytes(ByteTokenizer):
 
 
 def test_conversations_do_not_come_from_the_indices_of_others(tmp_path: Path) -> None:
-    source = "{% for m in messages %}{{ m.role }}X{{ m.content }}{% endfor %}{% if add_generation_prompt %}"
+    source = (
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}X{{ m.content }}{% endfor %}{% if add_generation_prompt %}"
+    )
     source += "assistantX{% endif %}"
     messages = [[("user", f"q{n}"), ("assistant", f"answer {n}")] for n in range(6)]
     records = [{"messages": [{"role": role, "content": text} for role, text in each]} for each in messages]
@@ -403,7 +405,7 @@ def test_conversations_do_not_come_from_the_indices_of_others(tmp_path: Path) ->
 
     case = {
         "tokenizer": ByteTokenizer(),
-        "template": ChatTemplate(source, {}),
+        "template": ChatTemplate(source, {"bos_token": "a"}),
         "sequence_length": 40,
         "seed": 1,
         "sequences": range(3),
@@ -411,7 +413,8 @@ def test_conversations_do_not_come_from_the_indices_of_others(tmp_path: Path) ->
     }
     others: list[dict[str, Any]] = [
         {"tokenizer": OtherBytes()},
-        {"template": ChatTemplate(source.replace("X", "YZ"), {})},
+        {"template": ChatTemplate(source.replace("X", "YZ"), {"bos_token": "a"})},
+        {"template": ChatTemplate(source, {"bos_token": "b"})},
     ]
     others += [{"sequence_length": 90}, {"seed": 2}, {"sequences": range(3, 6)}, {"num_samples": 7}]
     assert_kept_apart(build, [case, *(case | changes for changes in others)], tmp_path)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.data import indexed_writer
 from megalite.data.indexed_dataset import HEADER, IndexedDataset, token_dtype
 from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.errors import DataError, FileError
@@ -225,3 +226,11 @@ def test_damage_is_told_with_the_path_and_what_to_do(tmp_path: Path, damage: str
 
 def test_token_type_is_megatrons_choice() -> None:
     assert [token_dtype(size).name for size in (257, 65499, 65500, 128256)] == ["uint16", "uint16", "int32", "int32"]
+
+
+def test_an_index_of_several_blocks_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed_writer, "BLOCK", 4)
+    sequences = [list(range(length)) for length in (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5)]
+    write(tmp_path / "tokens", sequences)
+    data = IndexedDataset(tmp_path / "tokens")
+    assert [data.get(number).tolist() for number in range(len(data))] == sequences

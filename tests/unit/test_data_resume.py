@@ -13,17 +13,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megalite.data import corpus, partial_output
+from megalite.data import corpus, partial_output, preprocess
 from megalite.data.corpus import read_chunks
 from megalite.data.encoding import Encoding, encode_chunk
 from megalite.data.indexed_dataset import token_dtype
 from megalite.data.length_statistics import LengthStatistics
 from megalite.data.partial_output import PartialOutput, partial_folder
+from megalite.data.tokenizers import TokenizerOptions
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import DataError
 
@@ -229,6 +231,19 @@ def test_a_different_run_is_not_continued(tmp_path: Path) -> None:
     with output(tmp_path / "c", resume=True) as partial, pytest.raises(DataError, match="another run is writing"):
         assert partial.resumed
         output(tmp_path / "c", resume=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"json_keys": ("text",)},
+        {"append_eod": False},
+        {"options": TokenizerOptions(tokenizer_hf_include_special_tokens=False)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_run_that_writes_other_tokens_is_a_different_one(change: dict[str, Any]) -> None:
+    assert preprocess._run([], ENCODING) != preprocess._run([], replace(ENCODING, **change))
 
 
 def command(*arguments: object) -> list[str]:

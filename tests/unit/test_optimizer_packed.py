@@ -25,6 +25,7 @@ from megalite.parallel.parameter import DenseGradient
 from megalite.training.memory import state_bytes
 from megalite_kernels import launch
 from megalite_kernels.master_weights import joined, split_
+from megalite_kernels.moments import Quantized
 
 MESH = ParallelMesh()
 MODEL = ModelConfig(
@@ -217,17 +218,28 @@ def test_moments_in_8_bits_train_nearly_the_same(name: str) -> None:
 
 
 def test_an_update_draws_by_step_and_place() -> None:
-    """Two equal runs have the same bits, and one that counts from another step has not."""
-    runs = [Run(eight_bits("int8")) for _ in range(3)]
+    """Two equal runs have the same bits, one that counts from another step, or place in the bucket, has not: else the
+    shards of a bucket would draw the same."""
+    runs = [Run(eight_bits("int8")) for _ in range(4)]
     runs[2].optimizer.steps = 7
+    for part in (part for shard in runs[3].optimizer.shards for part in shard.runs):
+        object.__setattr__(part, "start", part.start + 1024)
     for run in runs:
         run.train(0, 1)
     found = [
-        [kept.read() for part in run.optimizer.slices() for kept in part.state.values() if isinstance(kept, View)]
+        [
+            kept.codes
+            for shard in run.optimizer.shards
+            for part in shard.runs
+            for kept in part.state.values()
+            if isinstance(kept, Quantized)
+        ]
         for run in runs
     ]
+    assert found[0]
     assert same(found[0], found[1])
     assert not same(found[0], found[2])
+    assert not same(found[0], found[3])
 
 
 def test_moments_in_8_bits_take_a_byte_and_a_scale() -> None:

@@ -6,6 +6,8 @@ import gc
 import itertools
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from megalite.model.gpt import GPT
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
 from megalite.optim.layout import bucket_length, lay_out
 from megalite.optim.optimizer import make_optimizer
+from megalite.optim.places import BucketPlace
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, RowsGradient, hand_over
@@ -179,3 +182,17 @@ def test_a_network_and_its_buckets_go_with_the_last_reference() -> None:
     del network, optimizer
     gc.collect()
     assert [reference() for reference in references] == [None] * 3
+
+
+def test_replicas_of_copies_and_instances_share_what_is_saved() -> None:
+    """Two tensor-parallel copies of eight data-parallel peers in four instances: each element is saved once."""
+    parameter = SimpleNamespace(sharding=SimpleNamespace(copies=(0, 1)))
+    layout: Any = SimpleNamespace(slots=[SimpleNamespace(parameter=parameter)], length=48)
+    places = [
+        BucketPlace.of(layout, rank=copy, peers=8, position=position, stage=1, instances=4)
+        for copy in (0, 1)
+        for position in range(8)
+    ]
+    saved = sorted(place.saved for place in places)
+    assert saved == [(start, start + 3) for start in range(0, 48, 3)]
+    assert [place.counted_here for place in places] == [True, True] + [False] * 14

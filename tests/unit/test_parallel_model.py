@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.model import ModelConfig
+from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import Loss
@@ -336,3 +337,14 @@ def test_recomputation_keeps_less(how: dict, fewer: float) -> None:
         return total
 
     assert bytes_saved(network(config, recompute=Recompute(**how))) < fewer * bytes_saved(network(config))
+
+
+def test_a_stage_has_the_windows_of_its_own_layers() -> None:
+    """A window that the first stage's layers do not have, and one layer of several with it."""
+    config = replace(CONFIGS["gpt2, windows"], num_layers=4, window_attn_skip_freq="[0,0,1,0]")
+    whole, batch = network(config), micro_batch(documents=False)
+    expected, hidden = whole(None, batch), None
+    for first in range(0, 4, 2):
+        stage = network(config, part=StageLayers(first, 2, embedding=first == 0, loss=first == 2))
+        hidden = stage(hidden, batch)
+    torch.testing.assert_close(hidden, expected, rtol=1e-12, atol=0)
