@@ -1,0 +1,91 @@
+"""Small files of strangers (JSON, YAML, trackers, tokenizers), read within bounds: no fifo, device or endless file, no
+text whose reading never ends. What is refused is a ValueError that says why; the caller knows the file and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+LARGEST = 64 * MIB
+"""Bytes of a small file, where its reader knows no better."""
+DEEPEST = 64
+"""Levels of lists and objects in each other; the deepest file of those that are read has eight."""
+_WHOLE_NUMBERS = range(-(2**63), 2**64)
+
+
+def read_small_file(path: Path, *, largest: int = LARGEST, folder: Path | None = None) -> bytes:
+    """Read a whole regular file.
+
+    Args:
+        largest: bytes.
+        folder: the one that it must lie in once links are followed; those of the folder's own path may lead anywhere.
+
+    Raises:
+        OSError: it is missing or cannot be read.
+        ValueError: it is no regular file, too large, or a link that leads out of the folder.
+    """
+    if folder is not None and not _lies_in(path, folder):
+        raise ValueError(f"a link to {os.path.realpath(path)}, out of its folder")
+    # A fifo is opened without waiting for a writer, and a terminal does not become this process's.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(21, os.strerror(21), str(path))
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("no regular file, but a pipe, socket or device")
+        content = file.read(largest + 1)  # not by its size, which a file system may not know
+    if len(content) > largest:
+        raise ValueError(f"larger than the {largest / MIB:g} MiB that such a file may have")
+    return content
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    """Follow links; a snapshot in Hugging Face's cache has its files in the folder of the model, two levels up."""
+    root = Path(os.path.realpath(folder))
+    if root.parent.name == "snapshots":
+        root = root.parent.parent
+    return Path(os.path.realpath(path)).is_relative_to(root)
+
+
+def read_json(path: Path, *, largest: int = LARGEST, folder: Path | None = None) -> Any:
+    """Read a small file of JSON: `read_small_file`, then `parse_json`."""
+    return parse_json(read_small_file(path, largest=largest, folder=folder))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON in which no key stands twice in an object, whole numbers have 64 bits, and depth is bounded.
+
+    Raises:
+        ValueError: the text is none.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_int=_whole_number)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {DEEPEST} levels") from None
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+        if not level:
+            return value
+    raise ValueError(f"nested deeper than {DEEPEST} levels")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {max(names, key=names.count)[:80]!r} stands twice in one object")
+    return found
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > 20 or (number := int(text)) not in _WHOLE_NUMBERS:
+        raise ValueError(f"a whole number of {len(text.lstrip('-'))} digits, where 64 bits hold no more than 20")
+    return number
