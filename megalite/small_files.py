@@ -101,7 +101,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _whole_number(text: str) -> int:
+def _whole_number(text: str) -> int | float:
+    if text == "-0":  # which no whole number is
+        return -0.0
     if len(text) > 20 or (number := int(text)) not in _WHOLE_NUMBERS:
         raise ValueError(f"a whole number of {len(text.lstrip('-'))} digits, where 64 bits hold no more than 20")
     return number

@@ -1848,6 +1848,27 @@ MUTANTS = (
         f"{_FAMILIES}networks_that_no_family_has_are_refused_by_their_flags",
     ),
     Mutant(
+        "tensors of a safetensors file may overlap",
+        "megalite/conversion/huggingface_files.py",
+        "        if entry.start != end:",
+        "        if False:",
+        "tests/unit/test_conversion_safetensors.py::test_what_the_format_forbids_is_refused[overlap]",
+    ),
+    Mutant(
+        "sizes beyond 64 bits times nothing are nothing",
+        "megalite/conversion/huggingface_files.py",
+        "math.prod(size or 1 for size in shape)",
+        "math.prod(shape)",
+        "tests/unit/test_conversion_safetensors.py::test_what_the_format_forbids_is_refused[huge times nothing]",
+    ),
+    Mutant(
+        "weights that are NaN are converted without a word",
+        "megalite/conversion/not_finite.py",
+        "            self._found.add(name)",
+        "            pass",
+        f"{_FAMILIES}weights_that_are_no_numbers_are_told",
+    ),
+    Mutant(
         "tensors that are left over are passed over",
         "megalite/conversion/huggingface_files.py",
         "elif not family.is_buffer(name):",
