@@ -9,8 +9,9 @@ import errno
 import json
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MIB = 2**20
 LARGEST = 64 * MIB
@@ -38,7 +39,7 @@ def read_small_file(path: Path, *, largest: int = LARGEST, folder: Path | None =
     return content
 
 
-def open_regular(path: Path, *, folder: Path | None = None) -> BinaryIO:
+def open_regular(path: Path, *, folder: Path | None = None) -> BufferedReader:
     """Open a regular file of any size to be read.
 
     Args:

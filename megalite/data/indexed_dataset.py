@@ -121,13 +121,13 @@ class IndexedDataset:
             DataError: a sequence lies outside the .bin.
         """
         lengths, pointers, size = self.sequence_lengths.item, self.sequence_pointers.item, self.dtype.itemsize
-        ends = [*map(lengths, sequences[:-1]), end]
         try:
+            ends = [*map(lengths, sequences[:-1]), end]
             parts = [self._read(pointers(sequences[0]) + start * size, ends[0] - start)]
             parts += [
                 self._read(pointers(sequence), end) for sequence, end in zip(sequences[1:], ends[1:], strict=True)
             ]
-        except (ValueError, OSError) as error:
+        except (LookupError, ValueError, OSError) as error:
             _damaged(idx_path(self.prefix), f"sequences {sequences} inside the .bin", str(error))
         return np.concatenate(parts, dtype=np.int64)
 
