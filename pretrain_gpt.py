@@ -31,7 +31,7 @@ def main() -> int:
 
     from megalite.training.data import open_data
 
-    data = open_data(config)
+    data = open_data(config, place.local_rank)
 
     from megalite.training.pretrain import pretrain
 

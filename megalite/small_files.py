@@ -1,12 +1,15 @@
-"""Small files of strangers (JSON, YAML, trackers, tokenizers), read within bounds: no fifo, device or endless file, no
-text whose reading never ends. What is refused is a ValueError that says why; the caller knows the file and what to do.
+"""Files of strangers: small ones (JSON, YAML, trackers, tokenizers) are read within bounds, no fifo, device or endless
+file, no text whose reading never ends; others are opened where they are regular files. What is refused is a ValueError
+that says why; the caller knows the file and what to do.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +26,40 @@ def read_small_file(path: Path, *, largest: int = LARGEST, folder: Path | None =
 
     Args:
         largest: bytes.
-        folder: the one that it must lie in once links are followed; those of the folder's own path may lead anywhere.
+        folder: as for `open_regular`.
 
     Raises:
         OSError: it is missing or cannot be read.
         ValueError: it is no regular file, too large, or a link that leads out of the folder.
     """
-    if folder is not None and not _lies_in(path, folder):
-        raise ValueError(f"a link to {os.path.realpath(path)}, out of its folder")
-    # A fifo is opened without waiting for a writer, and a terminal does not become this process's.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError(21, os.strerror(21), str(path))
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("no regular file, but a pipe, socket or device")
+    with open_regular(path, folder=folder) as file:
         content = file.read(largest + 1)  # not by its size, which a file system may not know
     if len(content) > largest:
         raise ValueError(f"larger than the {largest / MIB:g} MiB that such a file may have")
     return content
+
+
+def open_regular(path: Path, *, folder: Path | None = None) -> BufferedReader:
+    """Open a regular file of any size to be read.
+
+    Args:
+        folder: the one that it must lie in once links are followed; those of the folder's own path may lead anywhere.
+
+    Raises:
+        OSError: it is missing or cannot be read.
+        ValueError: it is no regular file, or a link that leads out of the folder.
+    """
+    if folder is not None and not _lies_in(path, folder):
+        raise ValueError(f"a link to {os.path.realpath(path)}, out of its folder")
+    # A fifo is opened without waiting for a writer, and a terminal does not become this process's.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise ValueError("no regular file, but a pipe, socket or device")
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
@@ -85,7 +102,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _whole_number(text: str) -> int:
+def _whole_number(text: str) -> int | float:
+    if text == "-0":  # which no whole number is
+        return -0.0
     if len(text) > 20 or (number := int(text)) not in _WHOLE_NUMBERS:
         raise ValueError(f"a whole number of {len(text.lstrip('-'))} digits, where 64 bits hold no more than 20")
     return number

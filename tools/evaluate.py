@@ -95,7 +95,7 @@ def main() -> int:
     check_layout(parallel, path, place.world_size)
     length, stride = lengths(arguments, path)
     tokenizer = load_tokenizer(path, arguments.tokenizer_model)
-    documents, tasks = read_documents(arguments, tokenizer), load_tasks(arguments)
+    documents, tasks = read_documents(arguments, tokenizer, place.local_rank == 0), load_tasks(arguments)
     mesh = join(parallel, place, repr(arguments))
     network = load_network(path, mesh)
     results: dict[str, Any] = {"checkpoint": str(path), "seq_length": length, "stride": stride}
@@ -166,14 +166,17 @@ def lengths(arguments: Arguments, path: AnyPath) -> tuple[int, int]:
     return length, stride
 
 
-def read_documents(arguments: Arguments, tokenizer: Tokenizer) -> list[Documents]:
-    """Those of --data-path and --text. Raises ConfigurationError or DataError."""
+def read_documents(arguments: Arguments, tokenizer: Tokenizer, verify: bool) -> list[Documents]:
+    """Those of --data-path, whose checksums are compared by those who `verify`, and of --text.
+
+    Raises ConfigurationError or DataError.
+    """
     from megalite.errors import ConfigurationError
     from megalite.inference.documents import read_texts, read_token_files
 
     documents = []
     if arguments.data_path:
-        documents += read_token_files(arguments.data_path, tokenizer, arguments.limit)
+        documents += read_token_files(arguments.data_path, tokenizer, arguments.limit, verify)
     if arguments.text and any(each.weight is not None for each in documents):
         raise ConfigurationError("--text has no weight in the blend of --data-path: leave one of them out")
     return documents + read_texts(arguments.text, arguments.json_keys, tokenizer, arguments.limit)

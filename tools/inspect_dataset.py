@@ -30,7 +30,7 @@ class Arguments(TokenizerFlags):
     document: int | None = None
     """The document to show, from 0."""
     verify: bool = False
-    """Check every pointer of the index and every token."""
+    """Check every entry of the index, every checksum that is recorded, and every token."""
     vocab_size: int | None = None
     """As for tools/preprocess_data.py."""
     config: str | None = None

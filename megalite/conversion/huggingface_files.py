@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import math
 import mmap
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -18,11 +18,15 @@ from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.source import Kind
 from megalite.conversion.family import Family
 from megalite.errors import CheckpointError
+from megalite.small_files import open_regular, parse_json, read_small_file
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OF_BUFFERS = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
 _OF_BUFFERS |= {"I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _KINDS = _DTYPES | _OF_BUFFERS
+_LONGEST_HEADER = 1 << 25
+"""Bytes; a model with 100,000 tensors in one file has half of them."""
+_LONGEST_NAME = 200
 _RESIDENT = 1 << 26
 """Bytes of a mapped file that are handed out before the memory of all is given back, unless one tensor has more."""
 
@@ -49,7 +53,8 @@ class HuggingFaceFiles:
                 elif not family.is_buffer(name):
                     unknown.append(name)
         if unknown:
-            raise CheckpointError(f"{folder} has weights that {family.name} lacks: {', '.join(sorted(unknown)[:8])}")
+            some = ", ".join(name[:_LONGEST_NAME] for name in sorted(unknown)[:8])
+            raise CheckpointError(f"{folder} has weights that {family.name} lacks: {some}")
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor, in the mapped file."""
@@ -79,10 +84,10 @@ def _open(folder: Path) -> Iterator[_Safetensors | _Pickled]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file. Raises CheckpointError."""
+    """An object in a JSON file of a folder. Raises CheckpointError."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found = parse_json(read_small_file(path, folder=path.parent).decode())
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds no JSON object")
@@ -94,6 +99,7 @@ class _Entry:
     kind: Kind
     start: int
     """Its first byte in the file."""
+    stop: int
 
 
 class _Safetensors:
@@ -102,28 +108,14 @@ class _Safetensors:
     def __init__(self, path: Path) -> None:
         self._lock, self._handed_out = Lock(), dict[str, int]()
         try:
-            with path.open("rb") as file:
+            with open_regular(path, folder=path.parent) as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            if self._map[:8] == b"version ":
-                raise ValueError("it is a pointer of Git LFS, which git lfs pull replaces by the file")
-            length = int.from_bytes(self._map[:8], "little")
-            header: dict[str, Any] = json.loads(self._map[8 : 8 + length])
-            header.pop("__metadata__", None)
-            self._entries = {name: self._entry(fields, 8 + length) for name, fields in header.items()}
+            self._entries = _entries(self._map)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        except ValueError as error:
             raise CheckpointError(f"{path} is no whole safetensors file: {error}") from error
         self.tensors = {name: entry.kind for name, entry in self._entries.items()}
-
-    def _entry(self, fields: Mapping[str, Any], header: int) -> _Entry:
-        if fields["dtype"] not in _KINDS:
-            raise ValueError(f"it has numbers of kind {fields['dtype']}, where {', '.join(_DTYPES)} are known")
-        kind = Kind(tuple(map(int, fields["shape"])), _KINDS[fields["dtype"]])
-        start, stop = (header + int(offset) for offset in fields["data_offsets"])
-        if not header <= start <= stop <= len(self._map) or stop - start != kind.size:
-            raise ValueError("a tensor is not within it: it was cut off")
-        return _Entry(kind, start)
 
     def tensor(self, name: str) -> Tensor:
         kind, start = self._entries[name].kind, self._entries[name].start
@@ -136,11 +128,63 @@ class _Safetensors:
         return torch.frombuffer(self._map, dtype=kind.dtype, count=count, offset=start).view(kind.shape)
 
 
+def _entries(content: mmap.mmap) -> dict[str, _Entry]:
+    """The tensors of a file by name; they follow one another from the header to the end. Raises ValueError."""
+    if content[:8] == b"version ":
+        raise ValueError("it is a pointer of Git LFS, which git lfs pull replaces by the file")
+    length = int.from_bytes(content[:8], "little")
+    end = 8 + length
+    if length > _LONGEST_HEADER or end > len(content):
+        raise ValueError(f"a header of {length:,} bytes in a file of {len(content):,}")
+    if content[8:9] != b"{":
+        raise ValueError("its header is no JSON object")
+    header: dict[str, Any] = parse_json(content[8:end].decode())
+    _check_metadata(header.pop("__metadata__", {}))
+    found = {name: _entry(name, fields, end) for name, fields in header.items()}
+    for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != end:
+            raise ValueError(f"{name} begins at byte {entry.start}, where the tensor before it ends at {end}")
+        end = entry.stop
+    if end != len(content):
+        raise ValueError(f"its tensors end at byte {end}, and it at {len(content)}")
+    return found
+
+
+def _check_metadata(metadata: Any) -> None:
+    """Raises ValueError where a header's notes are no texts."""
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata are no texts")
+    for text in (*metadata, *metadata.values()):
+        text.encode()  # half of a surrogate pair is no character
+
+
+def _entry(name: str, fields: Any, header: int) -> _Entry:
+    """A tensor of a file whose header ends at byte `header`. Raises ValueError."""
+    if not name.isprintable() or len(name) > _LONGEST_NAME:
+        raise ValueError(f"a tensor is called {name[:_LONGEST_NAME]!r}")
+    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name} has not just a dtype, a shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _KINDS:
+        raise ValueError(f"it has numbers of kind {str(dtype)[:_LONGEST_NAME]}, where {', '.join(_DTYPES)} are known")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"the shape or the offsets of {name} are no whole numbers of 0 or more")
+    kind, (start, stop) = Kind(tuple(shape), _KINDS[dtype]), offsets
+    if math.prod(size or 1 for size in shape) * kind.dtype.itemsize >= 2**63 or stop - start != kind.size:
+        raise ValueError(f"{name} of shape {str(shape)[:_LONGEST_NAME]} does not take bytes {start} to {stop}")
+    return _Entry(kind, header + start, header + stop)
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
 class _Pickled:
     """A file of torch.save, of which nothing but tensors is unpickled."""
 
     def __init__(self, path: Path) -> None:
         try:
+            open_regular(path, folder=path.parent).close()
             # Files of before torch 1.6, which are no archives, are read whole.
             loaded = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
             self._loaded: dict[str, Tensor] = {name: value for name, value in loaded.items() if torch.is_tensor(value)}

@@ -18,6 +18,7 @@ from megalite.data.mock_dataset import MockDataset
 from megalite.data.parts import SPLITS, Part
 from megalite.data.side_file import check_tokenizer
 from megalite.data.tokenizers import Tokenizer
+from megalite.data.verification import Verification
 from megalite.errors import ConfigurationError, DataError
 
 Sample = TypeVar("Sample", covariant=True)
@@ -103,6 +104,7 @@ def build_token_datasets(
     cache: IndexCache,
     surplus: float = SURPLUS,
     mmap_bin_files: bool = True,
+    verification: Verification | None = None,
 ) -> Datasets[np.ndarray]:
     """The sets of a run on token files: each sample int64 [sequence_length + 1].
 
@@ -115,6 +117,7 @@ def build_token_datasets(
         cache: keeps the indices.
         surplus: what is drawn from each dataset of a blend beyond its share.
         mmap_bin_files: see `IndexedDataset`.
+        verification: looks through the files, to be begun when it has all of them; None: indexes are, at once.
 
     Raises:
         ConfigurationError: there is no training data.
@@ -123,7 +126,10 @@ def build_token_datasets(
 
     def open_source(prefix: str) -> TokenFile:
         check_tokenizer(prefix, tokenizer.identity())
-        return TokenFile(IndexedDataset(prefix, mmap_bin_files), sequence_length, seed, cache)
+        indexed = IndexedDataset(prefix, mmap_bin_files, check=verification is None)
+        if verification is not None:
+            verification.add(indexed)
+        return TokenFile(indexed, sequence_length, seed, cache)
 
     return build_datasets(parts, samples, open_source, cache, surplus)
 

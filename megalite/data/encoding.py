@@ -81,21 +81,22 @@ def encode_chunk(encoding: Encoding, chunk: Chunk) -> EncodedChunk:
             documents.append(record)
         else:
             bad.append(record)
+    keys = range(len(encoding.json_keys))
     try:
-        encoded = [_encode(tokenizer, documents, key) for key in range(len(encoding.json_keys))]
+        encoded = [_encode(tokenizer, documents, key) for key in keys]
     except ValueError:
         refused = {document.number: reason for document in documents if (reason := _refusal(tokenizer, document))}
         bad = sorted([*bad, *(BadRecord(number, chunk.place(number), reason) for number, reason in refused.items())])
         documents = [document for document in documents if document.number not in refused]
-        encoded = [_encode(tokenizer, documents, key) for key in range(len(encoding.json_keys))]
+        encoded = [_encode(tokenizer, documents, key) for key in keys]
     if bad and not encoding.skip_bad_lines:
         raise bad[0].error()
-    keys = [
-        _assemble(ids, [len(document.texts[key]) for document in documents], tokenizer, encoding.append_eod)
-        for key, ids in enumerate(encoded)
+    tokens = [
+        _assemble(*each, [len(document.texts[key]) for document in documents], tokenizer, encoding.append_eod)
+        for key, each in enumerate(encoded)
     ]
     text_bytes = sum(len(text.encode()) for document in documents for texts in document.texts for text in texts)
-    return EncodedChunk(keys, text_bytes, bad, chunk.end, chunk.bytes_read)
+    return EncodedChunk(tokens, text_bytes, bad, chunk.end, chunk.bytes_read)
 
 
 @lru_cache(maxsize=1)
@@ -106,31 +107,43 @@ def cached_tokenizer(encoding: Encoding) -> Tokenizer:
     return tokenizer
 
 
-def _encode(tokenizer: Tokenizer, documents: Sequence[Document], key: int) -> Sequence[Ids]:
-    return tokenizer.encode_documents([text for document in documents for text in document.texts[key]])
+def _encode(tokenizer: Tokenizer, documents: Sequence[Document], key: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of the texts of a key end to end, and how many each text has.
+
+    Raises ValueError where a text has none, or has some that are none of the tokenizer's vocabulary.
+    """
+    ids = tokenizer.encode_documents([text for document in documents for text in document.texts[key]])
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+    tokens = _joined(ids, int(lengths.sum()))
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
+        raise ValueError(
+            f"has tokens from {tokens.min()} to {tokens.max()}, but the tokenizer says that it has "
+            f"{tokenizer.vocab_size}: its file is damaged"
+        )
+    return tokens, lengths
 
 
 def _refusal(tokenizer: Tokenizer, document: Document) -> str | None:
     try:
-        for texts in document.texts:
-            tokenizer.encode_documents(texts)
+        for key in range(len(document.texts)):
+            _encode(tokenizer, [document], key)
     except ValueError as error:
         return str(error)
     return None
 
 
-def _assemble(ids: Sequence[Ids], texts: Sequence[int], tokenizer: Tokenizer, append_eod: bool) -> Tokens:
-    """Tokens as they are stored, from those of each text and the number of texts of each document."""
-    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-    tokens = _joined(ids, int(lengths.sum()))
-    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
-        raise DataError(
-            f"tokens from {tokens.min()} to {tokens.max()}, but the tokenizer says that it has {tokenizer.vocab_size}: "
-            "its file is damaged"
-        )
+def _assemble(
+    tokens: np.ndarray, lengths: np.ndarray, texts: Sequence[int], tokenizer: Tokenizer, append_eod: bool
+) -> Tokens:
+    """Tokens as they are stored, from those of the texts and the number of texts of each document."""
     document = np.repeat(np.arange(len(texts)), texts)[lengths > 0]
     sequences, lengths = np.bincount(document, minlength=len(texts)), lengths[lengths > 0]
     if append_eod:
+        if not 0 <= tokenizer.eod < tokenizer.vocab_size:
+            raise DataError(
+                f"a document would end with token {tokenizer.eod}, but the tokenizer says that it has "
+                f"{tokenizer.vocab_size}: its file is damaged"
+            )
         last = np.cumsum(sequences)[sequences > 0] - 1
         tokens = np.insert(tokens, np.cumsum(lengths)[last], tokenizer.eod)
         lengths[last] += 1
@@ -140,6 +153,9 @@ def _assemble(ids: Sequence[Ids], texts: Sequence[int], tokenizer: Tokenizer, ap
 
 def _joined(ids: Sequence[Ids], count: int) -> np.ndarray:
     if ids and all(isinstance(part, np.ndarray) for part in ids):
-        return np.concatenate([np.asarray(part, np.int32) for part in ids])
+        return np.concatenate([np.asarray(part, np.int64) for part in ids])
     flat: Any = chain.from_iterable(ids)
-    return np.fromiter(flat, np.int32, count)
+    try:
+        return np.fromiter(flat, np.int64, count)
+    except OverflowError as error:
+        raise ValueError("has tokens beyond 64 bits: the tokenizer's file is damaged") from error

@@ -14,12 +14,44 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megalite.data.indexed_dataset import DTYPE_CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
-from megalite.data.side_file import side_file_path, write_side_file
+from megalite.data.side_file import CHUNK, Record, side_file_path, write_side_file
 from megalite.errors import DataError, FileError
 from megalite.files import TemporaryFile, remove_leftovers, sync_directory, temporary_path
 
-# Lengths that are read back at a time when the index is made of them.
+# Lengths, or bytes, that are read back at a time.
 BLOCK = 1 << 20
+LONGEST = np.iinfo(np.int32).max
+
+
+class ChecksummedFile(TemporaryFile):
+    """A file that knows the checksum of each `CHUNK` of it, of what an earlier process wrote too.
+
+    Attributes:
+        crc32: the checksums, the last one as far as the file goes.
+    """
+
+    def __init__(self, path: Path, temporary: Path, size: int = 0) -> None:
+        super().__init__(path, temporary, size)
+        self.crc32: list[int] = []
+        self._size = 0
+        with self.temporary.open("rb") as file:
+            while piece := file.read(BLOCK):
+                self._add(piece)
+
+    def write(self, data: bytes) -> None:
+        """Append."""
+        super().write(data)
+        self._add(data)
+
+    def _add(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            inside = self._size % CHUNK
+            part, rest = rest[: CHUNK - inside], rest[CHUNK - inside :]
+            if inside == 0:
+                self.crc32.append(0)
+            self.crc32[-1] = zlib.crc32(part, self.crc32[-1])
+            self._size += len(part)
 
 
 class Extent(NamedTuple):
@@ -64,12 +96,12 @@ class IndexedDatasetWriter:
         self._folder = folder or temporary_path(Path(prefix))
         if not self._kept:
             remove_leftovers(Path(prefix))
-        # One after another: what the .bin holds, the lengths of the sequences, where each document ends.
-        sizes = (self.extent.tokens * self.dtype.itemsize, self.extent.sequences * 4, self.extent.documents * 8)
-        self._bin, self._lengths, self._documents = self._files = tuple(
-            TemporaryFile(bin_path(prefix), path, size)
-            for path, size in zip(growing_files(prefix, self._folder), sizes, strict=True)
-        )
+        tokens, sequences, documents = self.extent
+        final, (bin, lengths, ends) = bin_path(prefix), growing_files(prefix, self._folder)
+        self._bin = ChecksummedFile(final, bin, tokens * self.dtype.itemsize)
+        self._lengths = TemporaryFile(final, lengths, sequences * 4)
+        self._documents = TemporaryFile(final, ends, documents * 8)
+        self._files = (self._bin, self._lengths, self._documents)
 
     def add_document(self, tokens: np.ndarray | list[int], lengths: list[int] | None = None) -> None:
         """Add a document of one sequence, or of the sequences whose `lengths` sum to its number of tokens.
@@ -97,6 +129,10 @@ class IndexedDatasetWriter:
         """
         if lengths.sum() != len(tokens):
             raise DataError(f"the lengths of the sequences sum to {lengths.sum()}, their tokens are {len(tokens)}")
+        if len(lengths) and not 0 <= lengths.min() <= lengths.max() <= LONGEST:
+            raise DataError(
+                f"sequences have from {lengths.min()} to {lengths.max()} tokens: 0 to {LONGEST} can be stored"
+            )
         ends = self.extent.sequences + np.cumsum(sequences, dtype=np.int64)
         checksum = 0
         added = (self._stored(tokens), lengths.astype("<i4", copy=False), ends.astype("<i8", copy=False))
@@ -131,17 +167,16 @@ class IndexedDatasetWriter:
     def complete(self) -> None:
         """Write the index and the side file beside the tokens, and put all of it on disk: `publish` is what is left."""
         self.flush()
+        idx, record = idx_path(self.prefix), side_file_path(self.prefix)
         with (
-            closing(self._beside(idx_path(self.prefix))) as index,
-            closing(self._beside(side_file_path(self.prefix))) as side,
+            closing(ChecksummedFile(idx, self._folder / idx.name)) as index,
+            closing(TemporaryFile(record, self._folder / record.name)) as side,
         ):
             self._write_index(index)
-            write_side_file(side, self.tokenizer, self.extent.tokens, self.extent.documents)
+            crc32 = {"bin": self._bin.crc32, "idx": index.crc32}
+            write_side_file(side, Record(self.tokenizer, self.extent.tokens, self.extent.documents, crc32))
             for file in (self._bin, index, side):
                 file.sync()
-
-    def _beside(self, path: Path) -> TemporaryFile:
-        return TemporaryFile(path, self._folder / path.name)
 
     def _write_index(self, file: TemporaryFile) -> None:
         _, sequences, documents = self.extent

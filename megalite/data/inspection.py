@@ -9,6 +9,7 @@ import numpy as np
 from megalite.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megalite.data.length_statistics import length_statistics
 from megalite.data.side_file import describe_tokenizer, recorded_tokenizer
+from megalite.data.verification import check_record
 from megalite.errors import DataError
 
 # Entries of the index, and tokens, that are looked at a time.
@@ -43,37 +44,12 @@ def document_tokens(data: IndexedDataset, document: int) -> list[np.ndarray]:
 
 
 def verify(data: IndexedDataset) -> None:
-    """Check every pointer, length and boundary of the index, and every token.
+    """Compare a dataset, whose index was checked when it was opened, with its checksums, and check every token.
 
     Raises:
-        DataError: a sequence is not where those before it end, documents go backwards, or a token is not of the
-            recorded tokenizer's vocabulary.
+        DataError: a checksum is another than recorded, or a token is not of the recorded tokenizer's vocabulary.
     """
-    _verify_pointers(data)
-    for first, last in _blocks(len(data.document_indices) - 1):
-        steps = np.diff(data.document_indices[first : last + 1])
-        if len(steps) and steps.min() < 0:
-            document = first + int(np.argmin(steps))
-            raise DataError(f"{idx_path(data.prefix)}: document {document} ends before it begins")
-    _verify_tokens(data)
-
-
-def _verify_pointers(data: IndexedDataset) -> None:
-    position = 0
-    for first, last in _blocks(len(data)):
-        sizes = data.sequence_lengths[first:last].astype(np.int64) * data.dtype.itemsize
-        expected = position + np.cumsum(sizes) - sizes
-        wrong = np.flatnonzero(data.sequence_pointers[first:last] != expected)
-        if len(wrong):
-            at = int(wrong[0])
-            raise DataError(
-                f"{idx_path(data.prefix)}: sequence {first + at} is at byte {data.sequence_pointers[first + at]}, but "
-                f"the one before it ends at {expected[at]}"
-            )
-        position += int(sizes.sum())
-
-
-def _verify_tokens(data: IndexedDataset) -> None:
+    check_record(data)
     vocab_size = (recorded_tokenizer(data.prefix) or {}).get("vocab_size")
     tokens = data.all_tokens()
     for first, last in _blocks(data.tokens):

@@ -10,6 +10,7 @@ import numpy as np
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.sampler import micro_batch_samples
+from megalite.data.verification import Verification
 from megalite.errors import DataError
 
 
@@ -35,6 +36,7 @@ class MicroBatchLoader:
         data_parallel_size: the number of those ranks.
         vocab_size: larger tokens are refused: data without a record of its tokenizer may hold them.
         num_workers: threads that read the next step's micro-batches during this one; 0 reads when asked.
+        verification: what it finds of the data's files ends the run at the next step; None where there is none.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class MicroBatchLoader:
         data_parallel_size: int,
         vocab_size: int,
         num_workers: int = 0,
+        verification: Verification | None = None,
     ) -> None:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
@@ -53,6 +56,7 @@ class MicroBatchLoader:
         self.data_parallel_size = data_parallel_size
         self.vocab_size = vocab_size
         self.num_workers = num_workers
+        self.verification = verification
         self._executor: ThreadPoolExecutor | None = None
         self._ahead: dict[range, Future[MicroBatchArrays]] = {}
 
@@ -60,8 +64,10 @@ class MicroBatchLoader:
         """This rank's micro-batches of the step that starts at global sample `consumed_samples`.
 
         Raises:
-            DataError: the dataset ends before, or a token is beyond the vocabulary.
+            DataError: a file is damaged, the dataset ends before, or a token is beyond the vocabulary.
         """
+        if self.verification is not None:
+            self.verification.raise_damage()
         wanted = self._samples(consumed_samples, num_micro_batches)
         if self.num_workers == 0:
             return [self._load(samples) for samples in wanted]

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megalite.errors import DataError
+from megalite.small_files import open_regular
 
 _system = ctypes.CDLL(None, use_errno=True)
 _system.mmap.restype = ctypes.c_void_p
@@ -27,8 +28,9 @@ def map_file(path: Path) -> np.ndarray:
 
     Raises:
         OSError: it cannot be opened or mapped.
+        ValueError: it is no regular file.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size == 0:
             return np.empty(0, np.uint8)

@@ -35,6 +35,7 @@ from megalite.data.indexed_writer import (
 )
 from megalite.data.length_statistics import LengthStatistics, length_statistics
 from megalite.errors import DataError, FileError
+from megalite.small_files import parse_json
 
 
 class Entry(NamedTuple):
@@ -151,7 +152,10 @@ class PartialOutput:
             for line, after in content:
                 if "entry" not in line:
                     break
-                entry = Entry.parse(line["entry"])
+                try:
+                    entry = Entry.parse(line["entry"])
+                except (TypeError, ValueError):  # torn, as where a checksum is wrong
+                    break
                 if not self.finished and self._checksums(files, entry) != entry.checksums:
                     break
                 self.done, end = entry, after
@@ -298,7 +302,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[dict[str, Any], int]]:
     for line in file:
         end += len(line)
         try:
-            parsed = json.loads(line)
+            parsed = parse_json(line)
         except ValueError:
             return
         if not line.endswith(b"\n") or not isinstance(parsed, dict):
@@ -310,7 +314,7 @@ def _statistics(journal: IO[bytes]) -> LengthStatistics | None:
     """Those in the last line of the journal of a complete run."""
     journal.seek(max(journal.seek(0, os.SEEK_END) - LAST_LINE, 0))
     try:
-        return LengthStatistics(*json.loads(journal.read().splitlines()[-1])["complete"])
+        return LengthStatistics(*parse_json(journal.read().splitlines()[-1])["complete"])
     except (ValueError, LookupError, TypeError):
         return None
 

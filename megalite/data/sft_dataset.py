@@ -27,6 +27,7 @@ from megalite.data.indexed_dataset import token_dtype
 from megalite.data.parts import Part
 from megalite.data.tokenizers import Tokenizer
 from megalite.errors import DataError
+from megalite.small_files import open_regular
 
 
 def build_sft_datasets(
@@ -230,11 +231,12 @@ class SFTDataset:
 
 def _sha256(path: str) -> str:
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(Path(path)) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
         raise DataError(
-            f"{path} cannot be read ({error.strerror}): with --sft the data are JSONL files of conversations"
+            f"{path} cannot be read ({why}): with --sft the data are JSONL files of conversations"
         ) from error
 
 
@@ -251,6 +253,11 @@ def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate 
                 ids, learned = _encoded(spans_of(record), tokenizer)
                 if len(ids) < 2:
                     raise ValueError("it has no text")
+                if not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
+                    raise ValueError(
+                        f"it has tokens from {min(ids)} to {max(ids)}, but the tokenizer says that it has "
+                        f"{tokenizer.vocab_size}: its file is damaged"
+                    )
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{path} line {number} is no conversation: {error}") from error
             roles.update(message["role"] for message in record.get("messages", ()))

@@ -1,4 +1,4 @@
-"""`{prefix}.megalite.json` beside a token file: which tokenizer wrote it, and how much it wrote.
+"""`{prefix}.megalite.json` beside a token file: which tokenizer wrote it, how much it wrote, and its checksums.
 
 The name is one that nobody else uses: `{prefix}.json` is often the text itself.
 
@@ -9,25 +9,103 @@ micro-batch is loaded (`megalite/data/loader.py`), as nothing else can tell with
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megalite.data.mapped_file import refuse_too_many_open_files
 from megalite.errors import DataError
 from megalite.files import TemporaryFile
+from megalite.small_files import read_json
 
 SUFFIX = ".megalite.json"
+CHUNK = 1 << 26
+"""Bytes of a file that share a checksum."""
+_LONGEST = 1 << 12
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a token file.
+
+    Attributes:
+        tokenizer: what identifies the one that it was made with (`Tokenizer.identity()`), where that is known.
+        tokens, documents: how many it has.
+        crc32: the checksums of the files "bin" and "idx", one for each `CHUNK` bytes; none in records of old.
+    """
+
+    tokenizer: dict[str, Any] | None
+    tokens: int
+    documents: int
+    crc32: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 def side_file_path(prefix: str | Path) -> Path:
-    """The file that records the tokenizer."""
+    """The file that holds the record."""
     return Path(f"{prefix}{SUFFIX}")
 
 
-def write_side_file(file: TemporaryFile, tokenizer: dict[str, Any] | None, tokens: int, documents: int) -> None:
-    """Write what `check_tokenizer` reads."""
-    record = {"tokenizer": tokenizer, "tokens": tokens, "documents": documents}
-    file.write((json.dumps(record, indent=2) + "\n").encode())
+def write_side_file(file: TemporaryFile, record: Record) -> None:
+    """Write what `read_side_file` reads."""
+    fields = {
+        "tokenizer": record.tokenizer,
+        "tokens": record.tokens,
+        "documents": record.documents,
+        "crc32": {"chunk_bytes": CHUNK, **record.crc32},
+    }
+    file.write((json.dumps(fields, indent=2) + "\n").encode())
+
+
+def read_side_file(prefix: str | Path) -> Record | None:
+    """The record beside a token file, or None where there is none.
+
+    Raises:
+        DataError: it cannot be read, or is no record.
+    """
+    path = side_file_path(prefix)
+    try:
+        return _record(read_json(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError):
+            refuse_too_many_open_files(error)
+        raise DataError(
+            f"{path} cannot be read as the record of a token file ({getattr(error, 'strerror', None) or error}): copy "
+            "it again, run tools/preprocess_data.py again, or remove it to skip the checks"
+        ) from error
+
+
+def _record(found: Any) -> Record:
+    """Raises ValueError where JSON is no record."""
+    if not isinstance(found, dict) or found.keys() | {"crc32"} != {"tokenizer", "tokens", "documents", "crc32"}:
+        raise ValueError("it has not the keys of one")
+    tokenizer, tokens, documents, crc32 = found["tokenizer"], found["tokens"], found["documents"], found.get("crc32")
+    if not _is_count(tokens) or not _is_count(documents):
+        raise ValueError("tokens and documents are no counts")
+    if tokenizer is not None and not _is_identity(tokenizer):
+        raise ValueError("its tokenizer is none")
+    if crc32 is None:
+        return Record(tokenizer, tokens, documents)
+    if not isinstance(crc32, dict) or crc32.keys() != {"chunk_bytes", "bin", "idx"} or crc32["chunk_bytes"] != CHUNK:
+        raise ValueError(f"its checksums are not of chunks of {CHUNK:,} bytes of the .bin and .idx")
+    checksums = {name: crc32[name] for name in ("bin", "idx")}
+    if not all(isinstance(each, list) and all(_is_count(one, 2**32) for one in each) for each in checksums.values()):
+        raise ValueError("its checksums are no CRC-32")
+    return Record(tokenizer, tokens, documents, checksums)
+
+
+def _is_count(value: object, end: int = 2**63) -> bool:
+    return type(value) is int and 0 <= value < end
+
+
+def _is_identity(value: object) -> bool:
+    if not isinstance(value, dict) or not _is_count(value.get("vocab_size", 0)):
+        return False
+    return all(
+        isinstance(each, int | None) or (isinstance(each, str) and len(each) < _LONGEST) for each in value.values()
+    )
 
 
 def recorded_tokenizer(prefix: str | Path) -> dict[str, Any] | None:
@@ -36,19 +114,8 @@ def recorded_tokenizer(prefix: str | Path) -> dict[str, Any] | None:
     Raises:
         DataError: the side file cannot be read.
     """
-    path = side_file_path(prefix)
-    try:
-        recorded: dict[str, Any] | None = json.loads(path.read_text())["tokenizer"]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, OSError):
-            refuse_too_many_open_files(error)
-        raise DataError(
-            f"{path} cannot be read as the record of a tokenizer ({error!r}): run tools/preprocess_data.py again, or "
-            "remove it to skip the check"
-        ) from error
-    return recorded
+    record = read_side_file(prefix)
+    return None if record is None else record.tokenizer
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from megalite.config import DataConfig
 from megalite.data.indexed_dataset import bin_path, idx_path
 from megalite.doctor.findings import Finding
+from megalite.small_files import open_regular
 from megalite.training.data import data_parts
 
 _END = 2**20
@@ -36,7 +37,7 @@ def _files(data: DataConfig) -> Iterator[Path]:
 
 def _fingerprint(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             digest = hashlib.sha256()
             for start in (0, max(size - _END, 0)):
@@ -44,8 +45,8 @@ def _fingerprint(path: Path) -> str:
                 digest.update(file.read(_END))
     except FileNotFoundError:
         return MISSING
-    except OSError as error:
-        return f"not readable ({error.strerror})"
+    except (OSError, ValueError) as error:
+        return f"not readable ({getattr(error, 'strerror', None) or error})"
     return f"of {size:,} bytes ({digest.hexdigest()[:8]})"
 
 

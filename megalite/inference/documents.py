@@ -16,6 +16,7 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.side_file import check_tokenizer
 from megalite.data.tokenizers import Tokenizer
 from megalite.data.tokenizers.null import NullTokenizer
+from megalite.data.verification import check_record
 from megalite.errors import DataError
 
 
@@ -56,10 +57,13 @@ def context_of_documents(tokenizer: Tokenizer) -> list[int]:
     return beginning_of_documents(tokenizer) or [tokenizer.eod]
 
 
-def read_token_files(data_path: Sequence[str], tokenizer: Tokenizer, limit: float | None = None) -> list[Documents]:
+def read_token_files(
+    data_path: Sequence[str], tokenizer: Tokenizer, limit: float | None = None, verify: bool = True
+) -> list[Documents]:
     """The documents of each prefix of a `--data-path`, with their weights where it gives any.
 
-    `limit`: take so many documents of each, or below 1 such a share.
+    `limit`: take so many documents of each, or below 1 such a share. `verify`: where all are taken, compare the files
+    with their checksums; one process of a node is enough.
     Raises DataError where files are missing, damaged, of another tokenizer, or without tokens.
     """
     prefixes, weights = parse_blend(data_path)
@@ -69,6 +73,8 @@ def read_token_files(data_path: Sequence[str], tokenizer: Tokenizer, limit: floa
     for prefix, share in zip(prefixes, shares, strict=True):
         check_tokenizer(prefix, tokenizer.identity())
         data = IndexedDataset(prefix)
+        if verify and limit is None:
+            check_record(data)
         count = limited(len(data.document_indices) - 1, limit)
         sequences = [_bare(_stored(data, document), context, tokenizer.eod) for document in range(count)]
         tokens = [np.concatenate([np.empty(0, data.dtype), *document]) for document in sequences]

@@ -16,7 +16,6 @@ from megalite.config.pipeline_layout import schedule_name, stage_layers, virtual
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
-from megalite.data.tokenizers import Tokenizer
 from megalite.model import gpt
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
@@ -39,18 +38,20 @@ from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.schedules import SCHEDULES
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.steps import Steps
+from megalite.training.data import RunData
 
 
 def make_loader(
-    config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer, dataset: Dataset[SampleFields]
+    config: RunConfig, mesh: ParallelMesh, data: RunData, dataset: Dataset[SampleFields]
 ) -> MicroBatchLoader:
     return MicroBatchLoader(
         dataset,
         micro_batch_size=config.training.micro_batch_size,
         data_parallel_rank=mesh.coordinate("dp"),
         data_parallel_size=mesh.size("dp"),
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=data.tokenizer.vocab_size,
         num_workers=config.data.num_workers,
+        verification=data.verification,
     )
 
 

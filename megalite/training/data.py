@@ -19,6 +19,7 @@ from megalite.data.parts import Part, read_parts
 from megalite.data.sampler import GlobalBatchSize
 from megalite.data.sft_dataset import build_sft_datasets
 from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
+from megalite.data.verification import Verification
 
 PROBES = 16
 """Samples of which a checkpoint keeps a checksum."""
@@ -26,13 +27,15 @@ PROBES = 16
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads, opened and checked before any rank talks to another; notes are for the person who starts it."""
+    """What a run reads, opened before any rank talks to another; notes are for the person who starts it."""
 
     tokenizer: Tokenizer
     train: Dataset[SampleFields]
     valid: Dataset[SampleFields] | None
     test: Dataset[SampleFields] | None
     notes: tuple[str, ...] = ()
+    verification: Verification | None = None
+    """Looks through token files while the run begins and goes on."""
 
 
 def vocab_size(tokenizer: Tokenizer, model: ModelConfig) -> int:
@@ -73,8 +76,11 @@ def order_note(dataset: Dataset[SampleFields], seen: Sequence[Sequence[int]]) ->
     return None
 
 
-def open_data(config: RunConfig) -> RunData:
-    """Open the tokenizer and the datasets. Raises DataError or ConfigurationError, the same on every rank."""
+def open_data(config: RunConfig, local_rank: int = 0) -> RunData:
+    """Open the tokenizer and the datasets, and begin to look through token files on the first rank of a node.
+
+    Raises DataError or ConfigurationError, the same on every rank.
+    """
     training, tokenizer = config.training, open_tokenizer(config)
     batch_size, iterations = global_batch_size(config).final, last_iteration(config)
     samples = target_samples(
@@ -84,10 +90,12 @@ def open_data(config: RunConfig) -> RunData:
         eval_interval=training.eval_interval,
         eval_iters=training.eval_iters,
     )
-    train, valid, test, notes = _open_datasets(config, tokenizer, samples)
+    verification = Verification(reads=local_rank == 0)
+    train, valid, test, notes = _open_datasets(config, tokenizer, samples, verification)
     if train is None:
         raise ValueError("a run of no steps has no data")
-    return RunData(tokenizer, train, valid, test, notes)
+    verification.begin()
+    return RunData(tokenizer, train, valid, test, notes, verification)
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer:
@@ -97,7 +105,9 @@ def open_tokenizer(config: RunConfig) -> Tokenizer:
     return build_tokenizer(kind, data.tokenizer_model, vocab_size, TokenizerOptions.of(data))
 
 
-def _open_datasets(config: RunConfig, tokenizer: Tokenizer, samples: Samples) -> Datasets[SampleFields]:
+def _open_datasets(
+    config: RunConfig, tokenizer: Tokenizer, samples: Samples, verification: Verification
+) -> Datasets[SampleFields]:
     data, seed = config.data, config.training.seed
     if data.mock_data:
         mock = build_mock_datasets(samples, sequence_length=data.seq_length, seed=seed, tokenizer=tokenizer)
@@ -123,6 +133,7 @@ def _open_datasets(config: RunConfig, tokenizer: Tokenizer, samples: Samples) ->
         cache=cache,
         surplus=surplus,
         mmap_bin_files=data.mmap_bin_files,
+        verification=verification,
     )
     return _with_fields(data, seed, tokenizer, tokens)
 

@@ -93,7 +93,7 @@ class Trainer:
         self._skipped: SkippedStep | None = None
         self._recording: Recording | None = None
         self._load_notes: tuple[str, ...] = ()
-        self.loader = make_loader(config, mesh, data.tokenizer, data.train)
+        self.loader = make_loader(config, mesh, data, data.train)
         self.plan = make_plan(config, self.model_config, mesh, stages)
         self.checkpoints: Checkpoints | None = None
         if self.directory is not None:
@@ -172,7 +172,7 @@ class Trainer:
         batch_size = self.batch_size.final
         num_micro_batches = self.num_micro_batches(batch_size)
         actions = self.steps.evaluation(num_micro_batches)
-        with make_loader(self.config, self.mesh, self.data.tokenizer, dataset) as loader:
+        with make_loader(self.config, self.mesh, self.data, dataset) as loader:
             for batch in range(self.config.training.eval_iters):
                 if batch and broken_off is not None and broken_off():
                     return None

@@ -211,6 +211,14 @@ def cut_bin(place: Place) -> str:
     return prefix
 
 
+def flip_a_bit_of_bin(place: Place) -> str:
+    prefix = place.copy_of_data()
+    data = bytearray(Path(f"{prefix}.bin").read_bytes())
+    data[1000] ^= 1
+    Path(f"{prefix}.bin").write_bytes(data)
+    return prefix
+
+
 def without(suffix: str) -> Callable[[Place], str]:
     def make(place: Place) -> str:
         prefix = place.copy_of_data()
@@ -228,10 +236,11 @@ def without(suffix: str) -> Callable[[Place], str]:
         (damage_idx, ["copy.idx is damaged", "magic"]),
         (cut_idx, ["copy.idx is damaged", "bytes"]),
         (cut_bin, ["copy.bin is damaged", "bytes"]),
+        (flip_a_bit_of_bin, ["copy.bin is damaged", "another checksum than copy.megalite.json records"]),
         (lambda place: f"{place.prefix}.bin", ["without the suffix"]),
         (lambda place: f"0 {place.prefix}", ["--data-path 0", "every weight positive"]),
     ],
-    ids=["no idx", "no bin", "magic", "cut idx", "cut bin", "suffix", "weights"],
+    ids=["no idx", "no bin", "magic", "cut idx", "cut bin", "flipped bit", "suffix", "weights"],
 )
 def test_data_files(make: Callable[[Place], str], fragments: list[str], place: Place, refused: Refused) -> None:
     message = refused(64, PRETRAIN, "--data-path", *make(place).split(), *BYTES, *SHORT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -290,7 +291,7 @@ def edit(folder: Path, into: Path, **changes: Any) -> Path:
     """A copy of a folder with other keys in its config.json."""
     into.mkdir()
     for file in folder.iterdir():
-        (into / file.name).symlink_to(file)
+        (into / file.name).hardlink_to(file)
     (into / "config.json").unlink()
     config = json.loads((folder / "config.json").read_text()) | changes
     (into / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "gone"}))
@@ -446,7 +447,7 @@ def test_weights_are_of_real_numbers(folders: Path, tmp_path: Path) -> None:
 def test_nesting_without_end_is_refused(folders: Path, tmp_path: Path) -> None:
     folder = edit(folders / "llama", tmp_path / "edited")
     (folder / "config.json").write_text("[" * 100_000)
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: maximum recursion depth"):
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read: nested deeper"):
         open_huggingface(folder)
 
 
@@ -528,6 +529,27 @@ def test_what_is_cast_is_cast_once_and_asked_for(folders: Path, tmp_path: Path) 
     for name, values in all_tensors(folders / "qwen3").items():
         assert torch.equal(all_tensors(tmp_path / "out")[name], values.bfloat16()), name
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_weights_that_are_no_numbers_are_told(folders: Path, tmp_path: Path) -> None:
+    tensors = all_tensors(folders / "llama")
+    tensors["model.norm.weight"][3] = math.inf
+    tensors["model.layers.1.mlp.down_proj.weight"].fill_(math.nan)
+    rewrite(folders / "llama", tmp_path / "broken", tensors)
+    told = "WARNING: 2 of 31 tensors hold NaN or infinities: final_norm.weight, layers.1.mlp.down\n"
+    for source, expected in ((folders / "llama", ""), (tmp_path / "broken", told)):
+        flags = (
+            "--loader",
+            "hf",
+            "--saver",
+            "megalite",
+            "--load-dir",
+            source,
+            "--save-dir",
+            tmp_path / f"of {source.name}",
+        )
+        ended = convert(*flags)
+        assert (ended.code, ended.stderr) == (0, expected)
 
 
 def test_the_folder_has_what_others_look_for(folders: Path, tmp_path: Path) -> None:

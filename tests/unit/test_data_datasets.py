@@ -303,6 +303,7 @@ def test_paths_may_stand_in_files(tmp_path: Path, encoding: str) -> None:
         ("data_args_path", "1 a b c", "give weight and prefix in turn"),
         ("per_split_data_args_path", "[", "expected JSON like"),
         ("per_split_data_args_path", "[]", "expected JSON like"),
+        ("per_split_data_args_path", "[" * 100_000, "nested deeper"),
         ("per_split_data_args_path", '{"train": "a"}', "'a' is no list"),
         ("per_split_data_args_path", '{"train": ["a"], "vaild": ["b"]}', "has a key 'vaild'"),
     ],
@@ -314,6 +315,13 @@ def test_files_of_paths_that_mean_nothing_are_refused(
         (tmp_path / "paths").write_text(text)
     with pytest.raises(DataError, match=problem):
         read_parts(**{flag: str(tmp_path / "paths")})
+
+
+def test_a_file_of_paths_without_an_end_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "paths")
+    for path in (str(tmp_path / "paths"), "/dev/zero"):
+        with pytest.raises(DataError, match=f"{path} cannot be read: no regular file"):
+            read_parts(data_args_path=path)
 
 
 def test_prefixes_alone_validate_on_what_there_is(tmp_path: Path) -> None:

@@ -154,6 +154,9 @@ def describe_otherwise(path: Path) -> None:
         ("description.json", cut),
         ("description.json", describe_otherwise),
         ("description.json", lambda path: path.write_text("[]")),
+        ("description.json", lambda path: path.write_text("[" * 100_000)),
+        ("description.json", lambda path: (path.unlink(), os.mkfifo(path))),
+        ("places.npy", lambda path: (path.unlink(), os.mkfifo(path))),
         ("description.json", lambda path: path.write_text('{"description": "{\\"a\\": 1}", "crc32": 5}')),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,10 +96,15 @@ def test_reads_are_views_of_the_file(tmp_path: Path) -> None:
         sequence[0] = 0
 
 
-def test_side_file_records_tokenizer_and_counts(tmp_path: Path) -> None:
+def test_side_file_records_tokenizer_counts_and_checksums(tmp_path: Path) -> None:
     write(tmp_path / "a", [[1, 2, 3], []])
-    record = json.loads((tmp_path / "a.megalite.json").read_text())
-    assert record == {"tokenizer": {"type": "test"}, "tokens": 3, "documents": 2}
+    crc32 = {name: [zlib.crc32((tmp_path / f"a.{name}").read_bytes())] for name in ("bin", "idx")}
+    assert json.loads((tmp_path / "a.megalite.json").read_text()) == {
+        "tokenizer": {"type": "test"},
+        "tokens": 3,
+        "documents": 2,
+        "crc32": {"chunk_bytes": 2**26, **crc32},
+    }
 
 
 def test_error_leaves_the_files_that_were_there(tmp_path: Path) -> None:
@@ -197,6 +203,10 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "float tokens": (lambda bin, idx: patch(idx, 17, b"\x07"), "integer tokens, found type code 7, float32"),
     "sequence count": (lambda bin, idx: patch(idx, 18, u64(4)), "expected 114 bytes for 4 sequences .*found 102 bytes"),
     "huge count": (lambda bin, idx: patch(idx, 18, u64(2**60)), "expected .* bytes for"),
+    "idx fifo": (lambda bin, idx: (idx.unlink(), os.mkfifo(idx)), r"tokens\.idx cannot be read \(no regular file"),
+    "idx folder": (lambda bin, idx: (idx.unlink(), idx.mkdir()), r"tokens\.idx cannot be read \(Is a directory"),
+    "bin fifo": (lambda bin, idx: (bin.unlink(), os.mkfifo(bin)), r"tokens\.bin.* expected 12 bytes .*found 0 bytes"),
+    "bin device": (lambda bin, idx: (bin.unlink(), bin.symlink_to("/dev/zero")), r"tokens\.bin.* found 0 bytes"),
     "no boundary": (lambda bin, idx: patch(idx, 26, u64(0)), "at least one document boundary, found 0"),
     "short idx": (lambda bin, idx: idx.write_bytes(idx.read_bytes()[:-3]), "expected 102 bytes .*found 99 bytes"),
     "long idx": (lambda bin, idx: idx.write_bytes(idx.read_bytes() + b"x"), "expected 102 bytes .*found 103 bytes"),
@@ -205,8 +215,18 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "long bin": (lambda bin, idx: bin.write_bytes(bin.read_bytes() + b"xx"), "expected 12 bytes .*found 14 bytes"),
     "empty bin": (lambda bin, idx: bin.write_bytes(b""), "expected 12 bytes .*found 0 bytes"),
     "negative length": (lambda bin, idx: patch(idx, 34, np.int32(-2).tobytes()), "0 or more, found -2"),
-    "length": (lambda bin, idx: patch(idx, 34, np.int32(5).tobytes()), "last sequence that ends at byte 18, .*byte 12"),
-    "pointer": (lambda bin, idx: patch(idx, 34 + 12 + 16, u64(2)), "ends at byte 12, .*found byte 4"),
+    "length": (lambda bin, idx: patch(idx, 34, np.int32(5).tobytes()), "sequence 1 at byte 10, .* found it at byte 4"),
+    "last length": (lambda bin, idx: patch(idx, 42, np.int32(5).tobytes()), "expected 20 bytes .*found 12 bytes"),
+    "first pointer": (lambda bin, idx: patch(idx, 46, u64(2)), "sequence 0 at byte 0, .* found it at byte 2"),
+    "last pointer": (lambda bin, idx: patch(idx, 46 + 16, u64(2)), "sequence 2 at byte 10, .* found it at byte 2"),
+    "all pointers": (lambda bin, idx: patch(idx, 46, bytes(24)), "sequence 1 at byte 4, .* found it at byte 0"),
+    "backwards": (lambda bin, idx: patch(idx, 78, u64(2) + u64(1)), "document 1, .* sequence 2, .* its end at 1"),
+    "negative boundary": (lambda bin, idx: patch(idx, 78, u64(2**64 - 1)), "document 0, .* its end at -1"),
+    "boundaries round 64 bits": (
+        lambda bin, idx: patch(idx, 78, u64(2**63 - 1) + u64(2**63)),
+        "document 1, which begins at sequence 9223372036854775807, .* its end at -9223372036854775808",
+    ),
+    "boundary beyond": (lambda bin, idx: patch(idx, 86, u64(2**60)), "document 2, .* its end at 3"),
     "last boundary": (lambda bin, idx: patch(idx, 102 - 8, u64(2)), "from 0 to 3, .*found 0 to 2"),
 }
 

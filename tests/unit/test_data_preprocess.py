@@ -52,15 +52,27 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(("token", "refused"), [(256, False), (257, True), (-1, True)])
+@pytest.mark.parametrize(
+    ("token", "refused"), [(256, False), (257, True), (-1, True), (2**31, True), (2**32 + 1, True), (2**70, True)]
+)
 def test_a_tokenizer_that_goes_beyond_its_vocabulary_is_refused(
     token: int, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ByteTokenizer, "encode_documents", lambda self, texts: [[1, token] for _ in texts])
-    (chunk,) = read_chunks([str(corpus(tmp_path / "c.jsonl", ["a"]))], ["text"])
+    def ids(tokenizer: ByteTokenizer, texts: list[str]) -> list[list[int]]:
+        return [[1, token] if text == "b" else [2] for text in texts]
+
+    monkeypatch.setattr(ByteTokenizer, "encode_documents", ids)
+    (chunk,) = read_chunks([str(corpus(tmp_path / "c.jsonl", ["a", "b"]))], ["text"])
     encoding = Encoding(("text",), append_eod=False, tokenizer_type="ByteTokenizer")
-    with pytest.raises(DataError, match=f"{token}.* it has 257") if refused else nullcontext():
-        assert encode_chunk(encoding, chunk).keys[0].tokens.tolist() == [1, token]
+    with pytest.raises(DataError, match=r"c\.jsonl:2: has tokens .* damaged") if refused else nullcontext():
+        assert encode_chunk(encoding, chunk).keys[0].tokens.tolist() == [2, 1, token]
+
+
+def test_an_end_of_documents_beyond_the_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ByteTokenizer, "eod", 257)
+    (chunk,) = read_chunks([str(corpus(tmp_path / "c.jsonl", ["a"]))], ["text"])
+    with pytest.raises(DataError, match=r"would end with token 257, but .* it has 257"):
+        encode_chunk(Encoding(("text",), append_eod=True, tokenizer_type="ByteTokenizer"), chunk)
 
 
 def test_documents_are_the_lines_in_order(tmp_path: Path) -> None:

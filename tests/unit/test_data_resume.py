@@ -93,7 +93,9 @@ def test_a_kill_at_every_write_and_with_any_loss_of_what_was_written_last(tmp_pa
             )
             if path.name == "journal":  # its first line is synced
                 keep = max(keep, data.index(b"\n") + 1)
-            tail = randoms.choice([b"", b"", bytes(len(data) - keep), b'{"entry": [[0, 1', b"\xff" * 9])
+            tail = randoms.choice(
+                [b"", b"", bytes(len(data) - keep), b'{"entry": [[0, 1', b'{"entry": 5}\n', b"\xff" * 9]
+            )
             path.write_bytes(data[:keep] + tail)
         go_on(folder / "c", source)
         assert contents(folder) == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -398,6 +399,19 @@ def test_half_a_character_is_refused_by_line(spaces_first: dict[str, Tokenizer],
     (tmp_path / "a.jsonl").write_text('{"prompt": "a\\ud83d", "completion": "b"}\n')
     with pytest.raises(DataError, match=r"a.jsonl line 1 is no conversation: .*surrogates not allowed"):
         build(tmp_path / "a.jsonl", tokenizer=spaces_first[kind])
+
+
+def test_tokens_beyond_the_vocabulary_are_refused_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ByteTokenizer, "eod", 70_000)
+    write(tmp_path / "a.jsonl", {"prompt": "q", "completion": "a"})
+    with pytest.raises(DataError, match=r"line 1 is no conversation: it has tokens from 97 to 70000, but .* has 257"):
+        build(tmp_path / "a.jsonl")
+
+
+def test_a_file_without_an_end_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"cannot be read \(no regular file"):
+        build(tmp_path / "a.jsonl")
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -210,6 +210,11 @@ def test_data_that_cannot_be_predicted_are_refused(tmp_path: Path, beginning: Pa
         read_token_files([write(tmp_path / "bytes", [[[2]]], BYTES.identity())], tokenizer)
     with pytest.raises(DataError, match="does not exist"):
         read_token_files([str(tmp_path / "none")], tokenizer)
+    damaged = write(tmp_path / "damaged", [[[2]], [[3]]])
+    Path(f"{damaged}.bin").write_bytes(np.array([2, 2], np.uint16).tobytes())
+    read_token_files([damaged], tokenizer, verify=False)
+    with pytest.raises(DataError, match=r"damaged\.bin is damaged: bytes 0 to 3 have another checksum"):
+        read_token_files([damaged], tokenizer)
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"other": "b"}\n')
     with pytest.raises(DataError, match=r"bad\.jsonl:2: no field 'text' \(--json-keys\)"):
         read_texts([str(tmp_path / "bad.jsonl")], ["text"], BYTES)

@@ -71,6 +71,10 @@ def test_what_is_refused(text: str, message: str) -> None:
         parse_json(text)
 
 
+def test_a_negative_zero_is_no_whole_number() -> None:
+    assert repr(parse_json("-0")) == "-0.0"
+
+
 def test_what_is_within_the_bounds_is_json() -> None:
     deep = "[" * DEEPEST + "]" * DEEPEST
     for text in (deep, "18446744073709551615", "-9223372036854775808", '{"a": [1.5, null, {"a": "b"}]}', "3"):

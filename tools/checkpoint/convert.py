@@ -72,6 +72,7 @@ def main() -> None:
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     check(arguments)
     from megalite.checkpoint.progress import show_progress
+    from megalite.conversion.not_finite import Watched
 
     opened = open_model(arguments.loader, Path(arguments.load_dir), arguments)
     if arguments.tokenizer_model is not None:
@@ -81,6 +82,8 @@ def main() -> None:
         if not tokenizer_fields(folder):
             raise ConfigurationError(f"--tokenizer-model {folder} has neither tokenizer.json nor tokenizer.model")
         opened = replace(opened, folder=folder, data=tokenizer_fields(folder))
+    watched = Watched(opened.source)
+    opened = replace(opened, source=watched)
     target = dtype(arguments)
     size = sum(
         kind.size // kind.dtype.itemsize * (target or kind.dtype).itemsize for kind in opened.source.tensors.values()
@@ -91,6 +94,8 @@ def main() -> None:
     print(f"{written}: from {opened.what}, {tensors:,} tensors, {size:,} bytes")
     if not opened.data or (arguments.saver == "hf" and opened.folder is None):
         print("without a tokenizer: --tokenizer-model names a folder that has one")
+    if note := watched.note():
+        print(note, file=sys.stderr)
     if arguments.verify:
         report(opened, open_model(arguments.saver, Path(arguments.save_dir), arguments))
 

@@ -1,0 +1,162 @@
+"""Looking through token files for damage: opening them reads no token, and of a large index not every entry."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from megalite.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from megalite.data.mapped_file import refuse_too_many_open_files
+from megalite.data.side_file import CHUNK, SUFFIX, read_side_file, side_file_path
+from megalite.errors import DataError
+from megalite.small_files import open_regular
+
+ENTRIES_AT_ONCE = 1 << 21
+"""Entries of indexes that are looked at where they are opened, on every rank: some milliseconds."""
+BYTES_AT_START = 1 << 28
+"""Bytes that are looked through before the first step."""
+REST = 3.0
+"""Seconds of rest after each of looking from then on: it takes a quarter of a core, and of the disk's time."""
+PIECE = 1 << 20
+"""Bytes that are read at a time."""
+AGAIN = "Copy the three files again from where they came, or run tools/preprocess_data.py again."
+
+Advance = Callable[[int], None]
+"""Is called with the number of bytes after each piece."""
+
+
+class Check(NamedTuple):
+    """A part of the work, which raises DataError where it finds damage."""
+
+    size: int
+    """Bytes to look through."""
+    run: Callable[[Advance], None]
+
+
+def recorded_checks(data: IndexedDataset) -> list[Check]:
+    """What the side file allows to check, if there is one; its counts are compared at once.
+
+    Raises:
+        DataError: the side file cannot be read, or counts otherwise than the index.
+    """
+    record = read_side_file(data.prefix)
+    if record is None:
+        return []
+    files = [path for path in (idx_path(data.prefix), bin_path(data.prefix)) if path.suffix[1:] in record.crc32]
+    opened = [path.stat() for path in files]
+    crc32 = [record.crc32[path.suffix[1:]] for path in files]
+    counts = [("tokens", record.tokens, data.tokens), ("documents", record.documents, len(data.document_indices) - 1)]
+    counts += [
+        (f"checksums of the {path.suffix}", len(checksums), -(-status.st_size // CHUNK))
+        for path, status, checksums in zip(files, opened, crc32, strict=True)
+    ]
+    for what, recorded, found in counts:
+        if recorded != found:
+            raise DataError(
+                f"{side_file_path(data.prefix)} is not of the files beside it: it has {recorded} {what}, where they "
+                f"have {found}. {AGAIN}"
+            )
+    return [
+        Check(status.st_size, partial(_check_file, path, status, checksums))
+        for path, status, checksums in zip(files, opened, crc32, strict=True)
+    ]
+
+
+def check_record(data: IndexedDataset) -> None:
+    """Compare a dataset with its side file, if there is one: every byte, where that has checksums. Raises DataError."""
+    for check in recorded_checks(data):
+        check.run(lambda size: None)
+
+
+def _check_file(path: Path, opened: os.stat_result, crc32: Sequence[int], advance: Advance) -> None:
+    """Compare a file with its checksums, unless another has taken its place since it was `opened`."""
+    try:
+        with open_regular(path) as file:
+            if not os.path.samestat(os.fstat(file.fileno()), opened):
+                return
+            for number, recorded in enumerate(crc32):
+                found, left = 0, CHUNK
+                while left and (piece := file.read(min(left, PIECE))):
+                    found, left = zlib.crc32(piece, found), left - len(piece)
+                    advance(len(piece))
+                if found != recorded:
+                    raise DataError(
+                        f"{path} is damaged: bytes {number * CHUNK} to {(number + 1) * CHUNK - left - 1} have another "
+                        f"checksum than {path.stem}{SUFFIX} records. {AGAIN}"
+                    )
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError):
+            refuse_too_many_open_files(error)
+        raise DataError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). {AGAIN}") from error
+
+
+class Verification:
+    """Looks through the token files of a run, in a thread while it begins and goes on.
+
+    Args:
+        reads: whether this process does; one on a node is enough. Others look at indexes that are small, and no more.
+    """
+
+    def __init__(self, reads: bool) -> None:
+        self._reads = reads
+        self._entries = self._done = 0
+        self._checks: list[Check] = []
+        self._went_on = 0.0
+        self._before_start = threading.Event()
+        self._damage: BaseException | None = None
+
+    def add(self, data: IndexedDataset) -> None:
+        """Look at what is seen at once, and leave the rest for later.
+
+        Raises:
+            DataError: the index is damaged, or the side file is of another one.
+        """
+        index = Check(8 * (len(data) + len(data.document_indices)), data.check_index)
+        self._entries += index.size // 8
+        if self._entries <= ENTRIES_AT_ONCE:
+            index.run(lambda size: None)
+        else:
+            self._checks.append(index)
+        self._checks += recorded_checks(data)
+
+    def begin(self) -> None:
+        """Start with what was left for later, the smallest first."""
+        if self._reads and self._checks:
+            self._checks.sort(key=lambda check: check.size)
+            threading.Thread(target=self._run, name="verification", daemon=True).start()
+        else:
+            self._before_start.set()
+
+    def raise_damage(self) -> None:
+        """Wait until enough is looked through for a start, and raise what has been found by now.
+
+        Raises:
+            DataError: a file is damaged.
+        """
+        self._before_start.wait()
+        if self._damage is not None:
+            raise self._damage
+
+    def _run(self) -> None:
+        try:
+            for check in self._checks:
+                check.run(self._advance)
+        except BaseException as error:
+            self._damage = error
+        finally:
+            self._before_start.set()
+
+    def _advance(self, size: int) -> None:
+        self._done += size
+        if self._done > BYTES_AT_START:
+            self._before_start.set()
+            time.sleep(REST * (time.monotonic() - self._went_on))
+        self._went_on = time.monotonic()
