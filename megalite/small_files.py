@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MIB = 2**20
 LARGEST = 64 * MIB
@@ -16,6 +17,8 @@ LARGEST = 64 * MIB
 DEEPEST = 64
 """Levels of lists and objects in each other; the deepest file of those that are read has eight."""
 _WHOLE_NUMBERS = range(-(2**63), 2**64)
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 100
 
 
 def read_small_file(path: Path, *, largest: int = LARGEST, folder: Path | None = None) -> bytes:
@@ -29,20 +32,26 @@ def read_small_file(path: Path, *, largest: int = LARGEST, folder: Path | None =
         OSError: it is missing or cannot be read.
         ValueError: it is no regular file, too large, or a link that leads out of the folder.
     """
-    if folder is not None and not _lies_in(path, folder):
-        raise ValueError(f"a link to {os.path.realpath(path)}, out of its folder")
-    # A fifo is opened without waiting for a writer, and a terminal does not become this process's.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError(21, os.strerror(21), str(path))
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("no regular file, but a pipe, socket or device")
+    with open_regular(path, folder=folder) as file:
         content = file.read(largest + 1)  # not by its size, which a file system may not know
     if len(content) > largest:
         raise ValueError(f"larger than the {largest / MIB:g} MiB that such a file may have")
     return content
+
+
+def open_regular(path: Path, *, folder: Path | None = None) -> BinaryIO:
+    """Open a regular file to be read. `folder` and what is raised: as of `read_small_file`."""
+    if folder is not None and not _lies_in(path, folder):
+        raise ValueError(f"a link to {os.path.realpath(path)}, out of its folder")
+    # A fifo is opened without waiting for a writer, and a terminal does not become this process's.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(21, os.strerror(21), str(path))
+    raise ValueError("no regular file, but a pipe, socket or device")
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
@@ -89,3 +98,12 @@ def _whole_number(text: str) -> int:
     if len(text) > 20 or (number := int(text)) not in _WHOLE_NUMBERS:
         raise ValueError(f"a whole number of {len(text.lstrip('-'))} digits, where 64 bits hold no more than 20")
     return number
+
+
+def shown(value: object) -> str:
+    """Give a value of a stranger for a message, in a hundred characters at most, however large it is."""
+    try:
+        text = _BRIEF.repr(value)
+    except ValueError:  # of a number with more digits than Python writes
+        text = "a number of thousands of digits"
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -1739,16 +1739,33 @@ MUTANTS = (
     Mutant(
         "a pickle's functions are imported and called",
         "megalite/conversion/restricted_pickle.py",
-        """return type(f"{module_name}.{global_name}", (Record,), {}) if allowed is None else allowed""",
-        "return super().find_class(module_name, global_name) if allowed is None else allowed",
+        """        if name not in self._records:
+            if len""",
+        """        if True:
+            return super().find_class(module_name, global_name)
+            if len""",
         f"{_PICKLE}a_hostile_file_of_torch_runs_nothing",
     ),
     Mutant(
-        "a pickle changes the functions it may call",
+        "a pickle changes a tensor that has been checked",
         "megalite/conversion/restricted_pickle.py",
-        """        raise pickle.UnpicklingError("a function has no state")""",
-        """        object.__setattr__(self, "_call", state)""",
-        f"{_PICKLE}nothing_that_others_use_is_changed",
+        "pickle.BUILD[0]: _set_state",
+        "pickle.BUILD[0]: _BASE[pickle.BUILD[0]]",
+        f"{_PICKLE}a_tensor_lies_within_its_storage",
+    ),
+    Mutant(
+        "a program in the place of weights is run",
+        "megalite/conversion/torch_archive.py",
+        "return _read_archive(content) if",
+        "return torch.load(path, weights_only=False) if",
+        f"{_PICKLE}a_program_in_the_place_of_weights_is_not_run",
+    ),
+    Mutant(
+        "a stranger's tensor reaches beyond its bytes",
+        "megalite/conversion/restricted_pickle.py",
+        "if elements > storage.length or",
+        "if",
+        f"{_PICKLE}a_tensor_lies_within_its_storage",
     ),
     Mutant(
         "gate and up are taken for each other",
