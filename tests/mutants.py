@@ -528,6 +528,20 @@ MUTANTS = (
         "tests/unit/test_config_parse.py::test_a_tool_refuses_a_blank_value_but_for_a_prompt_of_spaces",
     ),
     Mutant(
+        "lists in lists of a configuration are read without end",
+        "megalite/config/yaml_file.py",
+        "        if self._count > _MOST_NODES or self._depth > _MOST_LEVELS:",
+        "        if False:",
+        "tests/unit/test_config_yaml.py::test_nothing_makes_reading_long_or_a_message_large",
+    ),
+    Mutant(
+        "sizes that no machine holds are tried",
+        "megalite/config/validate.py",
+        "    _raise(size_problems(config, world_size))",
+        "",
+        "tests/unit/test_config_validate.py::test_what_no_machine_holds_is_refused_by_arithmetic",
+    ),
+    Mutant(
         "a flag that is refused is suggested",
         "megalite/config/parse.py",
         ", '--', megatron_flags.refusal)",
@@ -1664,10 +1678,10 @@ MUTANTS = (
     Mutant(
         "a gate and what it gates are swapped in the files of ranks",
         "megalite/conversion/megatron_legacy.py",
-        """            yield chunk(rank * rows, 0, half, lambda: values[:rows])
-            yield chunk((ranks + rank) * rows, 0, half, lambda: values[rows:])""",
-        """            yield chunk(rank * rows, 0, half, lambda: values[rows:])
-            yield chunk((ranks + rank) * rows, 0, half, lambda: values[:rows])""",
+        """            yield chunk(rank * rows, 0, half, lambda: stored.read()[:rows])
+            yield chunk((ranks + rank) * rows, 0, half, lambda: stored.read()[rows:])""",
+        """            yield chunk(rank * rows, 0, half, lambda: stored.read()[rows:])
+            yield chunk((ranks + rank) * rows, 0, half, lambda: stored.read()[:rows])""",
         _LEGACY,
     ),
     Mutant(
