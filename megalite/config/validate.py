@@ -243,6 +243,7 @@ def _positions(config: RunConfig) -> Iterator[str]:
     if rows is not None and rows < seq_length:
         yield f"--max-position-embeddings {rows} is less than --seq-length {seq_length}"
     yield from _model(model)
+    yield from _idle(model)
 
 
 def _model(model: ModelConfig) -> Iterator[str]:
@@ -271,27 +272,34 @@ def _model(model: ModelConfig) -> Iterator[str]:
 
 
 def _rotary(model: ModelConfig) -> Iterator[str]:
-    kind, scaling = model.position_embedding_type, ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
-    if kind == "yarn":
+    if model.position_embedding_type == "yarn":
         yield from _yarn(model)
-        idle = [(name, "--position-embedding-type rope: YaRN is a scaling of its own") for name in scaling]
-    else:
-        idle = [(name, "--position-embedding-type yarn") for name in _of_yarn(model)]
-    if not model.rotary:
-        rope = ("rotary_base", "rotary_percent", "rotary_interleaved", "window_rotary_base", *scaling)
-        idle += [(name, "--position-embedding-type rope") for name in rope]
-    elif int(model.head_dim * model.rotary_percent) < 2:
+    if model.rotary and int(model.head_dim * model.rotary_percent) < 2:
         yield f"--rotary-percent {model.rotary_percent} of {model.head_dim} channels a head leaves no pair to rotate"
     if not model.use_rope_scaling:
-        llama3 = [field.name for field in fields(model) if field.name.startswith("rope_scaling_")]
-        idle += [(name, "--use-rope-scaling") for name in llama3]
-    elif model.rotary_seq_len_interpolation_factor is not None:
+        return
+    if model.rotary_seq_len_interpolation_factor is not None:
         yield "--use-rope-scaling and --rotary-seq-len-interpolation-factor are two scalings: choose one"
     elif model.rope_scaling_high_freq_factor <= model.rope_scaling_low_freq_factor:
         yield (
             f"--rope-scaling-high-freq-factor {model.rope_scaling_high_freq_factor} is not above "
             f"--rope-scaling-low-freq-factor {model.rope_scaling_low_freq_factor}"
         )
+
+
+def _idle(model: ModelConfig) -> Iterator[str]:
+    """What positions of another kind would need."""
+    kind, scaling = model.position_embedding_type, ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
+    if kind == "yarn":
+        idle = [(name, "--position-embedding-type rope: YaRN is a scaling of its own") for name in scaling]
+    else:
+        idle = [(name, "--position-embedding-type yarn") for name in _of_yarn(model)]
+    if not model.rotary:
+        rope = ("rotary_base", "rotary_percent", "rotary_interleaved", "window_rotary_base", *scaling)
+        idle += [(name, "--position-embedding-type rope") for name in rope]
+    if not model.use_rope_scaling:
+        llama3 = [field.name for field in fields(model) if field.name.startswith("rope_scaling_")]
+        idle += [(name, "--use-rope-scaling") for name in llama3]
     for name, needed in idle:
         if getattr(model, name) != getattr(ModelConfig, name):
             yield f"--{name.replace('_', '-')} needs {needed}"
