@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import reprlib
 import stat
 from io import BufferedReader
 from pathlib import Path
@@ -19,6 +20,8 @@ LARGEST = 64 * MIB
 DEEPEST = 64
 """Levels of lists and objects in each other; the deepest file of those that are read has eight."""
 _WHOLE_NUMBERS = range(-(2**63), 2**64)
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 100
 
 
 def read_small_file(path: Path, *, largest: int = LARGEST, folder: Path | None = None) -> bytes:
@@ -108,3 +111,12 @@ def _whole_number(text: str) -> int | float:
     if len(text) > 20 or (number := int(text)) not in _WHOLE_NUMBERS:
         raise ValueError(f"a whole number of {len(text.lstrip('-'))} digits, where 64 bits hold no more than 20")
     return number
+
+
+def shown(value: object) -> str:
+    """Give a value of a stranger for a message, in a hundred characters at most, however large it is."""
+    try:
+        text = _BRIEF.repr(value)
+    except ValueError:  # of a number with more digits than Python writes
+        text = "a number of thousands of digits"
+    return text if len(text) <= 100 else f"{text[:97]}..."

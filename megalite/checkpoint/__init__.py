@@ -10,7 +10,12 @@ from megalite.checkpoint.choosing import (
     find_iteration,
     newest_whole,
 )
-from megalite.checkpoint.compatibility import check_compatible, check_same_function, read_model_config
+from megalite.checkpoint.compatibility import (
+    check_compatible,
+    check_same_function,
+    read_model_config,
+    saved_section,
+)
 from megalite.checkpoint.directory import Candidates, iteration_of, latest
 from megalite.checkpoint.formats import FORMATS
 from megalite.checkpoint.loading import load, load_weights
@@ -48,6 +53,7 @@ __all__ = [
     "read_model_config",
     "remove_old",
     "save",
+    "saved_section",
     "together",
     "write_atomically",
 ]

@@ -14,7 +14,6 @@ In both, the tracker then names the iteration, and what is left over goes.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -165,7 +164,9 @@ def clear_away(directory: Path) -> None:
     for path in directory.glob("iter_*"):
         if match := _LEFT_OVER.fullmatch(path.name):
             of_that = checkpoint_path(directory, int(match[1]))
-            if match[2] == "replaced" and not of_that.exists():
+            if not path.is_dir():
+                path.unlink()
+            elif match[2] == "replaced" and not of_that.exists():
                 os.rename(path, of_that)
             else:
                 shutil.rmtree(path, ignore_errors=True)  # what stays takes space, and no more
@@ -203,8 +204,8 @@ def _left_over(folder: ObjectPath) -> Collection[str]:
     if len(set(marks.values())) < 2:
         return ()  # without a look at the manifest, which may be large
     try:
-        named = json.loads((folder / manifest.NAME).read_text())["files"]
-    except (ValueError, KeyError, TypeError):
+        named = manifest.read_manifest(folder).files
+    except CheckpointError:
         return ()  # what is damaged stays as it is
     return [name for name in marks if name not in named]
 

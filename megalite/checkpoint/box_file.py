@@ -130,7 +130,7 @@ def open_to_read(path: AnyPath, size: int) -> Iterator[OpenFile]:
         yield _Object(path)
         return
     with _reported(path):
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # of what is a pipe by now, the size is told to differ
     try:
         check_size(path, os.fstat(descriptor).st_size, size)
         yield _File(path, descriptor)

@@ -46,6 +46,8 @@ def check_whole(path: AnyPath, mesh: ParallelMesh) -> Manifest:
     """
     with together(mesh, f"reading {path}"):
         manifest = read_manifest(path)
+        if manifest.training.iteration != iteration_of(path):
+            raise Damage(path, f"its manifest is of step {manifest.training.iteration}")
         check_sizes(path, manifest, list(manifest.files)[mesh.rank :: mesh.world_size])
     check_all_see(str(manifest.checksum), path, mesh)
     return manifest

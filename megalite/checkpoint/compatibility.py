@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from megalite.checkpoint.manifest import read_config
 from megalite.checkpoint.storage import AnyPath
 from megalite.config.model import ModelConfig
-from megalite.errors import CheckpointError
+from megalite.config.run import fields_by_name, fits, section_types
+from megalite.config.validate import model_problems
+from megalite.errors import CheckpointError, DamagedCheckpointError
+from megalite.small_files import shown
+
+Section = TypeVar("Section")
 
 # What changes training or the layout but not the function that the weights stand for.
 _NOT_THE_FUNCTION = {"init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"}
@@ -22,11 +27,35 @@ def read_model_config(path: AnyPath) -> ModelConfig:
 
 def model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
     """The same, from what the checkpoint has of the run that saved it, by section."""
-    saved = config["model"]
-    unknown = sorted(set(saved) - {field.name for field in fields(ModelConfig)})
+    unknown = sorted(set(config.get("model", ())) - {field.name for field in fields(ModelConfig)})
     if unknown:
-        raise CheckpointError(f"{path} is of a model with {', '.join(unknown)}, unknown here: use a newer megalite")
-    return ModelConfig(**saved)
+        raise CheckpointError(
+            f"{path} is of a model with {', '.join(unknown)[:200]}, unknown here: use a newer megalite"
+        )
+    model = saved_section(path, config, ModelConfig)
+    if problems := model_problems(model):
+        raise DamagedCheckpointError("\n".join((f"{path} is of no model that can be:", *problems)))
+    return model
+
+
+def saved_section(path: AnyPath, config: Mapping[str, Any], kind: type[Section]) -> Section:
+    """A section of what the checkpoint in folder `path` has of the run that saved it.
+
+    Fields that only another version of this program has are left out, or as by default. Raises DamagedCheckpointError
+    where one is missing or holds what none of its kind can.
+    """
+    (name,) = (name for name, each in section_types().items() if each is kind)
+    kinds, saved = get_type_hints(kind), config.get(name, {})
+    values = {each: saved[each] for each in kinds if each in saved}
+    wrong = [f"{each} {shown(value)}" for each, value in values.items() if not fits(value, kinds[each])]
+    required = {each for each, place in fields_by_name().items() if place.required and place.section == name}
+    wrong += [f"no {each}" for each in sorted(required - values.keys())]
+    if wrong:
+        raise DamagedCheckpointError(
+            f"{path} says of the run that saved it, in the section {name}: {', '.join(wrong[:8])}. It is damaged, or "
+            "of a newer megalite: load another checkpoint"
+        )
+    return kind(**{each: tuple(value) if isinstance(value, list) else value for each, value in values.items()})
 
 
 def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfig) -> None:

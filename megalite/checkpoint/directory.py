@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.storage import AnyPath, ObjectPath
+from megalite.checkpoint.storage import AnyPath, ObjectPath, read_small
 from megalite.errors import CheckpointError
+from megalite.small_files import shown
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_COMPLETE = re.compile(r"iter_(\d{7,})(\.replaced)?")
+_COMPLETE = re.compile(r"iter_(\d{7,15})(\.replaced)?")
+_STEP = re.compile(r"\d{1,15}")
 
 Place = TypeVar("Place", Path, ObjectPath, AnyPath)
 
@@ -33,7 +35,7 @@ def latest(directory: AnyPath) -> AnyPath | None:
     found, text = complete(directory), _tracked(directory)
     if text is None:
         return found[max(found)] if found else None
-    if text.isdecimal() and int(text) in found:
+    if _STEP.fullmatch(text) and int(text) in found:
         return found[int(text)]
     raise _names_none(directory, text, found)
 
@@ -58,10 +60,10 @@ def candidates(directory: AnyPath) -> Candidates:
     newest_first = sorted(found, reverse=True)
     if text is None:
         return Candidates(tuple(found[iteration] for iteration in newest_first))
-    if not text.isdecimal():
+    if not _STEP.fullmatch(text):
         if not found:
             raise _names_none(directory, text, found)
-        note = f"note: {directory / TRACKER} holds {text!r}, which is no step: the newest checkpoint counts"
+        note = f"note: {directory / TRACKER} holds {shown(text)}, which is no step: the newest checkpoint counts"
         return Candidates(tuple(found[iteration] for iteration in newest_first), (note,))
     named = int(text)
     newer = [found[iteration].name for iteration in newest_first if iteration > named]
@@ -86,19 +88,21 @@ def iteration_of(path: AnyPath) -> int:
 
 
 def _tracked(directory: AnyPath) -> str | None:
-    """What the tracker holds; None where there is none: no save has come to its end."""
+    """What the tracker holds, or why it cannot hold a step; None where there is none: no save has come to its end."""
     try:
-        return (directory / TRACKER).read_text(errors="replace").strip()
+        return read_small(directory / TRACKER, largest=1000).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise CheckpointError(f"{directory / TRACKER} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        return f"({error})"
 
 
 def _names_none(directory: AnyPath, text: str, found: dict[int, AnyPath]) -> CheckpointError:
     there = f"write one of {', '.join(map(str, sorted(found)))} into it" if found else "there is none in that folder"
-    others = manifest.of_others(directory / text)
-    return CheckpointError(f"{directory / TRACKER} names {text!r}, which is no checkpoint here: {there}{others}")
+    others = manifest.of_others(directory / text[:100])
+    return CheckpointError(f"{directory / TRACKER} names {shown(text)}, which is no checkpoint here: {there}{others}")
 
 
 def resolve(path: AnyPath) -> AnyPath:

@@ -21,6 +21,7 @@ tensor's. Shapes are those of the mathematics: nothing of the layout that saved 
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -33,15 +34,20 @@ import torch
 
 from megalite.checkpoint.container import entry
 from megalite.checkpoint.damage import unreadable
-from megalite.checkpoint.storage import AnyPath
+from megalite.checkpoint.storage import AnyPath, read_small
 from megalite.errors import CheckpointError, DamagedCheckpointError
 from megalite.parallel.sharding import Box
+from megalite.small_files import MIB, parse_json, shown
 
 NAME = "manifest.json"
 VERSION = 2
 BLOCK = 1 << 22
 """Bytes of a box that have a checksum of their own."""
-_FILE_NAME = re.compile(r"\.?\w[\w.-]*")
+_FILE_NAME = re.compile(r"\.?\w[\w.-]{0,200}")
+_LONGEST_NAME = 1000
+_DTYPES = {kind: getattr(torch, kind) for kind in ("float64", "float32", "bfloat16", "float16")}
+_LARGEST = 512 * MIB
+"""Bytes of a manifest: of three million boxes, as 1,000 tensors and three states of each have on 750 ranks."""
 
 
 @dataclass(frozen=True)
@@ -162,24 +168,26 @@ class Manifest:
         }
 
     @staticmethod
-    def from_json(text: str) -> Manifest:
+    def from_json(text: str | bytes) -> Manifest:
         """Raises ValueError, KeyError, TypeError or AttributeError where the text is no whole manifest, CheckpointError
         where it is one of another version."""
-        fields = json.loads(text)
+        fields = parse_json(text)
         if fields.pop("checksum") != _checksum(fields):
             raise ValueError("its checksum does not match")
         if fields["format"] != "megalite" or fields["version"] != VERSION:
             raise CheckpointError(f"it is not of format version {VERSION}, the one this program reads")
         read = Manifest(
-            TrainingState(**fields["training"]),
-            fields["config"],
+            _training_from_json(fields["training"]),
+            _config_from_json(fields["config"]),
             {name: SavedFile(**file) for name, file in fields["files"].items()},
             {name: _tensor_from_json(name, tensor) for name, tensor in fields["tensors"].items()},
         )
-        for name in read.files:
-            if not _FILE_NAME.fullmatch(name):
-                raise ValueError(f"{name!r} is no name of a file in its folder")
-        for tensor in read.tensors.values():
+        for name, file in read.files.items():
+            if not _FILE_NAME.fullmatch(name) or not _is_count(file.size):
+                raise ValueError(f"{shown(name)} is no file in its folder")
+        for name, tensor in read.tensors.items():
+            if len(name) > _LONGEST_NAME or not all(map(_is_count, tensor.shape)):
+                raise ValueError(f"{shown(name)} has no shape")
             for saved in tensor.boxes:
                 _check_box(saved, tensor.shape, read.files)
         return read
@@ -191,14 +199,14 @@ def read_manifest(path: AnyPath) -> Manifest:
     Raises DamagedCheckpointError where there is none, or a damaged one, CheckpointError where it cannot be read.
     """
     try:
-        return Manifest.from_json((path / NAME).read_text())
+        return Manifest.from_json(read_small(path / NAME, largest=_LARGEST))
     except FileNotFoundError as error:
         raise DamagedCheckpointError(f"{path} is no checkpoint: it has no {NAME}{of_others(path)}") from error
     except OSError as error:
         raise unreadable(path / NAME, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(
-            f"{path / NAME} is damaged or foreign: {error}. Load another checkpoint"
+            f"{path / NAME} is damaged or foreign: {str(error)[:300]}. Load another checkpoint"
         ) from error
     except CheckpointError as error:
         raise CheckpointError(f"{path / NAME} cannot be used: {error}") from error
@@ -240,6 +248,34 @@ def covers(boxes: Iterable[Box], target: Box) -> bool:
     return True
 
 
+def _is_count(value: object) -> bool:
+    """Tell whether a value is a whole number that can be counted to."""
+    return type(value) is int and 0 <= value <= 2**53
+
+
+def _training_from_json(fields: dict[str, Any]) -> TrainingState:
+    state = TrainingState(**fields)
+    if not all(map(_is_count, (state.iteration, state.consumed_samples, state.optimizer_steps))):
+        raise ValueError("its training state has no counts of steps and samples")
+    if state.loss_scale is not None:
+        value, good, left = (state.loss_scale[name] for name in ("value", "good_steps", "overflows_left"))
+        if type(value) not in (int, float) or not 0 < value < math.inf or not _is_count(good) or type(left) is not int:
+            raise ValueError(f"its loss scale is {shown(state.loss_scale)}")
+    for seen in state.seen_samples or ():
+        if len(seen) != 2 or not all(map(_is_count, seen)):
+            raise ValueError(f"it has seen the sample {shown(seen)}")
+    if type(state.evaluation_left) is not bool:
+        raise ValueError("it does not say whether an evaluation is left")
+    return state
+
+
+def _config_from_json(sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is in them is looked at where it is used: programs of other versions have other fields."""
+    if not isinstance(sections, dict) or not all(isinstance(section, dict) for section in sections.values()):
+        raise TypeError("it has no configuration by section")
+    return sections
+
+
 def _checksum(fields: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
@@ -275,9 +311,9 @@ def box_to_json(saved: SavedBox) -> dict[str, Any]:
 
 
 def _tensor_from_json(name: str, fields: dict[str, Any]) -> SavedTensor:
-    dtype = getattr(torch, fields["dtype"])
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} is of {fields['dtype']}, which is no dtype")
+    dtype = _DTYPES.get(fields["dtype"])
+    if dtype is None:
+        raise TypeError(f"{shown(name)} is of {shown(fields['dtype'])}, which is no dtype of a checkpoint")
     boxes = tuple(_box_from_json(name, dtype, saved) for saved in fields["boxes"])
     return SavedTensor(tuple(fields["shape"]), fields["dtype"], boxes)
 

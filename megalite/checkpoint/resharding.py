@@ -36,7 +36,7 @@ def cut_evenly(tensors: Mapping[str, Kind], files: int) -> Cut:
     return cut
 
 
-def _by_weight(name: str) -> tuple[list[str | int], str]:
+def _by_weight(name: str) -> tuple[str, str]:
     return numbers_as_numbers(logical_name(name)), name
 
 

@@ -46,6 +46,6 @@ class Source(Protocol):
         """
 
 
-def numbers_as_numbers(name: str) -> list[str | int]:
+def numbers_as_numbers(name: str) -> str:
     """What to sort names by, so that `layers.10` comes behind `layers.9`."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+    return re.sub(r"\d+", lambda number: number[0].zfill(20), name)

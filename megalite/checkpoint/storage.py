@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from megalite import files
 from megalite.config.checkpoint import is_url
 from megalite.errors import CheckpointError, ConfigurationError, FileError
+from megalite.small_files import MIB, read_small_file
 
 BUFFER = 1 << 18
 """Bytes in which small tensors are gathered before they are written to a file."""
@@ -98,9 +99,6 @@ class ObjectPath:
         with self._as_os_errors():
             data: bytes = self.file_system.cat_file(self.key, start=start, end=stop)
             return data
-
-    def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        return self.read_bytes().decode(encoding, errors)
 
     def stat(self) -> ObjectStatus:
         with self._as_os_errors():
@@ -229,6 +227,15 @@ def write_atomically(path: AnyPath, data: bytes) -> None:
         path.put(data)
     except OSError as error:
         raise FileError(f"{path} cannot be written ({error.strerror}): choose another output path") from error
+
+
+def read_small(path: AnyPath, *, largest: int) -> bytes:
+    """Read a whole file of so many bytes at most. Raises OSError; ValueError where it is larger or no regular file."""
+    if isinstance(path, Path):
+        return read_small_file(path, largest=largest)
+    if path.stat().st_size > largest:
+        raise ValueError(f"larger than the {largest / MIB:g} MiB that it may have")
+    return path.read_bytes()
 
 
 def sizes(folder: AnyPath, names: Collection[str]) -> dict[str, int]:

@@ -7,6 +7,9 @@ import re
 from collections.abc import Sequence
 
 from megalite.errors import ConfigurationError
+from megalite.small_files import shown
+
+_MOST_LAYERS = 10_000
 
 
 def keys_before(window_size: str | None, skip_freq: str | None, layers: int) -> Sequence[int | None]:
@@ -16,10 +19,10 @@ def keys_before(window_size: str | None, skip_freq: str | None, layers: int) -> 
     """
     if window_size is None:
         return [None] * layers
-    found = re.fullmatch(r"\(?\s*(\d+)\s*,\s*0\s*\)?", window_size)
+    found = re.fullmatch(r"\(?\s*(\d{1,15})\s*,\s*0\s*\)?", window_size)
     if found is None:
         raise ConfigurationError(
-            f"--window-size {window_size!r}: expected LEFT,0, the keys before and after its own that a token sees"
+            f"--window-size {shown(window_size)}: expected LEFT,0, the keys before and after its own that a token sees"
         )
     return [int(found[1]) if windowed else None for windowed in _windowed(skip_freq, layers)]
 
@@ -27,20 +30,20 @@ def keys_before(window_size: str | None, skip_freq: str | None, layers: int) -> 
 def _windowed(skip_freq: str | None, layers: int) -> Sequence[bool]:
     if skip_freq is None:
         return [True] * layers
-    if skip_freq.isdecimal() and int(skip_freq) > 1:
+    if re.fullmatch(r"\d{1,15}", skip_freq) and int(skip_freq) > 1:
         return [(layer + 1) % int(skip_freq) != 0 for layer in range(layers)]
     try:
         pattern = _list(ast.parse(skip_freq, mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last: for what is nested too deep
         pattern = []
     if not pattern:
         raise ConfigurationError(
-            f"--window-attn-skip-freq {skip_freq!r}: expected N, for one layer of N without the window, or a 1 (with) "
-            "or a 0 for each layer, like [1,1,0] or ([1]*2+[0])*4"
+            f"--window-attn-skip-freq {shown(skip_freq)}: expected N, for one layer of N without the window, or a 1 "
+            "(with) or a 0 for each layer, like [1,1,0] or ([1]*2+[0])*4"
         )
     if len(pattern) != layers:
         raise ConfigurationError(
-            f"--window-attn-skip-freq {skip_freq!r} tells of {len(pattern)} layers, --num-layers is {layers}"
+            f"--window-attn-skip-freq {shown(skip_freq)} tells of {len(pattern)} layers, --num-layers is {layers}"
         )
     return pattern
 
@@ -53,7 +56,8 @@ def _list(node: ast.expr) -> list[bool]:
         case ast.BinOp(left, ast.Add(), right):
             return _list(left) + _list(right)
         case ast.BinOp(left, ast.Mult(), right):
-            return _list(left) * _number(right, most=10_000)
+            repeated = _list(left)
+            return repeated * _number(right, most=_MOST_LAYERS // max(len(repeated), 1))
     raise ValueError
 
 

@@ -15,9 +15,10 @@ from megalite.config.cautions import cautions, masked_loss_cautions
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.run import RunConfig, fields_by_name, section_types
-from megalite.config.validate import without_idle_flags
-from megalite.config.yaml_file import Sections, missing_fields, nearest, read_sections
+from megalite.config.validate import check_numbers, without_idle_flags
+from megalite.config.yaml_file import LARGEST, Sections, missing_fields, nearest, read_sections
 from megalite.errors import ConfigurationError
+from megalite.small_files import read_small_file, shown
 
 _DESCRIPTION = (
     "Pre-train a GPT. The flags are Megatron-LM's: those not listed here are accepted with a note where they are "
@@ -79,6 +80,7 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     if problems:
         raise ConfigurationError("\n".join(problems))
     config = _build(tokens, sections)
+    check_numbers(config)
     config, idle = without_idle_flags(_applied_last(config, given))
     told = () if megatron_flags.CALCULATE_PER_TOKEN_LOSS in given else masked_loss_cautions(config)
     return ParsedArguments(config, (*notes, *idle, *cautions(config), *told))
@@ -169,7 +171,7 @@ def _check_number(flag: str, kind: Any, value: str) -> None:
                     continue
             except (ValueError, OverflowError):
                 pass
-            raise ConfigurationError(f"--{flag} {value!r}: expected {wanted}")
+            raise ConfigurationError(f"--{flag} {shown(value)}: expected {wanted}")
 
 
 def _check_choice(flag: str, kind: Any, value: str) -> None:
@@ -196,8 +198,8 @@ def _single(flag: str, values: list[str]) -> str:
 
 def _read_file(path: str) -> Sections:
     try:
-        return read_sections(Path(path).read_text(encoding="utf-8"), path)
-    except (OSError, UnicodeDecodeError) as error:
+        return read_sections(read_small_file(Path(path), largest=LARGEST).decode(), path)
+    except (OSError, ValueError) as error:
         raise ConfigurationError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
 
 

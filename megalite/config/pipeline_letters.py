@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 
 from megalite.errors import ConfigurationError
+from megalite.small_files import shown
 
 _FLAG = "--pipeline-model-parallel-layout"
+_MOST_LETTERS = 100_000
 _FOREIGN = {
     "m": "m is a layer of multi-token prediction, which megalite does not have: leave it out",
     "(": "a bracket is closed, holds no other, and says how often it is repeated, as in (tt|)*3",
@@ -25,7 +27,7 @@ def stages_of_letters(layout: str) -> list[str]:
     for letter in text:
         if letter not in "EtL|":
             meaning = _FOREIGN.get(letter, f"{letter!r} has no meaning: E embedding, t layer, L loss, | next stage")
-            raise ConfigurationError(f"{_FLAG} {layout!r}: {meaning}")
+            raise ConfigurationError(f"{_FLAG} {shown(layout)}: {meaning}")
     return text.split("|")
 
 
@@ -39,11 +41,14 @@ def layers_of_letters(layout: str, num_layers: int) -> list[int]:
         count = letters.count(letter)
         if count != 1 or there != letter:
             found = f"{count} times" if count != 1 else "elsewhere"
-            raise ConfigurationError(f"{_FLAG} {layout!r}: {letter}, {name}, stands once, {place} of all, not {found}")
+            raise ConfigurationError(
+                f"{_FLAG} {shown(layout)}: {letter}, {name}, stands once, {place} of all, not {found}"
+            )
     layers = [stage.count("t") for stage in stages]
     if sum(layers) != num_layers:
         raise ConfigurationError(
-            f"{_FLAG} {layout!r} holds {sum(layers)} layers (t), and --num-layers is {num_layers}: make them the same"
+            f"{_FLAG} {shown(layout)} holds {sum(layers)} layers (t), and --num-layers is {num_layers}: make them the "
+            "same"
         )
     return layers
 
@@ -51,8 +56,11 @@ def layers_of_letters(layout: str, num_layers: int) -> list[int]:
 def _written_out(layout: str) -> str:
     """`layout` without commas and repeats; what is in brackets is repeated first."""
 
+    room = _MOST_LETTERS - len(layout)
+
     def repeated(match: re.Match[str]) -> str:
-        if len(match[2].lstrip("0")) > 4:
+        nonlocal room
+        if len(match[2].lstrip("0")) > 4 or (room := room - len(match[1]) * int(match[2])) < 0:
             raise ConfigurationError(f"{_FLAG}: *{match[2][:20]} is more than any model has layers")
         return match[1] * int(match[2])
 

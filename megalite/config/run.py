@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import types
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
@@ -68,3 +70,18 @@ def fields_by_name() -> dict[str, FieldPlace]:
         for entry in fields(section_type):
             places[entry.name] = FieldPlace(section, kinds[entry.name], entry.default is MISSING)
     return places
+
+
+def fits(value: object, kind: Any) -> bool:
+    """Tell whether a value of JSON is one that a field of this type can have."""
+    origin, options = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return value is None or fits(value, options[0])
+    if origin is Literal:
+        return value in options
+    if origin is tuple:
+        of_length = options[-1] is Ellipsis or (isinstance(value, list | tuple) and len(value) == len(options))
+        return of_length and isinstance(value, list | tuple) and all(type(each) is options[0] for each in value)
+    if kind is float:
+        return type(value) is int or (type(value) is float and math.isfinite(value))
+    return type(value) is kind

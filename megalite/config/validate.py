@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import get_args
+from typing import Any, get_args
 
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
-from megalite.config.run import RunConfig, fields_by_name
+from megalite.config.run import RunConfig, section_types
 from megalite.config.tokenizer import TokenizerType
 from megalite.config.training import TrainingConfig
 from megalite.config.validate_checkpoint import checkpoint_problems
@@ -19,8 +19,10 @@ from megalite.config.validate_optimizer import optimizer_problems
 from megalite.config.validate_pipeline import pipeline_problems, why_nothing_is_aligned
 from megalite.config.validate_profiling import profiling_problems
 from megalite.config.validate_rates import rate_problems
+from megalite.config.validate_sizes import network_problems, size_problems
 from megalite.config.watchdog import WatchdogConfig
 from megalite.errors import ConfigurationError
+from megalite.small_files import shown
 
 _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels num_query_groups
     max_position_embeddings vocab_size make_vocab_size_divisible_by tensor_model_parallel_size ddp_bucket_size
@@ -57,6 +59,13 @@ _IDLE_WITHOUT_PIPELINE = {
     "overlap_p2p_communication": "no-overlap-p2p-communication",
     "align_grad_reduce": "no-align-grad-reduce",
 }
+_AT_MOST = {
+    **dict.fromkeys(("num_layers", "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"), 10_000),
+    **dict.fromkeys(("num_attention_heads", "tensor_model_parallel_size", "tiktoken_num_special_tokens"), 1_000_000),
+    "num_workers": 1_000,
+    "muon_num_ns_steps": 100,
+}
+"""What is listed or started one by one; all other whole numbers are at most 2^53."""
 _SHARES = "lr_warmup_fraction fim_rate fim_spm_rate fim_fragment_rate"
 _FROM_ZERO_BELOW_ONE = """hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum
     muon_momentum"""
@@ -65,7 +74,7 @@ _FROM_ZERO_BELOW_ONE = """hidden_dropout attention_dropout label_smoothing adam_
 def resolve(config: RunConfig, world_size: int) -> RunConfig:
     """The configuration of a run on `world_size` ranks with what depends on others filled in: idle flags are off, the
     global batch size is at least one micro-batch a rank. Raises ConfigurationError as `validate` does."""
-    _raise(_ranges(config))
+    check_numbers(config)
     config, _ = without_idle_flags(config)
     training = config.training
     if training.global_batch_size is None:
@@ -105,9 +114,10 @@ def validate(config: RunConfig, world_size: int) -> None:
     Raises ConfigurationError with one line for each relation that does not hold: the numbers and the flag to change.
     Relations are looked at once every number by itself is in its range.
     """
-    _raise(_ranges(config))
+    check_numbers(config)
+    _raise(size_problems(config, world_size))
     checks = (
-        _model,
+        _positions,
         _layout,
         pipeline_problems,
         _steps,
@@ -131,18 +141,27 @@ def _raise(problems: Iterable[str]) -> None:
         raise ConfigurationError(message)
 
 
-def _ranges(config: RunConfig) -> Iterator[str]:
-    for name, place in fields_by_name().items():
-        value = getattr(getattr(config, place.section), name)
+def check_numbers(config: RunConfig) -> None:
+    """Raise ConfigurationError, with a line for each, where numbers by themselves are not in their ranges."""
+    _raise(problem for section in section_types() for problem in _ranges(getattr(config, section)))
+
+
+def _ranges(section: Any) -> Iterator[str]:
+    for field in fields(section):
+        value = getattr(section, field.name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        wanted = "a finite number" if not math.isfinite(value) else _range_missed(name, value)
+        wanted = _range_missed(field.name, value)
         if wanted:
-            yield f"--{name.replace('_', '-')} {value}: must be {wanted}"
+            yield f"--{field.name.replace('_', '-')} {shown(value)}: must be {wanted}"
 
 
 def _range_missed(name: str, value: float) -> str | None:
     """The range that `value` should be in but is not."""
+    if isinstance(value, int) and value > _AT_MOST.get(name, 2**53):
+        return f"at most {_AT_MOST[name]:,}" if name in _AT_MOST else "at most 2^53"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
     if name == "rotary_percent" and not 0 < value <= 1:
         return "above 0, at most 1"
     if name in _SHARES.split() and not 0 <= value <= 1:
@@ -211,9 +230,24 @@ def _ramp(config: RunConfig) -> Iterator[str]:
         yield f"{flag} does not lead from {start} in steps of {increment} to --global-batch-size {final}"
 
 
-def _model(config: RunConfig) -> Iterator[str]:
+def model_problems(model: ModelConfig) -> list[str]:
+    """A line for each number, and then for each relation, of a network that no run could have; as of flags."""
+    return list(_ranges(model)) or list(network_problems(model)) or list(_model(model))
+
+
+def _positions(config: RunConfig) -> Iterator[str]:
     model, seq_length = config.model, config.data.seq_length
-    heads, rows = model.num_attention_heads, model.max_position_embeddings
+    rows = model.max_position_embeddings
+    if rows is None and model.position_embedding_type == "learned_absolute":
+        yield "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length"
+    if rows is not None and rows < seq_length:
+        yield f"--max-position-embeddings {rows} is less than --seq-length {seq_length}"
+    yield from _model(model)
+    yield from _idle(model)
+
+
+def _model(model: ModelConfig) -> Iterator[str]:
+    heads = model.num_attention_heads
     if model.kv_channels is None and model.hidden_size % heads:
         yield f"--hidden-size {model.hidden_size} is no multiple of --num-attention-heads {heads} (or --kv-channels)"
     if model.group_query_attention and heads % model.num_query_groups:
@@ -234,35 +268,38 @@ def _model(config: RunConfig) -> Iterator[str]:
         _ = model.keys_before
     except ConfigurationError as error:
         yield str(error)
-    if rows is None and model.position_embedding_type == "learned_absolute":
-        yield "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length"
-    if rows is not None and rows < seq_length:
-        yield f"--max-position-embeddings {rows} is less than --seq-length {seq_length}"
     yield from _rotary(model)
 
 
 def _rotary(model: ModelConfig) -> Iterator[str]:
-    kind, scaling = model.position_embedding_type, ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
-    if kind == "yarn":
+    if model.position_embedding_type == "yarn":
         yield from _yarn(model)
-        idle = [(name, "--position-embedding-type rope: YaRN is a scaling of its own") for name in scaling]
-    else:
-        idle = [(name, "--position-embedding-type yarn") for name in _of_yarn(model)]
-    if not model.rotary:
-        rope = ("rotary_base", "rotary_percent", "rotary_interleaved", "window_rotary_base", *scaling)
-        idle += [(name, "--position-embedding-type rope") for name in rope]
-    elif int(model.head_dim * model.rotary_percent) < 2:
+    if model.rotary and int(model.head_dim * model.rotary_percent) < 2:
         yield f"--rotary-percent {model.rotary_percent} of {model.head_dim} channels a head leaves no pair to rotate"
     if not model.use_rope_scaling:
-        llama3 = [field.name for field in fields(model) if field.name.startswith("rope_scaling_")]
-        idle += [(name, "--use-rope-scaling") for name in llama3]
-    elif model.rotary_seq_len_interpolation_factor is not None:
+        return
+    if model.rotary_seq_len_interpolation_factor is not None:
         yield "--use-rope-scaling and --rotary-seq-len-interpolation-factor are two scalings: choose one"
     elif model.rope_scaling_high_freq_factor <= model.rope_scaling_low_freq_factor:
         yield (
             f"--rope-scaling-high-freq-factor {model.rope_scaling_high_freq_factor} is not above "
             f"--rope-scaling-low-freq-factor {model.rope_scaling_low_freq_factor}"
         )
+
+
+def _idle(model: ModelConfig) -> Iterator[str]:
+    """What positions of another kind would need."""
+    kind, scaling = model.position_embedding_type, ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
+    if kind == "yarn":
+        idle = [(name, "--position-embedding-type rope: YaRN is a scaling of its own") for name in scaling]
+    else:
+        idle = [(name, "--position-embedding-type yarn") for name in _of_yarn(model)]
+    if not model.rotary:
+        rope = ("rotary_base", "rotary_percent", "rotary_interleaved", "window_rotary_base", *scaling)
+        idle += [(name, "--position-embedding-type rope") for name in rope]
+    if not model.use_rope_scaling:
+        llama3 = [field.name for field in fields(model) if field.name.startswith("rope_scaling_")]
+        idle += [(name, "--use-rope-scaling") for name in llama3]
     for name, needed in idle:
         if getattr(model, name) != getattr(ModelConfig, name):
             yield f"--{name.replace('_', '-')} needs {needed}"

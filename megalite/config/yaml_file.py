@@ -15,8 +15,13 @@ from megalite.config import megatron_flags
 from megalite.config.command_line import BLANK, blank
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.errors import ConfigurationError
+from megalite.small_files import MIB, shown
 
 Sections = dict[str, dict[str, Any]]
+LARGEST = MIB
+"""Bytes of a file: the paths of ten thousand datasets."""
+_MOST_NODES, _MOST_LEVELS, _LONGEST_NUMBER, _SHOWN = 25_000, 8, 100, 20
+_MAPPING, _LIST, _TEXT, _NULL = (f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "null"))
 
 
 def dump(config: RunConfig) -> str:
@@ -48,24 +53,55 @@ def read_sections(text: str, source: str) -> Sections:
     ConfigurationError with one line for each mistake."""
     sections: Sections = {name: {} for name in section_types()}
     problems: list[str] = []
+    loader = _Loader(text)
     try:
-        loader = yaml.SafeLoader(text)
         document = loader.get_single_node()
         for section, _, body in _entries(document, "sections", source):
             if section not in sections:
-                problems.append(f"{_place(source, body)}: unknown section {section!r}{nearest(section, sections)}")
+                near = nearest(section, sections)
+                problems.append(f"{_place(source, body)}: unknown section {shown(section)}{near}")
             else:
                 problems += _read_fields(loader, section, body, source, sections[section])
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{source}: not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigurationError(f"{source}: not YAML: {' '.join(str(error).split())[:300]}") from error
     if problems:
-        raise ConfigurationError("\n".join(problems))
+        more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        raise ConfigurationError("\n".join(problems[:_SHOWN] + more))
     return sections
 
 
-def _read_fields(
-    loader: yaml.SafeLoader, section: str, body: yaml.Node, source: str, into: dict[str, Any]
-) -> Iterator[str]:
+class _Loader(yaml.SafeLoader):
+    """Nodes of a bounded number and depth. Of what is named twice (`*name`) there is one node, so none is endless."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._count, self._depth = 0, 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._count, self._depth = self._count + 1, self._depth + 1
+        if self._count > _MOST_NODES or self._depth > _MOST_LEVELS:
+            what = f"more than {_MOST_NODES} entries" if self._depth <= _MOST_LEVELS else "lists in lists, too deep"
+            raise yaml.composer.ComposerError(None, None, what, self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def value_of(self, node: yaml.Node) -> Any:
+        """What a scalar, or a list of scalars, stands for. Raises TypeError where it is neither, or cannot be read."""
+        if isinstance(node, yaml.SequenceNode) and node.tag == _LIST:
+            if all(isinstance(each, yaml.ScalarNode) for each in node.value):
+                return [self.value_of(each) for each in node.value]
+        elif isinstance(node, yaml.ScalarNode):
+            try:
+                if node.tag == _TEXT or len(node.value) <= _LONGEST_NUMBER:
+                    return self.construct_object(node)
+            except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError):  # as the constructors do
+                pass
+            raise TypeError(f"{shown(node.value)} is no {node.tag.rpartition(':')[2][:20]} (a text stands in quotes)")
+        raise TypeError("expected one value, or a list of values")
+
+
+def _read_fields(loader: _Loader, section: str, body: yaml.Node, source: str, into: dict[str, Any]) -> Iterator[str]:
     """Puts the fields of one section `into` a dictionary and yields what is wrong with the others."""
     for name, key, value in _entries(body, f"the fields of {section}", source):
         problem = _unknown(name, section)
@@ -75,7 +111,7 @@ def _read_fields(
             yield f"{_place(source, key)}: {name} is given twice"
         else:
             try:
-                into[name] = _read_value(name, loader.construct_object(value, deep=True))
+                into[name] = _read_value(name, loader.value_of(value))
             except TypeError as error:
                 yield f"{_place(source, key)}: {name}: {error}"
 
@@ -85,22 +121,24 @@ def _read_value(name: str, given: Any) -> Any:
     flag = name.replace("_", "-")
     for text in given if isinstance(given, list) else [given]:
         if isinstance(text, str) and blank(flag, text):
-            raise TypeError(f"{text!r} is {BLANK}")
+            raise TypeError(f"{shown(text)} is {BLANK}")
     try:
         return _convert(given, fields_by_name()[name].kind)
     except TypeError as error:
         refused = megatron_flags.refused_value(flag, given) if isinstance(given, str) else None
-        raise TypeError(f"expected {error}, got {given!r}" + (f" ({refused})" if refused else "")) from None
+        raise TypeError(f"expected {error}, got {shown(given)}" + (f" ({refused})" if refused else "")) from None
 
 
 def _entries(node: yaml.Node | None, what: str, source: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
     """Key, key node and value node of a mapping; none of an empty document or section."""
-    if node is None or (isinstance(node, yaml.ScalarNode) and node.value in ("", "null", "~")):
+    if node is None or node.tag == _NULL:
         return
-    if not isinstance(node, yaml.MappingNode):
-        raise ConfigurationError(f"{_place(source, node)}: expected {what} as `name: value` lines")
+    keys = [key for key, _ in node.value] if isinstance(node, yaml.MappingNode) and node.tag == _MAPPING else [node]
+    for key in keys:
+        if not isinstance(key, yaml.ScalarNode) or key is node:
+            raise ConfigurationError(f"{_place(source, key)}: expected {what} as `name: value` lines")
     for key, value in node.value:
-        yield str(key.value), key, value
+        yield key.value, key, value
 
 
 def _place(source: str, node: yaml.Node) -> str:
@@ -112,7 +150,7 @@ def _unknown(name: str, section: str) -> str:
     place = fields_by_name().get(name)
     if place is None:
         reason = megatron_flags.refusal(name.replace("_", "-"))
-        return f"{name} {reason}" if reason else f"unknown key {name!r}{nearest(name, fields_by_name())}"
+        return f"{name} {reason}" if reason else f"unknown key {shown(name)}{nearest(name, fields_by_name())}"
     return "" if place.section == section else f"{name} belongs under {place.section}, not {section}"
 
 

@@ -52,7 +52,7 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
         raise CheckpointError(
             f"the arguments in {folder} are of no network that megalite computes:\n{error}"
         ) from error
-    chunks = opened.chunks(model.gated) if isinstance(opened, Legacy) else opened.chunks()
+    chunks = opened.chunks(model.gated) if isinstance(opened, Legacy) else opened.chunks(model.num_layers)
     if not model.untie_embeddings_and_output_weights:
         _drop_copy(folder, chunks)
     rows = max((chunk.box.offset[0] + chunk.box.size[0] for chunk in chunks.get(WORD, ())), default=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,20 @@ from torch import Tensor
 
 from megalite.conversion.chunked_files import Chunk
 from megalite.conversion.megatron_names import TOKEN_TABLES, canonical, is_weight
-from megalite.conversion.restricted_pickle import read_torch_file
+from megalite.conversion.restricted_pickle import StoredTensor
+from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
+from megalite.small_files import shown
 
-_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?(?:_(\d{3,6}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
-_MODEL = re.compile(r"model(\d*)")
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_MODEL = re.compile(r"model(\d{0,4})")
+_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.*)")
 _ROWS = re.compile(r".*\.(linear_qkv|linear_fc1)\.(weight|bias)")
 _COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+_MOST_ENTRIES, _MOST_LEVELS, _LONGEST_KEY = 10**6, 16, 200
+"""Of dictionaries in dictionaries that are a rank's model."""
 
 
 class Legacy:
@@ -33,14 +38,14 @@ class Legacy:
         self._files = _files(folder)
         self._tensor_ranks = 1 + max(tensor for tensor, _ in self._files)
         self._pipeline_ranks = 1 + max(pipeline for _, pipeline in self._files)
-        missing = [
+        missing = (
             f"{tensor:02d}_{pipeline:03d}"
             for tensor in range(self._tensor_ranks)
             for pipeline in range(self._pipeline_ranks)
             if (tensor, pipeline) not in self._files
-        ]
-        if missing:
-            raise CheckpointError(f"{folder} lacks the files of the ranks {', '.join(missing)}: copy them there, too")
+        )
+        if lacking := list(islice(missing, 8)):
+            raise CheckpointError(f"{folder} lacks the files of the ranks {', '.join(lacking)}: copy them there, too")
 
     @cached_property
     def _states(self) -> dict[tuple[int, int], Mapping[str, Any]]:
@@ -51,10 +56,10 @@ class Legacy:
         if not isinstance(state, Mapping):
             raise CheckpointError(f"{path} holds no dictionary: it is no checkpoint")
         version = state.get("checkpoint_version", 0)
-        if not isinstance(version, int | float) or version < 2:
+        if not isinstance(version, int | float) or not version >= 2:
             raise CheckpointError(
-                f"{path} has checkpoint_version {version}, whose queries, keys and values stand in another order: read "
-                "and save it with Megatron-LM, which writes 3.0"
+                f"{path} has checkpoint_version {shown(version)}, whose queries, keys and values stand in another "
+                "order: read and save it with Megatron-LM, which writes 3.0"
             )
         return state
 
@@ -74,7 +79,7 @@ class Legacy:
                 found[name] += self._chunks(name, values, tensor_rank, gated)
         return found
 
-    def _of_tensor_rank(self, tensor_rank: int) -> Iterator[tuple[str, Tensor]]:
+    def _of_tensor_rank(self, tensor_rank: int) -> Iterator[tuple[str, StoredTensor]]:
         """The tensors of a tensor-parallel rank over all stages, each once, layers by their numbers in the network."""
         first, seen = 0, set()
         # Stages follow each other by the number of the model on a rank, then by the rank.
@@ -98,24 +103,26 @@ class Legacy:
                     yield name, values
             first += layers
 
-    def _chunks(self, name: str, values: Tensor, rank: int, gated: bool) -> Iterator[Chunk]:
-        ranks, size = self._tensor_ranks, tuple(values.shape)
+    def _chunks(self, name: str, stored: StoredTensor, rank: int, gated: bool) -> Iterator[Chunk]:
+        ranks, size = self._tensor_ranks, stored.shape
+        if len(size) not in (1, 2):
+            raise CheckpointError(f"{self._folder} has {name} {list(size)}, which is neither a matrix nor a row")
 
         def chunk(offset: int, dimension: int, size: tuple[int, ...], read: Callable[[], Tensor]) -> Chunk:
             corner = tuple(offset if each == dimension else 0 for each in range(len(size)))
-            return Chunk(Box(corner, size), values.dtype, read)
+            return Chunk(Box(corner, size), stored.dtype, read)
 
         if gated and ".linear_fc1." in name and _ROWS.fullmatch(name):
             rows = size[0] // 2
             half = (rows, *size[1:])
-            yield chunk(rank * rows, 0, half, lambda: values[:rows])
-            yield chunk((ranks + rank) * rows, 0, half, lambda: values[rows:])
+            yield chunk(rank * rows, 0, half, lambda: stored.read()[:rows])
+            yield chunk((ranks + rank) * rows, 0, half, lambda: stored.read()[rows:])
         elif name in TOKEN_TABLES or _ROWS.fullmatch(name):
-            yield chunk(rank * size[0], 0, size, lambda: values)
-        elif _COLUMNS.fullmatch(name):
-            yield chunk(rank * size[1], 1, size, lambda: values)
+            yield chunk(rank * size[0], 0, size, stored.read)
+        elif _COLUMNS.fullmatch(name) and len(size) == 2:
+            yield chunk(rank * size[1], 1, size, stored.read)
         elif rank == 0:
-            yield chunk(0, 0, size, lambda: values)
+            yield chunk(0, 0, size, stored.read)
 
 
 def _files(folder: Path) -> dict[tuple[int, int], Path]:
@@ -134,10 +141,23 @@ def _files(folder: Path) -> dict[tuple[int, int], Path]:
     return found
 
 
-def _flat(model: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of nested dictionaries, by the keys that lead to them, with dots in between."""
-    for key, value in model.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, Tensor):
-            yield f"{prefix}{key}", value
+def _flat(model: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of nested dictionaries, by the keys that lead to them, with dots in between.
+
+    Raises CheckpointError for more of them than any network has: one dictionary may stand in many places.
+    """
+    levels = [("", iter(model.items()))]
+    for _ in range(_MOST_ENTRIES):
+        entry = next(levels[-1][1], None)
+        if entry is None:
+            levels.pop()
+            if not levels:
+                return
+            continue
+        key, value = entry
+        name = f"{levels[-1][0]}{str(key)[:_LONGEST_KEY]}"
+        if isinstance(value, Mapping) and len(levels) < _MOST_LEVELS:
+            levels.append((f"{name}.", iter(value.items())))
+        elif isinstance(value, StoredTensor):
+            yield name, value
+    raise CheckpointError("a model in the checkpoint has no end of dictionaries in dictionaries")

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from megalite.conversion.chunked_files import Chunk
 from megalite.conversion.megatron_names import canonical, is_weight
-from megalite.conversion.restricted_pickle import read_pickle, read_torch_file, read_torch_stream
+from megalite.conversion.restricted_pickle import StoredTensor, read_pickle
+from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
+from megalite.small_files import MIB, read_json, shown
 
 _OF_THE_RUN = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b.*")
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d)(.*)")
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])")
 _COMMON = "common_state/shard_0_1"
+_LONGEST_NAME = 1000
+_LARGEST_METADATA = 256 * MIB
+"""Bytes of `.metadata`: some 150 for each chunk, a million of which are 1,000 tensors on 1,000 ranks."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,7 @@ class _Stored:
 
     def read(self) -> Any:
         """Its content. Raises CheckpointError."""
-        try:
-            with self.path.open("rb") as file:
-                view = cast(BinaryIO, _create_file_view(file, self.start, self.length))
-                return read_torch_stream(view, self.path)
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
+        return read_torch_file(self.path, self.start, self.length)
 
 
 @dataclass(frozen=True)
@@ -67,22 +66,23 @@ class TorchDist:
         self._folder = folder
         self._last = threading.local()
         path = folder / ".metadata"
-        described = read_pickle(path)
+        described = read_pickle(path, largest=_LARGEST_METADATA)
         try:
             stored = {
-                (index.fields["fqn"], index.fields.get("offset")): self._place(info.fields)
+                (_name(index.fields["fqn"]), _numbers(index.fields.get("offset") or ())): self._place(info.fields)
                 for index, info in described.fields["storage_data"].items()
             }
-            self._common = stored.get((_COMMON, None))
+            self._common = stored.get((_COMMON, ()))
             self._saved = [
-                _Saved(key, _dtype(key, tensor.fields["properties"]), offset, size, stored[key, offset])
+                _saved(_name(key), _dtype(key, tensor.fields["properties"]), offset, size, stored.pop((key, offset)))
                 for key, tensor in described.fields["state_dict_metadata"].items()
                 if "chunks" in tensor.fields and not _OF_THE_RUN.fullmatch(key) and is_weight(key)
                 for chunk in tensor.fields["chunks"]
-                for offset, size in [(chunk.fields["offsets"], chunk.fields["sizes"])]
+                for offset, size in [(_numbers(chunk.fields["offsets"]), _numbers(chunk.fields["sizes"]))]
             ]
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} does not describe a checkpoint ({error!r}): it is damaged") from error
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            problem = repr(error)[:200]
+            raise CheckpointError(f"{path} does not describe a checkpoint ({problem}): it is damaged") from error
 
     def _place(self, info: Mapping[str, Any]) -> _Stored:
         path = self._folder / info["relative_path"]
@@ -101,8 +101,8 @@ class TorchDist:
             raise CheckpointError(f"{self._folder} does not hold what is common to its ranks as a dictionary")
         return common
 
-    def chunks(self) -> dict[str, list[Chunk]]:
-        """The chunks of the network's tensors, by their canonical name. Raises CheckpointError."""
+    def chunks(self, layers: int) -> dict[str, list[Chunk]]:
+        """The chunks of the tensors of a network of so many layers, by their canonical name. Raises CheckpointError."""
         found: dict[str, list[Chunk]] = {}
         halves: dict[str, dict[str, list[Chunk]]] = {}
         for saved in self._saved:
@@ -111,6 +111,9 @@ class TorchDist:
                 box, read = Box(saved.offset, saved.size), partial(_read, saved)
                 self._add(found, halves, saved.key, Chunk(box, saved.dtype, read))
                 continue
+            if saved.offset[0] + saved.size[0] > layers:
+                last = saved.offset[0] + saved.size[0]
+                raise CheckpointError(f"{self._folder} has {saved.key} of {last} layers, the network {layers}")
             box = Box(saved.offset[1:], saved.size[1:])
             for layer in range(saved.size[0]):
                 name = f"{stacked[1]}{saved.offset[0] + layer}.{stacked[2]}"
@@ -142,19 +145,40 @@ class TorchDist:
         return values
 
 
+def _name(value: object) -> str:
+    if not isinstance(value, str) or len(value) > _LONGEST_NAME:
+        raise TypeError(f"{shown(value)} is no name")
+    return value
+
+
+def _numbers(values: object) -> tuple[int, ...]:
+    if not isinstance(values, tuple) or not all(type(value) is int for value in values):
+        raise TypeError(f"{shown(values)} is neither a size nor an offset")
+    return values
+
+
+def _saved(key: str, dtype: torch.dtype, offset: tuple[int, ...], size: tuple[int, ...], stored: _Stored) -> _Saved:
+    """A chunk, which has not more bytes than where it is said to stand. Raises TypeError, ValueError."""
+    if not 1 <= len(size) == len(offset) <= 3 or min(offset) < 0 or min(size) < 1:
+        raise ValueError(f"{key} has a chunk that is no box")
+    if math.prod(size) * dtype.itemsize > stored.length:
+        raise ValueError(f"{key} has a chunk of more bytes than its place")
+    return _Saved(key, dtype, offset, size, stored)
+
+
 def _read(saved: _Saved) -> Tensor:
     values = saved.stored.read()
-    if not isinstance(values, Tensor) or tuple(values.shape) != saved.size or values.dtype != saved.dtype:
+    if not isinstance(values, StoredTensor) or values.shape != saved.size or values.dtype != saved.dtype:
         at = f"{saved.stored.path}, byte {saved.stored.start}"
         raise CheckpointError(f"{at}: there is no {saved.key} {list(saved.size)} of {saved.dtype}: it is damaged")
-    return values
+    return values.read()
 
 
 def _backend(folder: Path) -> str:
     """What metadata.json says, or what else stands there."""
     try:
-        described = json.loads((folder / "metadata.json").read_text())
-        return str(described["sharded_backend"])
+        described = read_json(folder / "metadata.json", folder=folder)
+        return str(described["sharded_backend"])[:80]
     except FileNotFoundError:
         return "torch_dcp or fsdp_dtensor"
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -164,5 +188,5 @@ def _backend(folder: Path) -> str:
 def _dtype(key: str, properties: Any) -> torch.dtype:
     dtype = properties.fields["dtype"] if properties.fields else properties.state[0]
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise CheckpointError(f"{key} is of {dtype}: no weight of a network that megalite computes")
+        raise CheckpointError(f"{key} is of {shown(dtype)}: no weight of a network that megalite computes")
     return dtype

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint import TrainingState, open_directory, write_atomically
-from megalite.checkpoint.compatibility import model_config
+from megalite.checkpoint.compatibility import model_config, saved_section
 from megalite.checkpoint.directory import resolve
 from megalite.checkpoint.new_folder import writing
 from megalite.checkpoint.plan import MASTER, MODEL
@@ -45,14 +45,14 @@ def open_megalite(path: Path, dtype: torch.dtype | None = None) -> OpenedModel:
     for name in (each.removeprefix(MODEL) for each in reader.tensors if each.startswith(MODEL)):
         finer = dtype is not None and dtype.itemsize > reader.tensors[MODEL + name].dtype.itemsize
         names[name] = MASTER + name if finer and MASTER + name in reader.tensors else MODEL + name
-    data = config["data"]
-    tokenizer = {each.name: data[each.name] for each in fields(TokenizerFlags) if data.get(each.name)}
+    data = saved_section(reader.path, config, DataConfig)
+    tokenizer = {each.name: value for each in fields(TokenizerFlags) if (value := getattr(data, each.name))}
     return OpenedModel(
         f"megalite, {reader.path}",
         model_config(reader.path, config),
         Renamed(reader, names),
         tokenizer,
-        data["seq_length"],
+        data.seq_length,
         _tokenizer_folder(tokenizer.get("tokenizer_model")),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from megalite import checkpoint
 from megalite.checkpoint import AnyPath
 from megalite.checkpoint.directory import resolve
-from megalite.config import CheckpointConfig, ModelConfig, TrainingConfig
+from megalite.config import CheckpointConfig, DataConfig, ModelConfig, TrainingConfig
 from megalite.conversion.huggingface import open_huggingface
 from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
 from megalite.errors import ConfigurationError
@@ -41,8 +42,7 @@ def read_sequence_length(path: AnyPath) -> int | None:
     """The length that the model in folder `path` was trained on, where that is known. Raises CheckpointError."""
     if _is_huggingface(path):
         return open_huggingface(Path(str(path))).sequence_length
-    length: int = checkpoint.read_config(path)["data"]["seq_length"]
-    return length
+    return checkpoint.saved_section(path, checkpoint.read_config(path), DataConfig).seq_length
 
 
 def load_for_generation(
@@ -68,7 +68,7 @@ def load_network(path: AnyPath, mesh: ParallelMesh) -> Network:
         network = make_network(opened.config, mesh, opened.source.tensors["embedding.word"].dtype)
         checkpoint.load_weights(opened.source, opened.what, network.stage, None, mesh)
         return network
-    training = TrainingConfig(**checkpoint.read_config(path)["training"])
+    training = checkpoint.saved_section(path, checkpoint.read_config(path), TrainingConfig)
     network = make_network(checkpoint.read_model_config(path), mesh, getattr(torch, training.dtype))
     checkpoint.load(path, network.stage, None, mesh)
     return network
@@ -85,7 +85,8 @@ def load_tokenizer(path: AnyPath, tokenizer_model: str | None = None) -> Tokeniz
         if not opened.data and tokenizer_model is None:
             raise ConfigurationError(f"{path} has no tokenizer: name a folder that has one as --tokenizer-model")
         return _tokenizer(opened.data or {"tokenizer_type": "HuggingFaceTokenizer"}, opened.config, tokenizer_model)
-    return _tokenizer(checkpoint.read_config(path)["data"], checkpoint.read_model_config(path), tokenizer_model)
+    data = checkpoint.saved_section(path, checkpoint.read_config(path), DataConfig)
+    return _tokenizer(asdict(data), checkpoint.read_model_config(path), tokenizer_model)
 
 
 def _tokenizer(data: Mapping[str, Any], config: ModelConfig, tokenizer_model: str | None) -> Tokenizer:

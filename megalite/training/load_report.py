@@ -84,5 +84,5 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, list):
-        return " ".join(map(str, value)) or "unset"
-    return "unset" if value is None else str(value)
+        return " ".join(map(str, value))[:200] or "unset"
+    return "unset" if value is None else str(value)[:200]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from megalite import checkpoint
 from megalite.checkpoint import AnyPath, Candidates, open_directory
+from megalite.checkpoint.compatibility import model_config
 from megalite.checkpoint.manifest import of_others
-from megalite.config import CheckpointConfig
+from megalite.config import CheckpointConfig, DataConfig, ModelConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
 from megalite.conversion.huggingface import open_huggingface
@@ -102,12 +102,16 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
         return _fields_of_model(open_huggingface(origin.model), tokenizer_type)
     if not paths:
         raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} holds no checkpoint")
-    path, data, _ = checkpoint.newest_whole(paths, lambda path: checkpoint.read_config(path)["data"])
-    model = asdict(checkpoint.read_model_config(path))
-    if data["tokenizer_type"] == "NullTokenizer":
+    _, (saved, data), _ = checkpoint.newest_whole(paths, _model_and_data)
+    model = asdict(saved)
+    if data.tokenizer_type == "NullTokenizer" and saved.vocab_size is not None:
         model["vocab_size"] -= 1  # the model's counts the end of document, which a NullTokenizer adds
-    names = {field.name for field in fields(TokenizerFlags)}
-    return {"model": model, "data": {name: _as_field(value) for name, value in data.items() if name in names}}
+    return {"model": model, "data": {field.name: getattr(data, field.name) for field in fields(TokenizerFlags)}}
+
+
+def _model_and_data(path: AnyPath) -> tuple[ModelConfig, DataConfig]:
+    config = checkpoint.read_config(path)
+    return model_config(path, config), checkpoint.saved_section(path, config, DataConfig)
 
 
 def _fields_of_model(opened: OpenedModel, tokenizer_type: str | None) -> Sections:
@@ -116,8 +120,3 @@ def _fields_of_model(opened: OpenedModel, tokenizer_type: str | None) -> Section
     if tokenizer_type == "NullTokenizer":
         model["vocab_size"] -= 1  # it adds the end of document
     return {"model": model, "data": {} if tokenizer_type else dict(opened.data)}
-
-
-def _as_field(value: Any) -> Any:
-    """A value as JSON has it, as a frozen dataclass does."""
-    return tuple(value) if isinstance(value, list) else value

@@ -237,7 +237,7 @@ class Trainer:
 
     def _recorded(self, described: Manifest) -> Recorded:
         """The records of a run by the time of a checkpoint in its directory."""
-        settings, saved = self.config.checkpoint, described.config["training"]
+        settings, saved = self.config.checkpoint, described.config.get("training", {})
         interval = self.config.training.eval_interval
         due = self.data.valid is not None and (
             self.iteration % interval == 0 or saved.get("train_iters") == self.iteration

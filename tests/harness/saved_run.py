@@ -33,7 +33,7 @@ MODEL = ModelConfig(
     num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=130, make_vocab_size_divisible_by=1,
     ffn_hidden_size=20, position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False,
 )  # fmt: skip
-CONFIG = {"model": {}, "notes": "x" * 600}
+CONFIG = {"model": {}, "notes": {"text": "x" * 600}}
 
 Saved = tuple[int, int]
 """The iteration of a checkpoint, and the number that its values follow from."""

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite import checkpoint
-from megalite.checkpoint import retention
+from megalite.checkpoint import manifest, retention
 from megalite.checkpoint.manifest import SavedFile
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
@@ -133,7 +133,7 @@ def test_what_is_not_damage_is_no_reason_to_fall_back(three: Path, monkeypatch: 
             raise error
 
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "read_text", fail)
+            patch.setattr(manifest, "read_small", fail)
             with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
                 checkpoint.read_manifest(paths[0])
         assert isinstance(caught.value, DamagedCheckpointError) == damaged
@@ -238,8 +238,8 @@ def _tiny(directory: Path) -> Path:
     path = directory / "source"
     path.mkdir()
     (path / "rank_00000.safetensors").write_bytes(b"12345")
-    manifest = checkpoint.Manifest(STATE, {}, {"rank_00000.safetensors": SavedFile(5, zlib.crc32(b"12345"))}, {})
-    (path / "manifest.json").write_text(manifest.to_json())
+    tiny = checkpoint.Manifest(STATE, {}, {"rank_00000.safetensors": SavedFile(5, zlib.crc32(b"12345"))}, {})
+    (path / "manifest.json").write_text(tiny.to_json())
     return path
 
 

@@ -71,8 +71,10 @@ def test_switches_go_on_and_off_and_the_last_wins() -> None:
 
 
 def test_negative_numbers_and_lists_are_values() -> None:
-    config = parse_arguments([*MINIMAL, "--seed", "-1", "--data-path", "0.3", "a", "0.7", "b", "--bf16"]).config
-    assert (config.training.seed, config.training.bf16) == (-1, True)
+    config = parse_arguments(
+        [*MINIMAL, "--profile-ranks", "-1", "--data-path", "0.3", "a", "0.7", "b", "--bf16"]
+    ).config
+    assert (config.profiling.profile_ranks, config.training.bf16) == ((-1,), True)
     assert config.data.data_path == ("0.3", "a", "0.7", "b")
 
 

@@ -122,6 +122,11 @@ def test_what_fits_passes(flags: str, world_size: int) -> None:
     ("flags", "problem"),
     [
         ("--num-layers 0", "--num-layers 0: must be at least 1"),
+        ("--num-layers 99999999999999999999", "--num-layers 99999999999999999999: must be at most 10,000"),
+        ("--train-iters 10000000000000000000000", "--train-iters 10000000000000000000000: must be at most 2^53"),
+        ("--exit-interval 9007199254740993", "--exit-interval 9007199254740993: must be at most 2^53"),
+        ("--pp 1000000000", "--pipeline-model-parallel-size 1000000000: must be at most 10,000"),
+        ("--num-workers 1000000", "--num-workers 1000000: must be at most 1,000"),
         ("--tp 0", "--tensor-model-parallel-size 0: must be at least 1"),
         ("--micro-batch-size -2", "--micro-batch-size -2: must be at least 1"),
         ("--pp 0", "--pipeline-model-parallel-size 0: must be at least 1"),
@@ -734,3 +739,25 @@ def test_precision_is_a_dtype_by_name() -> None:
     assert names == ["float32", "bfloat16", "float64"]
     assert config_of("--bf16").parallel.accumulate_allreduce_grads_in_fp32
     assert not config_of("--bf16 --grad-reduce-in-bf16").parallel.accumulate_allreduce_grads_in_fp32
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--hidden-size 120000000000", "--num-layers 4, --hidden-size 120000000000, --num-attention-heads 12, "),
+        ("--vocab-size 99999999999999", "--vocab-size 99999999999999, --max-position-embeddings 32: a network of 4.8e"),
+        ("--max-position-embeddings 99999999999999", "--max-position-embeddings 99999999999999: a network of 4.8e+15"),
+        ("--ffn-hidden-size 99999999999999", "--ffn-hidden-size 99999999999999, --max-position-embeddings 32: a netw"),
+        ("--micro-batch-size 99999999999999", "--micro-batch-size 99999999999999 x --seq-length 32 tokens of 192"),
+        ("--global-batch-size 2000000", "--global-batch-size 2000000 on 1 ranks: more than 100,000 micro-batches of"),
+        ("--train-iters 9000000000000000 --global-batch-size 2", "of --global-batch-size 2: more than 2^53 samples"),
+        ("--window-size 8,0 --window-attn-skip-freq [1]*9999*9999*9999", "'[1]*9999*9999*9999': expected N"),
+        ("--window-size 8,0 --window-attn-skip-freq " + "9" * 5000, "9': expected N, for one layer"),
+        ("--window-size " + "9" * 5000 + ",0", "9,0': expected LEFT,0"),
+        ("--pp 2 --pipeline-model-parallel-layout E(t*9999)*9999L", "is more than any model has layers"),
+    ],
+)
+def test_what_no_machine_holds_is_refused_by_arithmetic(flags: str, message: str) -> None:
+    lines = problems(flags)
+    assert any(message in line for line in lines), lines
+    assert max(map(len, lines)) < 400

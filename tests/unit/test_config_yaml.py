@@ -123,3 +123,42 @@ def test_a_file_that_is_no_mapping_or_lacks_fields_is_refused() -> None:
         load_yaml("- a")
     with pytest.raises(ConfigurationError, match=r"run.yaml: missing num_layers, .*micro_batch_size"):
         load_yaml("", "run.yaml")
+
+
+LAUGHS = "\n".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9) if n else 'ha'}]" for n in range(10))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("checkpoint:\n  save: 2001-99-99", "line 12: save: '2001-99-99' is no timestamp (a text stands in quotes)"),
+        ("checkpoint:\n  save: 2001-01-01", "line 12: save: expected a text (in quotes), got datetime.date(2001"),
+        ("checkpoint:\n  save: 2001-01-01T25:61:61", "line 12: save: '2001-01-01T25:61:61' is no timestamp"),
+        *((f"logging:\n  log_interval: !!{kind} {text}", f"line 12: log_interval: {text or repr('')} is no {kind}")
+          for kind, text in [("int", "'abc'"), ("int", ""), ("float", "'abc'"), ("bool", "'abc'")]),
+        ("logging:\n  log_interval: " + "9" * 5000, "is no int (a text stands in quotes)"),
+        ("logging:\n  log_interval: 1" + ":1" * 100_000, "is no int (a text stands in quotes)"),
+        ("logging:\n  metrics_path: {a: {b: 1}}", "line 12: metrics_path: expected one value, or a list of values"),
+        ("data:\n  data_path: [[a], [b]]", "line 12: data_path: expected one value, or a list of values"),
+        ("logging: " + "{a: " * 2000, "lists in lists, too deep"),
+        ("logging:\n  metrics_path: " + "[" * 5000, "lists in lists, too deep"),
+        ("checkpoint:\n  save: *l9", "line 22: save: expected one value, or a list of values"),
+        ("checkpoint:\n  ? *l9\n  : 1", "line 20: expected the fields of checkpoint"),
+        ("logging:\n  <<: {log_interval: 1}", "line 12: unknown key '<<'"),
+        ("data:\n  data_path: [" + "a," * 30_000 + "]", "more than 25000 entries"),
+        ("logging: !!python/name:os.system", "line 11: expected the fields of logging as"),
+        ("logging: !!python/object:os.system {}", "line 11: expected the fields of logging as"),
+        ("x" * 1000 + ": 1", "unknown section 'xxx"),
+        ("logging:\n  log_interval: " + "x" * 100_000, "log_interval: expected a whole number, got 'xxx"),
+        ("logging:\n  tensorboard_dir: *nowhere" + "x" * 100_000, "not YAML"),
+        ("logging:\n" + "".join(f"  x{n}: 1\n" for n in range(1000)), "... and 980 more"),
+    ],
+)  # fmt: skip
+def test_nothing_makes_reading_long_or_a_message_large(text: str, message: str) -> None:
+    if "*l9" in text:
+        text = text.replace("checkpoint:", f"{LAUGHS}\ncheckpoint:")
+    with pytest.raises(ConfigurationError) as raised:
+        load_yaml(VALID + text, "run.yaml")
+    assert message in str(raised.value)
+    assert max(map(len, str(raised.value).splitlines())) < 400
+    assert len(str(raised.value).splitlines()) <= 32

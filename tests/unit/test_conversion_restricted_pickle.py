@@ -9,6 +9,8 @@ import enum
 import io
 import os
 import pickle
+import warnings
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +18,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from megalite.conversion.restricted_pickle import Record, load, read_pickle, read_torch_file
+from megalite.conversion.families import LLAMA
+from megalite.conversion.huggingface_files import HuggingFaceFiles
+from megalite.conversion.restricted_pickle import Record, StoredTensor, load, read_pickle
+from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
 
 
@@ -85,7 +89,8 @@ def test_registered_extensions_are_not_reached() -> None:
     try:
         data = pickle.dumps(Reduced(os.system, "false"), 2)
         assert pickle.EXT1 in data
-        assert isinstance(unpickled(data), Record)
+        with pytest.raises(pickle.UnpicklingError, match="none of these files"):
+            unpickled(data)
     finally:
         copyreg.remove_extension("posix", "system", 240)
 
@@ -118,7 +123,7 @@ class Many(dict[str, int]):
 @pytest.mark.parametrize("protocol", range(6))
 def test_what_is_no_code_comes_out_as_it_was(protocol: int) -> None:
     values = {
-        "list": [1, 2.5, None, True, "text", {"nested": (1, 2)}, {1, 2}, frozenset({3}), 2j],
+        "list": [1, 2.5, None, True, "text", {"nested": (1, 2)}, {(1, "key"): 1}],
         "ordered": collections.OrderedDict(a=1),
         "size": torch.Size([2, 3]),
         "dtype": torch.bfloat16,
@@ -138,17 +143,20 @@ def test_tensors_are_read_and_mapped(new: bool, tmp_path: Path) -> None:
         "view": shared[1:, ::2],
         "whole": shared,
         "parameter": torch.nn.Parameter(torch.randn(2)),
+        "empty": torch.empty(0, 3),
         "other": argparse.Namespace(a=1),
     }
     torch.save(values, tmp_path / "file.pt", _use_new_zipfile_serialization=new)
 
     found = read_torch_file(tmp_path / "file.pt")
 
-    for name in ("plain", "view", "whole", "parameter"):
-        assert isinstance(found[name], Tensor)
-        assert torch.equal(found[name], values[name])
+    for name in ("plain", "view", "whole", "parameter", "empty"):
+        assert isinstance(found[name], StoredTensor)
+        assert found[name].read().dtype == values[name].dtype
+        assert torch.equal(found[name].read(), values[name])
     assert found["other"].fields == {"a": 1}
-    assert found["view"].untyped_storage().data_ptr() == found["whole"].untyped_storage().data_ptr()
+    assert found["view"].storage is found["whole"].storage
+    assert found["view"].read().untyped_storage().data_ptr() == found["whole"].read().data_ptr()
 
 
 def test_a_hostile_file_of_torch_runs_nothing(tmp_path: Path) -> None:
@@ -164,6 +172,125 @@ def test_what_is_no_pickle_is_an_error_with_the_path(content: bytes, tmp_path: P
     for read in (read_pickle, read_torch_file):
         with pytest.raises(CheckpointError, match=f"{tmp_path}/file cannot be read"):
             read(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["model_optim_rng.pt", "common.pt", "__0_0.distcp", "pytorch_model.bin"])
+def test_a_program_in_the_place_of_weights_is_not_run(name: str, tmp_path: Path) -> None:
+    path, made = tmp_path / name, tmp_path / "made"
+    save_program(path, made)
+    if name == "pytorch_model.bin":
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(CheckpointError, match="cannot be read as tensors alone"):
+            HuggingFaceFiles(tmp_path, LLAMA, frozenset())
+    else:
+        with pytest.raises(CheckpointError, match="which no file of tensors does"):
+            read_torch_file(path, 0, path.stat().st_size if name == "__0_0.distcp" else None)
+    assert not made.exists()
+
+    with warnings.catch_warnings(action="ignore"):
+        torch.load(path, weights_only=False)  # the file does what it is feared for
+    assert made.exists()
+
+
+def save_program(path: Path, made: Path) -> None:
+    """A TorchScript program that makes a file when it is loaded."""
+
+    class Program(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x, self.made = 1, str(made)
+
+        def forward(self, y: torch.Tensor) -> torch.Tensor:
+            return y
+
+        @torch.jit.export
+        def __getstate__(self) -> str:
+            return self.made
+
+        @torch.jit.export
+        def __setstate__(self, state: str) -> None:
+            self.made, self.x, self.training = state, int(torch.from_file(state, True, 9, dtype=torch.uint8)[0]), False
+
+    with warnings.catch_warnings(action="ignore"):
+        torch.jit.script(Program()).save(path)
+
+
+def archive(path: Path, pickled: bytes, *, data: bytes = bytes(16), compressed: bool = False, **more: bytes) -> None:
+    """A file like one of `torch.save`, whatever stands in it."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED) as file:
+        for name, content in {"data.pkl": pickled, "data/0": data, **more}.items():
+            file.writestr(f"file/{name}", content)
+
+
+def tensor(*rest: object) -> bytes:
+    """The pickle of a tensor in a storage of four elements."""
+    storage = object()
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, each: object) -> object:
+            return ("storage", torch.FloatStorage, "0", "cpu", 4) if each is storage else None
+
+    file = io.BytesIO()
+    Pickler(file, 2).dump(Reduced(torch._utils._rebuild_tensor_v2, storage, *rest, False, collections.OrderedDict()))
+    return file.getvalue()
+
+
+def test_a_tensor_lies_within_its_storage(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    archive(path, tensor(1, (3,), (1,)))
+    assert read_torch_file(path).read().tolist() == [0.0] * 3
+    for offset, shape, strides in [
+        (2, (3,), (1,)), (-1, (3,), (1,)), (0, (10**18,), (0,)), (0, (2, 2), (3, 1)), (0, (2,), (-1,)),
+        (0, (2,), (1, 1)), (0, (10**30, 0), (1, 1)), (0, (2.0,), (1,)), (0, (-1,), (1,)),
+        (0, "ab", (1, 1)), (0, (1,) * 100, (1,) * 100),
+    ]:  # fmt: skip
+        archive(path, tensor(offset, shape, strides))
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            read_torch_file(path)
+    archive(path, tensor(1, (3,), (1,))[:-1] + b"}Voffset\nK\x63sb.")  # it is given another offset later
+    with pytest.raises(CheckpointError, match="__setstate__"):
+        read_torch_file(path)
+
+
+def test_an_archive_is_refused_that_torch_would_not_write(tmp_path: Path) -> None:
+    path, pickled = tmp_path / "file.pt", tensor(0, (4,), (1,))
+    for message, options in [
+        ("compressed", {"compressed": True, "data": bytes(10**6)}),
+        ("another size", {"data": bytes(12)}),
+        ("big-endian", {"byteorder": b"big"}),
+        ("constants.pkl', which no file", {"constants.pkl": b""}),
+        ("code/main.py', which no file", {"code/main.py": b""}),
+    ]:
+        archive(path, pickled, **options)  # type: ignore[arg-type]
+        with pytest.raises(CheckpointError, match=message):
+            read_torch_file(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match="no regular file"):
+        read_torch_file(path)
+
+
+def test_a_pickle_takes_no_more_than_its_length_allows() -> None:
+    long = b"(" + b"K\1" * 1000 + b"t"
+    nested = b"K\1" + b"\x86".join(b"2" for _ in range(60)) + b"\x86"
+    for data, message in [
+        (b"K\1r\xff\xff\xff\x7f.", None),  # kept under number 2**31
+        (b"\x96" + (2**40).to_bytes(8, "little") + b".", "none of these files"),  # an array of 2**40 bytes
+        (b"}" + nested + b"K\1s.", "tuples in tuples"),  # a key whose hash takes 2**60 steps
+        (b"(" + nested + b"K\1d.", "tuples in tuples"),
+        (b"\x8f(" + nested + b"\x90.", "tuples in tuples"),
+        (b"(" + nested + b"\x91.", "tuples in tuples"),
+        (b"}(" + nested + b"K\1u.", "tuples in tuples"),
+        (b"ctorch\nSize\n(" + long + b"tR.", "a size is none"),  # a copy of what is long
+        (b"ctorch._utils\n_rebuild_parameter\n" + long + b"R.", "no function"),
+        (b"ccollections\nOrderedDict\n(]tR.", "no function"),
+        (b"".join(b"ca\n%d\n0" % number for number in range(10_001)), "too many classes"),
+    ]:
+        if message is None:
+            unpickled(data)
+        else:
+            with pytest.raises(pickle.UnpicklingError, match=message):
+                unpickled(data)
 
 
 def test_a_tensor_of_no_storage_is_refused() -> None:

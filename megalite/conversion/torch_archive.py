@@ -1,0 +1,136 @@
+"""Files of `torch.save`, read without torch's own loader, which runs an archive that is a TorchScript program.
+
+An archive is a zip file of one folder in which nothing is compressed: `data.pkl` is a pickle whose tensors name their
+storages, and `data/NAME` has the bytes of one. Before torch 1.6 a file was pickles one behind the other (a magic
+number, a version, the machine, what was saved, the names of the storages), and then each storage's length and bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import re
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+
+from megalite.conversion.restricted_pickle import Storage, load, unreadable
+from megalite.small_files import LARGEST, MIB, open_regular
+
+_NAMES = re.compile(
+    r"data\.pkl|data/\w+|version|byteorder|\.data/serialization_id|\.format_version|\.storage_alignment"
+)
+_LOCAL_HEADER = struct.Struct("<4s22x2H")
+_LARGEST_LIST = 16 * MIB
+"""Bytes of the list of an archive's parts, about a hundred each."""
+_MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
+
+
+def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> Any:
+    """Give what `torch.save` has written to a file, or to `length` bytes of one; its tensors are `StoredTensor`s.
+
+    Raises CheckpointError.
+    """
+    try:
+        with open_regular(path) as file:
+            content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        stop = len(content) if length is None else start + length
+        if not 0 <= start < stop <= len(content):
+            raise ValueError("it was cut off")
+        content = content[start:stop]
+        return _read_archive(content) if bytes(content[:4]) == b"PK\3\4" else _read_pickles(content)
+    except Exception as error:  # of a file of others, all kinds
+        raise unreadable(path, error) from error
+
+
+class _Window(io.RawIOBase):
+    """Bytes as a file for `zipfile`, which reads the list of what is in it at once."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content, self._at = content, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, len(self._content))[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        part = self._content[self._at : self._at + size if size >= 0 else None]
+        if len(part) > _LARGEST_LIST:
+            raise ValueError(f"its list of parts is larger than {_LARGEST_LIST / MIB:g} MiB")
+        self._at += len(part)
+        return bytes(part)
+
+
+def _read_archive(content: memoryview) -> Any:
+    entries: dict[str, zipfile.ZipInfo] = {}
+    folders = set()
+    with zipfile.ZipFile(cast(BinaryIO, _Window(content))) as archive:
+        for entry in archive.infolist():
+            folder, _, name = entry.filename.partition("/")
+            folders.add(folder)
+            if not _NAMES.fullmatch(name) or name in entries or len(folders) > 1:
+                raise ValueError(f"it holds {entry.filename[:80]!r}, which no file of tensors does")
+            if entry.compress_type or entry.flag_bits & 1 or entry.file_size != entry.compress_size:
+                raise ValueError("a part of it is compressed, as torch.save leaves none")
+            entries[name] = entry
+
+    def part(name: str) -> memoryview:
+        entry = entries[name]
+        signature, *lengths = _LOCAL_HEADER.unpack(content[entry.header_offset :][: _LOCAL_HEADER.size])
+        first = entry.header_offset + _LOCAL_HEADER.size + sum(lengths)
+        if entry.header_offset < 0 or signature != b"PK\3\4" or first + entry.file_size > len(content):
+            raise ValueError(f"its part {name} is not within it")
+        return content[first : first + entry.file_size]
+
+    storages: dict[str, Storage] = {}
+
+    def storage(described: Any) -> Storage:
+        found = _described(described, storages)
+        found.values = part(f"data/{described[2]}")
+        if len(found.values) != found.length * found.dtype.itemsize:
+            raise ValueError(f"its part data/{described[2]} has another size than its tensors")
+        return found
+
+    if "byteorder" in entries and bytes(part("byteorder")[:8]) != b"little":
+        raise ValueError("its numbers are big-endian")
+    pickled = part("data.pkl")
+    if len(pickled) > LARGEST:
+        raise ValueError(f"its data.pkl is larger than {LARGEST / MIB:g} MiB")
+    return load(io.BytesIO(pickled), storage)
+
+
+def _described(described: Any, storages: dict[str, Storage]) -> Storage:
+    """The storage that a pickle names, the same each time."""
+    kind, dtype, name, _, length, *view = described
+    if kind != "storage" or type(dtype) is not torch.dtype or type(name) is not str or type(length) is not int:
+        raise ValueError("a tensor's storage is described in another way")
+    found = storages.setdefault(name, Storage(dtype, length))
+    if (found.dtype, found.length) != (dtype, length) or any(view):
+        raise ValueError("a tensor's storage is described in two ways")
+    return found
+
+
+def _read_pickles(content: memoryview) -> Any:
+    stream = io.BytesIO(content[:LARGEST])
+    storages: dict[str, Storage] = {}
+    if load(stream) != _MAGIC or load(stream) != _VERSION:
+        raise ValueError("it is no file of torch.save")
+    if load(stream)["little_endian"] is not True:
+        raise ValueError("its numbers are big-endian")
+    found = load(stream, lambda described: _described(described, storages))
+    names = load(stream)
+    at = stream.tell()
+    for name in names:
+        storage = storages[name]
+        size = storage.length * storage.dtype.itemsize
+        length, storage.values = int.from_bytes(content[at : at + 8], "little"), content[at + 8 : at + 8 + size]
+        if length != storage.length or len(storage.values) != size:
+            raise ValueError("it was cut off")
+        at += 8 + size
+    return found
