@@ -3,7 +3,7 @@
 #
 #   NODES            nodes to train on; what the allocation has beyond them are spares. Default: all
 #   RANKS_PER_NODE   default: the GPUs of a node (--gpus-per-node), else its tasks (--ntasks-per-node), else 1
-#   LAUNCHER         torchrun, the default, with its agents; or srun: a task for each rank, and nothing between
+#   LAUNCHER         srun, the default: a task for each rank, and nothing between; or torchrun, with an agent on each node
 #   CONTAINER        how to run in a container: options of srun (--container-image=x.sqsh, of pyxis), or a command that
 #                    runs another one (apptainer exec --nv x.sif)
 set -uo pipefail
@@ -76,18 +76,21 @@ launch() {
         --kill-on-bad-exit=0 --wait=40 # ranks that have lost a peer end by themselves, once they have met
         --label --open-mode=append --output="$logs/%N.log"
     )
+    # By it the ranks know each other (SECURITY.md): each start has its own, and no command line shows it.
+    MEGALITE_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+    export MEGALITE_SECRET
     # shellcheck disable=SC2016 # each task fills in values of its own
-    if [ "${LAUNCHER:-torchrun}" = srun ]; then
-        export MASTER_ADDR=$address MASTER_PORT=$port
+    if [ "${LAUNCHER:-srun}" = torchrun ]; then
+        # A static rendezvous: the other kind unpickles what anyone who reaches the port has put there.
+        srun "${options[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 bash -c \
+            'PET_NODE_RANK=$SLURM_PROCID exec "$@"' - \
+            "${container[@]}" torchrun --nnodes="${#nodes[@]}" --nproc-per-node="$RANKS_PER_NODE" --max-restarts=0 \
+            --rdzv-backend=static --rdzv-endpoint="$address:$port" --rdzv-conf=timeout=900 "$@" &
+    else
+        export MASTER_ADDR=$address MASTER_PORT=$port LOCAL_WORLD_SIZE=$RANKS_PER_NODE
         srun "${options[@]}" --ntasks=$((${#nodes[@]} * RANKS_PER_NODE)) --ntasks-per-node="$RANKS_PER_NODE" bash -c \
             'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS exec "$@"' - \
             "${container[@]}" python "$@" &
-    else
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 srun "${options[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 bash -c \
-            '[ "$SLURMD_NODENAME" = "$0" ]; PET_RDZV_CONF=is_host=$((!$?)),read_timeout=900,join_timeout=900 exec "$@"' \
-            "${nodes[0]}" "${container[@]}" torchrun --nnodes="${#nodes[@]}" --nproc-per-node="$RANKS_PER_NODE" --max-restarts=0 \
-            --rdzv-backend=c10d --rdzv-endpoint="$address:$port" \
-            --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$attempt" "$@" &
     fi
     # shellcheck disable=SC2034 # the scripts wait for it
     step=$!

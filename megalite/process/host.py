@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import socket
+
+from megalite.errors import ConfigurationError
 
 
 def host_name() -> str:
@@ -17,3 +21,29 @@ def process_space() -> str:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not on Linux
         return socket.gethostname()
+
+
+def require_open_files(count: int) -> None:
+    """Raises ConfigurationError where this process cannot open so many files more."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise too_many_open_files(
+            f"a start takes {count} more than are open, and there is room for {len(opened)}"
+        ) from error
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def too_many_open_files(why: str) -> ConfigurationError:
+    """The error of a process that may not open a file or a connection more."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ConfigurationError(
+        f"there are too many open files ({limit} are allowed to a process): raise the limit (ulimit -n 65536) and "
+        f"start again; {why}"
+    )

@@ -9,6 +9,7 @@ does when rank 0 has ended; if nothing ends them, the error was theirs alone, an
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, NoReturn
 
-from megalite.errors import EXIT_CONFIGURATION, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
+from megalite.errors import EXIT_CONFIGURATION, EXIT_INTERNAL, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
 from megalite.files import write_at_once
 from megalite.process.bounded import within
 from megalite.process.output import write_out
@@ -111,7 +112,7 @@ def _fail(message: str, code: int) -> NoReturn:
         try:
             within(_STORE_SECONDS, partial(store.check, [_REPORT]))
             code = _agree(store, message, code, place.rank)
-        except (RuntimeError, TimeoutError):  # the store has gone with the process that held it, or stands still
+        except (RuntimeError, TimeoutError, ValueError):  # the store has gone, stands still, or holds what is not ours
             _speak_unless_ended(message, code, place)
     else:
         _speak_unless_ended(message, code, place)
@@ -143,12 +144,12 @@ def _agree(store: Store, message: str, code: int, rank: int) -> int:
     if int(store.get(_LOWEST)) < rank:
         _wait_for_report(store, _LAUNCHER_SECONDS)
     mine = f"{rank} {code}"
-    reported = store.compare_set(_REPORT, "", mine).decode()
+    reported = store.compare_set(_REPORT, "", mine).decode(errors="replace")
     if reported == mine:
         _speak(message, code, rank)
     if rank == 0:  # which may hold the store: others are still asking
         time.sleep(_GATHERING_SECONDS)
-    return int(reported.split()[1])
+    return _code_in(reported)
 
 
 def report(store: Store | None, message: str, code: int) -> int:
@@ -160,11 +161,17 @@ def report(store: Store | None, message: str, code: int) -> int:
     with _SPEAKING:
         if store is not None:
             with suppress(RuntimeError, TimeoutError):  # as above
-                first = within(_STORE_SECONDS, lambda: store.compare_set(_REPORT, "", mine)).decode()
+                first = within(_STORE_SECONDS, lambda: store.compare_set(_REPORT, "", mine)).decode(errors="replace")
                 if first != mine:
-                    return int(first.split()[1])
+                    return _code_in(first)
         _speak(message, code, rank=0)
     return code
+
+
+def _code_in(reported: str) -> int:
+    """The exit code of what a rank has reported; of anything else, which only a stranger can have put there, ours."""
+    code = reported.split(" ")[1:2]
+    return int(code[0]) if code and re.fullmatch(r"[1-9]\d?\d?", code[0]) else EXIT_INTERNAL
 
 
 def _wait_for_report(store: Store, seconds: float) -> None:

@@ -15,6 +15,7 @@ from megalite.config import ParallelConfig
 from megalite.errors import CommunicationError, ConfigurationError
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
+from megalite.process.host import too_many_open_files
 from megalite.process.place import Place
 from megalite.training.meeting import connect, meet, store_name
 
@@ -78,6 +79,8 @@ def come_together(
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
             _compare(description, store, mesh)
         except RuntimeError as error:
+            if "oo many open files" in str(error):
+                raise too_many_open_files(str(error)) from error
             raise CommunicationError(
                 f"the {place.world_size} ranks have met at {store_name()}, but cannot reach each other: {error}"
             ) from error

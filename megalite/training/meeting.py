@@ -7,13 +7,16 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, MeetingError
-from megalite.process.bounded import within
+from megalite.process.bounded import aside, within
+from megalite.process.host import require_open_files
+from megalite.process.listening import listen
 from megalite.process.place import Place, ranks_text
 
 Result = TypeVar("Result")
@@ -25,6 +28,7 @@ STORE_HANGS = 20.0
 SILENCE = 20.0
 """Seconds after which rank 0 is lost to who waits for it."""
 _BETWEEN_LOOKS, _BETWEEN_BEATS = 0.05, 1.0
+_FILES, _FILES_A_RANK = 24, 2  # that a start opens at least; rank 0 has connections of each rank
 _LEAVING_SECONDS = 0.5  # rank 0 may have the store, which others are still asking
 _CAME, _ALL, _BEATS = "came", "all have come", "rank 0 lives"
 
@@ -38,6 +42,7 @@ def connect(place: Place, seconds: float, purpose: str) -> Store:
 
     Raises:
         CommunicationError: nothing answers there.
+        ConfigurationError: this process may not open the files that it takes.
     """
     if place.world_size == 1:
         return HashStore()
@@ -46,15 +51,47 @@ def connect(place: Place, seconds: float, purpose: str) -> Store:
     timeout = datetime.timedelta(seconds=seconds)
 
     def open_store() -> Store:
-        return TCPStore(host, port, is_master=first, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+        where = _listen(port) if first else None
+        return TCPStore(
+            host,
+            port,
+            is_master=first,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=where,
+        )
 
+    require_open_files(_FILES + _FILES_A_RANK * place.world_size)  # on all ranks alike, or some would wait for others
     try:
-        store = within(seconds + STORE_HANGS, open_store)
+        store = _opened(aside(open_store), place, seconds + STORE_HANGS)
     except TimeoutError:
         raise CommunicationError(f"{store_name()} does not answer: the process that has it is stopped") from None
     except RuntimeError as error:
         raise CommunicationError(f"{store_name()} cannot be reached: {str(error).splitlines()[0]}") from error
     return PrefixStore(f"{purpose}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _opened(store: Future[Store], place: Place, seconds: float) -> Store:
+    """Wait for a connection to the store; rank 1, and a rank of each node, says so. Raises TimeoutError where it takes
+    longer, RuntimeError where it fails."""
+    waited = 0.0
+    while waited < seconds and not store.done():
+        step = min(max(PATIENCE, waited), seconds - waited)
+        wait([store], step)
+        waited += step
+        if waited < seconds and not store.done() and (place.rank == 1 or place.local_rank == 0):
+            sys.stderr.write(f"waiting for {store_name()} to open, for {waited:.0f} s by now\n")
+    return store.result(0.0)
+
+
+def _listen(port: int) -> int | None:
+    """Where the store of rank 0 takes connections, for torch to have. None where the port is taken: by the store of
+    this process, which torch finds by itself, or by somebody else, of whom torch tells."""
+    try:
+        return listen("rank 0's store", port).detach()
+    except OSError:
+        return None
 
 
 def hosted_by_launcher() -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
+from megalite.process.listening import on_one_machine
 from megalite.process.place import Place
 from megalite.training.failure import report
 from megalite.training.meeting import hosted_by_launcher
@@ -37,4 +38,5 @@ def run_watchdog(
         store=store,
         store_is_of_rank_0=not hosted_by_launcher(),
         folder=directory / "hangs" if isinstance(directory, Path) else None,
+        shared=directory if isinstance(directory, Path) and not on_one_machine() else None,
     )

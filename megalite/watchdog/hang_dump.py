@@ -47,6 +47,10 @@ class RankDump:
         """Back from `dataclasses.asdict`, and from JSON. Raises ValueError, TypeError or KeyError where it is none."""
         recorded = values["flight_recorder"]
         dump = cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
+        kinds = {one.name: type(one.default) for one in fields(cls)} | {"rank": int, "world_size": int}
+        for name in kinds.keys() - {"flight_recorder"}:
+            if type(getattr(dump, name)) is not kinds[name]:
+                raise ValueError(f"{name} is of another kind than {kinds[name].__name__}")
         return replace(dump, flight_recorder=None if recorded is None else Snapshot.of(recorded))
 
 

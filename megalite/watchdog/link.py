@@ -1,78 +1,149 @@
-"""A connection between a rank's watchdog and the monitor: JSON objects, a line each.
+"""A connection between a rank's watchdog and the monitor: JSON objects, a line each, that nobody else can write.
 
-Nothing that comes over it is ever unpickled. A rank proves by a token, which the ranks share through their process
-group's store, that it is one of the run's.
+Each end begins with a line of random digits. In front of every line after it stands a code, HMAC-SHA256 of the line and
+its number, whose key is made of the run's secret (secret.py), of who sends, and of both ends' digits. So the first such
+line proves that the other end knows the secret, and no line can be forged, changed, repeated, left out or sent back by
+who stands between. Nothing is parsed before its code has been checked, and nothing ever unpickled.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
+import re
+import secrets
 import socket
+import time
 from contextlib import suppress
 from threading import Lock
 from typing import Any
 
+from megalite.small_files import parse_json
+
 Message = dict[str, Any]
 
+MONITOR, RANK = b"monitor", b"rank"
 UNREACHABLE_SECONDS = 60.0
 """After which a connection is lost over which the other machine acknowledges nothing, since it has no power or network;
 the system's own limit is a quarter of an hour."""
 _SEND_SECONDS = 5.0
-_LARGEST = 2**26  # bytes of a message
+_LARGEST = 2**26  # bytes of a line
+_LARGEST_FIRST = 2**10  # of an end that has not proved itself
+_DIGITS = re.compile(rb"[0-9a-f]{64}")
 
 
 class LinkLost(Exception):
-    """The other end has gone: its process has ended, or the connection was cut."""
+    """The other end has gone: its process has ended, the connection was cut, or it does not know the secret."""
 
 
 class Link:
     """One end of a connection. Reading waits for nothing: ask when the socket has something."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._buffer = connection, b""
+    def __init__(self, connection: socket.socket, secret: bytes, role: bytes) -> None:
+        """`role` is this end's, MONITOR, which proves itself first, or RANK, which sends when the other has."""
+        self._connection, self._buffer = connection, bytearray()
+        self._secret, self._role = secret, role
+        self._digits = secrets.token_hex(32).encode()
+        self._sealing: _Seal | None = None
+        self._opening: _Seal | None = None
+        self.proved = False
+        """Whether the other end has shown that it knows the secret."""
         self._sending, self._torn = Lock(), False
         connection.settimeout(_SEND_SECONDS)
         with suppress(OSError, AttributeError):  # not over TCP, or not on Linux
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREACHABLE_SECONDS))
+        self._send_line(self._digits)
 
     def fileno(self) -> int:
-        """For `select`."""
+        """For a selector."""
         return self._connection.fileno()
 
     def send(self, **message: Any) -> None:
         """Send an object, from any thread. Where the other end has gone nothing happens: reading tells."""
-        data = json.dumps(message).encode() + b"\n"
+        data = json.dumps(message).encode()
         with self._sending:
-            if not self._torn:
-                try:
-                    self._connection.sendall(data)
-                except OSError:  # a part of the line may have gone: nothing can follow it
-                    self._torn = True
+            assert self._sealing is not None
+            self._send_line(self._sealing.code(data) + b" " + data)
+
+    def _send_line(self, line: bytes) -> None:
+        if not self._torn:
+            try:
+                self._connection.sendall(line + b"\n")
+            except OSError:  # a part of the line may have gone: nothing can follow it
+                self._torn = True
 
     def receive(self) -> list[Message]:
         """The objects that have come. Raises LinkLost at the end of the connection, or of sense."""
+        largest = _LARGEST if self.proved else _LARGEST_FIRST
         try:
-            data = self._connection.recv(2**16)
+            data = self._connection.recv(min(2**16, largest))
         except OSError as error:
             raise LinkLost from error
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        if not data or len(self._buffer) > _LARGEST:
-            raise LinkLost
-        try:
-            messages = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError) as error:
-            raise LinkLost from error
-        if not all(isinstance(message, dict) for message in messages):
+        messages, searched = [], len(self._buffer)
+        self._buffer += data
+        while (end := self._buffer.find(b"\n", searched)) >= 0:
+            line, searched = bytes(self._buffer[:end]), 0
+            del self._buffer[: end + 1]
+            if self._opening is None:
+                self._meet(line)
+            else:
+                messages.append(self._open(line, self._opening))
+        if not data or len(self._buffer) > largest:
             raise LinkLost
         return messages
+
+    def _meet(self, digits: bytes) -> None:
+        if not _DIGITS.fullmatch(digits):
+            raise LinkLost
+        other = RANK if self._role == MONITOR else MONITOR
+        self._opening = _Seal(self._secret, other, digits, self._digits)
+        self._sealing = _Seal(self._secret, self._role, self._digits, digits)
+        if self._role == MONITOR:
+            self.send()
+
+    def _open(self, line: bytes, seal: _Seal) -> Message:
+        code, _, data = line.partition(b" ")
+        if not hmac.compare_digest(code, seal.code(data)):
+            raise LinkLost
+        self.proved = True
+        try:
+            message = parse_json(data)
+        except ValueError as error:
+            raise LinkLost from error
+        if not isinstance(message, dict):
+            raise LinkLost
+        return message
 
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
 
 
-def listen() -> socket.socket:
-    """A socket that takes connections on every address of this machine, on a port that the system chooses."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
-    return socket.create_server(("", 0), backlog=4096)
+class _Seal:
+    """The codes of the lines in one direction, which are to be asked for in their order."""
+
+    def __init__(self, secret: bytes, sender: bytes, its_digits: bytes, other_digits: bytes) -> None:
+        self._key = hmac.digest(secret, b" ".join((sender, its_digits, other_digits)), "sha256")
+        self._number = 0
+
+    def code(self, line: bytes) -> bytes:
+        self._number += 1
+        return hmac.digest(self._key, b"%d %s" % (self._number, line), "sha256").hex().encode()
+
+
+def connect(host: str, port: int, secret: bytes, seconds: float) -> Link:
+    """A rank's end of a connection to the monitor, which has proved that it is one.
+
+    Raises OSError where nothing takes the connection, LinkLost where it is not the monitor that does, or it says
+    nothing for so long.
+    """
+    deadline = time.monotonic() + seconds
+    connection = socket.create_connection((host, port), timeout=seconds)
+    link = Link(connection, secret, RANK)
+    connection.settimeout(seconds)
+    while not link.proved:
+        if time.monotonic() > deadline:
+            raise LinkLost
+        link.receive()
+    connection.settimeout(_SEND_SECONDS)
+    return link

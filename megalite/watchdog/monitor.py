@@ -8,30 +8,33 @@ which rank is missing and where. Then it says so, once, and has all ranks end.
 
 from __future__ import annotations
 
-import hmac
-import secrets
 import selectors
-import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megalite.errors import EXIT_RESUMABLE
+from megalite.process.listening import listen
+from megalite.process.place import ranks_text
 from megalite.watchdog.hang_dump import RankDump
-from megalite.watchdog.link import Link, LinkLost, Message, listen
+from megalite.watchdog.link import MONITOR, Link, LinkLost, Message
+from megalite.watchdog.secret import VARIABLE, Secret
 from megalite.watchdog.sections import MEETING
-from megalite.watchdog.verdict import Peer, death, folder_name, hang
+from megalite.watchdog.verdict import Peer, alarm_of, death, folder_name, hang, whole, words
 
 Say = Callable[[str, int], int]
 """Say an error and leave its exit code, unless a rank has said one; returns the code of what was said."""
 
 ANSWER_SECONDS = 5.0  # to say what one is in, and to write it to a shared file system
 _TOGETHER_SECONDS = 0.3  # ranks that die of one cause go within this time
-_GREETING_SECONDS = 60.0
+_COMING_SECONDS = 60.0  # for all ranks, once they have met; who is not there then is told of
+_GREETING_SECONDS = 10.0  # for who connects, to prove to be a rank
+_MOST_STRANGERS = 64  # that may be connected at a time, beside the ranks that are yet to come
 _TICK_SECONDS = 0.1
 _PING_SECONDS = 1.0
 
@@ -64,21 +67,25 @@ class _Alarm:
 
 
 class Monitor(threading.Thread):
-    """Watches the ranks from rank 0. `address` is for the store: a port and a token."""
+    """Watches the ranks from rank 0. `address`: where it listens."""
 
-    def __init__(self, first: Peer, world_size: int, say: Say, folder: Path | None) -> None:
+    def __init__(self, first: Peer, world_size: int, secret: Secret, say: Say, folder: Path | None) -> None:
         """`first` is rank 0 itself; `folder`: where the ranks write what they are in."""
         super().__init__(name="monitor", daemon=True)
+        self.secret = secret
         self._first, self._say, self._folder = first, say, folder
-        self._token = secrets.token_hex(16)
-        self._listener = listen()
-        self.address = f"{self._listener.getsockname()[1]} {self._token}"
+        self._listener = listen("rank 0's watchdog")
+        host, port, *_ = self._listener.getsockname()
+        self.address: tuple[str, int] = (host, port)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._strangers: list[_Connected] = []
+        """Who has not said who it is, the longest first."""
         self._ranks: dict[int, _Connected] = {}
         self._speakers: dict[str, _Connected] = {}
         """By node."""
-        self._missing = set(range(world_size))
+        self._world = range(world_size)
+        self._missing = set(self._world)
         """Ranks that have never connected."""
         self._lost: dict[int, float] = {}
         self._alarm: _Alarm | None = None
@@ -86,7 +93,7 @@ class Monitor(threading.Thread):
         self._verdict: Message | None = None
         """The message to all ranks, once it is concluded why the run ends."""
         self._began = self._pinged = self._looked = time.monotonic()
-        self._greeted = False
+        self._told_of_missing = False
 
     def run(self) -> None:
         """Until `close`."""
@@ -98,12 +105,19 @@ class Monitor(threading.Thread):
                 else:
                     self._read(key.data)
             self._looked = looks  # what is read next has come since then
-            self._tick(time.monotonic())
+            try:
+                self._tick(time.monotonic())
+            except Exception:  # a defect, in the conclusions: there was something to conclude
+                traceback.print_exc()
+                self._end(EXIT_RESUMABLE, at_once=True)
         for connected in self._ranks.values():
             connected.link.send(bye=True)
             connected.link.close()
+        for stranger in self._strangers:
+            stranger.link.close()
         self._listener.close()
         self._selector.close()
+        self.secret.remove()
 
     def close(self) -> None:
         """Take leave of all ranks: the run ends well."""
@@ -112,6 +126,7 @@ class Monitor(threading.Thread):
 
     def settle(self) -> None:
         """For rank 0, which ends by an error: wait until all know of that, and until what has happened is told."""
+        self.secret.remove()
         deadline = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline and not (self._first_failed and (self._verdict or not self._lost)):
             time.sleep(_TICK_SECONDS / 10)
@@ -120,15 +135,22 @@ class Monitor(threading.Thread):
         try:
             connection, _ = self._listener.accept()
         except OSError:  # it has gone again, or this process has too many files open: whoever is left out is told of
+            time.sleep(_TICK_SECONDS)
             return
-        connected = _Connected(Link(connection))
+        connected = _Connected(Link(connection, self.secret.value, MONITOR), heard=time.monotonic())
         self._selector.register(connected.link, selectors.EVENT_READ, connected)
+        self._strangers.append(connected)
+        if len(self._strangers) > _MOST_STRANGERS + len(self._missing):
+            self._forget(self._strangers[0])
 
     def _read(self, connected: _Connected) -> None:
         try:
             for message in connected.link.receive():
+                if "bye" in message and connected.peer is not None:
+                    self._let_go(connected, connected.peer.rank)
+                    break
                 self._take(connected, message)
-        except LinkLost:
+        except Exception:  # what cannot be understood is as good as gone, and none of it may end this thread
             self._forget(connected)
             if connected.peer is not None:
                 self._lost[connected.peer.rank] = time.monotonic()
@@ -136,37 +158,47 @@ class Monitor(threading.Thread):
     def _forget(self, connected: _Connected) -> None:
         self._selector.unregister(connected.link)
         connected.link.close()
+        if connected.peer is None:
+            self._strangers.remove(connected)
+
+    def _let_go(self, connected: _Connected, rank: int) -> None:
+        self._forget(connected)
+        del self._ranks[rank]
+        if self._alarm is not None and self._alarm.rank == rank:  # it went on after all
+            self._alarm = None
 
     def _take(self, connected: _Connected, message: Message) -> None:
+        """Raises an Exception of any kind where the message makes no sense."""
         if connected.peer is None:
-            self._greet(connected, message)
+            self._greet(connected, Peer.of(message))
             return
         rank, connected.heard = connected.peer.rank, time.monotonic()
         if "section" in message:
-            connected.peer.section, connected.peer.step = message["section"], message["step"]
+            connected.peer.section, connected.peer.step = words(message["section"]), whole(message["step"])
             connected.placed = self._looked
         if "fails" in message:
-            connected.fails = message["fails"]
+            connected.fails = whole(message["fails"])
             if rank == 0:  # which may take this monitor with it before any rank can ask
                 self._tell_all(first_fails=connected.fails)
                 self._first_failed = True
         elif "dump" in message:
-            connected.dump = RankDump.of(message["dump"])
-        elif "bye" in message:
-            self._forget(connected)
-            del self._ranks[rank]
-            if self._alarm is not None and self._alarm.rank == rank:  # it went on after all
-                self._alarm = None
-        elif ("overdue" in message or "lost" in message) and self._alarm is None:
-            self._alarm = _Alarm(time.monotonic(), rank, message, folder_name())
+            dump = RankDump.of(message["dump"])
+            if dump.rank != rank:
+                raise LinkLost
+            connected.dump = dump
+        elif (why := alarm_of(message)) and self._alarm is None:
+            self._alarm = _Alarm(time.monotonic(), rank, why, folder_name())
 
-    def _greet(self, connected: _Connected, message: Message) -> None:
-        if not hmac.compare_digest(str(message.get("token")).encode(), self._token.encode()):
+    def _greet(self, connected: _Connected, peer: Peer) -> None:
+        if peer.rank not in self._world or peer.rank in self._ranks:
             raise LinkLost
-        connected.peer = Peer(**{name: value for name, value in message.items() if name != "token"})
+        self._strangers.remove(connected)
+        connected.peer = peer
         connected.heard, connected.placed = time.monotonic(), self._looked
-        self._ranks[connected.peer.rank] = connected
-        self._missing.discard(connected.peer.rank)
+        self._ranks[peer.rank] = connected
+        self._missing.discard(peer.rank)
+        if not self._missing:
+            self.secret.remove()
         displaced = self._choose_speakers([connected])
         self._tell_of_first([connected, *displaced])
         if self._verdict is not None:
@@ -208,9 +240,11 @@ class Monitor(threading.Thread):
         first = self._ranks.get(0)
         if first is not None and first.peer is not None and first.peer.section == MEETING:
             self._began = now  # those that are yet to come are not missed
-        if not self._greeted and now - self._began > _GREETING_SECONDS:
-            self._greeted = True
-            self._tell_of_strangers()
+        if not self._told_of_missing and now - self._began > _COMING_SECONDS:
+            self._told_of_missing = True
+            self._tell_of_missing()
+        while self._strangers and now - self._strangers[0].heard > _GREETING_SECONDS:
+            self._forget(self._strangers[0])
         if self._verdict is not None:
             return
         if self._lost and now - min(self._lost.values()) > _TOGETHER_SECONDS:
@@ -230,13 +264,13 @@ class Monitor(threading.Thread):
         if not unanswered or now - alarm.since > _TOGETHER_SECONDS + ANSWER_SECONDS:
             self._conclude_hang(alarm, set(unanswered), now)
 
-    def _tell_of_strangers(self) -> None:
+    def _tell_of_missing(self) -> None:
         if self._missing:
-            port = self.address.split()[0]
             sys.stderr.write(
-                f"warning: rank 0's watchdog, on port {port} of its machine, has not been reached by ranks "
-                f"{sorted(self._missing)}: "
-                "where one of them dies the others may not hear of it. Let the ports between nodes be open\n"
+                f"warning: rank 0's watchdog, on port {self.address[1]} of its machine, has not been reached by "
+                f"{ranks_text(self._missing)}: where one of them dies the others may not hear of it. Let the ports "
+                f"between nodes be open, and give all ranks the same random {VARIABLE}, or a --save folder that all "
+                "nodes share\n"
             )
 
     def _conclude_death(self) -> None:
@@ -263,25 +297,18 @@ class Monitor(threading.Thread):
         code = self._say(message, EXIT_RESUMABLE)
         self._end(code, at_once=True, kill=self._executioners(silent, peers))
 
-    def _executioners(self, silent: set[int], peers: Mapping[int, Peer]) -> dict[int, list[int]]:
+    def _executioners(self, silent: set[int], peers: Mapping[int, Peer]) -> dict[int, list[Peer]]:
         """For a process that does not answer, a rank that can kill it: else it would stay, stopped, and keep its
         launcher waiting."""
-        found: dict[int, list[int]] = {}
+        found: dict[int, list[Peer]] = {}
         for rank in silent:
             near = [other for other, peer in peers.items() if other not in silent and peer.space == peers[rank].space]
             if near:
-                found.setdefault(min(near), []).append(peers[rank].process)
+                found.setdefault(min(near), []).append(peers[rank])
         return found
 
-    def _end(self, code: int, *, at_once: bool, kill: Mapping[int, list[int]] | None = None) -> None:
+    def _end(self, code: int, *, at_once: bool, kill: Mapping[int, list[Peer]] | None = None) -> None:
         self._verdict = {"end": code, "at_once": at_once, "kill": []}
         for rank, connected in self._ranks.items():
-            connected.link.send(**self._verdict | {"kill": (kill or {}).get(rank, [])})
-
-
-def connect(address: str, host: str, own: Peer) -> Link:
-    """Connect to the monitor at an address from the store, and say who one is. Raises OSError where that fails."""
-    port, token = address.split()
-    link = Link(socket.create_connection((host, int(port)), timeout=30.0))
-    link.send(token=token, **asdict(own))
-    return link
+            victims = [asdict(peer) for peer in (kill or {}).get(rank, ())]
+            connected.link.send(**self._verdict | {"kill": victims})

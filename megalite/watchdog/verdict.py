@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megalite.process.place import ranks_text
 from megalite.watchdog.hang_dump import Dumps, RankDump
@@ -15,6 +16,8 @@ from megalite.watchdog.link import Message
 from megalite.watchdog.sections import OpenSection
 
 _CONSEQUENCES = 5  # of a hang, in its message
+_LARGEST = 2**53  # a number of a message
+_LONGEST = 2**12  # characters of a text of a message
 _GO_ON = "The run ends; --resume auto continues from its last checkpoint"
 
 
@@ -25,11 +28,26 @@ class Peer:
     rank: int
     host: str
     process: int
+    start: int
+    """When that process began (process/siblings.py)."""
     space: str
     """Where its process number holds."""
     section: str = ""
     """The innermost one that it was last in."""
     step: int = 0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Peer:
+        """Back from `dataclasses.asdict`, and from JSON. Raises ValueError or KeyError where it is none."""
+        return cls(
+            rank=whole(values["rank"]),
+            host=words(values["host"]),
+            process=whole(values["process"], 2**31 - 1),
+            start=whole(values["start"]),
+            space=words(values["space"]),
+            section=words(values["section"]),
+            step=whole(values["step"]),
+        )
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process} on {self.host})"
@@ -37,6 +55,20 @@ class Peer:
     @property
     def place(self) -> str:
         return place(self.step, self.section)
+
+
+def whole(value: Any, largest: int = _LARGEST) -> int:
+    """A whole number of a message. Raises ValueError where it is none from 0 to the largest."""
+    if type(value) is not int or not 0 <= value <= largest:
+        raise ValueError("no whole number, or too large a one")
+    return value
+
+
+def words(value: Any) -> str:
+    """A short text of a message. Raises ValueError where it is none."""
+    if not isinstance(value, str) or len(value) > _LONGEST:
+        raise ValueError("no text, or too long a one")
+    return value
 
 
 def place(step: int, section: str) -> str:
@@ -47,6 +79,17 @@ def place(step: int, section: str) -> str:
 def overdue(section: OpenSection, limit: float) -> Message:
     """What a rank tells of a section that takes longer than its limit, in seconds."""
     return {"overdue": [section.name, section.seconds, limit]}
+
+
+def alarm_of(message: Message) -> Message:
+    """What a rank tells of a section that takes too long, or of a communication that failed; nothing of else. Raises
+    ValueError, TypeError or OverflowError where it makes no sense."""
+    if "lost" in message:
+        return {"lost": str(message["lost"])[:_LONGEST]}
+    if "overdue" in message:
+        section, seconds, limit = message["overdue"]
+        return {"overdue": [words(section), float(seconds), float(limit)]}
+    return {}
 
 
 def death(lost: Sequence[tuple[Peer, float]]) -> str:

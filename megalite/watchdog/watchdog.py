@@ -6,10 +6,8 @@ comes: so it is another thread that looks at the clock, dumps and ends the proce
 
 from __future__ import annotations
 
-import json
 import os
 import select
-import signal
 import sys
 import threading
 import time
@@ -26,14 +24,16 @@ from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, Meeti
 from megalite.process.bounded import within
 from megalite.process.host import host_name, process_space
 from megalite.process.place import Place
+from megalite.process.siblings import kill_sibling, start_of
 from megalite.process.signals import ignore_stop_signals, last_words
 from megalite.watchdog.flight_record import Snapshot
 from megalite.watchdog.hang_dump import RankDump, write_dump
 from megalite.watchdog.limits import Limits
-from megalite.watchdog.link import Link, LinkLost, Message
-from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor, connect
+from megalite.watchdog.link import Link, LinkLost, Message, connect
+from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor
+from megalite.watchdog.secret import find_secret, make_secret
 from megalite.watchdog.sections import OpenSection, Sections
-from megalite.watchdog.verdict import Peer, death, folder_name, hang, overdue
+from megalite.watchdog.verdict import Peer, death, folder_name, hang, overdue, whole
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -44,6 +44,8 @@ _STOPPED_SECONDS = 2.0  # a tick that comes so much too late shows that the whol
 _WRITING_SECONDS = 3.0
 _LEAVING_SECONDS = 2.0  # for the main thread, to end by itself
 _VERDICT_SECONDS = 2 * ANSWER_SECONDS
+_SILENT_SECONDS = 5.0  # of the monitor, which speaks once a second: it stands still
+_LINKING_SECONDS = 30.0
 _FIRST_SECONDS = 60.0  # ranks come here together
 _ADDRESS = "megalite/watchdog"
 
@@ -61,14 +63,15 @@ class Watchdog:
         store: Store | None = None,
         store_is_of_rank_0: bool = False,
         folder: Path | None = None,
+        shared: Path | None = None,
     ) -> None:
         """`report`: to say an error with, once for all that share a store (training/failure.py). `store`: the process
         group's, where there are several ranks; `store_is_of_rank_0`: it ends with that process. `folder` gets what the
-        ranks are in when the run hangs."""
+        ranks are in when the run hangs; `shared` is one that ranks on all machines see, where there are several."""
         self.sections, self._limits, self._report = sections, limits, report
         self._last_store = None if store_is_of_rank_0 else store
         self._place = place
-        self._store, self._folder = store, folder
+        self._store, self._folder, self._shared = store, folder, shared
         self._monitor: Monitor | None = None
         self._link: Link | None = None
         self._first: Peer | None = None  # rank 0, by its monitor's word
@@ -77,24 +80,15 @@ class Watchdog:
         self._first_fails: int | None = None
         self._alarm: tuple[float, Message] | None = None  # when it was raised, and why
         self._leaving = self._awaits_verdict = False
-        self._looked = 0.0
+        self._looked = self._heard = 0.0
         self._woken = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         if self._store is not None:
-            if self._place.rank == 0:
-                say = partial(self._report, self._store)
-                self._monitor = Monitor(self._peer(), self._place.world_size, say, self._folder)
-                self._monitor.start()
-                self._store.set(_ADDRESS, json.dumps([self._monitor.address, asdict(self._peer())]))
-            host = os.environ.get("MASTER_ADDR", "localhost") if self._place.rank else "localhost"
-            with suppress(OSError):  # the monitor tells of those that do not come
-                address, first = json.loads(self._address(self._store))
-                self._link = connect(address, host, self._peer())
-                self._first, self._first_placed = Peer(**first), time.monotonic()  # it waits for this rank till then
-                # Who is told to end while it starts has not ended without a word.
-                last_words(partial(self._link.send, fails=EXIT_RESUMABLE))
+            begun = self._begin_monitor(self._store) if self._place.rank == 0 else None
+            with suppress(OSError, ValueError, LinkLost):  # the monitor tells of those that do not come
+                self._link_up(*(begun or self._find_monitor(self._store)))
         self._thread.start()
         return self
 
@@ -115,17 +109,44 @@ class Watchdog:
         """Tell whether the monitor hears of this rank, and this rank of rank 0."""
         return self._link is not None
 
-    def _address(self, store: Store) -> str:
-        """The address of the monitor and rank 0, as JSON. Raises CommunicationError if it is not there yet."""
+    def _begin_monitor(self, store: Store) -> tuple[str, int, bytes]:
+        """Have rank 0 watch. Returns its host and port and the secret; the store is told what others may know, too."""
+        secret = make_secret(self._shared)
+        say = partial(self._report, store)
+        self._monitor = Monitor(self._peer(), self._place.world_size, secret, say, self._folder)
+        self._monitor.start()
+        host, port = self._monitor.address
+        store.set(_ADDRESS, f"{port} {secret.name}")
+        return host, port, secret.value
+
+    def _find_monitor(self, store: Store) -> tuple[str, int, bytes]:
+        """What `_begin_monitor` returns, on another rank. Raises CommunicationError if rank 0 has not begun to watch,
+        OSError or ValueError where there is no secret, or what the store has is not from rank 0."""
         try:
-            return within(_FIRST_SECONDS, lambda: store.get(_ADDRESS)).decode()
+            text = within(_FIRST_SECONDS, lambda: store.get(_ADDRESS)).decode()
         except (TimeoutError, RuntimeError) as error:
             raise CommunicationError(
                 f"rank 0 has not begun to watch the run within {_FIRST_SECONDS:.0f} s: it has ended, or stands still"
             ) from error
+        port, _, name = text.partition(" ")
+        return os.environ.get("MASTER_ADDR", "localhost"), whole(int(port), 2**16 - 1), find_secret(name, self._shared)
+
+    def _link_up(self, host: str, port: int, secret: bytes) -> None:
+        """Connect to the monitor. Raises OSError or LinkLost where it cannot be reached, or is not the run's."""
+        link = connect(host, port, secret, _LINKING_SECONDS)
+        link.send(**asdict(self._peer()))
+        self._looked = time.monotonic()
+        deadline = self._looked + _LINKING_SECONDS
+        while self._first is None and time.monotonic() < deadline:  # it waits for this rank till then
+            if _readable(link, _TICK_SECONDS):
+                for message in link.receive():
+                    self._take(message)
+        self._link = link
+        # Who is told to end while it starts has not ended without a word.
+        last_words(partial(link.send, fails=EXIT_RESUMABLE))
 
     def _peer(self) -> Peer:
-        return Peer(self._place.rank, host_name(), os.getpid(), process_space(), **self._where())
+        return Peer(self._place.rank, host_name(), os.getpid(), start_of(os.getpid()), process_space(), **self._where())
 
     def _where(self) -> Message:
         return {"section": self._innermost().name, "step": self.sections.step}
@@ -174,24 +195,25 @@ class Watchdog:
         if self._link is None:
             self._woken.wait(seconds)
             return
-        if not select.select([self._link], [], [], seconds)[0]:
+        if not _readable(self._link, seconds):
             return
         try:
             for message in self._link.receive():
                 self._take(message)
-        except LinkLost:
+        except Exception:  # what makes no sense does not end this thread: rank 0 is lost to it
             self._lose_first()
 
     def _take(self, message: Message) -> None:
+        self._heard = time.monotonic()
         if "first" in message:
-            self._first, self._speaks = Peer(**message["first"]), message["speaks"]
+            self._first, self._speaks = Peer.of(message["first"]), message["speaks"]
             self._first_placed = self._looked - message["age"]
         elif "first_fails" in message:
             self._first_fails = message["first_fails"]
         elif "dump" in message:
             self._dump(message["dump"])
         elif "end" in message:
-            self._end(message["end"], at_once=message["at_once"], kill=message["kill"])
+            self._end(message["end"], at_once=message["at_once"], kill=tuple(map(Peer.of, message["kill"])))
         elif "bye" in message:  # rank 0 has come to the end of the run
             self._leaving = True
 
@@ -201,10 +223,14 @@ class Watchdog:
             self._alarm = now, overdue(late, self._limits.of(late.name, self.sections.longest))
             if self._link is not None:
                 self._link.send(**self._alarm[1], **self._where())
+        if self._alarm is None:
+            return
+        since, why = self._alarm
+        patience = _VERDICT_SECONDS if self._heard > since else _SILENT_SECONDS
         # The rank that speaks comes first: it says that rank 0 stands still before another one has killed it.
-        patience = _VERDICT_SECONDS if self._speaks else _VERDICT_SECONDS + ANSWER_SECONDS
-        if self._alarm is not None and (self._link is None or now - self._alarm[0] > patience):
-            self._conclude_alone(self._alarm[1])
+        patience += 0 if self._speaks else ANSWER_SECONDS
+        if self._link is None or now - since > patience:
+            self._conclude_alone(why)
 
     # ------------------------------------------------------------------------------------------------ how it ends
 
@@ -259,18 +285,26 @@ class Watchdog:
 
     def _conclude_alone(self, why: Message) -> NoReturn:
         """Where there is no monitor, or it does not answer."""
+        first = self._first if self._place.rank else None
+        try:
+            self._tell_alone(why, first)
+        except Exception:  # a defect, which does not keep this process from its end
+            traceback.print_exc()
+        finally:
+            near = first is not None and first.space == process_space()
+            self._end(EXIT_RESUMABLE, at_once=True, kill=[first] if first is not None and near else [])
+
+    def _tell_alone(self, why: Message, first: Peer | None) -> None:
+        """Say it where this rank is the one to speak; `first` is rank 0, where that is another one."""
         name = folder_name()
         own = self._dump(name)
-        peer, silence, kill = self._peer(), {}, []
-        peers = {self._place.rank: peer}
-        if self._first is not None:
-            peers[0], silence[0] = self._first, _VERDICT_SECONDS
-            kill = [self._first.process] if self._first.space == peer.space else []
         if self._comes_to_speak():
+            peers, silence = {self._place.rank: self._peer()}, {}
+            if first is not None:
+                peers[0], silence[0] = first, time.monotonic() - self._heard
             folder = None if self._folder is None else self._folder / name
             message = hang(self._place.rank, why, peers, {self._place.rank: own}, silence, folder)
             self._report(self._last_store, message, EXIT_RESUMABLE)
-        self._end(EXIT_RESUMABLE, at_once=True, kill=kill)
 
     def _comes_to_speak(self) -> bool:
         """Waits for its turn: where the rank that is to speak has gone, too, another one may, if a store is left that
@@ -279,15 +313,25 @@ class Watchdog:
             time.sleep(_LEAVING_SECONDS)
         return self._speaks or self._last_store is not None
 
-    def _end(self, code: int, *, at_once: bool, kill: Sequence[int] = ()) -> NoReturn:
-        for process in kill:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+    def _end(self, code: int, *, at_once: bool, kill: Sequence[Peer] = ()) -> NoReturn:
+        for peer in kill:
+            refused = kill_sibling(peer.process, peer.start)
+            if refused is not None:
+                sys.stderr.write(f"warning: {peer} stands still and is left to its launcher: {refused}\n")
         if not at_once and not self._awaits_verdict:
             time.sleep(_LEAVING_SECONDS)
+        if self._monitor is not None:
+            self._monitor.secret.remove()
         if self._place.rank == 0:
             time.sleep(_TICK_SECONDS)  # it may hold the store, which others are still asking
         os._exit(code)
+
+
+def _readable(link: Link, seconds: float) -> bool:
+    """Whether something comes within so many seconds; `select` would not take the file numbers of a large run."""
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def stacks() -> str:

@@ -47,8 +47,8 @@ class Job:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
         self._store = None if store_of_rank_0 else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = _free_port() if self._store is None else self._store.port
-        shared = _shared_environment(world_size, port, agent_store=not store_of_rank_0) | dict(environment or {})
+        self.port = _free_port() if self._store is None else self._store.port
+        shared = _shared_environment(world_size, self.port, agent_store=not store_of_rank_0) | dict(environment or {})
         arguments = [str(argument) for argument in argv]
         self.ranks = [
             Rank(

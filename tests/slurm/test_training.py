@@ -227,7 +227,6 @@ def test_there_is_a_rank_for_each_gpu_and_it_sees_those_of_its_node(
         code.write_text("0")
         """,
         *options,
-        LAUNCHER="torchrun",
         RANKS_PER_NODE="",
         NODES=2,
     )

@@ -1,7 +1,7 @@
 """How torchrun is started in all that is shipped: so that its restarts work, and two jobs on a machine, too.
 
 torchrun's agents keep one store for all attempts unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set, and ranks of the
-next attempt find the addresses of the one before. A port that is always the same is another job's, one day.
+next attempt find the addresses of the one before; where there is one attempt alone that does not matter. A port that is always the same is another job's, one day.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def wrong(text: str) -> list[str]:
     whole = re.sub(r"\\+\n", " ", text)
     for command in COMMAND.finditer(whole):
         line = whole[whole.rfind("\n", 0, command.start()) + 1 :].partition("\n")[0]
-        sets_store = OWN_STORE in line or f"\nexport {OWN_STORE}" in whole[: command.start()]
+        sets_store = (
+            OWN_STORE in line or "--max-restarts=0" in line or f"\nexport {OWN_STORE}" in whole[: command.start()]
+        )
         chooses_port = any(way in line for way in ("--standalone", "--rdzv-endpoint", "${DISTRIBUTED_ARGS[@]}"))
         if not (sets_store and chooses_port):
             found.append(line)

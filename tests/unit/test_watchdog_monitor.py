@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 import select
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,22 @@ import pytest
 
 from megalite.watchdog import monitor as monitor_file
 from megalite.watchdog.hang_dump import RankDump
-from megalite.watchdog.link import Link, LinkLost, Message
-from megalite.watchdog.monitor import Monitor, connect
+from megalite.watchdog.link import LinkLost, Message, connect
+from megalite.watchdog.monitor import Monitor
+from megalite.watchdog.secret import Secret
 from megalite.watchdog.sections import MEETING, OpenSection
 from megalite.watchdog.verdict import Peer, overdue
 
 HERE, ELSEWHERE = "here", "elsewhere"
+SECRET = b"what only the ranks know"
 LATE = overdue(OpenSection("optimizer", 61.0), 60.0)
 SECONDS = 60.0
 """After which a test takes it that nothing comes."""
+
+
+def peer_of(rank: int, space: str = HERE, section: str = "") -> Peer:
+    """A rank as it tells of itself."""
+    return Peer(rank, f"n{rank}", 1000 + rank, 5000 + rank, space, section)
 
 
 class FakeRank:
@@ -33,7 +41,8 @@ class FakeRank:
 
     def __init__(self, monitor: Monitor, rank: int, space: str = HERE, section: str = "") -> None:
         self.rank = rank
-        self.link = connect(monitor.address, "localhost", Peer(rank, f"n{rank}", 1000 + rank, space, section))
+        self.link = connect(*monitor.address, SECRET, SECONDS)
+        self.link.send(**asdict(peer_of(rank, space, section)))
         self._unread: list[Message] = []
         self.heard: list[str] = []
         """The keys of all messages that were waited for or passed over."""
@@ -71,7 +80,7 @@ class Watch:
         section: str = "",
     ) -> None:
         self.reported: list[tuple[str, int]] = []
-        self.monitor = Monitor(Peer(0, "n0", 1000, HERE), len(spaces) + missing, self._report, folder)
+        self.monitor = Monitor(peer_of(0), len(spaces) + missing, Secret(SECRET), self._report, folder)
         self.monitor.start()
         self.ranks = [FakeRank(self.monitor, rank, space, section) for rank, space in enumerate(spaces)]
         for rank in self.ranks:
@@ -172,13 +181,13 @@ def test_who_comes_when_the_run_is_ending_ends_too(watch: Begin) -> None:
 def test_who_has_not_come_is_not_missed_while_the_ranks_meet(
     watch: Begin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(monitor_file, "_GREETING_SECONDS", 0.3)
+    monkeypatch.setattr(monitor_file, "_COMING_SECONDS", 0.3)
     watched = watch((HERE, HERE), missing=1, section=MEETING)
     time.sleep(0.8)
     assert capfd.readouterr().err == ""
     watched.ranks[0].link.send(section="start", step=0)
     deadline, said = time.monotonic() + SECONDS, ""
-    while "[2]" not in said:
+    while "rank 2:" not in said:
         said += capfd.readouterr().err
         assert time.monotonic() < deadline, said
         time.sleep(0.02)
@@ -232,7 +241,9 @@ def test_a_rank_that_gives_no_answer_is_named_and_killed_by_one_beside_it(watch:
     fourth.link.send(**LATE)
     for rank in (first, second, fourth):
         rank.answer()
-    assert [rank.wait_for("end")["kill"] for rank in (first, second, fourth)] == [[], [1002], []]
+    assert [rank.wait_for("end")["kill"] for rank in (first, fourth)] == [[], []]
+    victim = asdict(peer_of(2, ELSEWHERE, "step")) | {"step": 9}
+    assert second.wait_for("end")["kill"] == [victim]
     assert 'step 10 hangs: rank 3 (process 1003 on n3) has been in "optimizer" for 61 s' in watched.message
     assert re.search(r"rank 2 \(process 1002 on n2\) does not answer, for \d+ s: .* in step 9", watched.message)
     assert "rank 1 " not in watched.message
@@ -301,45 +312,166 @@ def test_ranks_that_leave_are_not_missed(watch: Begin) -> None:
     assert watched.reported == []
 
 
+def strange(watched: Watch) -> socket.socket:
+    """A connection of a stranger."""
+    return socket.create_connection(watched.monitor.address, timeout=SECONDS)
+
+
+def is_hung_up_on(stranger: socket.socket) -> bool:
+    """Whether the monitor ends the connection; what it says before is only its random digits, and its proof."""
+    with suppress(ConnectionResetError):
+        while said := stranger.recv(1000):
+            assert re.fullmatch(rb"([0-9a-f]{64}( \{\})?\n)+", said)
+    return True
+
+
 def test_strangers_disturb_nobody(watch: Begin) -> None:
+    """One line of them ended the monitor once, and the next hang had rank 0 kill itself."""
     watched = watch()
-    port = int(watched.monitor.address.split()[0])
-    garbage = (b"", b"x" * 5000, b"GET / HTTP/1.1\r\n\r\n", b'{"token": "\xc3\xa9"}\n', b'{"token": 3}\n', b"[" * 9999)
-    strangers = [socket.create_connection(("localhost", port), timeout=SECONDS) for _ in garbage]
-    for stranger, data in zip(strangers, garbage, strict=True):
-        stranger.sendall(data)
-        if data.startswith(b"["):
-            stranger.sendall(b"\n")
-    for stranger, data in zip(strangers, garbage, strict=True):
-        if data.endswith(b"\n"):
-            assert stranger.recv(1) == b""  # is hung up on
+    draw = random.Random(1)
+    digits = b"0" * 64 + b"\n"
+    lines = (
+        *(
+            b"GET / HTTP/1.1\r\n\r\n",
+            b'{"token":"\\ud800"}\n',
+            b'{"token": 3}\n',
+            b"[" * 999 + b"\n",
+            b"\xff\xfe\n",
+            b"\n",
+        ),
+        *(digits + garbage for garbage in (b"{}\n", digits, b"0" * 64 + b" {}\n", b"\xed\xa0\x80 {}\n", b"x" * 2000)),
+        *(draw.randbytes(draw.randrange(1, 500)) + b"\n" for _ in range(100)),
+    )
+    for line in lines:
+        with strange(watched) as stranger:
+            stranger.sendall(line)
+            assert is_hung_up_on(stranger), line
+    with strange(watched), strange(watched) as mute:
+        mute.sendall(b"x" * 500)
+        watched.ranks[1].link.send(section="save", step=2)
+        watched.ranks[1].dies()
+        assert watched.ranks[2].wait_for("end")["end"] == 85
+        assert 'last heard of in step 2, "save"' in watched.message
+
+
+SENSELESS: tuple[dict[str, Any], ...] = (
+    {"section": 3, "step": 1},
+    {"section": "save"},
+    {"section": "save", "step": -1},
+    {"section": "save", "step": 10**19},
+    {"section": "x" * 5000, "step": 1},
+    {"fails": "85"},
+    {"fails": None},
+    {"dump": 7},
+    {"dump": {"rank": 0}},
+    {"dump": {"stacks": 5}},
+    {"dump": {"flight_recorder": {"waiting": True, "groups": [{}]}}},
+    {"overdue": ["step"]},
+    {"overdue": ["step", {}, "soon"]},
+    {"overdue": 5},
+)
+
+
+def test_ranks_that_make_no_sense_are_as_good_as_dead(watch: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_file, "_TOGETHER_SECONDS", math.inf)
+    watched = watch((HERE,) * (1 + len(SENSELESS)))
+    for rank, message in zip(watched.ranks[1:], SENSELESS, strict=True):
+        if isinstance(dump := message.get("dump"), dict):
+            message = {"dump": asdict(RankDump(rank.rank, 4)) | dump}
+        rank.link.send(**message)
+    while len(watched.monitor._lost) < len(SENSELESS):
+        time.sleep(0.01)
+    monkeypatch.setattr(monitor_file, "_TOGETHER_SECONDS", 0.0)
+    assert watched.ranks[0].wait_for("end")["end"] == 85
+    named = [int(rank) for rank in re.findall(r"rank (\d+) \(process", watched.message)]
+    assert named == [*range(1, len(watched.ranks))]
+
+
+def test_nothing_follows_a_leave(watch: Begin) -> None:
+    watched = watch((HERE, HERE))
+    rank = watched.ranks[1].link
+    rank._connection.sendall(b"".join(rank._sealing.code(data) + b" " + data + b"\n" for data in (b'{"bye": 1}',) * 2))
+    while 1 in watched.monitor._ranks:
+        time.sleep(0.01)
+    watched.ranks[0].link.send(section="save", step=3)
+    while watched.ranks[0].wait_for("first")["step"] != 3:
+        pass
+    assert watched.reported == []
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"rank": 1}, {"rank": 3}, {"rank": -1}, {"rank": True}, {"process": 2**31}, {"host": 1}, {"start": "1"}],
+    ids=str,
+)
+def test_who_is_no_rank_or_one_that_is_there_is_refused(changed: dict[str, Any], watch: Begin) -> None:
+    watched = watch((HERE, HERE), missing=1)
+    link = connect(*watched.monitor.address, SECRET, SECONDS)
+    link.send(**asdict(peer_of(2)) | changed)
+    with pytest.raises(LinkLost):
+        link.receive()
     watched.ranks[1].link.send(section="save", step=2)
     watched.ranks[1].dies()
-    assert watched.ranks[2].wait_for("end")["end"] == 85
+    watched.ranks[0].wait_for("end")
     assert 'last heard of in step 2, "save"' in watched.message
-    for stranger in strangers:
-        stranger.close()
 
 
-def test_a_rank_with_another_token_is_a_stranger(watch: Begin) -> None:
+def test_who_does_not_say_who_it_is_has_seconds_for_it(watch: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor_file, "_GREETING_SECONDS", 0.3)
+    watched = watch((HERE,))
+    with strange(watched) as mute:
+        assert is_hung_up_on(mute)
+
+
+def test_of_many_strangers_the_first_have_to_go_and_ranks_still_come(
+    watch: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor_file, "_MOST_STRANGERS", 3)
+    watched = watch((HERE,), missing=1)
+    with ExitStack() as stack:
+        strangers = [stack.enter_context(strange(watched)) for _ in range(10)]
+        assert all(is_hung_up_on(stranger) for stranger in strangers[:6])
+        assert FakeRank(watched.monitor, 1).wait_for("first")
+        assert len(watched.monitor._strangers) <= 4
+
+
+def test_a_rank_with_another_secret_is_a_stranger(watch: Begin) -> None:
     watched = watch()
-    port = watched.monitor.address.split()[0]
-    link: Link = connect(f"{port} {'0' * 32}", "localhost", Peer(1, "n1", 1, HERE))
     with pytest.raises(LinkLost):
-        while True:
-            select.select([link], [], [], SECONDS)
-            link.receive()
+        connect(*watched.monitor.address, b"another", SECONDS)
     assert watched.reported == []
+
+
+def test_a_defect_in_the_conclusions_still_ends_the_run(
+    watch: Begin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(monitor_file, "hang", lambda *_: 1 / 0)
+    watched = watch((HERE, HERE))
+    watched.ranks[1].link.send(**LATE)
+    for rank in watched.ranks:
+        rank.answer()
+    assert [rank.wait_for("end")["end"] for rank in watched.ranks] == [85, 85]
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_the_file_with_the_secret_is_gone_once_all_have_come(watch: Begin, tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.touch()
+    watched = watch((HERE,), missing=1)
+    watched.monitor.secret = Secret(SECRET, file)
+    assert file.exists()
+    FakeRank(watched.monitor, 1).wait_for("first")
+    assert not file.exists()
 
 
 def test_ranks_that_cannot_reach_the_monitor_are_told_of(
     watch: Begin, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(monitor_file, "_GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(monitor_file, "_COMING_SECONDS", 0.5)
     watched = watch((HERE,), missing=2)
     deadline, said = time.monotonic() + SECONDS, ""
-    while "1, 2]" not in said:
+    while "ranks 1, 2:" not in said:
         said += capfd.readouterr().err
         assert time.monotonic() < deadline, said
         time.sleep(0.02)
-    assert watched.monitor.address.split()[0] in said
+    assert f"port {watched.monitor.address[1]} of" in said

@@ -1,0 +1,108 @@
+"""What the ranks of a run know and nobody else: by it a rank and the monitor know each other.
+
+It never crosses the network. The launcher gives it in the environment, as MEGALITE_SECRET; or rank 0 makes one and
+leaves it in a file that its user alone can read, in a folder that all ranks see. Anyone may know the file's name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalite.errors import ConfigurationError
+
+VARIABLE = "MEGALITE_SECRET"
+_LEAST = 32  # characters of the variable
+_NAME = re.compile(r"\.megalite_secret_[0-9a-f]{32}")
+_CONTENT = re.compile(rb"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Secret:
+    """The secret, and the file that it is handed over by, if it is."""
+
+    value: bytes
+    file: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """The file's, for the others to find it; "" where there is none."""
+        return self.file.name if self.file else ""
+
+    def remove(self) -> None:
+        """Remove the file."""
+        if self.file is not None:
+            with suppress(OSError):
+                self.file.unlink()
+
+
+def make_secret(folder: Path | None) -> Secret:
+    """The secret of rank 0. Raises ConfigurationError where the launcher's is too short.
+
+    `folder`: one that all machines of the run see; without it the file is where other processes of this machine look.
+    """
+    given = _given()
+    if given is not None:
+        return Secret(given)
+    value = secrets.token_hex(32).encode()
+    for parent in _folders(folder):
+        secret = Secret(value, parent / f".megalite_secret_{secrets.token_hex(16)}")
+        with suppress(OSError, ValueError):
+            _write(secret)
+            find_secret(secret.name, parent)  # a file system may not keep what is its user's from others
+            return secret
+        secret.remove()
+    return Secret(value)
+
+
+def find_secret(name: str, folder: Path | None) -> bytes:
+    """The secret on another rank, where rank 0 has left it in a file of this name.
+
+    Raises OSError where there is no such file, ValueError where it is none that only this user can have written and can
+    read, ConfigurationError as `make_secret`.
+    """
+    given = _given()
+    if given is not None:
+        return given
+    if not _NAME.fullmatch(name):
+        raise ValueError("no name of a file with a secret")
+    *first, last = (parent / name for parent in _folders(folder))
+    path = next((path for path in first if path.exists()), last)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        content = file.read(100)
+    private = stat.S_ISREG(status.st_mode) and not status.st_mode & 0o077 and status.st_uid == os.geteuid()
+    if not private or not _CONTENT.fullmatch(content):
+        raise ValueError(f"{path} is no file with a secret of this user alone")
+    return content
+
+
+def _given() -> bytes | None:
+    given = os.environ.get(VARIABLE)
+    if not given:
+        return None
+    if len(given) < _LEAST:
+        raise ConfigurationError(
+            f"{VARIABLE} has {len(given)} characters, and could be guessed: give all ranks the same {_LEAST} or more "
+            "that nobody knows, as of `openssl rand -hex 32`; or unset it"
+        )
+    return given.encode(errors="surrogateescape")
+
+
+def _folders(folder: Path | None) -> list[Path]:
+    return [*([] if folder is None else [folder]), Path(tempfile.gettempdir())]
+
+
+def _write(secret: Secret) -> None:
+    assert secret.file is not None
+    secret.file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(secret.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secret.value)

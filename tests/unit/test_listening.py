@@ -1,0 +1,76 @@
+"""On which interfaces a process listens."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from megalite.process import listening
+from megalite.process.listening import listen
+
+ALL = ("::", "0.0.0.0")
+
+
+@pytest.fixture(autouse=True)
+def several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+
+def where(host: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("MASTER_ADDR", host)
+    with listen("the test") as taken:
+        address: str = taken.getsockname()[0]
+    return address
+
+
+def named(addresses: list[str]) -> object:
+    """A resolver that knows one name."""
+
+    def resolve(host: str, *_: object, **__: object) -> list[object]:
+        pairs = [(socket.AF_INET6 if ":" in address else socket.AF_INET, address) for address in addresses]
+        return [(family, 0, 0, "", (address, 0, 0, 0) if ":" in address else (address, 0)) for family, address in pairs]
+
+    return resolve
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.1.1"])
+def test_one_machine_talks_to_itself(
+    host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert where(host, monkeypatch) in (host, "127.0.0.1", "::1")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("addresses", "one_machine", "expected"),
+    [
+        (["192.0.2.1"], False, ALL),  # of another machine, which passes connections on
+        (["127.0.1.1"], False, ALL),  # as this one calls itself, and the others do not
+        (["127.0.1.1"], True, ("127.0.1.1",)),
+        (["192.0.2.1", "127.0.0.2"], True, ("127.0.0.2",)),
+        ([], False, ALL),
+    ],
+)
+def test_the_address_of_this_machine_is_taken_and_else_a_warning_says_that_it_is_all(
+    addresses: list[str],
+    one_machine: bool,
+    expected: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(listening.socket, "getaddrinfo", named(addresses))
+    if one_machine:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert where("node-1", monkeypatch) in expected
+    warned = capsys.readouterr().err
+    assert ("warning: the test listens on all interfaces, as MASTER_ADDR=node-1 leads to" in warned) is (
+        expected == ALL
+    )
+
+
+def test_a_port_that_is_taken_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with listen("the test") as taken, pytest.raises(OSError, match="in use"):
+        listen("the test", taken.getsockname()[1])
