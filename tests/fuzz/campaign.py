@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.fuzz import child
 from tests.fuzz.child import Outcome
-from tests.fuzz.edits import Edit, apply
+from tests.fuzz.edits import NATURE, Edit, apply
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.strangers import Strangers
 
@@ -167,6 +167,8 @@ def _work(
     own, place = job[0], folder / f"job{job[0]}"
     numbers, took, findings = dict.fromkeys(kinds, own), dict.fromkeys(kinds, 0.0), dict[Any, Finding]()
     tried = dict.fromkeys(kinds, 0)
+    known: list[Edit] = []
+    """What is found again and again where it is not mended, at the cost of a time limit each: a file that is none."""
     while time.monotonic() - begin < seconds:
         open_kinds = [kind for kind in kinds if inputs is None or numbers[kind] < inputs]
         if not open_kinds:
@@ -175,6 +177,8 @@ def _work(
         number, started = numbers[kind], time.monotonic()
         numbers[kind] += job[1]
         edits = draw_input(kind, seed, number, samples)
+        if any(edit[:2] in known for edit in edits):
+            continue
         outcome = try_input(kind, edits, samples, place)
         tried[kind] += len(edits) if kind == WATCHDOG else 1
         if outcome.fault is not None:
@@ -183,9 +187,9 @@ def _work(
             )
             if finding.signature not in findings:
                 findings[finding.signature] = finding  # shrinking may find others on its way, which are not new
-                findings[finding.signature] = shrink(
-                    finding, lambda fewer, kind=kind: try_input(kind, fewer, samples, place)
-                )
+                least = shrink(finding, lambda fewer, kind=kind: try_input(kind, fewer, samples, place))
+                findings[finding.signature] = least
+                known += [edit[:2] for edit in least.edits if len(least.edits) == 1 and edit[1] in NATURE]
         took[kind] += time.monotonic() - started
     result = {
         "tried": {kind: (tried[kind], took[kind]) for kind in kinds},

@@ -21,12 +21,15 @@ from pathlib import Path
 CODES = (0, 64, 85, 93)
 """Those of megalite/errors.py, but for 70, which is a defect."""
 SECONDS = 10.0
+IDLE_SECONDS = 3.0
+"""In which a process that waits for nobody has used no CPU time: what it waits for will not come."""
 MEMORY = 1 << 30
-MOST_LINES, MOST_CHARACTERS = 8, 3000
+MOST_LINES, MOST_CHARACTERS = 10, 8000
 """Of a message."""
 _LARGEST_FILE = 1 << 30
 _TICK = 0.005
 _PAGE = resource.getpagesize()
+_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 WATCHED = ("in", "cwd", "home", "tmp", "outside")
 """Folders that a program may leave nothing in: what it writes is below `out`, which its flags name."""
 _DEFECTS = re.compile(rb"Traceback \(most recent call last\)|Exception in thread|panicked at|a defect in megalite")
@@ -121,14 +124,21 @@ def run(
     begin, limit = time.monotonic(), time_limit()
     process = start(program, base)
     fault = code = None
+    used, moved = 0, begin
     while code is None:
         ended, status = os.waitpid(process, os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(status)
-        elif time.monotonic() - begin > limit:
-            fault = f"not ended after {SECONDS:g} s (of an idle machine)"
-        elif (size := resident(process)) > MEMORY:
-            fault = f"{size >> 20} MiB of resident memory"
+        else:
+            now, (ticks, asleep, size) = time.monotonic(), usage(process)
+            if ticks != used or not asleep:
+                used, moved = ticks, now
+            if now - begin > limit or ticks > SECONDS * _TICKS_A_SECOND:
+                fault = "no end"
+            elif now - moved > IDLE_SECONDS:
+                fault = "no end: it waits for what does not come"
+            elif size > MEMORY:
+                fault = f"more than {MEMORY >> 20} MiB of resident memory"
         if fault:
             break
         time.sleep(_TICK)
@@ -174,7 +184,7 @@ def _stop(process: int, stacks: Path) -> str:
     """End a process, and tell where it was."""
     os.kill(process, signal.SIGUSR2)
     time.sleep(0.1)
-    places = _FRAME.findall(stacks.read_text(errors="replace"))
+    places = _FRAME.findall(stacks.read_text(errors="replace").rpartition("Current thread")[2])
     with suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)
     os.waitpid(process, 0)
@@ -211,13 +221,17 @@ def children(process: int) -> list[int]:
     return found
 
 
-def resident(process: int) -> int:
-    """The resident memory of a process and those that it has started."""
+def usage(process: int) -> tuple[int, bool, int]:
+    """The CPU time of a process and those that it has started, in ticks; whether all sleep; their resident memory."""
     try:
-        own = int(Path(f"/proc/{process}/statm").read_text().split()[1]) * _PAGE
-    except (OSError, IndexError):
-        return 0
-    return own + sum(map(resident, children(process)))
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0, True, 0
+    # As proc(5) numbers them, from the third on.
+    ticks, asleep, size = int(fields[11]) + int(fields[12]), fields[0] != "R", int(fields[21]) * _PAGE
+    for each in map(usage, children(process)):
+        ticks, asleep, size = ticks + each[0], asleep and each[1], size + each[2]
+    return ticks, asleep, size
 
 
 Snapshot = Mapping[str, tuple[int, int, int, str]]

@@ -181,7 +181,7 @@ _NUMBERS = (
 _TEXTS = (
     '""', '" "', '"x"', '"2"', '"NaN"', '"/etc/passwd"', '"../outside/x"', '"../../outside/x"', '"/dev/zero"',
     '"\\ud800"',
-    '"\\u0000"', '"a\\nb"', json.dumps("a" * 100_000), '"../"', '"~"',
+    '"\\u0000"', '"a\\nb"', json.dumps("a" * 2000), '"../"', '"~"',
 )  # fmt: skip
 _OTHERS = ("null", "true", "false", "[]", "{}", "[null]", '{"a": 1}', "[[]]")
 MOST_PATHS = 400
@@ -305,11 +305,11 @@ def apply(edits: Sequence[Edit], folder: Path, codecs: Mapping[str, Codec], samp
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         for operation, *arguments in of_file:
-            if operation in _NATURE:
+            if operation in NATURE:
                 if path.is_dir():
                     continue
                 path.unlink(missing_ok=True)
-                _NATURE[operation](path, samples, *arguments)
+                NATURE[operation](path, samples, *arguments)
 
 
 def _nested(value: Any, kind: str, depth: int) -> Raw:
@@ -358,7 +358,7 @@ def _sparse(path: Path, size: int) -> None:
     os.truncate(path, size)
 
 
-_NATURE: Mapping[str, Callable[..., object]] = {
+NATURE: Mapping[str, Callable[..., object]] = {
     "fifo": lambda path, _: os.mkfifo(path),
     "link": lambda path, _, target: path.symlink_to(target),
     "sparse": lambda path, _, size: _sparse(path, size),

@@ -107,7 +107,12 @@ def wrong_index(base: Path) -> str | None:
     data = (base / "in" / "data_text_document.idx").read_bytes()
     size = (base / "in" / "data_text_document.bin").stat().st_size
     magic, version, code, sequences, boundaries = struct.unpack_from("<9sQBQQ", data)
-    if (magic, version, code) != (b"MMIDIDX\0\0", 1, 8) or len(data) != 34 + 12 * sequences + 8 * boundaries:
+    # The types of two bytes are 3 and 8.
+    if (
+        (magic, version) != (b"MMIDIDX\0\0", 1)
+        or code not in (3, 8)
+        or len(data) != 34 + 12 * sequences + 8 * boundaries
+    ):
         return "the header"
     lengths = struct.unpack_from(f"<{sequences}i", data, 34)
     pointers = struct.unpack_from(f"<{sequences}q", data, 34 + 4 * sequences)

@@ -24,11 +24,15 @@ from tests.fuzz.programs import MOCK, SIZES, command
 
 RANKS = 2
 STRANGERS = 30
-"""Of an input: starting a run takes longer than sending what they say."""
+"""Of an input at most: starting a run takes longer than sending what they say."""
 HOLD_SECONDS = 7.0
 """More than a rank has for its answer (5 s)."""
 START_SECONDS = 20.0
-_PEER = {"rank": 1, "host": "host", "space": "{space}", "process": "{canary}", "section": "step", "step": 1}
+_GREETING = {
+    "token": "{token}", "rank": 1, "host": "host", "space": "{space}", "process": "{canary}", "section": "step",
+    "step": 1,
+}  # fmt: skip
+"""Of a rank, with the number of another process."""
 
 
 class Strangers:
@@ -43,8 +47,11 @@ class Strangers:
 
     @staticmethod
     def draw(draw: random.Random) -> list[Edit]:
-        """An input: what each of some strangers says."""
-        return [["stranger", *_draw_lines(draw)] for _ in range(STRANGERS)]
+        """An input: what each of some strangers says, a few who keep to the protocol or many who do not."""
+        if draw.random() < 0.5:
+            greeting = json.dumps(_GREETING)
+            return [["stranger", greeting, draw.choice(_MESSAGES)] for _ in range(draw.choice([1, 1, 2]))]
+        return [["stranger", *_draw_lines(draw)] for _ in range(draw.choice([3, STRANGERS]))]
 
     def run(self, edits: Sequence[Edit]) -> Outcome:
         """Start a run, send it what strangers say, and look whether it goes on and ends when it is told to."""
@@ -107,7 +114,7 @@ class Strangers:
                 return "a stranger had a process killed that is none of the run"
             if any(map(_has_ended, ranks)):
                 return "a stranger ended the run"
-            if child.resident(ranks[0]) > MEMORY:
+            if child.usage(ranks[0])[2] > MEMORY:
                 return "a stranger filled the memory"
             time.sleep(0.02)
         return None
@@ -116,7 +123,7 @@ class Strangers:
 def _draw_lines(draw: random.Random) -> list[str]:
     lines = []
     if draw.random() < 0.85:
-        greeting: dict[str, Any] = {"token": "{token}"} | _PEER | {"rank": draw.choice([0, 1, 1, 1, 2])}
+        greeting: dict[str, Any] = _GREETING | {"rank": draw.choice([0, 1, 1, 1, 2])}
         for _ in range(draw.choice([0, 0, 1, 2])):
             key = draw.choice(list(greeting))
             greeting[key] = draw.choice(_VALUES)
