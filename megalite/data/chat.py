@@ -15,15 +15,29 @@ the end.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from megalite.data.optional import optional_import
+from megalite.data.tokenizers.files import read_fields_beside, read_text_beside
 from megalite.errors import DataError
+from megalite.small_files import parse_json, read_small_file
 
 ANSWERS = "assistant"
+RENDERING_SECONDS = 3.0
+"""CPU time for the text of a conversation, or for compiling the template."""
+LONGEST_WAIT = 60.0
+"""Seconds, by the clock, for the same."""
+LONGEST_ANSWER = 128 << 20
+"""Bytes, twice those of the longest text as JSON."""
 
 
 class Span(NamedTuple):
@@ -56,12 +70,14 @@ def find_template(tokenizer_model: str) -> ChatTemplate | None:
     """
     path = Path(tokenizer_model)
     folder = path if path.is_dir() else path.parent
+    fields = read_fields_beside(folder / "tokenizer_config.json")
+    source = read_text_beside(folder / "chat_template.jinja")
     try:
-        config = _read(folder / "tokenizer_config.json")
-        fields = json.loads(config) if config else {}
-        source = _read(folder / "chat_template.jinja") or _named_default(fields.get("chat_template"))
-    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
-        raise DataError(f"the tokenizer's files in {folder} cannot be read ({error}): copy them again") from error
+        source = source or _named_default(fields.get("chat_template"))
+    except (TypeError, KeyError) as error:
+        raise DataError(
+            f'"chat_template" of {folder / "tokenizer_config.json"} is none: copy the file again'
+        ) from error
     return None if source is None else ChatTemplate(source, _special_tokens(fields))
 
 
@@ -72,25 +88,33 @@ def given_template(argument: str, tokenizer_model: str | None) -> ChatTemplate:
     if "{" in argument:
         return ChatTemplate(argument, special)
     try:
-        return ChatTemplate(Path(argument).read_text(encoding="utf-8"), special)
-    except (OSError, UnicodeDecodeError) as error:
+        return ChatTemplate(read_small_file(Path(argument)).decode(), special)
+    except (OSError, ValueError) as error:
         raise DataError(f"--chat-template {argument} cannot be read: give a file, or the template itself") from error
 
 
-def conversation_reader(template: ChatTemplate | None) -> Callable[[dict[str, Any]], list[Span]]:
-    """The function from a record to its spans; it raises ValueError, saying why, for what is no conversation."""
-    render = None if template is None else _renderer(template)
+@contextmanager
+def conversation_reader(template: ChatTemplate | None) -> Iterator[Callable[[dict[str, Any]], list[Span]]]:
+    """The function from a record to its spans; it raises ValueError, saying why, for what is no conversation.
 
-    def spans(record: dict[str, Any]) -> list[Span]:
-        if "messages" in record:
-            messages = _messages(record["messages"])
-            return _plain(messages) if render is None else _rendered(messages, render)
-        prompt, completion = record.get("prompt"), record.get("completion")
-        if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise ValueError('expected "messages", a list of {"role", "content"}, or texts "prompt" and "completion"')
-        return [Span(prompt, False), Span(completion, True, ends=True)]
+    Raises:
+        DataError: the template is none.
+        ConfigurationError: Jinja is not installed, or has known holes in its sandbox.
+    """
+    with nullcontext() if template is None else closing(_Renderer(template)) as renderer:
 
-    return spans
+        def spans(record: dict[str, Any]) -> list[Span]:
+            if "messages" in record:
+                messages = _messages(record["messages"])
+                return _plain(messages) if renderer is None else renderer.spans(messages)
+            prompt, completion = record.get("prompt"), record.get("completion")
+            if not isinstance(prompt, str) or not isinstance(completion, str):
+                raise ValueError(
+                    'expected "messages", a list of {"role", "content"}, or texts "prompt" and "completion"'
+                )
+            return [Span(prompt, False), Span(completion, True, ends=True)]
+
+        yield spans
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -115,81 +139,64 @@ def _plain(messages: Sequence[Mapping[str, str]]) -> list[Span]:
     return spans
 
 
-def _rendered(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]], bool], str]) -> list[Span]:
-    """The text between what a model is shown before an answer and the conversation up to the answer's end."""
-    whole, spans, at = render(messages, False), list[Span](), 0
-    for number, message in enumerate(messages):
-        if message["role"] == ANSWERS:
-            before, after = render(messages[:number], True), render(messages[: number + 1], False)
-            if not (whole.startswith(after) and after.startswith(before) and len(before) >= at):
-                raise ValueError(
-                    "the chat template does not render the beginning of this conversation as it renders the whole, so "
-                    "that the answers cannot be told apart: give one that does as --chat-template"
-                )
-            answer, content = whole[len(before) : len(after)], message["content"].strip()
-            header = answer[: max(answer.find(content), 0)].strip()
-            # Where a template has no header, as Llama 2's, it may leave add_generation_prompt out.
-            if header and before == render(messages[:number], False):
-                raise ValueError(
-                    f"the chat template does not write {header!r} before an answer where add_generation_prompt asks "
-                    "for it, so that the loss would count on it: give one that does as --chat-template"
-                )
-            spans += [Span(whole[at : len(before)], False), Span(answer, True)]
-            at = len(after)
-    return [*spans, Span(whole[at:], False)]
+class _Renderer:
+    """A process that renders conversations through a template: `megalite.data.chat_renderer`.
 
+    Raises:
+        DataError: the template is none.
+        ConfigurationError: Jinja is not installed, or has known holes in its sandbox.
+    """
 
-def _renderer(template: ChatTemplate) -> Callable[[list[dict[str, Any]], bool], str]:
-    why = "the chat template is written in Jinja"
-    jinja2, sandbox = (optional_import(module, "jinja2", why) for module in ("jinja2", "jinja2.sandbox"))
-    # What transformers gives to templates. They are part of a downloaded tokenizer: they may not reach anything but
-    # their arguments.
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
-    )
-    environment.globals["raise_exception"] = _refuse
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    try:
-        compiled = environment.from_string(template.source)
-    except jinja2.TemplateError as error:
-        raise DataError(f"the chat template is not valid Jinja ({error}): give another as --chat-template") from error
-
-    def render(messages: list[dict[str, Any]], prompt: bool) -> str:
+    def __init__(self, template: ChatTemplate) -> None:
+        optional_import("jinja2", "jinja2>=3.1.6", "the chat template is written in Jinja")
+        self._template = template
         try:
-            text: str = compiled.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=prompt,
-                **template.special_tokens,
+            self._start()
+        except ValueError as error:
+            self.close()
+            raise DataError(f"{error}: give another as --chat-template") from error
+
+    def spans(self, messages: list[dict[str, Any]]) -> list[Span]:
+        """The spans of a conversation. Raises ValueError where the template refuses it, or takes too long over it."""
+        if self._process.returncode is not None:
+            self._start()
+        return [Span(text, learned) for text, learned in self._ask(messages)]
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(LONGEST_WAIT)
+        # What an interpreter needs to start as this one did, and no secret.
+        environment = {name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "LD_"))}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        program = str(Path(__file__).with_name("chat_renderer.py"))
+        command = [sys.executable, "-P", program, str(RENDERING_SECONDS)]
+        with theirs:
+            ends = theirs.fileno()
+            self._process = subprocess.Popen(
+                command, stdin=ends, stdout=ends, stderr=subprocess.DEVNULL, cwd="/", env=environment
             )
-            return text
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template refuses it: {error}") from error
+        self._ask([self._template.source, dict(self._template.special_tokens)])
 
-    return render
-
-
-def _generation_tag() -> type:
-    """The tag {% generation %}, by which a template may mark what a model says; here it changes nothing."""
-    from jinja2 import ext, nodes, parser
-
-    class GenerationTag(ext.Extension):
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: parser.Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    return GenerationTag
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TypeError(message)
-
-
-def _read(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.exists() else None
+    def _ask(self, request: Any) -> Any:
+        line = b""
+        with suppress(TimeoutError, ConnectionError), self._socket.makefile("rb") as answers:
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            line = answers.readline(LONGEST_ANSWER)
+        if not line.endswith(b"\n"):
+            self.close()
+            code = self._process.returncode
+            slow = f"takes more than {RENDERING_SECONDS:g} s of CPU time"
+            raise ValueError(f"the chat template {slow if code == -signal.SIGPROF else f'ends its process ({code})'}")
+        answer, *why_not = parse_json(line)
+        if why_not:
+            raise ValueError(why_not[0])
+        return answer
 
 
 def _named_default(value: Any) -> str | None:

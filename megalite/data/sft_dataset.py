@@ -242,9 +242,9 @@ def _sha256(path: str) -> str:
 
 def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> Arrays:
     """tokens: one conversation after another; ends: of each; answers: where they begin and end in turn, in tokens."""
-    spans_of, dtype = conversation_reader(template), token_dtype(tokenizer.vocab_size)
+    dtype = token_dtype(tokenizer.vocab_size)
     tokens, answers, ends, roles = bytearray(), array("q"), array("q"), set[str]()
-    with Path(path).open("rb") as lines:
+    with conversation_reader(template) as spans_of, Path(path).open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from megalite.data.parts import read_parts
 from megalite.data.sft_dataset import ConversationFile, build_sft_datasets, pack
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.data.tokenizers.bytes import ByteTokenizer
-from megalite.errors import DataError
+from megalite.errors import ConfigurationError, DataError
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -40,7 +42,8 @@ CHATML = (
 
 
 def spans(record: Mapping[str, Any], template: str | None = None, **special: str) -> list[Span]:
-    return conversation_reader(None if template is None else ChatTemplate(template, special))(record)
+    with conversation_reader(None if template is None else ChatTemplate(template, special)) as reader:
+        return reader(record)
 
 
 def test_without_a_template_answers_end_with_the_end_of_document() -> None:
@@ -134,6 +137,70 @@ def test_templates_reach_nothing_but_their_arguments(template: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ 1/0 }}", "refuses it: ZeroDivisionError: division by zero"),
+        ("{{ 10.0**400 }}", "refuses it: OverflowError: .*out of range"),
+        ("{% for i in range(10**9) %}{% endfor %}", "refuses it: OverflowError: Range too big"),
+        ("{{ raise_exception('a\n' * 10**6) }}", f"refuses it: {'a ' * 99}a"),
+        ("{{ '%1000000000d' | format(1) }}", "takes more than 512 MiB of memory"),
+        ("{{ messages | tojson(indent=10**9) }}", "takes more than 512 MiB of memory"),
+        ("{{ messages[0].content[:9] * 10**6 }}", "makes 9000000 characters of it, and 8388608 is the limit"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deep"),
+    ],
+)
+def test_what_a_template_does_wrong_is_one_line_about_the_record(template: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        spans({"messages": TALK[:1]}, template)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def _children() -> set[str]:
+    """The processes that this thread has started and not waited for."""
+    return set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
+
+
+def test_a_template_without_end_costs_one_record_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _children()
+    monkeypatch.setattr("megalite.data.chat.RENDERING_SECONDS", 0.3)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    endless = {"messages": [{"role": "user", "content": "endless"}]}
+    with conversation_reader(
+        ChatTemplate(f"{{% if messages[0].content == 'endless' %}}{loop}{{% endif %}}b", {})
+    ) as read:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"the chat template takes more than 0\.3 s of CPU time"):
+                read(endless)
+            assert read({"messages": TALK[:1]}) == [Span("b", False)]
+    with pytest.raises(DataError, match="nested too deep: give another as --chat-template"):
+        spans(endless, "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}")
+    assert _children() == before
+
+
+def test_the_process_of_a_template_has_no_files_and_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = _children()
+    monkeypatch.setenv("MEGALITE_TEST_SECRET", "s")
+    with (tmp_path / "open").open("w"), conversation_reader(ChatTemplate("a", {})) as read:
+        read({"messages": TALK[:1]})
+        [child] = _children() - before
+        assert {os.readlink(file).partition(":")[0] for file in Path(f"/proc/{child}/fd").iterdir()} == {
+            "socket",
+            os.devnull,
+        }
+        assert "MEGALITE_TEST_SECRET" not in Path(f"/proc/{child}/environ").read_text()
+        limits = Path(f"/proc/{child}/limits").read_text()
+        assert re.search(r"Max open files +0 +0", limits)
+        assert re.search(r"Max address space +536870912 +536870912", limits)
+
+
+def test_a_jinja_with_holes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "3.1.5")
+    with pytest.raises(ConfigurationError, match=r"3\.1\.5 is installed: pip install 'jinja2>=3\.1\.6'"):
+        spans({"messages": TALK}, "a")
+
+
+@pytest.mark.parametrize(
     "record", [{}, {"messages": []}, {"messages": [1]}, {"messages": [{"role": "user"}]}, {"prompt": "a"}]
 )
 def test_what_is_no_conversation_is_refused(record: Any) -> None:
@@ -156,9 +223,11 @@ def test_the_template_of_a_tokenizer_is_found(tmp_path: Path) -> None:
     assert given_template(str(tmp_path / "chat_template.jinja"), None).source == "B"
     with pytest.raises(DataError, match="--chat-template missing cannot be read"):
         given_template("missing", None)
-    config.write_text("[")
-    with pytest.raises(DataError, match="cannot be read"):
-        find_template(str(tmp_path))
+    (tmp_path / "chat_template.jinja").unlink()
+    for text, why in (("[", "cannot be read"), ("[]", "not an object"), ('{"chat_template": [1]}', "of .* is none")):
+        config.write_text(text)
+        with pytest.raises(DataError, match=why):
+            find_template(str(tmp_path))
 
 
 # ---------------------------------------------------------------------------------------------------- packing

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -221,7 +223,7 @@ def test_an_identity_is_of_the_files_and_the_end_of_a_document(folder: Path, tmp
             ("TikTokenizer", "{}/ranks.json"),
             {"tiktoken_num_special_tokens": 3},
             ConfigurationError,
-            "3 is less than the 7 special tokens",
+            "3 is not from the 7 special tokens to",
         ),
     ],
 )
@@ -234,6 +236,70 @@ def test_what_cannot_work_is_told(
     with pytest.raises(error, match=message):
         build_tokenizer(
             *map(filled, arguments), options=TokenizerOptions(**{name: filled(v) for name, v in options.items()})
+        )
+
+
+def _fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+SPOILED: dict[str, Callable[[Path], object]] = {
+    "a fifo": _fifo,
+    "a device": lambda path: (path.unlink(missing_ok=True), path.symlink_to("/dev/zero")),
+    "nested deep": lambda path: path.write_text("[" * 100_000),
+    "no UTF-8": lambda path: path.write_bytes(b'[{"rank": 0, "token_str": "\xff"}]'),
+    "a list": lambda path: path.write_text("[]"),
+    "a number": lambda path: path.write_text("9" * 5000),
+    "nothing": lambda path: path.write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+def test_files_that_are_none_are_one_line(folder: Path, tmp_path: Path, spoiled: str) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    builds = {
+        "bpe/tokenizer.json": BUILDS["tokenizer.json"],
+        "bpe/tokenizer_config.json": BUILDS["tokenizer.json"],
+        "bpe/special_tokens_map.json": BUILDS["tokenizer.json"],
+        "vocab.json": BUILDS["GPT-2"],
+        "merges.txt": BUILDS["GPT-2"],
+        "ranks.json": BUILDS["ranks.json"],
+        "ranks.tiktoken": BUILDS["ranks.tiktoken"],
+        "m.model": lambda folder: build_tokenizer("SentencePieceTokenizer", str(folder / "m.model")),
+    }
+    for name, build in builds.items():
+        path = tmp_path / name
+        before = path.read_bytes() if path.exists() else None
+        SPOILED[spoiled](path)
+        if (name, spoiled) == ("merges.txt", "nothing"):  # a vocabulary without merges is one
+            continue
+        with pytest.raises(DataError) as caught:
+            build(tmp_path)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+        path.unlink()
+        if before is not None:
+            path.write_bytes(before)
+
+
+def test_ids_are_bounded(folder: Path, tmp_path: Path) -> None:
+    description = json.loads((folder / "bpe" / "tokenizer.json").read_text())
+    description["model"]["vocab"]["a"] = 4_000_000_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    with pytest.raises(DataError, match="has a token 4000000000, where 16777215 is the largest there may be"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    ranks = (folder / "ranks.tiktoken").read_text()
+    for rank in ("-1", "4000000000", "1" + "0" * 30):
+        (tmp_path / "ranks.tiktoken").write_text(ranks.replace(" 260\n", f" {rank}\n"))
+        with pytest.raises(DataError, match="ranks from"):
+            BUILDS["ranks.tiktoken"](tmp_path)
+    with pytest.raises(ConfigurationError, match="--tiktoken-num-special-tokens 1000000000 is not from"):
+        build_tokenizer(
+            "TikTokenizer",
+            str(folder / "ranks.json"),
+            10**9 + 260,
+            TokenizerOptions(tiktoken_num_special_tokens=10**9),
         )
 
 
@@ -260,7 +326,7 @@ def test_a_missing_library_is_named_with_what_installs_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, form: str, library: str
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ConfigurationError, match=f"which needs {library}.*: pip install {library}"):
+    with pytest.raises(ConfigurationError, match=f"which needs {library}.*: pip install '?{library}"):
         BUILDS[form](folder)
 
 
@@ -273,7 +339,7 @@ def test_without_tiktoken_documents_go_the_slow_road_unless_the_fast_one_is_requ
     required = build_tokenizer(
         "HuggingFaceTokenizer", str(folder / "bpe"), options=TokenizerOptions(fast_encoding="require")
     )
-    with pytest.raises(ConfigurationError, match="pip install tiktoken"):
+    with pytest.raises(ConfigurationError, match=r"pip install 'tiktoken>=0\.9'"):
         required.encode_documents([TEXT])
 
 

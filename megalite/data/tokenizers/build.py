@@ -8,12 +8,13 @@ from typing import Any, get_args
 
 from megalite.config.tokenizer import FastEncoding, TokenizerType
 from megalite.data.tokenizers.bytes import ByteTokenizer
+from megalite.data.tokenizers.files import LARGEST_VOCABULARY
 from megalite.data.tokenizers.huggingface import load_gpt2, load_tokenizer_json
 from megalite.data.tokenizers.interface import Tokenizer
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megalite.data.tokenizers.tiktoken import TikTokenizer
-from megalite.errors import ConfigurationError
+from megalite.errors import ConfigurationError, DataError
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 TOKENIZER_TYPES = get_args(TokenizerType)
@@ -73,6 +74,11 @@ def build_tokenizer(
             raise ConfigurationError("--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens")
         return NullTokenizer(vocab_size)
     tokenizer = _from_files(tokenizer_type, tokenizer_model, vocab_size, options)
+    if tokenizer.vocab_size > LARGEST_VOCABULARY:
+        raise DataError(
+            f"the {tokenizer_type} has a token {tokenizer.vocab_size - 1}, where {LARGEST_VOCABULARY - 1} is the "
+            "largest there may be: its file is damaged"
+        )
     if vocab_size is not None and vocab_size < tokenizer.vocab_size:
         raise ConfigurationError(
             f"--vocab-size {vocab_size}, but the {tokenizer_type} has {tokenizer.vocab_size} tokens: leave "

@@ -4,16 +4,61 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from megalite.errors import DataError
+from megalite.small_files import MIB, parse_json, read_small_file
+
+LARGEST_FILE = 256 * MIB
+LARGEST_VOCABULARY = 1 << 24
+"""Ids that there may be, many times those of any vocabulary: libraries take time and memory by the largest one."""
 
 
-def read_tokenizer_file(path: str | Path, flag: str, what: str) -> bytes:
-    """A file that `flag` names and that should be `what`. Raises DataError where it cannot be read."""
+def read_tokenizer_file(path: str | Path, flag: str, what: str, folder: Path | None = None) -> bytes:
+    """A file that `flag` names, or that lies in the folder it names, and that should be `what`.
+
+    Raises:
+        DataError: it cannot be read.
+    """
     try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): {flag} is {what}") from error
+        return read_small_file(Path(path), largest=LARGEST_FILE, folder=folder)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({reason(error)}): {flag} is {what}") from error
+
+
+def read_text_beside(path: Path) -> str | None:
+    """The text of a file beside a vocabulary; None where there is none. Raises DataError where it cannot be read."""
+    try:
+        return read_small_file(path, folder=path.parent).decode()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def read_fields_beside(path: Path) -> dict[str, Any]:
+    """The fields of a JSON object in a file beside a vocabulary; none where there is no file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    text = read_text_beside(path)
+    try:
+        fields = {} if text is None else parse_json(text)
+        if not isinstance(fields, dict):
+            raise ValueError(f"a JSON {type(fields).__name__}, not an object")
+    except ValueError as error:
+        raise _unreadable(path, error) from error
+    return fields
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path}, of the tokenizer, cannot be read ({reason(error)}): copy it again, or remove it")
+
+
+def reason(error: Exception) -> str:
+    """Why a file cannot be read: a line, where libraries have several."""
+    return " ".join(str(getattr(error, "strerror", None) or error).split())[:300]
 
 
 def fingerprint(*contents: bytes) -> str:

@@ -17,9 +17,10 @@ import numpy as np
 from megalite.config.tokenizer import FastEncoding
 from megalite.data.optional import optional_import
 from megalite.data.tokenizers.byte_level_bpe import FastByteLevelBPE, NotIdentical
-from megalite.data.tokenizers.files import fingerprint, read_tokenizer_file
+from megalite.data.tokenizers.files import fingerprint, read_fields_beside, read_tokenizer_file, reason
 from megalite.data.tokenizers.interface import Ids
 from megalite.errors import ConfigurationError, DataError
+from megalite.small_files import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 # Where no configuration names it.
@@ -119,13 +120,14 @@ def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: 
         DataError: it cannot be read, or does not tell what ends a document.
     """
     tokenizers = _tokenizers("HuggingFaceTokenizer")
-    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    folder = Path(path) if Path(path).is_dir() else None
+    file = folder / "tokenizer.json" if folder else Path(path)
     what = "a tokenizer.json or the folder that holds it, on this machine (nothing is downloaded)"
-    content = read_tokenizer_file(file, "--tokenizer-model", what)
+    content = read_tokenizer_file(file, "--tokenizer-model", what, folder)
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises Exception itself
-        raise DataError(f"{file} is not a tokenizer.json of Hugging Face's tokenizers ({error})") from error
+        raise DataError(f"{file} is not a tokenizer.json of Hugging Face's tokenizers ({reason(error)})") from error
     named = _named_end(file.parent)
     ends = _usual_ends(tokenizer) if named is None else [named]
     if len(ends) != 1 or tokenizer.token_to_id(ends[0]) is None:
@@ -149,12 +151,12 @@ def load_gpt2(vocab_file: str, merge_file: str, fast_encoding: FastEncoding) -> 
     vocabulary = read_tokenizer_file(vocab_file, "--vocab-file", "the vocab.json of a byte-level BPE")
     merges = read_tokenizer_file(merge_file, "--merge-file", "the merges.txt of a byte-level BPE")
     try:
-        ids = json.loads(vocabulary)
+        ids = parse_json(vocabulary)
         lines = [line for line in merges.decode().split("\n") if line and not line.startswith("#version")]
         model = tokenizers.models.BPE(vocab=ids, merges=[tuple(line.split(" ")) for line in lines])
     except Exception as error:  # as above
         raise DataError(
-            f"{vocab_file} and {merge_file} are not vocab.json and merges.txt of a BPE ({error})"
+            f"{vocab_file} and {merge_file} are not vocab.json and merges.txt of a BPE ({reason(error)})"
         ) from error
     if END_OF_TEXT not in ids:
         raise DataError(f"{vocab_file} has no {END_OF_TEXT}, which ends documents")
@@ -176,11 +178,7 @@ def _named_end(folder: Path) -> str | None:
     """The end of a document that the files beside a tokenizer.json name; the last one counts."""
     name = None
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
-        try:
-            fields = json.loads(file.read_bytes()) if file.exists() else {}
-        except (OSError, ValueError) as error:
-            raise DataError(f"{file} cannot be read as JSON ({error}): copy it again, or remove it") from error
-        value = fields.get("eos_token")
+        value = read_fields_beside(file).get("eos_token")
         value = value.get("content") if isinstance(value, dict) else value
         name = name if value is None else str(value)
     return name

@@ -20,10 +20,11 @@ import numpy as np
 
 from megalite.data.optional import optional_import
 from megalite.data.tokenizers.byte_level_bpe import GPT2_PATTERN, LLAMA3_PATTERN, LOWER, UPPER
-from megalite.data.tokenizers.files import fingerprint, read_tokenizer_file
+from megalite.data.tokenizers.files import LARGEST_VOCABULARY, fingerprint, read_tokenizer_file, reason
 from megalite.data.tokenizers.interface import Ids
 from megalite.data.tokenizers.offsets import character_offsets
 from megalite.errors import ConfigurationError, DataError
+from megalite.small_files import parse_json
 
 PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -34,7 +35,7 @@ PATTERNS = {
 }
 """The regular expressions that cut words: Megatron-LM's two by their names there, and two of published vocabularies."""
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-LARGEST_VOCABULARY = 1 << 17
+MEGATRON_VOCABULARY = 1 << 17
 
 
 class TikTokenizer:
@@ -67,15 +68,17 @@ class TikTokenizer:
             is_json = content.lstrip()[:1] == b"["
             ranks = _json_ranks(content) if is_json else _plain_ranks(content)
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} is neither Megatron-LM's JSON of ranks nor a .tiktoken file ({error})") from error
+            raise DataError(
+                f"{path} is neither Megatron-LM's JSON of ranks nor a .tiktoken file ({reason(error)})"
+            ) from error
         if is_json:
-            self._special = _special_before(special_tokens or SPECIAL_TOKENS, num_special_tokens)
-            ordinary = (vocab_size or min(LARGEST_VOCABULARY, len(ranks) + num_special_tokens)) - num_special_tokens
+            ordinary = (vocab_size or min(MEGATRON_VOCABULARY, len(ranks) + num_special_tokens)) - num_special_tokens
             if not 256 <= ordinary <= len(ranks):
                 raise ConfigurationError(
                     f"--vocab-size {ordinary + num_special_tokens} less --tiktoken-num-special-tokens "
                     f"{num_special_tokens} is not from 256 to the {len(ranks)} tokens of {path}"
                 )
+            self._special = _special_before(special_tokens or SPECIAL_TOKENS, num_special_tokens)
             ranks = {token: rank + num_special_tokens for token, rank in ranks.items() if rank < ordinary}
             self.eod = self._special["</s>"]
         else:
@@ -141,7 +144,7 @@ class TikTokenizer:
 
 def _json_ranks(content: bytes) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
-    for rank, entry in enumerate(json.loads(content)):
+    for rank, entry in enumerate(parse_json(content)):
         if entry["rank"] != rank:
             raise ValueError(f"entry {rank} has the rank {entry['rank']}")
         ranks[base64.b64decode(entry["token_bytes"])] = rank
@@ -157,6 +160,8 @@ def _complete(ranks: dict[bytes, int]) -> dict[bytes, int]:
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise ValueError(f"{len(missing)} of the 256 bytes have no rank")
+    if not 0 <= min(ranks.values()) <= max(ranks.values()) < LARGEST_VOCABULARY:
+        raise ValueError(f"ranks from {min(ranks.values())} to {max(ranks.values())}")
     if len(set(ranks.values())) != len(ranks):
         raise ValueError("two tokens have one rank")
     return ranks
@@ -165,6 +170,8 @@ def _complete(ranks: dict[bytes, int]) -> dict[bytes, int]:
 def _special_before(names: Sequence[str], count: int) -> dict[str, int]:
     if not set(SPECIAL_TOKENS) <= set(names) or len(set(names)) != len(names):
         raise ConfigurationError(f"--tokenizer-special-tokens must hold each of {' '.join(SPECIAL_TOKENS)} once")
-    if len(names) > count:
-        raise ConfigurationError(f"--tiktoken-num-special-tokens {count} is less than the {len(names)} special tokens")
+    if not len(names) <= count < LARGEST_VOCABULARY:
+        raise ConfigurationError(
+            f"--tiktoken-num-special-tokens {count} is not from the {len(names)} special tokens to {LARGEST_VOCABULARY}"
+        )
     return {name: i for i, name in enumerate([*names, *(f"<SPECIAL_{i}>" for i in range(len(names), count))])}

@@ -1,0 +1,147 @@
+"""The process that turns conversations into text through a chat template; `megalite.data.chat` starts it.
+
+A template comes with a stranger's tokenizer. So it runs in Jinja's sandbox, and, since that bounds neither time nor
+memory, in a process of its own, which can open no file and start no process. Requests and answers are lines of JSON on
+its standard input and output: first the template and its special tokens, then the messages of a conversation each. An
+answer is `[result]` or `[null, why not]`; where one takes too long, the process is killed by its own timer.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import ext, nodes, parser, sandbox
+
+MEMORY = 512 << 20
+LONGEST_TEXT = 8 << 20
+"""Characters that a conversation may become."""
+LONGEST_REASON = 200
+
+Render = Callable[[list[dict[str, Any]], bool], str]
+"""From messages, and whether an answer is asked for, to their text."""
+
+
+class Unusable(ValueError):
+    """A template whose text does not show where answers begin and end, or is too long."""
+
+
+def main(seconds: float) -> None:
+    """Answer until nobody asks any more; an answer may take so many seconds of CPU time."""
+    # What stops a run is for the process that asks, with which this one ends.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(jinja2.TemplateError):  # what Jinja imports when it meets a text, and an error
+        compiled("{{ '\\N{BULLET}' | pprint | wordwrap | striptags }}{{ raise_exception('') }}", {})([], False)
+    for limit, value in (
+        (resource.RLIMIT_AS, MEMORY),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_NOFILE, 0),
+    ):
+        with suppress(ValueError, OSError):  # not every system has each
+            resource.setrlimit(limit, (value, value))
+    render: Render | None = None
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            request = json.loads(line)
+            answer: list[Any] = [None]
+            if render is None:
+                render = compiled(*request)
+            else:
+                answer = [spans_of(request, render)]
+            text = json.dumps(answer)
+        except Exception as error:  # a template raises whatever Python's operators do
+            text = json.dumps([None, reason(error)])
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def compiled(source: str, special_tokens: Mapping[str, str]) -> Render:
+    """The template as a function. Raises jinja2.TemplateError where the source is none."""
+    # What transformers gives to templates.
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
+    )
+    environment.globals["raise_exception"] = _refuse
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    template = environment.from_string(source)
+
+    def render(messages: list[dict[str, Any]], prompt: bool) -> str:
+        text = template.render(
+            messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **special_tokens
+        )
+        if len(text) > LONGEST_TEXT:
+            raise Unusable(f"the chat template makes {len(text)} characters of it, and {LONGEST_TEXT} is the limit")
+        return text
+
+    return render
+
+
+def spans_of(messages: list[dict[str, Any]], render: Render) -> list[tuple[str, bool]]:
+    """The text of a conversation in pieces, and which of them are answers: what lies between that which a model is
+    shown before an answer and the conversation up to the answer's end."""
+    whole, spans, at = render(messages, False), list[tuple[str, bool]](), 0
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before, after = render(messages[:number], True), render(messages[: number + 1], False)
+            if not (whole.startswith(after) and after.startswith(before) and len(before) >= at):
+                raise Unusable(
+                    "the chat template does not render the beginning of this conversation as it renders the whole, so "
+                    "that the answers cannot be told apart: give one that does as --chat-template"
+                )
+            answer, content = whole[len(before) : len(after)], message["content"].strip()
+            header = answer[: max(answer.find(content), 0)].strip()
+            # Where a template has no header, as Llama 2's, it may leave add_generation_prompt out.
+            if header and before == render(messages[:number], False):
+                raise Unusable(
+                    f"the chat template does not write {header[:LONGEST_REASON]!r} before an answer where "
+                    "add_generation_prompt asks for it, so that the loss would count on it: give one that does as "
+                    "--chat-template"
+                )
+            spans += [(whole[at : len(before)], False), (answer, True)]
+            at = len(after)
+    return [*spans, (whole[at:], False)]
+
+
+class GenerationTag(ext.Extension):
+    """The tag {% generation %}, by which a template may mark what a model says; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: parser.Parser) -> nodes.Node:
+        """The nodes between the tags."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateRuntimeError(message)
+
+
+def reason(error: Exception) -> str:
+    """One line of bounded length."""
+    if isinstance(error, Unusable):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return f"the chat template takes more than {MEMORY >> 20} MiB of memory"
+    if isinstance(error, RecursionError):
+        return "the chat template or the conversation is nested too deep"
+    text = " ".join(str(error)[: 10 * LONGEST_REASON].split())[:LONGEST_REASON]
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f"the chat template is not valid Jinja: {text}, line {error.lineno}"
+    kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+    return f"the chat template refuses it: {kind}{text}"
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]))

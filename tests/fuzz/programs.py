@@ -1,0 +1,103 @@
+"""What the fuzzer runs: the commands as they are, and those parts of a training that read what strangers wrote."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import runpy
+import sys
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import megalite
+
+TREE = Path(megalite.__file__).parents[1]
+SIZES = [
+    "--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "4", "--group-query-attention",
+    "--num-query-groups", "2", "--seq-length", "16", "--max-position-embeddings", "32", "--swiglu", "--normalization",
+    "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear", "--untie-embeddings-and-output-weights",
+    "--micro-batch-size", "2", "--global-batch-size", "4", "--lr", "1e-2", "--eval-iters", "0", "--log-interval", "1",
+]  # fmt: skip
+MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "60"]
+"""With `SIZES` and a number of steps, the flags of a run that takes a moment."""
+MODULES = (
+    "tests.harness.preload",
+    "pretrain_gpt",
+    "jinja2.sandbox",
+    "rich._emoji_codes",
+    "megalite.conversion.huggingface",
+    "megalite.conversion.megatron",
+    "megalite.conversion.native",
+    "megalite.data.preprocess",
+    "megalite.data.sft_dataset",
+    "megalite.checkpoint.inspection",
+    "megalite.checkpoint.progress",
+    "megalite.data.preprocess_progress",
+    "tokenizers",
+    "tiktoken",
+    "sentencepiece.sentencepiece_model_pb2",
+    "zstandard",
+)
+"""What a program imports once, for all the processes that are forked."""
+
+
+def warm() -> None:
+    """Import what programs need, and parse flags once: much of what that finds out holds for all."""
+    for module in MODULES:
+        with suppress(Exception):  # what is not there is missed where it is needed
+            importlib.import_module(module)
+    from megalite.config.parse import parse_arguments
+
+    parse_arguments([*SIZES, *MOCK, "--train-iters", "1"])
+    # A collection in a forked process would go through all of this, and so copy it.
+    gc.collect()
+    gc.freeze()
+
+
+class _Inline(Executor):
+    """Takes the place of preprocessing's worker processes, which take a second to start."""
+
+    def __init__(self, *_: object) -> None:
+        self._prepared = False
+
+    def submit(self, function: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*arguments, **named))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def command(path: str, *flags: object) -> None:
+    """Become `python path flags`."""
+    import megalite.data.preprocess
+
+    megalite.data.preprocess.ProcessPoolExecutor = _Inline  # type: ignore[assignment, misc]
+    sys.argv = [str(TREE / path), *map(str, flags)]
+    sys.path.insert(0, str((TREE / path).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def read_flags(flags: list[str], samples: int = 0) -> None:
+    """Do what pretrain_gpt.py does first: check the flags, and, where samples are asked for, open the data and read
+    some, as training does."""
+    from megalite.config.parse import parse_arguments
+    from megalite.config.validate import resolve
+    from megalite.training.failure import run_main
+    from pretrain_gpt import saved_fields
+
+    def main() -> int:
+        config = resolve(parse_arguments(flags, saved_fields).config, 1)
+        if samples:
+            from megalite.training.data import open_data
+
+            train = open_data(config).train
+            for number in range(min(samples, len(train))):
+                train[number]
+        return 0
+
+    sys.argv = ["pretrain_gpt.py", *flags]
+    run_main(main)
