@@ -2260,6 +2260,13 @@ MUTANTS = (
         f"{_MEETING}a_rank_that_is_killed_before_the_run_is_together_is_named_and_ends_the_others[meeting-2-True]",
     ),
     Mutant(
+        "a rank that may open too few files leaves the others waiting",
+        "megalite/training/meeting.py",
+        "    require_open_files(_FILES",
+        "    (lambda count: None)(_FILES",
+        f"{_MEETING}ranks_that_may_open_too_few_files_all_say_so_and_none_waits_for_another",
+    ),
+    Mutant(
         "a rank waits for a rank 0 that came and is dead",
         "megalite/training/meeting.py",
         "if silence > SILENCE:",

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore, PrefixStore
 
+from megalite.training import failure
 from tests.harness.job import Job
 
 PREAMBLE = """
@@ -172,3 +174,10 @@ def test_under_a_launcher_with_a_group_one_rank_speaks_too(tmp_path: Path) -> No
     result = subprocess.run([*command, path], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 1, result.stderr
     assert result.stderr.count("error: disk full\n") == 1
+
+
+@pytest.mark.parametrize("report", [b"", b"x", b"-1 0 x", b"-1 " + b"9" * 5000, b"\xff \xfe"])
+def test_what_a_stranger_has_put_into_the_store_is_no_report(report: bytes) -> None:
+    store = HashStore()
+    PrefixStore("megalite/failure/0", store).set("report", report or b" ")
+    assert failure.report(store, "a rank has died", 85) == 70

@@ -16,7 +16,7 @@ from tests.harness.fork_server import wait_for_exit
 from tests.harness.job import Job
 
 ENTRY = f"""
-import os, runpy, signal, sys
+import os, resource, runpy, signal, sys
 from megalite.training import failure, launch, meeting
 
 meeting.PATIENCE, meeting.STORE_HANGS, failure._LAUNCHER_SECONDS = 0.2, 2.0, 1.0
@@ -27,6 +27,9 @@ def come(store, place, seconds, watch):
         os.kill(os.getpid(), signal.SIGSTOP)
     meet(store, place, 3.0, watch)
 
+if "MORE_FILES" in os.environ:
+    most = len(os.listdir("/proc/self/fd")) + int(os.environ["MORE_FILES"])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 launch.meet = come
 launch.connect = lambda place, seconds, purpose: meeting.connect(place, 3.0, purpose)
 sys.argv[0] = {str(PRETRAIN)!r}
@@ -76,6 +79,17 @@ def test_where_rank_0_does_not_come_another_rank_says_so(start: Start) -> None:
     *before, last = job.stderr(1).splitlines()
     assert re.match(expected, last)
     assert all(re.match(r"waiting for the store at \S+ \(.*\) to open, for \d s by now", line) for line in before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="there is no /proc")
+def test_ranks_that_may_open_too_few_files_all_say_so_and_none_waits_for_another(tmp_path: Path) -> None:
+    entry = tmp_path / "entry.py"
+    entry.write_text(ENTRY)
+    environment = {"ABSENT": "", "MORE_FILES": "10"}
+    with Job([entry, *MOCK, *GPT2, "--train-iters", "3"], 2, tmp_path, environment, store_of_rank_0=True) as job:
+        assert job.wait(timeout=60) == [64, 64]
+        for rank, where in enumerate(("error: ", "error on rank 1: ")):
+            assert re.match(where + r"there are too many open files \(\d+ are allowed to a process\)", job.stderr(rank))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """How torchrun is started in all that is shipped: so that its restarts work, and two jobs on a machine, too.
 
 torchrun's agents keep one store for all attempts unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set, and ranks of the
-next attempt find the addresses of the one before; where there is one attempt alone that does not matter. A port that is
+next attempt find the addresses of the one before; where there is but one attempt that does not matter. A port that is
 always the same is another job's, one day.
 """
 
