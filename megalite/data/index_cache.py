@@ -28,6 +28,7 @@ import numpy as np
 
 from megalite.data.mapped_file import map_file, refuse_too_many_open_files
 from megalite.files import remove_leftovers, temporary_path
+from megalite.small_files import read_json
 
 _LOCK_SECONDS = 3600.0  # no arrays take longer
 
@@ -68,7 +69,7 @@ class IndexCache:
 
     def _load(self, folder: Path, description: str) -> Arrays | None:
         try:
-            record = json.loads((folder / "description.json").read_text())
+            record = read_json(folder / "description.json")
             if record["description"] != description:
                 raise ValueError("it describes other arrays")
             return {name: _map_array(folder / f"{name}.npy", crc) for name, crc in record["crc32"].items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from megalite.config.data import split_shares
 from megalite.data.blend import normalize, parse_blend
 from megalite.errors import ConfigurationError, DataError
+from megalite.small_files import parse_json, read_small_file, shown
 
 SPLITS = ("train", "valid", "test")
 
@@ -91,8 +91,8 @@ def _whole(path: Sequence[str]) -> Part:
 
 def _read(flag: str, path: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # Windows puts a mark before the text
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_small_file(Path(path)).decode("utf-8-sig")  # Windows puts a mark before the text
+    except (OSError, ValueError) as error:
         raise DataError(f"{flag} {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not text.strip():
         raise DataError(f"{flag} {path} is empty: write prefixes, with weights or without, into it")
@@ -102,13 +102,13 @@ def _read(flag: str, path: str) -> str:
 def _read_each(flag: str, path: str) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
     expected = '{"train": ["0.7", "a_text_document", "0.3", "b_text_document"], "valid": [...], "test": [...]}'
     try:
-        blends = json.loads(_read(flag, path))
+        blends = parse_json(_read(flag, path))
         unknown = set(blends) - set(SPLITS)
         train, valid, test = ([str(word) for word in _list(blends.get(name))] for name in SPLITS)
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{flag} {path} is not what it should be ({error}): expected JSON like {expected}") from error
     if unknown:
-        raise DataError(f"{flag} {path} has a key {sorted(unknown)[0]!r}: expected JSON like {expected}")
+        raise DataError(f"{flag} {path} has a key {shown(min(unknown))}: expected JSON like {expected}")
     return train, valid, test
 
 
@@ -116,5 +116,5 @@ def _list(value: object) -> list[object]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise TypeError(f"{value!r} is no list")
+        raise TypeError(f"{shown(value)} is no list")
     return value
