@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
 
-_MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000
 
 
 def keys_before(window_size: str | None, skip_freq: str | None, layers: int) -> Sequence[int | None]:
@@ -57,7 +57,7 @@ def _list(node: ast.expr) -> list[bool]:
             return _list(left) + _list(right)
         case ast.BinOp(left, ast.Mult(), right):
             repeated = _list(left)
-            return repeated * _number(right, most=_MOST_LAYERS // max(len(repeated), 1))
+            return repeated * _number(right, most=MOST_LAYERS // max(len(repeated), 1))
     raise ValueError
 
 

@@ -7,7 +7,6 @@ import io
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from megalite.config import megatron_flags
@@ -16,9 +15,9 @@ from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import check_numbers, without_idle_flags
-from megalite.config.yaml_file import LARGEST, Sections, missing_fields, nearest, read_sections
+from megalite.config.yaml_file import Sections, missing_fields, nearest, read_file, read_sections
 from megalite.errors import ConfigurationError
-from megalite.small_files import read_small_file, shown
+from megalite.small_files import shown
 
 _DESCRIPTION = (
     "Pre-train a GPT. The flags are Megatron-LM's: those not listed here are accepted with a note where they are "
@@ -58,7 +57,8 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
         try:
             refuse_blank(flag, values)
             if flag == "config":
-                _update(sections, _read_file(_single(flag, values)))
+                path = _single(flag, values)
+                _update(sections, read_sections(read_file(path), path))
                 continue
             given[megatron_flags.ALIASES.get(flag, flag)] = values
             arguments, note = _settle(flag, values)
@@ -194,13 +194,6 @@ def _single(flag: str, values: list[str]) -> str:
     if len(values) != 1:
         raise ConfigurationError(f"--{flag} needs one value, got {' '.join(values) or 'none'}")
     return values[0]
-
-
-def _read_file(path: str) -> Sections:
-    try:
-        return read_sections(read_small_file(Path(path), largest=LARGEST).decode(), path)
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _update(sections: Sections, more: Sections) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, get_args
 
+from megalite.config.attention_windows import MOST_LAYERS
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
@@ -60,7 +61,9 @@ _IDLE_WITHOUT_PIPELINE = {
     "align_grad_reduce": "no-align-grad-reduce",
 }
 _AT_MOST = {
-    **dict.fromkeys(("num_layers", "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"), 10_000),
+    **dict.fromkeys(
+        ("num_layers", "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"), MOST_LAYERS
+    ),
     **dict.fromkeys(("num_attention_heads", "tensor_model_parallel_size", "tiktoken_num_special_tokens"), 1_000_000),
     "num_workers": 1_000,
     "muon_num_ns_steps": 100,
@@ -230,9 +233,14 @@ def _ramp(config: RunConfig) -> Iterator[str]:
         yield f"{flag} does not lead from {start} in steps of {increment} to --global-batch-size {final}"
 
 
+def number_problems(model: ModelConfig) -> list[str]:
+    """List, as of flags, the numbers of a network that none can have, by themselves or together."""
+    return list(_ranges(model)) or list(network_problems(model))
+
+
 def model_problems(model: ModelConfig) -> list[str]:
-    """A line for each number, and then for each relation, of a network that no run could have; as of flags."""
-    return list(_ranges(model)) or list(network_problems(model)) or list(_model(model))
+    """List what is wrong with a network that a file describes: its numbers, and then their relations."""
+    return number_problems(model) or list(_model(model))
 
 
 def _positions(config: RunConfig) -> Iterator[str]:
@@ -288,9 +296,12 @@ def _rotary(model: ModelConfig) -> Iterator[str]:
 
 
 def _idle(model: ModelConfig) -> Iterator[str]:
-    """What positions of another kind would need."""
+    """What changes nothing: of positions of another kind, or scaled by 1."""
     kind, scaling = model.position_embedding_type, ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
     if kind == "yarn":
+        if model.rotary_scaling_factor <= 1:
+            factor = model.rotary_scaling_factor
+            yield f"--position-embedding-type yarn needs a --rotary-scaling-factor above 1, not {factor}"
         idle = [(name, "--position-embedding-type rope: YaRN is a scaling of its own") for name in scaling]
     else:
         idle = [(name, "--position-embedding-type yarn") for name in _of_yarn(model)]
@@ -314,9 +325,6 @@ def _yarn(model: ModelConfig) -> Iterator[str]:
     original, slow = model.yarn_original_max_position_embeddings, model.yarn_beta_slow
     if original is None:
         yield "--position-embedding-type yarn needs --yarn-original-max-position-embeddings"
-    if model.rotary_scaling_factor <= 1:
-        factor = model.rotary_scaling_factor
-        yield f"--position-embedding-type yarn needs a --rotary-scaling-factor above 1, not {factor}"
     if model.rotary_base <= 1:
         yield f"--position-embedding-type yarn needs a --rotary-base above 1, not {model.rotary_base}"
     if model.yarn_beta_fast <= slow:

@@ -35,7 +35,7 @@ def size_problems(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"--train-iters {training.train_iters} of --global-batch-size {batch}: more than 2^53 samples"
 
 
-def network_problems(model: ModelConfig, ranks: int = 1) -> Iterator[str]:
+def network_problems(model: ModelConfig, ranks: int = 2**13) -> Iterator[str]:
     """A line where the weights are more than can lie on so many ranks."""
     if _NARROWEST * least_parameters(model) // ranks > _BYTES:
         rows = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
@@ -49,7 +49,7 @@ def network_problems(model: ModelConfig, ranks: int = 1) -> Iterator[str]:
             "max-position-embeddings": rows,
         }
         flags = ", ".join(f"--{flag} {size}" for flag, size in sizes.items() if size is not None)
-        yield f"{flags}: a network of {least_parameters(model):.1e} parameters, more than {ranks} ranks can hold"
+        yield f"{flags}: a network of {least_parameters(model):.1e} parameters, more than {ranks:,} ranks can hold"
 
 
 def least_parameters(model: ModelConfig) -> int:

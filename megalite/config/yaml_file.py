@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
@@ -15,10 +16,10 @@ from megalite.config import megatron_flags
 from megalite.config.command_line import BLANK, blank
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.errors import ConfigurationError
-from megalite.small_files import MIB, shown
+from megalite.small_files import MIB, read_small_file, shown
 
 Sections = dict[str, dict[str, Any]]
-LARGEST = MIB
+_LARGEST = MIB
 """Bytes of a file: the paths of ten thousand datasets."""
 _MOST_NODES, _MOST_LEVELS, _LONGEST_NUMBER, _SHOWN = 25_000, 8, 100, 20
 _MAPPING, _LIST, _TEXT, _NULL = (f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "null"))
@@ -31,6 +32,14 @@ def dump(config: RunConfig) -> str:
         for section, values in asdict(config).items()
     }
     return yaml.safe_dump(sections, sort_keys=False)  # in ASCII: unescaped, U+0085 would come back as a space
+
+
+def read_file(path: str) -> str:
+    """Read the file of a configuration. Raises ConfigurationError."""
+    try:
+        return read_small_file(Path(path), largest=_LARGEST).decode()
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def load_yaml(text: str, source: str = "YAML") -> RunConfig:

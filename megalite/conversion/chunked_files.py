@@ -42,6 +42,8 @@ class ChunkedFiles:
         self._last = threading.local()
         self.tensors: dict[str, Kind] = {}
         for name, found in self._chunks.items():
+            if len({len(chunk.box.size) for chunk in found}) > 1:
+                raise CheckpointError(f"the pieces of {name} have different numbers of axes")
             whole = tuple(
                 max(start + size for start, size in ends)
                 for ends in zip(*(zip(chunk.box.offset, chunk.box.size, strict=True) for chunk in found), strict=True)

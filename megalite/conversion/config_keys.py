@@ -12,6 +12,7 @@ from typing import Any
 
 from megalite.config import ModelConfig
 from megalite.errors import CheckpointError
+from megalite.small_files import shown
 
 Json = Mapping[str, Any]
 _REQUIRED = object()
@@ -46,7 +47,7 @@ def fixed(name: str, value: Any, *, written: bool = True) -> Keys:
 
     def read(config: Json) -> dict[str, Any]:
         if config.get(name) not in (None, value):
-            raise CheckpointError(f"{name} is {config[name]!r}, where only {value!r} is known")
+            raise CheckpointError(f"{name} is {shown(config[name])}, where only {shown(value)} is known")
         return {}
 
     return Keys((name,), read, lambda _: {name: value} if written else {})
@@ -127,7 +128,7 @@ def activation(name: str, default: str, *, gated: bool) -> Keys:
     def read(config: Json) -> dict[str, Any]:
         value = config.get(name) or default
         if value not in names:
-            raise CheckpointError(f"{name} is {value!r}, where {', '.join(names)} are known")
+            raise CheckpointError(f"{name} is {shown(value)}, where {', '.join(names)} are known")
         return _OFF | names[value]
 
     def write(model: ModelConfig) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def tanh_gate() -> Keys:
     def read(config: Json) -> dict[str, Any]:
         for name in ("hidden_act", "hidden_activation"):
             if config.get(name) not in (None, "gelu", *_TANH):
-                raise CheckpointError(f"{name} is {config[name]!r}, where gelu, {', '.join(_TANH)} are known")
+                raise CheckpointError(f"{name} is {shown(config[name])}, where gelu, {', '.join(_TANH)} are known")
         return _OFF | {"geglu": True}
 
     names = ("hidden_act", "hidden_activation")

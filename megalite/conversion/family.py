@@ -10,9 +10,11 @@ from typing import Any
 
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
+from megalite.config.validate import model_problems, number_problems
 from megalite.conversion.config_keys import Json, Keys
 from megalite.conversion.mapping import Rule
 from megalite.errors import CheckpointError, ConfigurationError
+from megalite.small_files import shown
 
 CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of config.json that are not of the model but go with it: what a tokenizer's special tokens are."""
@@ -37,6 +39,7 @@ _OF_NO_ACCOUNT = {
     "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
 }  # fmt: skip
 
+_SHOWN = 20
 _KINDS = {each.name: str(each.type) for each in fields(ModelConfig)}
 """The type of each field, as it is written."""
 
@@ -77,16 +80,19 @@ class Family:
             except CheckpointError as error:
                 problems.append(str(error))
             except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
-                there = [f"{name} {config[name]!r}" for name in keys.names if name in config]
+                there = [f"{name} {shown(config[name])}" for name in keys.names if name in config]
                 problems.append(f"{', '.join(there or keys.names)} cannot be understood")
         unknown = [name for name in config if name not in known]
-        problems += [f"{name} is unknown: {config[name]!r}" for name in unknown]
+        problems += [f"{name[:80]} is unknown: {shown(config[name])}" for name in unknown[:_SHOWN]]
         if unknown:
             problems.append("(a key that means nothing for the network may be deleted)")
-        problems = problems or list(_nonsense(values)) or list(_indivisible(ModelConfig(**values)))
-        if problems:
+        problems = problems or list(_nonsense(values))
+        model = None if problems else ModelConfig(**values)
+        if model is not None:
+            problems = number_problems(model) or list(_indivisible(model)) or model_problems(model)
+        if model is None or problems:
             raise CheckpointError("\n".join(f"  {problem}" for problem in problems))
-        return ModelConfig(**values)
+        return model
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
         """The config.json of a network. Raises CheckpointError, with each difference, where it cannot say that."""
@@ -113,11 +119,11 @@ def _nonsense(values: Mapping[str, Any]) -> Iterator[str]:
             continue
         wanted = kind.removesuffix(" | None")
         if wanted == "int" and (type(value) is not int or value < 1):
-            yield f"{name} is {value!r}, where a whole number above 0 is wanted"
-        if wanted == "float" and (type(value) not in (int, float) or not math.isfinite(value)):
-            yield f"{name} is {value!r}, where a number is wanted"
+            yield f"{name} is {shown(value)}, where a whole number above 0 is wanted"
+        if wanted == "float" and type(value) is not int and (type(value) is not float or not math.isfinite(value)):
+            yield f"{name} is {shown(value)}, where a number is wanted"
         if wanted == "bool" and type(value) is not bool:
-            yield f"{name} is {value!r}, where true or false is wanted"
+            yield f"{name} is {shown(value)}, where true or false is wanted"
 
 
 def _indivisible(model: ModelConfig) -> Iterator[str]:

@@ -22,11 +22,12 @@ from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import CARRIED, Family, choose
 from megalite.conversion.huggingface_files import HuggingFaceFiles, read_json
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
-from megalite.conversion.opened import OpenedModel, logical_tensors
+from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
 from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
 from megalite.errors import CheckpointError, ConfigurationError, DataError
 from megalite.files import write_atomically
 from megalite.parallel.sharding import Box
+from megalite.small_files import read_small_file, shown
 
 COMPANIONS = (
     "tokenizer*",
@@ -37,8 +38,6 @@ COMPANIONS = (
     "chat_template*",
 )
 """The files of a folder that are its tokenizer's."""
-_SMALL = 1 << 30
-"""Elements of a matrix of which a network, without memory, is quickly made; its tensors are looked for one by one."""
 
 
 def open_huggingface(folder: Path) -> OpenedModel:
@@ -49,7 +48,7 @@ def open_huggingface(folder: Path) -> OpenedModel:
         model = family.model(config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder / 'config.json'} is of no model that megalite computes:\n{error}") from error
-    _check_sizes(folder, model)
+    check_sizes(folder, model)
     logical = logical_tensors(model)
     mapping = file_tensors(family.rules, model, logical)
     files = HuggingFaceFiles(folder, family, frozenset(tensor.name for tensor in mapping))
@@ -71,16 +70,9 @@ def _family(folder: Path, config: Mapping[str, Any]) -> Family:
         if config.get("model_type") == family.name and architectures in ([], [family.architecture]):
             return family
     known = ", ".join(family.architecture for family in FAMILIES)
-    what = f"{config.get('model_type')!r}, {', '.join(map(str, architectures)) or 'of no architecture'}"
+    named = ", ".join(map(str, architectures[:8]))[:200] or "of no architecture"
+    what = f"{shown(config.get('model_type'))}, {named}"
     raise CheckpointError(f"{folder / 'config.json'} is of {what}. Known are {known}")
-
-
-def _check_sizes(folder: Path, model: ModelConfig) -> None:
-    """Raise CheckpointError for sizes that the files cannot have, before anything of such a size is made."""
-    there = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-    largest = max(model.vocab_size or 0, model.num_layers, model.num_attention_heads, model.head_dim, model.ffn_size)
-    if model.hidden_size * largest > max(there, _SMALL):
-        raise CheckpointError(f"{folder} has files of {there:,} bytes, too few for the model of its config.json")
 
 
 def _check_head(folder: Path, family: Family, files: HuggingFaceFiles, word: str) -> None:
@@ -199,9 +191,16 @@ def _json(fields: Mapping[str, Any]) -> bytes:
     return (json.dumps(fields, indent=2) + "\n").encode()
 
 
-def copy_companions(companions: Path, folder: Path) -> None:
-    """Copy a tokenizer's files, and the generation config, into a folder."""
-    for pattern in (*COMPANIONS, "generation_config.json"):
+def copy_companions(companions: Path, folder: Path, *more: str) -> None:
+    """Copy a tokenizer's files, the generation config and others by name from a folder into another.
+
+    Raises CheckpointError for a link out of the first, and what is no small file.
+    """
+    for pattern in (*COMPANIONS, "generation_config.json", *more):
         for path in sorted(companions.glob(pattern)):
             if path.is_file():
-                write_atomically(folder / path.name, path.read_bytes())
+                try:
+                    content = read_small_file(path, folder=companions)
+                except (OSError, ValueError) as error:
+                    raise CheckpointError(f"{path} cannot be copied: {error}") from error
+                write_atomically(folder / path.name, content)

@@ -21,14 +21,15 @@ from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.source import Kind, numbers_as_numbers, widest
 from megalite.conversion.chunked_files import Chunk, ChunkedFiles
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
-from megalite.conversion.megatron_arguments import arguments_of, model_of, tokenizer_of, vocabulary_of
+from megalite.conversion.megatron_arguments import arguments_of, count_of, model_of, tokenizer_of, vocabulary_of
 from megalite.conversion.megatron_legacy import Legacy
 from megalite.conversion.megatron_names import OUTPUT, RULES, TOKEN_TABLES, WORD
 from megalite.conversion.megatron_torch_dist import TorchDist
-from megalite.conversion.opened import OpenedModel, logical_tensors
+from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
 from megalite.errors import CheckpointError
 from megalite.files import write_atomically
 from megalite.parallel.sharding import Box
+from megalite.small_files import read_small_file, shown
 
 RELEASE = "release"
 """What Megatron-LM calls weights that no run of its own has saved: it starts from them at step 0."""
@@ -52,6 +53,7 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
         raise CheckpointError(
             f"the arguments in {folder} are of no network that megalite computes:\n{error}"
         ) from error
+    check_sizes(folder, model)
     chunks = opened.chunks(model.gated) if isinstance(opened, Legacy) else opened.chunks(model.num_layers)
     if not model.untie_embeddings_and_output_weights:
         _drop_copy(folder, chunks)
@@ -70,9 +72,8 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
         source = FromFiles(files, mapping, logical)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    length = arguments.get("seq_length")
     return OpenedModel(
-        f"Megatron-LM, {folder}", model, source, tokenizer_of(arguments), length if isinstance(length, int) else None
+        f"Megatron-LM, {folder}", model, source, tokenizer_of(arguments), count_of(arguments, "seq_length")
     )
 
 
@@ -81,12 +82,13 @@ def _resolve(path: Path) -> Path:
     if (path / ".metadata").is_file() or any(path.glob("mp_rank_*")):
         return path
     try:
-        tracked = (path / TRACKER).read_text().strip()
+        tracked = read_small_file(path / TRACKER, largest=1000, folder=path).decode().strip()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no checkpoint of Megatron-LM, and has no {TRACKER} that names one") from error
-    folder = path / (f"iter_{int(tracked):07d}" if tracked.isdecimal() else RELEASE)
-    if not (tracked.isdecimal() or tracked == RELEASE) or not folder.is_dir():
-        raise CheckpointError(f"{path / TRACKER} names {tracked!r}, which is no checkpoint there")
+    step = re.fullmatch(r"\d{1,15}", tracked)
+    folder = path / (f"iter_{int(tracked):07d}" if step else RELEASE)
+    if not (step or tracked == RELEASE) or not folder.is_dir():
+        raise CheckpointError(f"{path / TRACKER} names {shown(tracked)}, which is no checkpoint there")
     return folder
 
 

@@ -8,8 +8,12 @@ from typing import Any, get_args, get_type_hints
 
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
-from megalite.config.tokenizer import TokenizerType
+from megalite.config.attention_windows import MOST_LAYERS
+from megalite.config.run import fits
+from megalite.config.tokenizer import TokenizerFlags, TokenizerType
+from megalite.config.validate import model_problems, number_problems
 from megalite.errors import CheckpointError
+from megalite.small_files import shown
 
 _SAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention
     max_position_embeddings rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor
@@ -65,7 +69,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     Raises CheckpointError, with each argument that says something of a network which megalite has not.
     """
     problems = [
-        f"  --{name.replace('_', '-')} {arguments[name]!r}: megalite has no such network"
+        f"  --{name.replace('_', '-')} {shown(arguments[name])}: megalite has no such network"
         for name, neutral in _NOT_OURS.items()
         if arguments.get(name) not in neutral
     ]
@@ -85,11 +89,11 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
         values["position_embedding_type"] = "none"
     values |= _window(arguments)
     hints = get_type_hints(ModelConfig)
-    for name, value in values.items():
-        allowed = get_args(hints[name])
-        literal = bool(allowed) and all(isinstance(each, str) for each in allowed)
-        if (literal and value not in allowed) or not isinstance(value, str | int | float | bool):
-            problems.append(f"  --{name.replace('_', '-')} {value!r}: megalite has no such network")
+    problems += [
+        f"  --{name.replace('_', '-')} {shown(value)}: megalite has no such network"
+        for name, value in values.items()
+        if not fits(value, hints[name])
+    ]
     problems += [
         f"  --{name.replace('_', '-')} is not told"
         for name in ("num_layers", "hidden_size", "num_attention_heads")
@@ -98,12 +102,15 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     if problems:
         raise CheckpointError("\n".join(problems))
     model = ModelConfig(**values)
+    if impossible := number_problems(model):
+        raise CheckpointError("\n".join(f"  {problem}" for problem in impossible))
     if model.rotary and int(model.head_dim * model.rotary_percent) % 2:
         problems.append(f"  --rotary-percent {model.rotary_percent}: an odd number of {model.head_dim} channels")
     if model.rotary and model.use_rope_scaling and model.rotary_seq_len_interpolation_factor not in (None, 1):
         problems.append("  --use-rope-scaling with --rotary-seq-len-interpolation-factor: megalite scales once")
     if model.rotary_interleaved and model.position_embedding_type == "yarn":
         problems.append("  --rotary-interleaved with --position-embedding-type yarn: Megatron-LM has no such network")
+    problems = problems or [f"  {problem}" for problem in model_problems(model)]
     if problems:
         raise CheckpointError("\n".join(problems))
     # Megatron-LM's GELU is exact, but for the one that is fused with a bias.
@@ -115,18 +122,32 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
 def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Of (keys before, keys behind), -1 being all, and of N or a list of 0 and 1."""
     size, skip = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
-    text = size if isinstance(size, str) else ",".join(map(str, size)) if isinstance(size, list | tuple) else size
-    if text is None or text.replace(" ", "").strip("()").startswith("-1,"):
+    if size is None:
         return {}
-    return {"window_size": text} | ({} if skip is None else {"window_attn_skip_freq": str(skip)})
+    text = _text(size)
+    text = text.strip("[]").replace(" ", "") if isinstance(size, list | tuple) else text
+    if text.replace(" ", "").strip("()").startswith("-1,"):
+        return {}
+    return {"window_size": text} | ({} if skip is None else {"window_attn_skip_freq": _text(skip)})
+
+
+def _text(value: object) -> str:
+    """A number, a text, or a list of numbers as a flag has it."""
+    if isinstance(value, list | tuple) and len(value) <= MOST_LAYERS and all(type(each) is int for each in value):
+        return str(list(value))
+    return value if isinstance(value, str) else shown(value)
 
 
 def vocabulary_of(arguments: Mapping[str, Any]) -> int | None:
     """The tokens before padding, where the arguments tell."""
-    size = arguments.get("vocab_size")
-    if not isinstance(size, int):
-        return None
-    return size + _more_tokens(arguments.get("tokenizer_type"))
+    size = count_of(arguments, "vocab_size")
+    return None if size is None else size + _more_tokens(arguments.get("tokenizer_type"))
+
+
+def count_of(arguments: Mapping[str, Any], name: str) -> int | None:
+    """An argument that is a whole number above 0; None where it is not."""
+    value = arguments.get(name)
+    return value if type(value) is int and 0 < value <= 2**53 else None
 
 
 def _more_tokens(tokenizer: object) -> int:
@@ -140,8 +161,10 @@ def tokenizer_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in get_args(TokenizerType):
         return {}
     names = _TOKENIZER if kind != "TikTokenizer" else f"{_TOKENIZER} {_TIKTOKEN}"
-    found = {name: arguments[name] for name in names.split() if arguments.get(name) is not None}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    hints = get_type_hints(TokenizerFlags)
+    found = {name: value for name in names.split() if (value := arguments.get(name)) is not None}
+    found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    return {name: value for name, value in found.items() if fits(value, hints[name])}
 
 
 def arguments_of(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint import TrainingState, open_directory, write_atomically
+from megalite.checkpoint import TrainingState, open_directory
 from megalite.checkpoint.compatibility import model_config, saved_section
 from megalite.checkpoint.directory import resolve
 from megalite.checkpoint.new_folder import writing
@@ -101,9 +101,7 @@ def _copy(companions: Path, folder: Path) -> None:
     """A tokenizer and what names its special tokens; config.json says what family the model was of."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        copy_companions(companions, folder)
-        if (companions / "config.json").is_file():
-            write_atomically(folder / "config.json", (companions / "config.json").read_bytes())
+        copy_companions(companions, folder, "config.json")
 
 
 def _run(model: ModelConfig, data: dict[str, Any], sequence_length: int | None, dtype: torch.dtype) -> RunConfig:

@@ -12,10 +12,17 @@ from torch import Tensor
 
 from megalite.checkpoint.source import Kind, Source
 from megalite.config import ModelConfig
+from megalite.config.validate_sizes import least_parameters
+from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box
+
+_NAMES = 300
+"""Bytes of the names of a layer's tensors, at least."""
+_SMALL = 1 << 20
+"""Bytes of a model that is quickly made without memory; its tensors are looked for one by one."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,21 @@ def logical_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of a network's logical tensors by name, in the order in which it has them."""
     network = GPT(model, ParallelMesh(device=torch.device("meta")))
     return {piece.tensor.name: piece.tensor.shape for _, piece in named_pieces(network)}
+
+
+def check_sizes(folder: Path, model: ModelConfig) -> None:
+    """Raise CheckpointError for a network that the files in a folder cannot hold, before anything of its size is made.
+
+    A parameter takes a byte at least, and so does each letter of the names of a layer's tensors.
+    """
+    paths = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
+    there = sum(path.stat().st_size for path in paths if path.is_file())
+    parameters = least_parameters(model)
+    if parameters + _NAMES * model.num_layers > max(there, _SMALL):
+        raise CheckpointError(
+            f"{folder} has files of {there:,} bytes, too few for the model that it describes, of {model.num_layers} "
+            f"layers and at least {parameters:,} parameters (are some missing, or pointers of Git LFS?)"
+        )
 
 
 class Renamed:

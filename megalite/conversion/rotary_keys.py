@@ -13,6 +13,7 @@ from typing import Any
 from megalite.config import ModelConfig
 from megalite.conversion.config_keys import Json, Keys
 from megalite.errors import CheckpointError
+from megalite.small_files import shown
 
 _SCALINGS: dict[str, dict[str, str]] = {
     "default": {},
@@ -47,12 +48,12 @@ def _scaling_fields(parameters: Json, max_positions: Any) -> dict[str, Any]:
     """The fields that rotary parameters of either generation stand for; `max_positions`: max_position_embeddings."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in _SCALINGS:
-        raise CheckpointError(f"rotary embeddings are scaled by {kind!r}, where {', '.join(_SCALINGS)} are known")
+        raise CheckpointError(f"rotary embeddings are scaled by {shown(kind)}, where {', '.join(_SCALINGS)} are known")
     known = _SCALINGS[kind]
     handled = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
     unknown = sorted(name for name in parameters if name not in known and name not in handled)
     if unknown:
-        raise CheckpointError(f"{', '.join(unknown)} of rotary embeddings scaled by {kind!r} is unknown")
+        raise CheckpointError(f"{', '.join(unknown)[:200]} of rotary embeddings scaled by {shown(kind)} is unknown")
     given = {name: parameters[name] for name in known if parameters.get(name) is not None}
     if "original_max_position_embeddings" in known:
         given.setdefault("original_max_position_embeddings", max_positions)
@@ -61,7 +62,7 @@ def _scaling_fields(parameters: Json, max_positions: Any) -> dict[str, Any]:
         if not (given.get("mscale") and given.get("mscale_all_dim")):  # one alone says nothing
             given = {name: value for name, value in given.items() if not name.startswith("mscale")}
     elif "factor" in known and "factor" not in given:
-        raise CheckpointError(f"rotary embeddings scaled by {kind!r} have no factor")
+        raise CheckpointError(f"rotary embeddings scaled by {shown(kind)} have no factor")
     values = {known[name]: value for name, value in given.items()}
     return values | {
         "use_rope_scaling": kind == "llama3",
@@ -97,7 +98,7 @@ def rotary(theta: str = "rope_theta", share: str | None = None, default_share: f
         base: Any = parameters.get("rope_theta", config.get(theta, 10000.0))
         part: Any = parameters.get("partial_rotary_factor", config.get(share or "partial_rotary_factor", default_share))
         if share is None and part != 1.0:
-            raise CheckpointError(f"partial_rotary_factor is {part!r}, where this family rotates all of a head")
+            raise CheckpointError(f"partial_rotary_factor is {shown(part)}, where this family rotates all of a head")
         scaled = _scaling_fields(parameters, config.get("max_position_embeddings"))
         return {"rotary_base": float(base), "rotary_percent": float(part), **scaled}
 
@@ -116,14 +117,14 @@ def rotary_of_two_kinds() -> Keys:
         full = {**(nested.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
         sliding = nested.get("sliding_attention") or {}
         if sliding.get("rope_type", "default") != "default":
-            raise CheckpointError(f"layers with a window have rotary embeddings of kind {sliding['rope_type']!r}")
+            raise CheckpointError(f"layers with a window have rotary embeddings of kind {shown(sliding['rope_type'])}")
         if "type" in (config.get("rope_scaling") or {}) and "rope_type" not in full:
             raise CheckpointError("rope_scaling has a type and no rope_type, by which transformers scales here")
         if not full.get("truncate", True):
             raise CheckpointError("truncate is false, which transformers does not see where layers are of two kinds")
         unknown = [name for name in nested if name not in ("full_attention", "sliding_attention")]
         if unknown:
-            raise CheckpointError(f"rope_parameters of {', '.join(unknown)} are unknown")
+            raise CheckpointError(f"rope_parameters of {', '.join(unknown)[:200]} are unknown")
         local: Any = sliding.get("rope_theta", config.get("rope_local_base_freq", 10_000.0))
         base: Any = full.get("rope_theta", config.get("rope_theta", 1_000_000.0))
         scaled = _scaling_fields(full, config.get("max_position_embeddings"))

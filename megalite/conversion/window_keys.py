@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from megalite.config import ModelConfig
+from megalite.config.attention_windows import MOST_LAYERS
 from megalite.conversion.config_keys import Json, Keys
 from megalite.errors import CheckpointError
+from megalite.small_files import shown
 
 
 def _window_fields(size: int | None, windowed: list[bool]) -> dict[str, Any]:
@@ -29,14 +31,16 @@ def _layer_types(model: ModelConfig) -> list[str]:
 
 def _windowed(config: Json, otherwise: Callable[[int], bool]) -> list[bool]:
     """Which layers have a window, by layer_types, or where it is left out as `otherwise` says of a layer."""
-    types = config.get("layer_types")
+    types, layers = config.get("layer_types"), config["num_hidden_layers"]
+    if type(layers) is not int or layers > MOST_LAYERS:
+        raise CheckpointError(f"num_hidden_layers is {shown(layers)}, where at most {MOST_LAYERS:,} are")
     if types is None:
-        return [otherwise(layer) for layer in range(config["num_hidden_layers"])]
+        return [otherwise(layer) for layer in range(layers)]
     unknown = sorted({*types} - {"full_attention", "sliding_attention"})
     if unknown:
-        raise CheckpointError(f"layer_types has {', '.join(unknown)}, which is unknown")
-    if len(types) != config["num_hidden_layers"]:
-        raise CheckpointError(f"layer_types has {len(types)} entries for {config['num_hidden_layers']} layers")
+        raise CheckpointError(f"layer_types has {', '.join(unknown)[:200]}, which is unknown")
+    if len(types) != layers:
+        raise CheckpointError(f"layer_types has {len(types)} entries for {layers} layers")
     return [kind == "sliding_attention" for kind in types]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from megalite.config.data import split_shares
 from megalite.data.blend import normalize, parse_blend
 from megalite.errors import ConfigurationError, DataError
-from megalite.small_files import parse_json, read_small_file
+from megalite.small_files import parse_json, read_small_file, shown
 
 SPLITS = ("train", "valid", "test")
 
@@ -108,7 +108,7 @@ def _read_each(flag: str, path: str) -> tuple[Sequence[str], Sequence[str], Sequ
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{flag} {path} is not what it should be ({error}): expected JSON like {expected}") from error
     if unknown:
-        raise DataError(f"{flag} {path} has a key {sorted(unknown)[0]!r}: expected JSON like {expected}")
+        raise DataError(f"{flag} {path} has a key {shown(min(unknown))}: expected JSON like {expected}")
     return train, valid, test
 
 
@@ -116,5 +116,5 @@ def _list(value: object) -> list[object]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise TypeError(f"{value!r} is no list")
+        raise TypeError(f"{shown(value)} is no list")
     return value

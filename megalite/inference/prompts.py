@@ -12,6 +12,9 @@ from megalite.data.tokenizers import Tokenizer
 from megalite.errors import ConfigurationError
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
+from megalite.small_files import MIB, parse_json, read_small_file
+
+_LARGEST = 1024 * MIB
 
 
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
@@ -32,8 +35,8 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
 
 def _lines(path: Path) -> Iterator[str]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_small_file(path, largest=_LARGEST).decode().split("\n")
+    except (OSError, ValueError) as error:
         raise ConfigurationError(f"--prompts {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -42,7 +45,7 @@ def _lines(path: Path) -> Iterator[str]:
             yield line.removesuffix("\r")
             continue
         try:
-            prompt = json.loads(line)["prompt"]
+            prompt = parse_json(line)["prompt"]
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(f'{path}, line {number}: not of the form {{"prompt": "..."}}') from error
         if not isinstance(prompt, str):

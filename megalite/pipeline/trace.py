@@ -13,8 +13,10 @@ from megalite.pipeline.schedules import Action, Kind
 from megalite.pipeline.simulator import Span
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.timeline import COMPUTATIONS, TimeLine
+from megalite.small_files import MIB, read_json
 
 MICROSECONDS = 1e6
+_LARGEST = 256 * MIB
 LONGEST = 1e9
 """Seconds."""
 TRACKS = ("computation", "communication")
@@ -62,7 +64,7 @@ def read_trace(path: Path) -> TimeLine:
     Raises DataError where the file cannot be read or is something else.
     """
     try:
-        return _time_line(json.loads(path.read_text(encoding="utf-8")))
+        return _time_line(read_json(path, largest=_LARGEST))
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -73,6 +75,8 @@ def read_trace(path: Path) -> TimeLine:
 def _time_line(trace: Mapping[str, Any]) -> TimeLine:
     header = trace["otherData"]
     stages = Stages(**header["stages"])
+    if stages.ranks * stages.chunks > len(trace["traceEvents"]):  # each computes something
+        raise ValueError("it has more stages than events")
     spans: list[list[Span]] = [[] for _ in range(stages.ranks)]
     for event in trace["traceEvents"]:
         if event["ph"] == "X":

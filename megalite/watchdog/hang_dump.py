@@ -17,9 +17,11 @@ from typing import Any
 
 from megalite.errors import ConfigurationError
 from megalite.files import write_at_once
+from megalite.small_files import read_json, read_small_file, shown
 from megalite.watchdog.flight_record import Snapshot
 
 VERSION = 1
+_MOST_RANKS = 1_000_000
 _OWN = re.compile(r"rank_(\d+)\.json")
 _FROM_TORCH = re.compile(r".*\D(\d+)")  # TORCH_FR_DUMP_TEMP_FILE with the rank behind it
 
@@ -84,8 +86,10 @@ def read_dumps(folder: Path) -> Dumps:
     for path in _files(folder):
         try:
             dump = _read_own(path) if path.suffix == ".json" else _read_from_torch(path)
+            if dump.world_size > _MOST_RANKS:
+                raise ValueError(f"a run of {shown(dump.world_size)} ranks")
         except Exception as error:  # a damaged file can be wrong in any way, and the others still tell
-            problems.append(f"{path.name} cannot be read ({type(error).__name__}: {error})")
+            problems.append(f"{path.name} cannot be read ({type(error).__name__}: {str(error)[:200]})")
         else:
             ranks[dump.rank] = _merge(ranks.get(dump.rank), dump)
     if not ranks:
@@ -113,7 +117,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read_own(path: Path) -> RankDump:
-    values = json.loads(path.read_bytes())
+    values = read_json(path)
     if values.pop("version") != VERSION:
         raise ValueError(f"it is not of version {VERSION} of the format")
     return RankDump.of(values)
@@ -123,7 +127,7 @@ def _read_from_torch(path: Path) -> RankDump:
     from megalite.conversion.restricted_pickle import load
     from megalite.watchdog.flight_recorder import group_records
 
-    groups = tuple(group_records(load(io.BytesIO(path.read_bytes()))))
+    groups = tuple(group_records(load(io.BytesIO(read_small_file(path)))))
     match = _FROM_TORCH.fullmatch(path.name)
     assert match is not None
     rank = int(match[1])
