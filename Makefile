@@ -10,6 +10,7 @@
 # make mutants  that each of the planted faults fails a test; SAMPLE=12 takes so many of them, others in each commit
 # make compile-kernels  that every kernel compiles for the GPUs of three generations of NVIDIA's and one of AMD's
 # make flakes   which tests of processes and time fail now and then, and how often; FILES="tests/..." takes some
+# make kills    200 kills of ranks at random moments: who is named, how soon all have ended, and that no bit is lost
 # make lint     style, types and the direction of imports
 # make setup    only the environment, in .venv
 #
@@ -29,7 +30,7 @@ WIDEST ?= 1
 FILES ?=
 
 .DELETE_ON_ERROR:
-.PHONY: setup train check test test-all test-wide test-bits test-slurm mutants compile-kernels flakes lint
+.PHONY: setup train check test test-all test-wide test-bits test-slurm mutants compile-kernels flakes kills lint
 
 PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check
 TORCH = $(shell grep -o 'torch>=[^"]*' pyproject.toml)
@@ -84,6 +85,9 @@ compile-kernels: .venv/installed-test
 
 flakes: .venv/installed-test
 	.venv/bin/python -m tests.flakes $(FILES)
+
+kills: .venv/installed-test
+	PYTHONPATH=. .venv/bin/python -m tests.kills
 
 lint: .venv/installed-test
 	.venv/bin/ruff check .
