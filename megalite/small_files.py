@@ -36,8 +36,9 @@ def read_small_file(path: Path, *, largest: int = LARGEST, folder: Path | None =
         ValueError: it is no regular file, too large, or a link that leads out of the folder.
     """
     with open_regular(path, folder=folder) as file:
-        content = file.read(largest + 1)  # not by its size, which a file system may not know
-    if len(content) > largest:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > largest else file.read(largest + 1)  # a file system may not know the size
+    if max(size, len(content)) > largest:
         raise ValueError(f"larger than the {largest / MIB:g} MiB that such a file may have")
     return content
 

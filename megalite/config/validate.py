@@ -246,8 +246,6 @@ def model_problems(model: ModelConfig) -> list[str]:
 def _positions(config: RunConfig) -> Iterator[str]:
     model, seq_length = config.model, config.data.seq_length
     rows = model.max_position_embeddings
-    if rows is None and model.position_embedding_type == "learned_absolute":
-        yield "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length"
     if rows is not None and rows < seq_length:
         yield f"--max-position-embeddings {rows} is less than --seq-length {seq_length}"
     yield from _model(model)
@@ -256,6 +254,8 @@ def _positions(config: RunConfig) -> Iterator[str]:
 
 def _model(model: ModelConfig) -> Iterator[str]:
     heads = model.num_attention_heads
+    if model.max_position_embeddings is None and model.position_embedding_type == "learned_absolute":
+        yield "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length"
     if model.kv_channels is None and model.hidden_size % heads:
         yield f"--hidden-size {model.hidden_size} is no multiple of --num-attention-heads {heads} (or --kv-channels)"
     if model.group_query_attention and heads % model.num_query_groups:

@@ -91,7 +91,7 @@ class Legacy:
         ]
         for _, _, model in sorted(stages, key=lambda stage: stage[:2]):
             layers = 0
-            for old, values in _flat(model):
+            for old, values in _flat(self._folder, model):
                 name = canonical(old)
                 if not is_weight(name):
                     continue
@@ -141,7 +141,7 @@ def _files(folder: Path) -> dict[tuple[int, int], Path]:
     return found
 
 
-def _flat(model: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
+def _flat(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
     """The tensors of nested dictionaries, by the keys that lead to them, with dots in between.
 
     Raises CheckpointError for more of them than any network has: one dictionary may stand in many places.
@@ -156,8 +156,10 @@ def _flat(model: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
             continue
         key, value = entry
         name = f"{levels[-1][0]}{str(key)[:_LONGEST_KEY]}"
-        if isinstance(value, Mapping) and len(levels) < _MOST_LEVELS:
+        if isinstance(value, Mapping):
+            if len(levels) == _MOST_LEVELS:
+                break
             levels.append((f"{name}.", iter(value.items())))
         elif isinstance(value, StoredTensor):
             yield name, value
-    raise CheckpointError("a model in the checkpoint has no end of dictionaries in dictionaries")
+    raise CheckpointError(f"{folder} has no end of dictionaries in dictionaries for a model")

@@ -22,7 +22,7 @@ from tests.unit.test_config_yaml import VALID
 
 MESH = ParallelMesh()
 STATE = TrainingState(3, 12, 2, {"value": 1.0, "good_steps": 0, "overflows_left": -1}, [(0, 2**32 - 1)])
-CONFIG: RunConfig = load_yaml(VALID)
+CONFIG: RunConfig = load_yaml(VALID.replace("model:", "model:\n  max_position_embeddings: 8"))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from megalite.conversion.megatron import open_megatron
+from megalite.conversion.megatron_arguments import model_of, tokenizer_of
 from megalite.errors import CheckpointError
 from tests.unit.test_conversion_megatron import GPT2, random_model, read, write
 
@@ -29,6 +31,17 @@ def outside(folder: Path) -> None:
     (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes().replace(b"__0_0.d", b"../_0.d"))
 
 
+def described(folder: Path, old: bytes, new: bytes) -> None:
+    data = (folder / ".metadata").read_bytes()
+    assert old in data
+    (folder / ".metadata").write_bytes(data.replace(old, new))
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -45,9 +58,76 @@ def outside(folder: Path) -> None:
         (lambda folder: (folder / ".metadata").unlink(), "has no file of the first rank"),
         (lambda folder: (folder.parent / TRACKER).write_text("12"), "names '12', which is no checkpoint there"),
         (lambda folder: (folder.parent / TRACKER).unlink(), "has no latest_checkpointed_iteration.txt"),
+        (lambda folder: (folder.parent / TRACKER).write_text("1" * 999), "names '111"),
+        (lambda folder: (folder.parent / TRACKER).write_text("1" * 6000), "has no latest_checkpointed_iteration.txt"),
+        (lambda folder: (folder / "metadata.json").write_text("[" * 10**5), "metadata.json cannot be read .nested"),
+        (lambda folder: described(folder, b"sizes", b"sizez"), "does not describe a checkpoint"),
+        *(
+            (lambda folder, name=name: fifo(folder / name), f"{name} cannot be read .no regular file")
+            for name in ("metadata.json", "common.pt", "__0_0.distcp")
+        ),
     ],
 )
 def test_what_is_damaged_is_named(damage: Callable[[Path], object], message: str, tmp_path: Path) -> None:
     damage(write(random_model(GPT2), tmp_path))
     with pytest.raises(CheckpointError, match=message):
         read(open_megatron(tmp_path))
+
+
+SMALL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+NESTED: list[object] = ["x"]
+for _ in range(60):  # in full it would have 2**60 entries
+    NESTED = [NESTED, NESTED]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hidden_size": "x"}, "--hidden-size 'x': megalite has no such network"),
+        ({"hidden_size": float("nan")}, "--hidden-size nan: megalite has no such network"),
+        ({"hidden_size": 10**400}, "--hidden-size 1000.*: must be at most 2.53"),
+        ({"num_attention_heads": 0}, "--num-attention-heads 0: must be at least 1"),
+        ({"num_attention_heads": 3}, "--hidden-size 8 is no multiple of --num-attention-heads 3"),
+        ({"num_layers": 10**9}, "--num-layers 1000000000: must be at most 10,000"),
+        ({"num_layers": -1}, "--num-layers -1: must be at least 1"),
+        ({"norm_epsilon": -1.0}, "--norm-epsilon -1.0: must be at least 0"),
+        ({"swiglu": 1}, "--swiglu 1: megalite has no such network"),
+        ({"spec": NESTED}, "--spec .*: megalite has no such network"),
+        ({"window_size": NESTED}, "--window-size"),
+        ({"window_size": (8, 0), "window_attn_skip_freq": [1] * 10**5}, "--window-attn-skip-freq"),
+    ],
+)
+def test_arguments_that_no_network_has_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as raised:
+        model_of(SMALL | arguments)
+    assert len(str(raised.value)) < 400
+
+
+def test_what_names_no_tokenizer_is_left_out() -> None:
+    named = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": NESTED, "vocab_file": "v.json"}
+    assert tokenizer_of(named) == {"tokenizer_type": "HuggingFaceTokenizer", "vocab_file": "v.json"}
+
+
+def test_a_model_that_is_too_large_for_its_files_is_not_made(tmp_path: Path) -> None:
+    folder = write(random_model(GPT2), tmp_path)
+    for sizes in ({"num_layers": 9_999}, {"hidden_size": 2**20}, {"max_position_embeddings": 10**9}):
+        arguments = Namespace(**SMALL | {"max_position_embeddings": 4} | sizes)
+        torch.save({"args": arguments}, folder / "common.pt")
+        with pytest.raises(CheckpointError, match="too few for the model that it describes"):
+            open_megatron(tmp_path)
+
+
+def test_dictionaries_without_end_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir()
+    wide: dict[str, object] = {"x": 1}
+    for _ in range(15):
+        wide = {str(number): wide for number in range(10)}
+    itself: dict[str, object] = {}
+    itself["itself"] = itself
+    for model in (wide, itself):
+        torch.save(
+            {"args": Namespace(**SMALL, max_position_embeddings=4), "checkpoint_version": 3.0, "model": model}, path
+        )
+        with pytest.raises(CheckpointError, match="has no end of dictionaries in dictionaries"):
+            open_megatron(tmp_path)

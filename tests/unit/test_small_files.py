@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megalite.small_files import DEEPEST, parse_json, read_json, read_small_file
+from megalite.config.yaml_file import load_yaml, read_file
+from megalite.data.index_cache import IndexCache
+from megalite.data.parts import read_parts
+from megalite.errors import MegaliteError
+from megalite.inference.prompts import read_prompts
+from megalite.pipeline.trace import read_trace
+from megalite.small_files import DEEPEST, parse_json, read_json, read_small_file, shown
+from megalite.watchdog.hang_dump import read_dumps
 
 
 def test_a_file_is_read_whole(tmp_path: Path) -> None:
@@ -79,3 +88,55 @@ def test_what_is_within_the_bounds_is_json() -> None:
     deep = "[" * DEEPEST + "]" * DEEPEST
     for text in (deep, "18446744073709551615", "-9223372036854775808", '{"a": [1.5, null, {"a": "b"}]}', "3"):
         assert parse_json(text) == json.loads(text)
+
+
+def test_what_is_shown_is_short() -> None:
+    nested: list[object] = []
+    for _ in range(60):
+        nested = [nested, nested]
+    for value in ("x" * 10**6, 10**5000, nested, {"a": nested}, list(range(10**6)), "a\nb\x00", None):
+        assert len(shown(value)) <= 100
+        assert shown(value).isprintable()
+    assert shown("short") == "'short'"
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "run.yaml": lambda path: load_yaml(read_file(str(path))),
+    "trace.json": read_trace,
+    "prompts.jsonl": lambda path: read_prompts([], str(path)),
+    "blend.json": lambda path: read_parts(per_split_data_args_path=str(path)),
+    "rank_00000.json": lambda path: read_dumps(path.parent),
+    "nccl_trace_rank_0": lambda path: read_dumps(path.parent),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_reader_refuses_in_a_line_what_is_no_small_file(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+
+    def large(path: Path) -> None:
+        with path.open("wb") as file:
+            file.truncate(2**40)
+
+    for make in (
+        os.mkfifo,
+        lambda path: path.symlink_to("/dev/zero"),
+        large,
+        lambda path: path.write_text("[" * 10**5),
+    ):
+        make(path)
+        with pytest.raises(MegaliteError) as raised:
+            READERS[name](path)
+        assert len(str(raised.value)) < 600
+        path.unlink()
+
+
+def test_a_cached_index_that_cannot_be_read_is_computed_again(tmp_path: Path) -> None:
+    cache = IndexCache(str(tmp_path))
+    arrays = {"a": np.arange(3)}
+    cache.get("data", {}, lambda: arrays)
+    (path,) = tmp_path.glob("*/description.json")
+    for make in (os.mkfifo, lambda path: path.write_text("[" * 10**5)):
+        path.unlink()
+        make(path)
+        assert cache.get("data", {}, lambda: arrays)["a"].tolist() == [0, 1, 2]
