@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,8 @@ from torch import Tensor
 from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.source import Kind
 from megalite.conversion.family import Family
+from megalite.conversion.restricted_pickle import StoredTensor
+from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
 from megalite.small_files import open_regular, parse_json, read_small_file
 
@@ -180,17 +181,18 @@ def _are_counts(values: Any) -> bool:
 
 
 class _Pickled:
-    """A file of torch.save, of which nothing but tensors is unpickled."""
+    """A file of torch.save, of which nothing but tensors is taken."""
 
     def __init__(self, path: Path) -> None:
         try:
             open_regular(path, folder=path.parent).close()
-            # Files of before torch 1.6, which are no archives, are read whole.
-            loaded = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
-            self._loaded: dict[str, Tensor] = {name: value for name, value in loaded.items() if torch.is_tensor(value)}
-        except Exception as error:  # of the file, torch raises all kinds
-            raise CheckpointError(f"{path} cannot be read as tensors alone: {error}") from error
-        self.tensors = {name: Kind(tuple(value.shape), value.dtype) for name, value in self._loaded.items()}
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        loaded = read_torch_file(path)
+        if not isinstance(loaded, dict):
+            raise CheckpointError(f"{path} holds no tensors by name")
+        self._loaded = {name: value for name, value in loaded.items() if isinstance(value, StoredTensor)}
+        self.tensors = {name: Kind(value.shape, value.dtype) for name, value in self._loaded.items()}
 
     def tensor(self, name: str) -> Tensor:
-        return self._loaded[name]
+        return self._loaded[name].read()

@@ -178,12 +178,10 @@ def test_what_is_no_pickle_is_an_error_with_the_path(content: bytes, tmp_path: P
 def test_a_program_in_the_place_of_weights_is_not_run(name: str, tmp_path: Path) -> None:
     path, made = tmp_path / name, tmp_path / "made"
     save_program(path, made)
-    if name == "pytorch_model.bin":
-        (tmp_path / "config.json").write_text("{}")
-        with pytest.raises(CheckpointError, match="cannot be read as tensors alone"):
+    with pytest.raises(CheckpointError, match="which no file of tensors does"):
+        if name == "pytorch_model.bin":
             HuggingFaceFiles(tmp_path, LLAMA, frozenset())
-    else:
-        with pytest.raises(CheckpointError, match="which no file of tensors does"):
+        else:
             read_torch_file(path, 0, path.stat().st_size if name == "__0_0.distcp" else None)
     assert not made.exists()
 
