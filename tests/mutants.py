@@ -1789,6 +1789,20 @@ MUTANTS = (
         f"{_PICKLE}a_tensor_lies_within_its_storage",
     ),
     Mutant(
+        "a model is made whatever its files can hold",
+        "megalite/conversion/opened.py",
+        "    if parameters + _NAMES * model.num_layers > max(there, _SMALL):",
+        "    if False:",
+        "tests/unit/test_conversion_megatron_damage.py::test_a_model_that_is_too_large_for_its_files_is_not_made",
+    ),
+    Mutant(
+        "a manifest's training state is taken as it is",
+        "megalite/checkpoint/manifest.py",
+        """_training_from_json(fields["training"])""",
+        """TrainingState(**fields["training"])""",
+        "tests/unit/test_checkpoint_manifest.py::test_a_training_state_is_one",
+    ),
+    Mutant(
         "a program in the place of weights is run",
         "megalite/conversion/torch_archive.py",
         "return _read_archive(content) if",
