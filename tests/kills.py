@@ -41,7 +41,7 @@ def kill_at_random(run: Campaign, generator: random.Random) -> float | None:
         left = wait_for_exit(job.ranks, 60.0)
         seconds = time.monotonic() - began
         codes, said = [rank.exit_code for rank in job.ranks], "".join(everything_said(job))
-        if codes[victim] != -signal.SIGKILL:
+        if codes[victim] != -signal.SIGKILL or "stopped after" in job.stdout(0):
             return None
         named = f"rank {victim} (process {job.ranks[victim].process.pid} " in said
         if left or not named or run.latest < before or {*codes[:victim], *codes[victim + 1 :]} != {85}:
