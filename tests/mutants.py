@@ -3130,6 +3130,13 @@ MUTANTS = (
         "dtypes[name] = kind.dtype",
         "tests/unit/test_conversion_huggingface.py::test_what_is_made_of_several_tensors_has_the_widest_dtype",
     ),
+    Mutant(
+        "a chunk of layers is taken for another stage's",
+        "megalite/conversion/megatron_torch_dist.py",
+        'if getattr(self._last, "saved", None) != saved:',
+        'if getattr(getattr(self._last, "saved", None), "key", None) != saved.key:',
+        "tests/unit/test_conversion_megatron.py::test_each_stage_may_have_saved_several_layers_in_one_chunk",
+    ),
 )
 
 

@@ -16,6 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalite.checkpoint.compatibility import function_of
 from megalite.checkpoint.source import Kind
@@ -228,6 +230,32 @@ def test_a_stacked_tensor_saved_in_one_chunk_is_read_by_layers(tmp_path: Path) -
 
     for name, values in read(open_megatron(tmp_path)).items():
         assert torch.equal(values, read(opened)[name]), name
+
+
+def save_in_halves(path: Path, folder: Path) -> None:
+    """Half of the layers on each of two ranks, as two stages of a pipeline hold them."""
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        name: distribute_tensor(values, mesh, [Shard(0)]) if name.startswith("decoder.layers.") else values
+        for name, values in torch.load(path).items()
+        if isinstance(values, Tensor)
+    }
+    dcp.save(state, checkpoint_id=folder)
+
+
+def test_each_stage_may_have_saved_several_layers_in_one_chunk(rank_pools: RankPools, tmp_path: Path) -> None:
+    opened = random_model(replace(LLAMA, num_layers=4))
+    folder = write(opened, tmp_path)
+    dcp_to_torch_save(folder, tmp_path / "all.pt")
+    shutil.copy(folder / "metadata.json", tmp_path)
+    shutil.copy(folder / "common.pt", tmp_path)
+    rank_pools(2).run(save_in_halves, tmp_path / "all.pt", tmp_path)
+
+    source, expected = open_megatron(tmp_path).source, read(opened)
+    for name in sorted(expected, key=lambda name: name.split(".")[::-1]):  # the layers of a tensor one after the other
+        values = torch.empty_like(expected[name])
+        source.fill(name, Box.whole(tuple(values.shape)), values)
+        assert torch.equal(values, expected[name]), name
 
 
 def test_what_is_common_may_stand_among_the_tensors(tmp_path: Path) -> None:
