@@ -87,11 +87,14 @@ def decoded(arguments: Arguments, prefix: str, tokens: list[int]) -> str:
 def show_sample(config_path: Path, sample: int) -> None:
     """The tokens that a run sees as its sample, decoded, and how many of them count in the loss."""
     from megalite.config import load_yaml
+    from megalite.config.validate import check_numbers
     from megalite.config.yaml_file import read_file
     from megalite.errors import ConfigurationError
     from megalite.training.data import open_data
 
-    data = open_data(load_yaml(read_file(str(config_path)), str(config_path)))
+    config = load_yaml(read_file(str(config_path)), str(config_path))
+    check_numbers(config)
+    data = open_data(config)
     if not 0 <= sample < len(data.train):
         raise ConfigurationError(f"--sample {sample}: the run has samples 0 to {len(data.train) - 1}")
     fields = data.train[sample]

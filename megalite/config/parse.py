@@ -116,7 +116,7 @@ def _loading(sections: Sections, given: Mapping[str, Sequence[str]]) -> Checkpoi
 def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:
     """What a flag means: arguments for tyro, or a note that it changes nothing."""
     if not flag:
-        raise ConfigurationError(f"{' '.join(values)!r} stands before any flag")
+        raise ConfigurationError(f"{shown(' '.join(values))} stands before any flag")
     if flag in (*megatron_flags.SHORTHANDS, megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.USE_MEGATRON_FSDP):
         return [*megatron_flags.SHORTHANDS.get(flag, ()), *_none(flag, values)], None
     meant = megatron_flags.VALUE_SHORTHANDS.get(flag, {}).get(" ".join(values))
@@ -157,7 +157,7 @@ def _check_several(flag: str, kinds: tuple[Any, ...], values: Sequence[str]) -> 
     """tyro's own message is about types here, too."""
     any_number = kinds[-1] is Ellipsis
     if not any_number and len(values) != len(kinds) and list(values) != ["None"]:
-        raise ConfigurationError(f"--{flag} needs {len(kinds)} values, got {' '.join(values) or 'none'}")
+        raise ConfigurationError(f"--{flag} needs {len(kinds)} values, got {' '.join(values)[:100] or 'none'}")
     for value in values:
         _check_number(flag, kinds[0], value)
 
@@ -180,19 +180,19 @@ def _check_choice(flag: str, kind: Any, value: str) -> None:
         choices = list(get_args(option)) if get_origin(option) is Literal else []
         if choices and value not in (*choices, *(["None"] * (option is not kind))):
             raise ConfigurationError(
-                f"--{flag} {value!r}: expected one of {', '.join(choices)}{nearest(value, choices)}"
+                f"--{flag} {shown(value)}: expected one of {', '.join(choices)}{nearest(value, choices)}"
             )
 
 
 def _none(flag: str, values: list[str]) -> list[str]:
     if values:
-        raise ConfigurationError(f"--{flag} takes no value, got {' '.join(values)!r} (--no-... turns a flag off)")
+        raise ConfigurationError(f"--{flag} takes no value, got {shown(' '.join(values))} (--no-... turns a flag off)")
     return []
 
 
 def _single(flag: str, values: list[str]) -> str:
     if len(values) != 1:
-        raise ConfigurationError(f"--{flag} needs one value, got {' '.join(values) or 'none'}")
+        raise ConfigurationError(f"--{flag} needs one value, got {' '.join(values)[:100] or 'none'}")
     return values[0]
 
 

@@ -62,8 +62,8 @@ def read_sections(text: str, source: str) -> Sections:
     ConfigurationError with one line for each mistake."""
     sections: Sections = {name: {} for name in section_types()}
     problems: list[str] = []
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         document = loader.get_single_node()
         for section, _, body in _entries(document, "sections", source):
             if section not in sections:

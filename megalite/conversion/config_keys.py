@@ -99,7 +99,9 @@ def linear_biases() -> Keys:
     def read(config: Json) -> dict[str, Any]:
         attention, mlp = config.get("attention_bias", False), config.get("mlp_bias", False)
         if attention != mlp:
-            raise CheckpointError(f"attention_bias is {attention} and mlp_bias {mlp}, where only one for both is known")
+            raise CheckpointError(
+                f"attention_bias is {shown(attention)} and mlp_bias {shown(mlp)}, where both are alike"
+            )
         return {"add_bias_linear": attention}
 
     return Keys(

@@ -148,6 +148,7 @@ LAUGHS = "\n".join(f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 9) if n else 'ha'}
         ("data:\n  data_path: [" + "a," * 30_000 + "]", "more than 25000 entries"),
         ("logging: !!python/name:os.system", "line 11: expected the fields of logging as"),
         ("logging: !!python/object:os.system {}", "line 11: expected the fields of logging as"),
+        ("logging:\n  metrics_path: a\0b", "not YAML"),
         ("x" * 1000 + ": 1", "unknown section 'xxx"),
         ("logging:\n  log_interval: " + "x" * 100_000, "log_interval: expected a whole number, got 'xxx"),
         ("logging:\n  tensorboard_dir: *nowhere" + "x" * 100_000, "not YAML"),
