@@ -9,6 +9,7 @@
 #               Jobs mostly wait, so CLUSTERS=3 share the tests; ONE_ADDRESS=1 is as where namespaces are refused
 # make mutants  that each of the planted faults fails a test; SAMPLE=12 takes so many of them, others in each commit
 # make compile-kernels  that every kernel compiles for the GPUs of three generations of NVIDIA's and one of AMD's
+# make fuzz     hostile files and lines for all that reads them, SECONDS=60 of it; KIND="yaml flags" takes some kinds
 # make flakes   which tests of processes and time fail now and then, and how often; FILES="tests/..." takes some
 # make kills    200 kills of ranks at random moments: who is named, how soon all have ended, and that no bit is lost
 # make lint     style, types and the direction of imports
@@ -28,12 +29,17 @@ ROOM ?=
 SAMPLE ?=
 WIDEST ?= 1
 FILES ?=
+SECONDS ?= 60
+KIND ?=
+SEED ?=
+REPORT ?=
 
 .DELETE_ON_ERROR:
-.PHONY: setup train check test test-all test-wide test-bits test-slurm mutants compile-kernels flakes kills lint
+.PHONY: setup train check test test-all test-wide test-bits test-slurm mutants compile-kernels fuzz flakes kills lint
 
 PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check
 TORCH = $(shell grep -o 'torch>=[^"]*' pyproject.toml)
+COMMIT = $(shell git rev-parse HEAD)
 SLURM = $(shell test "$$(id -u)" = 0 && command -v slurmctld)
 PYTEST = .venv/bin/python -m pytest
 # The files of tests/distributed and tests/end_to_end are the longest, and first by name: so no long one is the last.
@@ -71,7 +77,8 @@ test-bits: .venv/installed-test
 	WIDEST=$(WIDEST) .venv/bin/python -m tests.bits $(SHARED)
 
 test-all:
-	.ci/stages lint compile-kernels test test-wide 'test-bits WIDEST=' 'mutants SAMPLE=12' $(if $(SLURM),test-slurm) 'train STEPS=20'
+	.ci/stages lint compile-kernels test test-wide 'test-bits WIDEST=' 'mutants SAMPLE=12' \
+		'fuzz REPORT=1 SEED=$(COMMIT)' $(if $(SLURM),test-slurm) 'train STEPS=20'
 	@$(if $(SLURM),,echo "NOT RUN: test-slurm, which needs root and SLURM's programs (.ci/run installs them)")
 
 test-slurm: .venv/installed-test
@@ -82,6 +89,10 @@ mutants: .venv/installed-test
 
 compile-kernels: .venv/installed-test
 	PYTHONPATH=. .venv/bin/python -m tests.kernels.compile
+
+fuzz: .venv/installed-test
+	.venv/bin/python -m tests.fuzz --seconds $(SECONDS) $(if $(KIND),--kind $(KIND)) $(if $(SEED),--seed $(SEED)) \
+		$(if $(REPORT),--report)
 
 flakes: .venv/installed-test
 	.venv/bin/python -m tests.flakes $(FILES)

@@ -38,7 +38,8 @@ def main(seconds: float) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     with suppress(jinja2.TemplateError):  # what Jinja imports when it meets a text, and an error
-        compiled("{{ '\\N{BULLET}' | pprint | wordwrap | striptags }}{{ raise_exception('') }}", {})([], False)
+        uses = "{{ lipsum(1) ~ '\\N{BULLET}' | pprint | wordwrap | striptags ~ raise_exception('') }}"
+        compiled(uses, {})([], False)
     for limit, value in (
         (resource.RLIMIT_AS, MEMORY),
         (resource.RLIMIT_CORE, 0),

@@ -68,22 +68,26 @@ class Samples:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._made: dict[int, Path] = {}
+        self._made: dict[Sequence[object], Path] = {}
+        """By the steps that made them."""
 
     def of(self, kind: str) -> Path:
         """The folder with the sample of a kind. Raises RuntimeError where a valid sample cannot be made."""
         steps = KINDS[kind].prepare
-        if id(steps) not in self._made:
+        if steps not in self._made:
             base = self._folder / kind
             child.make_folders(base)
-            for step in steps:
+            begun = max((made for made in self._made if steps[: len(made)] == made), key=len, default=())
+            if begun:
+                shutil.copytree(self._made[begun], base, dirs_exist_ok=True)
+            for step in steps[len(begun) :]:
                 process = child.start(lambda step=step: step(base), base)
                 _, status = os.waitpid(process, 0)
                 if status:
                     said = (base / "program.stderr").read_text(errors="replace")
                     raise RuntimeError(f"the valid sample of {kind} cannot be made: {said[-2000:]}")
-            self._made[id(steps)] = base
-        return self._made[id(steps)]
+            self._made[steps] = base
+        return self._made[steps]
 
 
 def try_input(kind: str, edits: Sequence[Edit], samples: Samples, folder: Path) -> Outcome:
@@ -143,7 +147,9 @@ def campaign(
     tried: dict[str, tuple[int, float]] = dict.fromkeys(kinds, (0, 0.0))
     findings: dict[tuple[str, str, str], Finding] = {}
     for job, worker in enumerate(workers):
-        os.waitpid(worker, 0)
+        _, status = os.waitpid(worker, 0)
+        if status:
+            raise RuntimeError("a process of the fuzzer itself has failed; what it said stands above")
         result = json.loads((folder / f"job{job}.json").read_text())
         for kind, (count, took) in result["tried"].items():
             tried[kind] = (tried[kind][0] + count, tried[kind][1] + took)

@@ -93,7 +93,8 @@ def start(
             (2, base / f"{name}.stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND),
         ):
             os.dup2(os.open(path, flags, 0o600), number)
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115
+        sys.stdin, sys.stdout = open(0), open(1, "w", buffering=1)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace")  # noqa: SIM115
         faulthandler.register(signal.SIGUSR2, file=(base / f"{name}.stacks").open("wb"), all_threads=True)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE, _LARGEST_FILE))
@@ -138,7 +139,7 @@ def run(
             elif now - moved > IDLE_SECONDS:
                 fault = "no end: it waits for what does not come"
             elif size > MEMORY:
-                fault = f"more than {MEMORY >> 20} MiB of resident memory"
+                fault = "too much resident memory"
         if fault:
             break
         time.sleep(_TICK)
@@ -151,7 +152,7 @@ def run(
     output = text.decode(errors="replace")
     if fault is None:
         fault, place = judge(code, text, (base / "program.stderr").read_bytes())
-    changed = [name for name in changes(before, snapshot(base)) if not any(map((base / name).is_relative_to, allowed))]
+    changed = [name for name in changes(before, snapshot(base)) if not _named(base / name, allowed)]
     if fault is None and changed:
         fault, place = "something was written outside", changed[0]
     if fault is None and left:
@@ -159,6 +160,11 @@ def run(
     if fault is None and code == 0 and (reason := referee()):
         fault, place = "accepted what is wrong", reason
     return Outcome(fault, place, code, output[-3000:], seconds)
+
+
+def _named(path: Path, allowed: Sequence[Path]) -> bool:
+    """Whether a path is below one of those that are allowed, or a folder on the way there."""
+    return any(path.is_relative_to(each) or each.is_relative_to(path) for each in allowed)
 
 
 def judge(code: int | None, output: bytes, errors: bytes) -> tuple[str | None, str]:

@@ -234,8 +234,8 @@ def hostile_value(draw: random.Random, value: Any, extra: Sequence[str]) -> str:
 # ---------------------------------------------------------------------------------------------------- operations
 
 
-def draw_edit(draw: random.Random, file: str, valid: bytes, codec: Codec) -> Edit:
-    """One edit of a file, tree operations first."""
+def draw_edit(draw: random.Random, file: str, valid: bytes, codec: Codec, *, regular: bool = False) -> Edit:
+    """One edit of a file, which stays one where it has to be `regular`."""
     tree = codec.decode(valid)
     if tree is not None and draw.random() < 0.75:
         paths = list(_paths(tree))
@@ -258,7 +258,9 @@ def draw_edit(draw: random.Random, file: str, valid: bytes, codec: Codec) -> Edi
             lists = [path for path in paths if isinstance(_at(tree, path), list)] or [path]
             return [file, "fill", list(draw.choice(lists)), draw.choice(["0", "-1", "1", "16", "1152921504606846976"])]
         return [file, operation, list(path)]
-    return [file, *_draw_bytes(draw, len(valid))]
+    while (edit := _draw_bytes(draw, len(valid)))[0] in NATURE and regular:
+        pass
+    return [file, *edit]
 
 
 def _draw_bytes(draw: random.Random, size: int) -> list[Any]:

@@ -50,6 +50,7 @@ class Kind:
         codecs: the files to edit.
         draw: makes edits of its own, beside those of the files; given the folder of the sample.
         referee: says what the format forbids of an input that was accepted.
+        streams: files that a user names on the command line and that may be pipes, and of any size.
         allowed: paths, below the folder, that the input itself names to be written to.
     """
 
@@ -58,6 +59,7 @@ class Kind:
     codecs: Mapping[str, Codec]
     draw: Callable[[random.Random, Path], Edit | None] = lambda draw, folder: None
     referee: Callable[[Path], str | None] = lambda base: None
+    streams: Sequence[str] = ()
     allowed: Callable[[Path, Sequence[Edit]], Sequence[Path]] = lambda base, edits: ()
 
     def edits(self, draw: random.Random, folder: Path) -> list[Edit]:
@@ -67,7 +69,8 @@ class Kind:
             own = self.draw(draw, folder)
             if own is None:
                 file = draw.choice(sorted(self.codecs))
-                own = draw_edit(draw, file, (folder / "in" / file).read_bytes(), self.codecs[file])
+                valid = (folder / "in" / file).read_bytes()
+                own = draw_edit(draw, file, valid, self.codecs[file], regular=file in self.streams)
             found.append(own)
         return found
 
@@ -305,7 +308,7 @@ def _read_yaml(base: Path, _: Sequence[Edit]) -> Program:
 
 
 PATHS = ("save", "load", "metrics_path", "tensorboard_dir", "data_cache_path")
-PATH_VALUES = ("", " ", ".", "x", "sub/x", "../outside/x", "../outside/secret", "x\0y", "\n", "a" * 300, "-1")
+PATH_VALUES = ("", " ", ".", "x", "sub/x", "../outside/x", "../outside/secret", "\n", "a" * 300, "-1")
 
 
 def _prepare_flags(base: Path) -> None:
@@ -332,10 +335,9 @@ def _draw_flags(draw: random.Random, folder: Path) -> Edit:
 
     def value() -> str:
         raw = hostile_value(draw, draw.choice([*map(int, filter(str.isdecimal, numbers)), "x"]), ())
-        try:
-            return str(json.loads(raw)) if raw.startswith('"') else raw
-        except ValueError:
-            return raw
+        text = str(json.loads(raw)) if raw.startswith('"') else raw
+        # As they can come from a shell: bytes that are no UTF-8, and never a zero.
+        return text.replace("\ud800", "\udcff").replace("\0", "")
 
     name = draw.choice([*names, *[word[2:] for word in given if word.startswith("--")]])
     return ["argv", "append", [_flag(name), *(value() for _ in range(draw.choice([0, 1, 1, 1, 1, 2])))]]
@@ -350,7 +352,8 @@ def _path_flags(base: Path, edits: Sequence[Edit]) -> Sequence[Path]:
     flags = [edit[2] for edit in edits]
     if not all(flag[0] in map(_flag, PATHS) for flag in flags):
         return ()
-    return [Path(os.path.normpath(base / "cwd" / flag[1])) for flag in flags if flag[1].strip()]
+    named = [value for flag in flags for value in flag[1:] if value.strip()]
+    return [Path(os.path.normpath(base / "cwd" / value)) for value in named]
 
 
 def _read_flags(base: Path, edits: Sequence[Edit]) -> Program:
@@ -463,7 +466,10 @@ KINDS: Mapping[str, Kind] = {
     "yaml": Kind((_prepare_yaml, _settle_yaml), _read_yaml, {"run.yaml": YAML}),
     "flags": Kind((_prepare_flags,), _read_flags, {"argv": JSON}, _draw_flags, allowed=_path_flags),
     "jsonl": Kind(
-        (_prepare_jsonl,), _read_jsonl, {"c.jsonl": LINES, "c.jsonl.gz": BYTES, "c.jsonl.zst": BYTES, "c.txt": BYTES}
+        (_prepare_jsonl,),
+        _read_jsonl,
+        {"c.jsonl": LINES, "c.jsonl.gz": BYTES, "c.jsonl.zst": BYTES, "c.txt": BYTES},
+        streams=("c.jsonl", "c.jsonl.gz", "c.jsonl.zst", "c.txt"),
     ),
     "tokenizer": Kind(
         (_prepare_tokenizers,),
@@ -479,6 +485,12 @@ KINDS: Mapping[str, Kind] = {
             "ranks.tiktoken": BYTES,
         },
     ),
-    "chat": Kind((_prepare_chat,), _read_chat, {"template.jinja": BYTES, "talk.jsonl": LINES}, _draw_chat),
+    "chat": Kind(
+        (_prepare_chat,),
+        _read_chat,
+        {"template.jinja": BYTES, "talk.jsonl": LINES},
+        _draw_chat,
+        streams=("talk.jsonl",),
+    ),
 }
 """By the names that `make fuzz KIND=` takes."""

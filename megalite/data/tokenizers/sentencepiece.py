@@ -40,7 +40,7 @@ class SentencePieceTokenizer:
         self._fast_encoding = fast_encoding
         try:
             self._processor = SentencePieceProcessor(model_proto=self._model)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # a message of the library may itself be no UTF-8
             raise DataError(f"{model_path} is not a SentencePiece model ({len(self._model)} bytes)") from error
         self.vocab_size: int = self._processor.get_piece_size()
         self.eod: int = self._processor.eos_id()

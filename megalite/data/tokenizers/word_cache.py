@@ -47,6 +47,8 @@ def refusal(model: bytes) -> str | None:
     if proto.trainer_spec.treat_whitespace_as_suffix:
         return "spaces end its words"
     pieces = {piece.piece: piece.type for piece in proto.pieces}
+    if not all(isinstance(piece, str) for piece in pieces):
+        return "its pieces are not all text"
     if pieces.get(SPACE) != NORMAL:
         return "it has no piece for a space"
     crossing = next(filter(_crosses_spaces, pieces), None)

@@ -1,0 +1,97 @@
+"""What the fuzzer has ever found stays mended, and the fuzzer finds what it is for."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness.forks import in_clean_process
+
+CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
+
+
+def _replay(paths: list[Path], folder: Path) -> list[str]:
+    """The faults that inputs show."""
+    from tests.fuzz import campaign, child, programs
+
+    programs.warm()
+    child.adopt_orphans()
+    samples, faults = campaign.Samples(folder / "samples"), []
+    for path in paths:
+        entry = json.loads(path.read_text())
+        outcome = campaign.try_input(entry["kind"], entry["edits"], samples, folder / "input")
+        if outcome.fault is not None:
+            faults.append(f"{path.name}: {outcome.fault}, {outcome.place}")
+    return faults
+
+
+def _is_quick(path: Path) -> bool:
+    return not path.name.startswith("watchdog")  # starts a run of two ranks for each
+
+
+def test_nothing_that_was_found_comes_back(tmp_path: Path) -> None:
+    assert in_clean_process(_replay, list(filter(_is_quick, CORPUS)), tmp_path) == []
+
+
+@pytest.mark.wide
+def test_no_stranger_that_was_found_comes_back(tmp_path: Path) -> None:
+    assert in_clean_process(_replay, [path for path in CORPUS if not _is_quick(path)], tmp_path) == []
+
+
+def _leave_a_child() -> None:
+    if not os.fork():
+        time.sleep(60)
+
+
+def _fill() -> None:
+    pages = bytearray(1 << 29)
+    pages[::4096] = b"x" * len(pages[::4096])
+    time.sleep(60)
+
+
+def _say(lines: int) -> None:
+    os.write(2, b"error: something is wrong\n" * lines)
+    raise SystemExit(64)
+
+
+PROGRAMS: dict[str, tuple[Callable[[], object], str | None]] = {
+    "good": (lambda: None, None),
+    "a refusal": (lambda: _say(1), None),
+    "a long refusal": (lambda: _say(20), "a message of many lines"),
+    "an error": (lambda: 1 // 0, "a traceback"),
+    "another code": (lambda: os._exit(70), "ended by exit code 70"),
+    "a crash": (os.abort, "ended by SIGABRT"),
+    "silence": (lambda: os._exit(93), "ended without a message"),
+    "a file": (lambda: Path("written").touch(), "something was written outside"),
+    "a file at home": (lambda: Path("~/.profile").expanduser().touch(), "something was written outside"),
+    "a child": (_leave_a_child, "a process was left behind"),
+    "memory": (_fill, "too much resident memory"),
+    "waiting": (lambda: time.sleep(60), "no end: it waits for what does not come"),
+    "work without end": (lambda: all(iter(int, 1)) or [None for _ in iter(int, 1)], "no end"),
+    "what its format forbids": (lambda: Path("../out/forbidden").touch(), "accepted what is wrong"),
+}
+
+
+def _judge(names: list[str], folder: Path) -> dict[str, str | None]:
+    from tests.fuzz import child
+
+    child.adopt_orphans()
+    child.IDLE_SECONDS, child.SECONDS, child.MEMORY = 0.4, 0.5, child.usage(os.getpid())[2] + (1 << 28)
+    found = {}
+    for name in names:
+        base = folder / name
+        child.make_folders(base)
+        forbidden = base / "out" / "forbidden"
+        outcome = child.run(PROGRAMS[name][0], base, lambda forbidden=forbidden: "it" if forbidden.exists() else None)
+        found[name] = outcome.fault
+    return found
+
+
+def test_the_rule_finds_each_fault(tmp_path: Path) -> None:
+    found = in_clean_process(_judge, list(PROGRAMS), tmp_path)
+    assert found == {name: fault for name, (_, fault) in PROGRAMS.items()}
