@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 
@@ -49,7 +48,9 @@ class CheckpointConfig:
     @property
     def loads_huggingface(self) -> bool:
         """Whether load is a Hugging Face folder."""
-        return self.load is not None and not is_url(self.load) and (Path(self.load) / "config.json").is_file()
+        if self.load is None or is_url(self.load):
+            return False
+        return os.path.isfile(os.path.join(self.load, "config.json"))  # False where the system takes no such name
 
     @property
     def loads_where_it_saves(self) -> bool:

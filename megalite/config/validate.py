@@ -402,7 +402,8 @@ def _tokenizer(config: RunConfig) -> Iterator[str]:
         if reads and value is None:
             yield f"--tokenizer-type {kind} needs {flag}, its file"
         elif not reads and value != getattr(DataConfig, name):
-            yield f"--tokenizer-type {kind} reads no {flag} ({value if isinstance(value, str) else ' '.join(value)})"
+            given = " ".join(value) if isinstance(value, tuple) else value
+            yield f"--tokenizer-type {kind} reads no {flag} ({given})"
     if kind == "NullTokenizer" and config.model.vocab_size is None:
         yield "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens in the data"
 

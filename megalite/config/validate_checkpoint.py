@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import fields
 
@@ -29,6 +30,9 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
         yield f"--log-progress appends to a file in --save, which must be a folder, not {checkpoint.save}"
     if config.logging.tensorboard_dir is not None and is_url(config.logging.tensorboard_dir):
         yield f"--tensorboard-dir {config.logging.tensorboard_dir}: TensorBoard's files grow, which needs a folder"
+    metrics = config.logging.metrics_path
+    if metrics is not None and not is_url(metrics) and os.path.isdir(metrics):
+        yield f"--metrics-path {metrics} is a folder: give a file, as {metrics.rstrip('/')}/metrics.jsonl"
     if checkpoint.load is None:
         for flag in _given(checkpoint, _OF_LOAD):
             yield f"{flag} needs --load, the run directory to load from"

@@ -26,6 +26,8 @@ from megalite.parallel.sharding import Box
 
 Index = tuple[int | slice, ...]
 View = Callable[[Tensor], Tensor]
+_MOST_PROBLEMS = 5
+"""That a message has, each of a tensor: often all are wrong for one reason."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,9 @@ class FromFiles:
                 self._boxes[name].append((tensor, box, view))
                 dtypes[name] = torch.promote_types(dtypes.get(name, kind.dtype), kind.dtype)
         if problems:
-            raise CheckpointError("\n".join(["the files are not of the model that is described:", *problems]))
+            more = [f"and {len(problems) - _MOST_PROBLEMS} more"] * (len(problems) > _MOST_PROBLEMS)
+            problems = ["the files are not of the model that is described:", *problems[:_MOST_PROBLEMS], *more]
+            raise CheckpointError("\n".join(problems))
         self.tensors = {name: Kind(shape, dtypes[name]) for name, shape in logical.items()}
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:

@@ -146,7 +146,8 @@ class Campaign:
         whole = undisturbed(self.folder / "whole", self.layout, last)
         assert_same_checkpoint(self.directory / f"iter_{last:07d}", whole / f"iter_{last:07d}")
         assert metrics(self.directory) == metrics(whole)
-        assert not list(self.directory.rglob("*tmp*")) + list(self.directory.glob("iter_*.*"))
+        left = [*self.directory.rglob("*tmp*"), *self.directory.glob("iter_*.*")]
+        assert not left, left
 
 
 def assert_codes(codes: list[int], fault: Fault, where: str) -> None:
