@@ -49,7 +49,8 @@ def network_problems(model: ModelConfig, ranks: int = 2**13) -> Iterator[str]:
             "max-position-embeddings": rows,
         }
         flags = ", ".join(f"--{flag} {size}" for flag, size in sizes.items() if size is not None)
-        yield f"{flags}: a network of {least_parameters(model):.1e} parameters, more than {ranks:,} ranks can hold"
+        holding = "a rank" if ranks == 1 else f"{ranks:,} ranks"
+        yield f"{flags}: a network of {least_parameters(model):.1e} parameters, more than {holding} can hold"
 
 
 def least_parameters(model: ModelConfig) -> int:
