@@ -427,9 +427,11 @@ def test_of_many_strangers_the_first_have_to_go_and_ranks_still_come(
     watch: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor_file, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(monitor_file, "_GREETING_SECONDS", math.inf)
     watched = watch((HERE,), missing=1)
     with ExitStack() as stack:
         strangers = [stack.enter_context(strange(watched)) for _ in range(10)]
+        strangers[0].settimeout(5.0)
         assert all(is_hung_up_on(stranger) for stranger in strangers[:6])
         assert FakeRank(watched.monitor, 1).wait_for("first")
         assert len(watched.monitor._strangers) <= 4
