@@ -8,6 +8,7 @@ does when rank 0 has ended; if nothing ends them, the error was theirs alone, an
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megalite.errors import EXIT_CONFIGURATION, EXIT_INTERNAL, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
 from megalite.files import write_at_once
 from megalite.process.bounded import within
+from megalite.process.host import too_many_open_files
 from megalite.process.output import write_out
 from megalite.process.place import Place
 from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
@@ -75,6 +77,8 @@ def _describe(error: BaseException) -> str:
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return f"{too_many_open_files(str(error))}\n{_innermost(error)}"
     if isinstance(error, ModuleNotFoundError):
         return f"{error}: install what the program needs with `pip install -e .` in its folder"
     if type(error).__name__ == "OutOfMemoryError":  # torch's: it may not be imported

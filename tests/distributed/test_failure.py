@@ -4,6 +4,8 @@ and once under torchrun itself (before there is a group: tests/end_to_end/test_c
 
 from __future__ import annotations
 
+import errno
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -181,3 +183,8 @@ def test_what_a_stranger_has_put_into_the_store_is_no_report(report: bytes) -> N
     store = HashStore()
     PrefixStore("megalite/failure/0", store).set("report", report or b" ")
     assert failure.report(store, "a rank has died", 85) == 70
+
+
+def test_a_limit_of_open_files_is_blamed_before_what_met_it() -> None:
+    described = failure._describe(OSError(errno.EMFILE, "Too many open files", "anything"))
+    assert re.match(r"there are too many open files \(-?\d+ are allowed to a process\): raise the limit", described)

@@ -12,6 +12,7 @@ import pytest
 
 from megalite.watchdog import link
 from megalite.watchdog.monitor import Monitor
+from megalite.watchdog.secret import Secret
 from megalite.watchdog.verdict import Peer
 from tests.slurm.cluster import CONTROLLER, Cluster
 from tests.slurm.jobs import ROOT
@@ -20,10 +21,12 @@ pytestmark = pytest.mark.slurm
 
 RANK_1 = """
 import os, sys, time
-from megalite.watchdog.monitor import connect
+from dataclasses import asdict
+from megalite.watchdog.link import connect
 from megalite.watchdog.verdict import Peer
 
-link = connect(sys.argv[1], sys.argv[2], Peer(1, "far", os.getpid(), "another machine"))
+link = connect(sys.argv[1], int(sys.argv[2]), b"secret", 30.0)
+link.send(**asdict(Peer(1, "far", os.getpid(), 1, "another machine")))
 while True:
     link.send(section="optimizer", step=7)
     time.sleep(0.1)
@@ -41,10 +44,11 @@ def test_a_rank_that_is_cut_off_is_named(cluster: Cluster, monkeypatch: pytest.M
         return code
 
     node = cluster.nodes[1]
-    monitor = Monitor(Peer(0, "near", os.getpid(), "this machine"), 2, report, None)
+    monkeypatch.setenv("MASTER_ADDR", cluster._address(CONTROLLER))
+    monitor = Monitor(Peer(0, "near", os.getpid(), 1, "this machine"), 2, Secret(b"secret"), report, None)
     monitor.start()
     inside = ["nsenter", f"--net=/run/netns/megalite-{node}", sys.executable, "-c", RANK_1]
-    with subprocess.Popen([*inside, monitor.address, cluster._address(CONTROLLER)], cwd=ROOT) as rank:
+    with subprocess.Popen([*inside, *map(str, monitor.address)], cwd=ROOT) as rank:
         try:
             while monitor._missing != {0}:
                 assert rank.poll() is None

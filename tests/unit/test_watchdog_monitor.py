@@ -16,13 +16,16 @@ from typing import Any
 
 import pytest
 
+from megalite.process.place import Place
 from megalite.watchdog import monitor as monitor_file
 from megalite.watchdog.hang_dump import RankDump
-from megalite.watchdog.link import LinkLost, Message, connect
+from megalite.watchdog.limits import Limits
+from megalite.watchdog.link import MONITOR, RANK, Link, LinkLost, Message, connect
 from megalite.watchdog.monitor import Monitor
 from megalite.watchdog.secret import Secret
-from megalite.watchdog.sections import MEETING, OpenSection
+from megalite.watchdog.sections import MEETING, OpenSection, Sections
 from megalite.watchdog.verdict import Peer, overdue
+from megalite.watchdog.watchdog import Watchdog
 
 HERE, ELSEWHERE = "here", "elsewhere"
 SECRET = b"what only the ranks know"
@@ -427,9 +430,11 @@ def test_of_many_strangers_the_first_have_to_go_and_ranks_still_come(
     watch: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor_file, "_MOST_STRANGERS", 3)
+    monkeypatch.setattr(monitor_file, "_GREETING_SECONDS", math.inf)
     watched = watch((HERE,), missing=1)
     with ExitStack() as stack:
         strangers = [stack.enter_context(strange(watched)) for _ in range(10)]
+        strangers[0].settimeout(5.0)
         assert all(is_hung_up_on(stranger) for stranger in strangers[:6])
         assert FakeRank(watched.monitor, 1).wait_for("first")
         assert len(watched.monitor._strangers) <= 4
@@ -475,3 +480,23 @@ def test_ranks_that_cannot_reach_the_monitor_are_told_of(
         assert time.monotonic() < deadline, said
         time.sleep(0.02)
     assert f"port {watched.monitor.address[1]} of" in said
+
+
+@pytest.mark.parametrize(
+    "message", [{"end": 85}, {"first": {}}, {"first": 7}, {"end": 85, "at_once": True, "kill": [1]}], ids=str
+)
+def test_a_monitor_that_makes_no_sense_does_not_end_a_ranks_thread_but_is_lost_to_it(
+    message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        monitor, rank = Link(ours, SECRET, MONITOR), Link(theirs, SECRET, RANK)
+        monitor.receive()
+        rank.receive()
+        watchdog = Watchdog(Sections(), Limits(), lambda *_: 0, Place(1, 1, 2))
+        watchdog._link = rank
+        lost: list[bool] = []
+        monkeypatch.setattr(watchdog, "_lose_first", lambda: lost.append(True))
+        monitor.send(**message)
+        watchdog._read(SECONDS)
+        assert lost == [True]
