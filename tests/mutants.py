@@ -981,7 +981,7 @@ MUTANTS = (
         "megalite/data/tokenizers/build.py",
         "tokenizer.vocab_size > LARGEST_VOCABULARY",
         "tokenizer.vocab_size > 2**40",
-        "tests/unit/test_data_tokenizer_files.py::test_ids_are_bounded",
+        "tests/unit/test_data_tokenizer_files.py::test_ids_are_bounded_and_another_for_each_token",
     ),
     Mutant(
         "an answer may begin before the one before it ends",

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -71,9 +72,9 @@ class Strangers:
         codes = [_end(rank, child.time_limit()) for rank in ranks]
         if fault is None and not set(codes) <= {0, 85}:
             fault = f"the run ended with {codes} when it was asked to stop"
-        for process in (canary, strangers):
-            if process:
-                _end(process, 0.0)
+        _end(canary, 0.0)
+        if strangers and _end(strangers, 0.0) == 1 and fault is None:
+            fault = "no stranger reached the run, so that nothing was tried"
         said = "".join((self._base / f"rank{rank}.stderr").read_text(errors="replace") for rank in range(RANKS))
         judged, place = child.judge(0, said.encode(), b"")
         if judged:
@@ -166,16 +167,16 @@ _GARBAGE = (
 def _speak(edits: Sequence[Edit], store_port: int, rank: int, canary: int) -> None:
     """Say everything on one connection each, to each port that the rank listens on, and stay for a while."""
     secrets = _told_by_the_store(store_port)
-    ports = [port for port in _listening(rank) if port != store_port]
+    listening = [each for each in _listening(rank) if each[1] != store_port]
     words = [word for value in secrets for word in value.split()]
     tokens = [word for word in words if not word.isdecimal()] or ["x"]
     space = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"  # as for any process of the machine
     deadline = time.monotonic() + HOLD_SECONDS
     connections = []
     for _, *lines in edits:
-        for port in ports:
+        for address in listening:
             with suppress(OSError):
-                connection = socket.create_connection(("127.0.0.1", port), timeout=1.0)
+                connection = socket.create_connection(address, timeout=1.0)
                 connections.append(connection)
                 heard = b""
                 for line in lines:
@@ -186,6 +187,8 @@ def _speak(edits: Sequence[Edit], store_port: int, rank: int, canary: int) -> No
                     for token in tokens[:1]:
                         said = line.replace('"{canary}"', str(canary)).replace("{token}", token)
                         connection.sendall(said.replace("{space}", space).encode("latin-1", "replace") + b"\n")
+    if not connections:
+        raise SystemExit(1)
     while time.monotonic() < deadline:
         time.sleep(0.05)
 
@@ -206,19 +209,29 @@ def _told_by_the_store(port: int) -> list[str]:
     return found
 
 
-def _listening(process: int) -> list[int]:
-    """The TCP ports that a process listens on."""
+def _listening(process: int) -> list[tuple[str, int]]:
+    """The TCP addresses and ports that a process listens on."""
     sockets = set()
     for file in Path(f"/proc/{process}/fd").iterdir():
         with suppress(OSError):
             sockets.add(os.readlink(file))
-    ports = []
+    found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                ports.append(int(fields[1].rpartition(":")[2], 16))
-    return sorted(set(ports))
+                address, _, port = fields[1].partition(":")
+                found.add((_address(address), int(port, 16)))
+    return sorted(found)
+
+
+def _address(text: str) -> str:
+    """An address as proc_pid_net(5) has it: words of this machine's order of bytes; any of them is the loopback's."""
+    words = [int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8)]
+    raw = b"".join(words)
+    if not any(raw):
+        return "127.0.0.1"
+    return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
 
 
 def _has_ended(process: int) -> bool:

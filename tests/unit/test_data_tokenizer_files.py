@@ -283,11 +283,15 @@ def test_files_that_are_none_are_one_line(folder: Path, tmp_path: Path, spoiled:
             path.write_bytes(before)
 
 
-def test_ids_are_bounded(folder: Path, tmp_path: Path) -> None:
+def test_ids_are_bounded_and_another_for_each_token(folder: Path, tmp_path: Path) -> None:
     description = json.loads((folder / "bpe" / "tokenizer.json").read_text())
     description["model"]["vocab"]["a"] = 4_000_000_000
     (tmp_path / "tokenizer.json").write_text(json.dumps(description))
     with pytest.raises(DataError, match="has a token 4000000000, where 16777215 is the largest there may be"):
+        build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    description["model"]["vocab"]["a"] = description["model"]["vocab"]["b"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    with pytest.raises(DataError, match="two tokens of the HuggingFaceTokenizer have one id"):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
     ranks = (folder / "ranks.tiktoken").read_text()
     for rank in ("-1", "4000000000", "1" + "0" * 30):

@@ -38,6 +38,9 @@ class HuggingFaceTokenizer:
             says, such as a token for its beginning.
         fast_encoding: whether `encode_documents` goes through tiktoken: where the tokens are the same, never, or
             always, which is refused if they could differ.
+
+    Raises:
+        DataError: two tokens have one id.
     """
 
     def __init__(
@@ -48,6 +51,9 @@ class HuggingFaceTokenizer:
         include_special_tokens: bool = True,
         fast_encoding: FastEncoding = "auto",
     ) -> None:
+        ordinary = tokenizer.get_vocab(with_added_tokens=False)
+        if len(set(ordinary.values())) < len(ordinary):
+            raise DataError(f"two tokens of the {identity['type']} have one id: its file is damaged")
         # Some files ask for it, and documents would be cut.
         tokenizer.no_truncation()
         tokenizer.no_padding()
