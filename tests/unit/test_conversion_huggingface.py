@@ -489,7 +489,7 @@ def test_pickled_weights_are_read_as_tensors_alone(folders: Path, tmp_path: Path
     expected = torch.load(folders / "gpt2.pt")
     assert distance(logits(open_huggingface(folder), TOKENS), expected) <= LOGITS
     torch.save({"transformer.wte.weight": Hostile()}, folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"transformer\.wte\.weight is missing"):
+    with pytest.raises(CheckpointError, match="is missing where the model has"):
         open_huggingface(folder)
     assert "unpickled" not in capsys.readouterr().out
 
