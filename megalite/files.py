@@ -99,15 +99,15 @@ def temporary_path(path: Path) -> Path:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the folders that killed processes left under their `temporary_path`. Other hosts' processes cannot be
-    asked: what they have not written to for a day is left over."""
-    for folder in path.parent.glob(f"{glob.escape(path.name)}.*{TEMPORARY}"):
-        host, _, process = folder.name[len(path.name) + 1 : -len(TEMPORARY)].rpartition(".")
+    """Remove what killed processes left under their `temporary_path`, a file or a folder. Other hosts' processes cannot
+    be asked: what they have not written to for a day is left over."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*{TEMPORARY}"):
+        host, _, process = left.name[len(path.name) + 1 : -len(TEMPORARY)].rpartition(".")
         with suppress(OSError, ValueError):  # another process was faster
-            here = host == os.uname().nodename
-            last_write = max(each.stat().st_mtime for each in (folder, *folder.iterdir()))
+            here, folder = host == os.uname().nodename, left.is_dir()
+            last_write = max(each.stat().st_mtime for each in (left, *(left.iterdir() if folder else ())))
             if (here and not _is_another_alive(int(process))) or last_write < time.time() - DAY:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(left, ignore_errors=True) if folder else left.unlink()
 
 
 def _is_another_alive(process: int) -> bool:
@@ -122,6 +122,7 @@ def _is_another_alive(process: int) -> bool:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a whole file so that a reader finds the old one or the new one, whatever happens meanwhile."""
+    remove_leftovers(path)
     with TemporaryFile(path) as file:
         file.write(data)
         file.sync()

@@ -3137,6 +3137,13 @@ MUTANTS = (
         'if getattr(getattr(self._last, "saved", None), "key", None) != saved.key:',
         "tests/unit/test_conversion_megatron.py::test_each_stage_may_have_saved_several_layers_in_one_chunk",
     ),
+    Mutant(
+        "what a killed process left of a file stays for ever",
+        "megalite/files.py",
+        "if folder else left.unlink()",
+        "if folder else None",
+        "tests/unit/test_files.py::test_what_a_killed_process_left_goes_with_the_next_write",
+    ),
 )
 
 
