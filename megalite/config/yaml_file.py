@@ -21,7 +21,7 @@ from megalite.small_files import MIB, read_small_file, shown
 Sections = dict[str, dict[str, Any]]
 _LARGEST = MIB
 """Bytes of a file: the paths of ten thousand datasets."""
-_MOST_NODES, _MOST_LEVELS, _LONGEST_NUMBER, _SHOWN = 25_000, 8, 100, 20
+_MOST_NODES, _MOST_LEVELS, _LONGEST_NUMBER, _SHOWN = 25_000, 8, 100, 8
 _MAPPING, _LIST, _TEXT, _NULL = (f"tag:yaml.org,2002:{kind}" for kind in ("map", "seq", "str", "null"))
 
 
