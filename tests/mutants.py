@@ -3144,6 +3144,13 @@ MUTANTS = (
         "if folder else None",
         "tests/unit/test_files.py::test_what_a_killed_process_left_goes_with_the_next_write",
     ),
+    Mutant(
+        "a start has no more room for files than its process began with",
+        "megalite/process/host.py",
+        "    raise_open_file_limit()\n",
+        "",
+        "tests/unit/test_host.py::test_a_limit_that_can_be_raised_is_no_obstacle",
+    ),
 )
 
 

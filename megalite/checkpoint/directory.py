@@ -88,7 +88,7 @@ def iteration_of(path: AnyPath) -> int:
 
 
 def _tracked(directory: AnyPath) -> str | None:
-    """What the tracker holds, or why it cannot hold a step; None where there is none: no save has come to its end."""
+    """Read the tracker, or say why it holds no step; None where there is no tracker: no save has come to its end."""
     try:
         return read_small(directory / TRACKER, largest=1000).decode(errors="replace").strip()
     except FileNotFoundError:

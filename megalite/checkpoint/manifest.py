@@ -270,7 +270,7 @@ def _training_from_json(fields: dict[str, Any]) -> TrainingState:
 
 
 def _config_from_json(sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What is in them is looked at where it is used: programs of other versions have other fields."""
+    """Check that there are sections; their fields, which other versions have otherwise, are checked where used."""
     if not isinstance(sections, dict) or not all(isinstance(section, dict) for section in sections.values()):
         raise TypeError("it has no configuration by section")
     return sections

@@ -68,7 +68,7 @@ _AT_MOST = {
     "num_workers": 1_000,
     "muon_num_ns_steps": 100,
 }
-"""What is listed or started one by one; all other whole numbers are at most 2^53."""
+"""Limits of what is listed or started one by one; all other whole numbers are at most 2^53."""
 _SHARES = "lr_warmup_fraction fim_rate fim_spm_rate fim_fragment_rate"
 _FROM_ZERO_BELOW_ONE = """hidden_dropout attention_dropout label_smoothing adam_beta1 adam_beta2 sgd_momentum
     muon_momentum"""
@@ -296,7 +296,7 @@ def _rotary(model: ModelConfig) -> Iterator[str]:
 
 
 def _idle(model: ModelConfig) -> Iterator[str]:
-    """What changes nothing: of positions of another kind, or scaled by 1."""
+    """Yield a line for each flag that changes nothing: of positions of another kind, or scaled by 1."""
     kind, scaling = model.position_embedding_type, ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
     if kind == "yarn":
         if model.rotary_scaling_factor <= 1:

@@ -12,7 +12,7 @@ _BYTES = 2**44
 _NARROWEST = 2
 """Bytes of a weight or an activation, at least."""
 _MICRO_BATCHES = 100_000
-"""Of one rank in a step: they are listed."""
+"""Micro-batches of one rank in a step, which are listed."""
 
 
 def size_problems(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -27,7 +27,7 @@ from megalite.parallel.sharding import Box
 Index = tuple[int | slice, ...]
 View = Callable[[Tensor], Tensor]
 _MOST_PROBLEMS = 5
-"""That a message has, each of a tensor: often all are wrong for one reason."""
+"""Problems that a message has, each of a tensor: often all are wrong for one reason."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.*)")
 _ROWS = re.compile(r".*\.(linear_qkv|linear_fc1)\.(weight|bias)")
 _COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
 _MOST_ENTRIES, _MOST_LEVELS, _LONGEST_KEY = 10**6, 16, 200
-"""Of dictionaries in dictionaries that are a rank's model."""
+"""Limits of the dictionaries in dictionaries that are a rank's model."""
 
 
 class Legacy:

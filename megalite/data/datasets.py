@@ -13,13 +13,13 @@ from megalite.data.blend import BlendedDataset, Dataset, normalize
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.mapped_file import raise_open_file_limit
 from megalite.data.mock_dataset import MockDataset
 from megalite.data.parts import SPLITS, Part
 from megalite.data.side_file import check_tokenizer
 from megalite.data.tokenizers import Tokenizer
 from megalite.data.verification import Verification
 from megalite.errors import ConfigurationError, DataError
+from megalite.process.host import raise_open_file_limit
 
 Sample = TypeVar("Sample", covariant=True)
 SURPLUS = 0.005  # Megatron-LM's default

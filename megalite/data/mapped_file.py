@@ -8,7 +8,6 @@ import mmap
 import os
 import resource
 import weakref
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -42,13 +41,6 @@ def map_file(path: Path) -> np.ndarray:
     # Not at exit: threads may still read then, and the system unmaps everything anyway.
     weakref.finalize(memory, _system.munmap, address, size).atexit = False
     return np.frombuffer(memoryview(memory).toreadonly(), np.uint8)
-
-
-def raise_open_file_limit() -> None:
-    """Allow this process as many open files as it may allow itself: the usual 1024 are few for data and a run."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # macOS calls its limit infinite and refuses that number
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def refuse_too_many_open_files(error: OSError) -> None:

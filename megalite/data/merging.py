@@ -11,9 +11,9 @@ import numpy as np
 from megalite.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megalite.data.indexed_writer import Extent, IndexedDatasetWriter
 from megalite.data.inspection import verify
-from megalite.data.mapped_file import raise_open_file_limit
 from megalite.data.side_file import describe_tokenizer, recorded_tokenizer
 from megalite.errors import DataError
+from megalite.process.host import raise_open_file_limit
 
 # Tokens that are copied at a time, or one document.
 BLOCK = 1 << 24

@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import socket
+from contextlib import suppress
 
 from megalite.errors import ConfigurationError
 
@@ -23,8 +24,16 @@ def process_space() -> str:
         return socket.gethostname()
 
 
+def raise_open_file_limit() -> None:
+    """Allow this process as many open files as it may allow itself: the usual 1024 are few for data and a run."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS calls its limit infinite and refuses that number
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def require_open_files(count: int) -> None:
-    """Raises ConfigurationError where this process cannot open so many files more."""
+    """Raises ConfigurationError where this process cannot open so many files more, however far it raises its limit."""
+    raise_open_file_limit()
     opened: list[int] = []
     try:
         for _ in range(count):
