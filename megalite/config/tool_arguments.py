@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import signal
 import sys
@@ -13,8 +14,11 @@ from typing import TypeVar
 from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.megatron_flags import ALIASES
 from megalite.errors import EXIT_CONFIGURATION, ConfigurationError, MegaliteError
+from megalite.small_files import shown
 
 Arguments = TypeVar("Arguments")
+_AT_MOST = dict.fromkeys(("workers", "num_threads"), 1024)
+"""Limits of what is started one by one; other whole numbers are at most 2^53, either way."""
 
 
 def run_tool(main: Callable[[], None]) -> None:
@@ -43,7 +47,7 @@ def parse_tool_arguments(
     is given once for each of them, rather than once with all.
 
     Raises:
-        ConfigurationError: a flag is unknown, or a value blank.
+        ConfigurationError: a flag is unknown, a value blank, or a number beyond all bounds.
         SystemExit: 0 after --help; 64 after a missing flag or a value of the wrong type, which is printed.
     """
     import tyro
@@ -53,7 +57,7 @@ def parse_tool_arguments(
     for flag, values in flag_groups(argv):
         refuse_blank(flag, values)
     try:
-        return tyro.cli(
+        parsed = tyro.cli(
             arguments,
             args=argv,
             description=description,
@@ -61,6 +65,12 @@ def parse_tool_arguments(
         )
     except SystemExit as ending:
         sys.exit(EXIT_CONFIGURATION if ending.code == 2 else ending.code)  # another is that of a signal
+    for field in dataclasses.fields(parsed):  # type: ignore[arg-type]
+        value, most = getattr(parsed, field.name), _AT_MOST.get(field.name, 2**53)
+        if (isinstance(value, int) and abs(value) > most) or (isinstance(value, float) and math.isnan(value)):
+            flag = f"--{field.name.replace('_', '-')}"
+            raise ConfigurationError(f"{flag} {shown(value)}: must be a number, at most {most:,}")
+    return parsed
 
 
 def _in_full(argument: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from megalite.errors import CommunicationError
 from megalite.process.bounded import within
 from megalite.process.place import Place
+from megalite.small_files import parse_json
 from megalite.training.meeting import STORE_HANGS, connect, store_name
 
 Result = TypeVar("Result")
@@ -50,7 +51,7 @@ class RollCall:
             limit = self.limit(more_seconds)
             while missing:
                 there = [rank for rank in missing if self._store.check([f"{question}/{rank}"])]
-                answers |= {rank: json.loads(self._store.get(f"{question}/{rank}")) for rank in there}
+                answers |= {rank: self._get(f"{question}/{rank}") for rank in there}
                 missing = [rank for rank in missing if rank not in answers]
                 if limit():
                     break
@@ -72,9 +73,18 @@ class RollCall:
                 if limit():
                     raise CommunicationError("rank 0, which would give the verdict, does not answer")
                 time.sleep(_BETWEEN_LOOKS)
-            return json.loads(self._store.get(subject))
+            return self._get(subject)
 
         return self._with_store(2 * self.patience + more_seconds, wait)
+
+    def _get(self, key: str) -> Any:
+        """Raises CommunicationError if what is there is not from a rank."""
+        try:
+            return parse_json(self._store.get(key))
+        except ValueError as error:
+            raise CommunicationError(
+                f"somebody who is none of the ranks has written to {store_name()}: {key} is no JSON ({error})"
+            ) from error
 
     def limit(self, more_seconds: float = 0.0, haste: float = _HASTE) -> Callable[[], bool]:
         """Whether so much time has passed, from now on; `stopping` leaves no more than `haste` of it."""

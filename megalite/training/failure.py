@@ -2,8 +2,9 @@
 
 Every rank that fails comes here. With a process group, the group's own store decides who speaks: the lowest rank that
 failed, once; ranks that fail afterwards, because a peer has left, stay silent and end with the same code. Without a
-group (yet), the launcher decides: rank 0 speaks at once, and the others wait for the launcher to end them, which it
-does when rank 0 has ended; if nothing ends them, the error was theirs alone, and they speak.
+group (yet), a launcher of one machine decides: rank 0 speaks at once, and the others wait for the launcher to end them,
+which it does when rank 0 has ended; if nothing ends them, the error was theirs alone, and they speak. Elsewhere ranks
+leave word at the store where others wait for them (meeting.py), and who is the first to do so speaks.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megalite.errors import EXIT_CONFIGURATION, EXIT_INTERNAL, EXIT_RESUMABLE, F
 from megalite.files import write_at_once
 from megalite.process.bounded import within
 from megalite.process.host import too_many_open_files
+from megalite.process.listening import on_one_machine
 from megalite.process.output import write_out
 from megalite.process.place import Place
 from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
@@ -39,6 +41,7 @@ _NO_RANK = -1
 _GATHERING_SECONDS = 0.5  # ranks that fail of the same cause arrive within this time
 _LAUNCHER_SECONDS = 10.0  # ranks come to the same error, and a launcher ends the others, within this time
 _STAGGER_SECONDS = 0.5
+_WORD_SECONDS = 30.0  # ranks whose start was staggered come within this time
 _STORE_SECONDS = 5.0  # for the store's answer
 _SPEAKING = RLock()  # a thread that reports what it has found must come to its end before the process does
 
@@ -118,9 +121,28 @@ def _fail(message: str, code: int) -> NoReturn:
             code = _agree(store, message, code, place.rank)
         except (RuntimeError, TimeoutError, ValueError):  # the store has gone, stands still, or holds what is not ours
             _speak_unless_ended(message, code, place)
+    elif place.world_size > 1 and not _ended_by_launcher() and code != EXIT_RESUMABLE:
+        code = _leave_word(message, code, place)
     else:
         _speak_unless_ended(message, code, place)
     _exit(code)
+
+
+def _ended_by_launcher() -> bool:
+    """Tell whether the launcher ends all ranks once one has ended, as torchrun does on one machine."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and on_one_machine()
+
+
+def _leave_word(message: str, code: int, place: Place) -> int:
+    """Tell the ranks that would wait for this one, and say why unless one has failed before it. Returns the exit code
+    of the first."""
+    try:
+        from megalite.training.meeting import tell_failure
+
+        return tell_failure(place, code, _WORD_SECONDS, lambda: _speak(message, code, place.rank))
+    except Exception:  # whatever it is: that nobody can be told of the failure is no reason to say nothing of its cause
+        _speak(message, code, place.rank)
+        return code
 
 
 def _own_place() -> Place:

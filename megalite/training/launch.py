@@ -17,7 +17,7 @@ from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.host import too_many_open_files
 from megalite.process.place import Place
-from megalite.training.meeting import connect, meet, store_name
+from megalite.training.meeting import PURPOSE, connect, meet, store_name
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -72,7 +72,7 @@ def come_together(
     if place.world_size == 1:
         watch(None)
     else:
-        store = connect(place, timeout.total_seconds(), "run")
+        store = connect(place, timeout.total_seconds(), PURPOSE)
         meet(store, place, timeout.total_seconds(), partial(watch, store))
         backend = _backend(parallel, mesh)
         try:

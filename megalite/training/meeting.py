@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -25,12 +26,15 @@ PATIENCE = 30.0
 """Seconds after which rank 0 says who has not come, and again after twice as many, and so on."""
 STORE_HANGS = 20.0
 """Seconds that the store may take beyond a limit: torch has none for a store that stands still."""
+PURPOSE = "run"
+"""Sets the keys of a run's ranks apart from others'."""
 SILENCE = 20.0
 """Seconds after which rank 0 is lost to who waits for it."""
 _BETWEEN_LOOKS, _BETWEEN_BEATS = 0.05, 1.0
 _FILES, _FILES_A_RANK = 24, 2  # that a start opens at least; rank 0 has connections of each rank
-_LEAVING_SECONDS = 0.5  # rank 0 may have the store, which others are still asking
+_LEAVING_SECONDS = 1.5 * _BETWEEN_BEATS  # rank 0 may have the store, which others are still asking
 _CAME, _ALL, _BEATS = "came", "all have come", "rank 0 lives"
+_FAILED = "a rank has failed"
 
 
 def connect(place: Place, seconds: float, purpose: str) -> Store:
@@ -106,7 +110,8 @@ def store_name() -> str:
 
 def meet(store: Store, place: Place, seconds: float, watch: Callable[[], bool] = lambda: False) -> None:
     """Return once rank 0 has seen all ranks. Raises MeetingError on rank 0 where some do not come within `seconds`, and
-    elsewhere where rank 0 does not; where rank 0 says why, the others end without a word.
+    elsewhere where rank 0 does not; where rank 0 says why, or a rank that has failed (`tell_failure`), the others end
+    without a word.
 
     `watch` is called before a rank comes, on rank 0 first: who has come, and dies, is to be noticed. It tells whether
     rank 0's death will be.
@@ -114,17 +119,58 @@ def meet(store: Store, place: Place, seconds: float, watch: Callable[[], bool] =
     if place.rank == 0:
         watch()
         _in_time(seconds, "the store does not answer", partial(_come, store, place.rank))
-        _in_time(seconds, "the store does not answer", partial(_wait_for_all, store, place.world_size, seconds))
+        word = _in_time(seconds, "the store does not answer", partial(_wait_for_all, store, place.world_size, seconds))
+        if word:
+            time.sleep(_LEAVING_SECONDS)
+            sys.exit(_code_in(word))
         return
     limit = datetime.timedelta(seconds=2 * (seconds + STORE_HANGS))  # else torch prints that its time is up
     _in_time(seconds, "rank 0 has not come, or stands still", partial(store.wait, [f"{_CAME}/0"], limit))
-    watched = watch()
+    watched = _in_time(seconds, "the store does not answer", partial(store.check, [_ALL])) or watch()
     _in_time(seconds, "the store does not answer", partial(_come, store, place.rank))
-    if _in_time(seconds, "rank 0 came, and stands still", partial(_hear, store, limit, watched)) != b"":
-        sys.exit(EXIT_RESUMABLE)
+    word = _in_time(seconds, "rank 0 came, and stands still", partial(_hear, store, limit, watched))
+    if word:
+        sys.exit(_code_in(word))
 
 
-def _hear(store: Store, limit: datetime.timedelta, watched: bool) -> bytes:
+def tell_failure(place: Place, code: int, seconds: float, speak: Callable[[], None]) -> int:
+    """Tell the ranks that wait at the store that this one has failed and will not come. Returns the exit code of the
+    first to say so.
+
+    Args:
+        code: this rank's exit code.
+        speak: called if this rank is the first.
+        seconds: to wait for the store, and on rank 0, with which it goes, for those who are yet to come there.
+
+    Raises:
+        CommunicationError: the store cannot be reached.
+        ConfigurationError: this process may not open the files that it takes.
+    """
+    store = connect(place, seconds, PURPOSE)
+    mine = f"{place.rank} {code}"
+    said = _in_time(seconds, "the store does not answer", partial(store.compare_set, _FAILED, "", mine))
+    first = said.decode(errors="replace")
+    if first == mine:
+        speak()
+    if place.rank == 0:
+        store.set(_ALL, first)
+        store.set(f"{_CAME}/0", "")
+        end = time.monotonic() + seconds
+        while store.add(_CAME, 0) < place.world_size - 1 and time.monotonic() < end:
+            time.sleep(_BETWEEN_LOOKS)
+        time.sleep(_LEAVING_SECONDS)
+    else:
+        _come(store, place.rank)
+    return _code_in(first)
+
+
+def _code_in(word: str) -> int:
+    """Return the exit code that a rank has left word of; without one, that of a run that may be started again."""
+    found = re.search(r" ([1-9]\d?)$", word, re.ASCII)
+    return int(found[1]) if found else EXIT_RESUMABLE
+
+
+def _hear(store: Store, limit: datetime.timedelta, watched: bool) -> str:
     """Return what rank 0 says: nothing if all have come. Raises MeetingError if it is not `watched` and is silent."""
     beats, silence = 0, 0.0  # by this process's own time: it may have stood still together with rank 0
     while not watched and not store.check([_ALL]):
@@ -137,7 +183,7 @@ def _hear(store: Store, limit: datetime.timedelta, watched: bool) -> bytes:
             )
         time.sleep(_BETWEEN_BEATS)
     store.wait([_ALL], limit)
-    return store.get(_ALL)
+    return store.get(_ALL).decode(errors="replace")
 
 
 def _come(store: Store, rank: int) -> None:
@@ -160,9 +206,11 @@ def _in_time(seconds: float, problem: str, call: Callable[[], Result]) -> Result
         ) from error
 
 
-def _wait_for_all(store: Store, world_size: int, seconds: float) -> None:
+def _wait_for_all(store: Store, world_size: int, seconds: float) -> str:
+    """Tell the others how it ends, and return it: nothing if all have come, else what the first says that has failed.
+    Raises MeetingError if some have not come in time."""
     began, patience, beats = time.monotonic(), PATIENCE, 0
-    while store.add(_CAME, 0) < world_size:
+    while store.add(_CAME, 0) < world_size and not store.check([_FAILED]):
         waited = time.monotonic() - began
         if waited >= beats * _BETWEEN_BEATS:
             beats = store.add(_BEATS, 1)
@@ -179,4 +227,6 @@ def _wait_for_all(store: Store, world_size: int, seconds: float) -> None:
                 sys.stderr.write(f"waiting for {ranks_text(missing)} of {world_size}, for {waited:.0f} s by now\n")
                 patience *= 2
         time.sleep(_BETWEEN_LOOKS)
-    store.set(_ALL, "")
+    word = store.get(_FAILED).decode(errors="replace") if store.check([_FAILED]) else ""
+    store.set(_ALL, word)
+    return word

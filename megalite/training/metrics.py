@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
-from io import BytesIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 from megalite.checkpoint import AnyPath, ObjectPath
 from megalite.errors import CheckpointError
 from megalite.process.place import numbered
+from megalite.small_files import open_regular
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -143,9 +144,10 @@ class MetricsWriter:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
             raise CheckpointError(
-                f"writing metrics to {self._places} failed: {error.strerror}. Free space, or choose another --save, "
+                f"writing metrics to {self._places} failed: {why}. Free space, or choose another --save, "
                 "--metrics-path or --tensorboard-dir"
             ) from error
 
@@ -290,11 +292,12 @@ def read_metrics(path: Path) -> list[dict[str, Value]]:
 def has_test_loss(path: AnyPath, iteration: int) -> bool:
     """Tell whether the evaluation on test data after the step `iteration` is recorded, in a file that can be read."""
     try:
-        text = path.read_bytes().decode(errors="replace")
-    except OSError:
+        lines = _opened(path) if isinstance(path, Path) else StringIO(path.read_bytes().decode(errors="replace"))
+    except (OSError, ValueError):
         return False
-    records = (record for _, record in _records(text.splitlines()) if record is not None)
-    return any("test_loss" in record and record["iteration"] == iteration for record in records)
+    with lines:
+        records = (record for _, record in _records(lines) if record is not None)
+        return any("test_loss" in record and record["iteration"] == iteration for record in records)
 
 
 def truncate_after(
@@ -331,7 +334,8 @@ def truncate_after(
 
 
 def _opened(path: Path) -> TextIO:
-    return path.open(encoding="utf-8", errors="replace")
+    """Raises OSError, and ValueError where it is no regular file."""
+    return TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace")
 
 
 def _records(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Value] | None]]:

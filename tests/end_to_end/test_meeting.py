@@ -17,7 +17,8 @@ from tests.harness.job import Job
 
 ENTRY = f"""
 import os, resource, runpy, signal, sys
-from megalite.training import failure, launch, meeting
+from megalite.errors import DataError
+from megalite.training import data, failure, launch, meeting
 
 meeting.PATIENCE, meeting.STORE_HANGS, failure._LAUNCHER_SECONDS = 0.2, 2.0, 1.0
 meet = launch.meet
@@ -25,13 +26,18 @@ meet = launch.meet
 def come(store, place, seconds, watch):
     if os.environ["RANK"] in os.environ["ABSENT"].split():
         os.kill(os.getpid(), signal.SIGSTOP)
-    meet(store, place, 3.0, watch)
+    meet(store, place, 2.0, watch)
 
 if "MORE_FILES" in os.environ:
     most = len(os.listdir("/proc/self/fd")) + int(os.environ["MORE_FILES"])
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+if os.environ["RANK"] in os.environ.get("BROKEN", "").split():
+    def broken(*arguments):
+        raise DataError("no such disk on this machine")
+    data.open_data = broken
+
 launch.meet = come
-launch.connect = lambda place, seconds, purpose: meeting.connect(place, 3.0, purpose)
+launch.connect = lambda place, seconds, purpose: meeting.connect(place, 2.0, purpose)
 sys.argv[0] = {str(PRETRAIN)!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
@@ -41,7 +47,7 @@ Start = Callable[[str, int], Job]
 
 @pytest.fixture(params=[False, True], ids=["store of the launcher", "store of rank 0"])
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
-    """A run on so many ranks, of which the absent ones stand still before they meet; the others may wait for 3 s."""
+    """A run on so many ranks, of which the absent ones stand still before they meet; the others may wait for 2 s."""
     entry = tmp_path / "entry.py"
     entry.write_text(ENTRY)
     with ExitStack() as stack:
@@ -68,7 +74,7 @@ def test_the_ranks_that_do_not_come_are_named(start: Start) -> None:
     assert before.endswith(" of 4, for 1 s by now")
     assert wait_for_exit([job.ranks[3]], 60) == []
     assert (job.ranks[3].exit_code, job.stderr(3)) == (85, "")
-    assert "error: ranks 1, 2 of 4 did not come within 3 s to the store at " in job.stderr(0)
+    assert "error: ranks 1, 2 of 4 did not come within 2 s to the store at " in job.stderr(0)
 
 
 def test_where_rank_0_does_not_come_another_rank_says_so(start: Start) -> None:
@@ -90,6 +96,22 @@ def test_ranks_that_may_open_too_few_files_all_say_so_and_none_waits_for_another
         assert job.wait(timeout=60) == [64, 64]
         for rank, where in enumerate(("error: ", "error on rank 1: ")):
             assert re.match(where + r"there are too many open files \(\d+ are allowed to a process\)", job.stderr(rank))
+
+
+@pytest.mark.parametrize("store_of_rank_0", [False, True], ids=["store of the launcher", "store of rank 0"])
+@pytest.mark.parametrize("broken", ["0", "1 2", "0 1 2"])
+def test_ranks_that_fail_before_they_come_leave_none_waiting_on_other_machines(
+    broken: str, store_of_rank_0: bool, tmp_path: Path
+) -> None:
+    entry = tmp_path / "entry.py"
+    entry.write_text(ENTRY)
+    flags = [*MOCK, *GPT2, "--train-iters", "3", "--global-batch-size", "6"]
+    environment = {"ABSENT": "", "BROKEN": broken, "LOCAL_WORLD_SIZE": "1"}
+    with Job([entry, *flags], 3, tmp_path, environment, store_of_rank_0=store_of_rank_0) as job:
+        assert job.wait(timeout=20) == [64] * 3
+        said = [line for text in everything_said(job) for line in text.splitlines() if not line.startswith("waiting")]
+        assert len(said) == 1, said
+        assert re.match(r"error( on rank [12])?: no such disk on this machine$", said[0])
 
 
 @pytest.mark.parametrize(

@@ -172,12 +172,12 @@ def in_meeting() -> None:
         reach("connected")
         meet(*arguments)
 
-    def disturbed_wait(store: Any, world_size: int, seconds: float) -> None:
+    def disturbed_wait(store: Any, world_size: int, seconds: float) -> str:
         reach("came")
         while any(fault.phase == "meeting" for fault in FAULTS) and store.add(meeting._CAME, 0) < world_size:
             time.sleep(0.01)
         reach("meeting")
-        wait_for_all(store, world_size, seconds)
+        return wait_for_all(store, world_size, seconds)
 
     launch.meet, meeting._wait_for_all = disturbed_meet, disturbed_wait
 

@@ -6,12 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import tools.generate
+import tools.train_tokenizer
 from megalite.config import megatron_flags, parse_arguments
 from megalite.config.run import fields_by_name, section_types
 from megalite.config.tool_arguments import parse_tool_arguments
@@ -155,6 +156,25 @@ def test_a_tool_refuses_a_blank_value_but_for_a_prompt_of_spaces() -> None:
             parse_tool_arguments(tools.generate.Arguments, "", ["--load", "x", *arguments], repeated=True)
     spaces = parse_tool_arguments(tools.generate.Arguments, "", ["--load", "x", "--prompt", " "], repeated=True)
     assert spaces.prompt == (" ",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags", "most"),
+    [
+        (tools.generate.Arguments, ["--load", "x", "--seed", "9" * 50], "at most 9,007,199,254,740,992"),
+        (tools.generate.Arguments, ["--load", "x", "--top-k=-" + "9" * 50], "at most 9,007,199,254,740,992"),
+        (tools.generate.Arguments, ["--load", "x", "--temperature", "nan"], "must be a number"),
+        (
+            tools.train_tokenizer.Arguments,
+            ["--input", "x", "--output-prefix", "y", "--vocab-size", "9", "--num-threads", "1025"],
+            "1,024",
+        ),
+    ],
+)
+def test_a_tool_takes_no_number_beyond_all_bounds(arguments: Any, flags: list[str], most: str) -> None:
+    with pytest.raises(ConfigurationError, match=most) as refused:
+        parse_tool_arguments(arguments, "", flags)
+    assert len(str(refused.value)) < 200
 
 
 def test_no_flag_that_is_refused_is_suggested() -> None:

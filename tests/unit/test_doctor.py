@@ -29,8 +29,10 @@ from megalite.doctor.network import Listener, Reached, examine_network, own_addr
 from megalite.doctor.options import Options
 from megalite.doctor.presentation import show
 from megalite.doctor.reports import Report, Roll
+from megalite.doctor.roll_call import RollCall
 from megalite.doctor.run_directory import Seen, examine_run_directory
-from megalite.errors import ConfigurationError
+from megalite.errors import CommunicationError, ConfigurationError
+from megalite.process.place import Place
 from tools import doctor
 
 ROOT = Path(__file__).parents[2]
@@ -375,3 +377,15 @@ def test_the_verdict_says_what_to_do() -> None:
     assert Verdict.of([wrong]).lines()[-1] == "verdict: a run would fail, and not by one node alone"
     codes = [Verdict.of(findings).exit_code for findings in ([], [wrong], [wrong, sick])]
     assert codes == [0, 64, 93]
+
+
+# ------------------------------------------------------------------------------------------------------ the roll call
+
+
+@pytest.mark.parametrize("written", [b"", b"\xff", b"[" * 100_000, b"9" * 6000])
+def test_what_a_stranger_has_put_into_the_store_is_told(written: bytes) -> None:
+    call = RollCall(Place(0, 0, 1), 1.0, lambda: False)
+    call._store.set("roll", written)
+    told = "somebody who is none of the ranks has written to the store at .*: roll is no JSON"
+    with pytest.raises(CommunicationError, match=told):
+        call.hear("roll")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from megalite.training.metrics import (
     Recorded,
     StepMetrics,
     ValidationMetrics,
+    has_test_loss,
     read_metrics,
     truncate_after,
 )
@@ -161,6 +163,15 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file/metrics\.jsonl.*--metrics-path"):
         MetricsWriter(tmp_path / "file" / "metrics.jsonl")
+
+
+def test_what_is_no_regular_file_is_neither_waited_for_nor_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    os.mkfifo(path)
+    assert not has_test_loss(path, 1)
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl failed: no regular file, but a pipe.*--metrics-path"):
+        MetricsWriter(path)
+    assert path.is_fifo()
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
