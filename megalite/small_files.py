@@ -114,6 +114,11 @@ def _whole_number(text: str) -> int | float:
     return number
 
 
+def reason(error: Exception) -> str:
+    """Give an error's cause in a line, where libraries have several; that of the system without number and path."""
+    return " ".join(str(getattr(error, "strerror", None) or error).split())[:300]
+
+
 def shown(value: object) -> str:
     """Give a value of a stranger for a message, in a hundred characters at most, however large it is."""
     try:

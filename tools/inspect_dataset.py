@@ -73,14 +73,14 @@ def show_dataset(arguments: Arguments, prefix: str) -> None:
 
 def decoded(arguments: Arguments, prefix: str, tokens: list[int]) -> str:
     """The text of tokens, or the tokens where no tokenizer is given."""
-    from megalite.data.side_file import check_tokenizer
+    from megalite.data.side_file import check_tokenizer, read_side_file
     from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
 
     if arguments.tokenizer_type is None:
         return " ".join(map(str, tokens))
     options, kind = TokenizerOptions.of(arguments), arguments.tokenizer_type
     tokenizer = build_tokenizer(kind, arguments.tokenizer_model, arguments.vocab_size, options)
-    check_tokenizer(prefix, tokenizer.identity())
+    check_tokenizer(prefix, read_side_file(prefix), tokenizer.identity())
     return tokenizer.decode(tokens)
 
 

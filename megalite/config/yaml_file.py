@@ -16,7 +16,7 @@ from megalite.config import megatron_flags
 from megalite.config.command_line import BLANK, blank
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.errors import ConfigurationError
-from megalite.small_files import MIB, read_small_file, shown
+from megalite.small_files import MIB, read_small_file, reason, shown
 
 Sections = dict[str, dict[str, Any]]
 _LARGEST = MIB
@@ -39,7 +39,7 @@ def read_file(path: str) -> str:
     try:
         return read_small_file(Path(path), largest=_LARGEST).decode()
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise ConfigurationError(f"--config {path}: {reason(error)}") from error
 
 
 def load_yaml(text: str, source: str = "YAML") -> RunConfig:

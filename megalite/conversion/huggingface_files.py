@@ -19,7 +19,7 @@ from megalite.conversion.family import Family
 from megalite.conversion.restricted_pickle import StoredTensor
 from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
-from megalite.small_files import open_regular, parse_json, read_small_file
+from megalite.small_files import open_regular, parse_json, read_small_file, reason
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OF_BUFFERS = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
@@ -89,7 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(read_small_file(path, folder=path.parent).decode())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds no JSON object")
     return found

@@ -15,6 +15,7 @@ from typing import IO, Any, Literal, NamedTuple
 from megalite.data.optional import optional_import
 from megalite.data.side_file import SUFFIX as SIDE_FILE
 from megalite.errors import DataError
+from megalite.small_files import reason
 
 # Large enough that sending a chunk to another process costs little, small enough that all finish together.
 CHUNK_BYTES = 1 << 19
@@ -213,9 +214,9 @@ def _reading_errors(path: str) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError, zlib.error, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
         raise DataError(
-            f"{path} cannot be read ({reason}): what can be is JSON lines, .txt (plain, .gz or .zst) and .parquet"
+            f"{path} cannot be read ({reason(error)}): what can be is JSON lines, .txt (plain, .gz or .zst) and "
+            ".parquet"
         ) from error
 
 

@@ -15,7 +15,7 @@ from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.mock_dataset import MockDataset
 from megalite.data.parts import SPLITS, Part
-from megalite.data.side_file import check_tokenizer
+from megalite.data.side_file import check_tokenizer, read_side_file
 from megalite.data.tokenizers import Tokenizer
 from megalite.data.verification import Verification
 from megalite.errors import ConfigurationError, DataError
@@ -125,10 +125,11 @@ def build_token_datasets(
     """
 
     def open_source(prefix: str) -> TokenFile:
-        check_tokenizer(prefix, tokenizer.identity())
+        record = read_side_file(prefix)
+        check_tokenizer(prefix, record, tokenizer.identity())
         indexed = IndexedDataset(prefix, mmap_bin_files, check=verification is None)
         if verification is not None:
-            verification.add(indexed)
+            verification.add(indexed, record)
         return TokenFile(indexed, sequence_length, seed, cache)
 
     return build_datasets(parts, samples, open_source, cache, surplus)

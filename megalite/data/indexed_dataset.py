@@ -29,7 +29,7 @@ import numpy as np
 
 from megalite.data.mapped_file import map_file, refuse_too_many_open_files
 from megalite.errors import DataError
-from megalite.small_files import open_regular
+from megalite.small_files import open_regular, reason
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -244,7 +244,7 @@ def _file_size(path: Path) -> int:
 def _unreadable(path: Path, error: OSError | ValueError) -> NoReturn:
     if isinstance(error, OSError):
         refuse_too_many_open_files(error)
-    why = getattr(error, "strerror", None) or error
+    why = reason(error)
     what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({why})"
     raise DataError(
         f"{path} {what}. A data path is the common prefix of a .bin and a .idx file, without the suffix, "

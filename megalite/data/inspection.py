@@ -8,7 +8,7 @@ import numpy as np
 
 from megalite.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megalite.data.length_statistics import length_statistics
-from megalite.data.side_file import describe_tokenizer, recorded_tokenizer
+from megalite.data.side_file import describe_tokenizer, read_side_file, recorded_tokenizer
 from megalite.data.verification import check_record
 from megalite.errors import DataError
 
@@ -49,8 +49,9 @@ def verify(data: IndexedDataset) -> None:
     Raises:
         DataError: a checksum is another than recorded, or a token is not of the recorded tokenizer's vocabulary.
     """
-    check_record(data)
-    vocab_size = (recorded_tokenizer(data.prefix) or {}).get("vocab_size")
+    record = read_side_file(data.prefix)
+    check_record(data, record)
+    vocab_size = None if record is None or record.tokenizer is None else record.tokenizer.get("vocab_size")
     tokens = data.all_tokens()
     for first, last in _blocks(data.tokens):
         block = tokens[first:last]

@@ -10,7 +10,7 @@ from pathlib import Path
 from megalite.config.data import split_shares
 from megalite.data.blend import normalize, parse_blend
 from megalite.errors import ConfigurationError, DataError
-from megalite.small_files import parse_json, read_small_file, shown
+from megalite.small_files import parse_json, read_small_file, reason, shown
 
 SPLITS = ("train", "valid", "test")
 
@@ -93,7 +93,7 @@ def _read(flag: str, path: str) -> str:
     try:
         text = read_small_file(Path(path)).decode("utf-8-sig")  # Windows puts a mark before the text
     except (OSError, ValueError) as error:
-        raise DataError(f"{flag} {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise DataError(f"{flag} {path} cannot be read: {reason(error)}") from error
     if not text.strip():
         raise DataError(f"{flag} {path} is empty: write prefixes, with weights or without, into it")
     return text

@@ -27,7 +27,7 @@ from megalite.data.indexed_dataset import token_dtype
 from megalite.data.parts import Part
 from megalite.data.tokenizers import Tokenizer
 from megalite.errors import DataError
-from megalite.small_files import open_regular
+from megalite.small_files import open_regular, reason
 
 
 def build_sft_datasets(
@@ -234,7 +234,7 @@ def _sha256(path: str) -> str:
         with open_regular(Path(path)) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
+        why = reason(error)
         raise DataError(
             f"{path} cannot be read ({why}): with --sft the data are JSONL files of conversations"
         ) from error

@@ -17,7 +17,7 @@ from typing import Any
 from megalite.data.mapped_file import refuse_too_many_open_files
 from megalite.errors import DataError
 from megalite.files import TemporaryFile
-from megalite.small_files import read_json
+from megalite.small_files import read_json, reason
 
 SUFFIX = ".megalite.json"
 CHUNK = 1 << 26
@@ -72,7 +72,7 @@ def read_side_file(prefix: str | Path) -> Record | None:
         if isinstance(error, OSError):
             refuse_too_many_open_files(error)
         raise DataError(
-            f"{path} cannot be read as the record of a token file ({getattr(error, 'strerror', None) or error}): copy "
+            f"{path} cannot be read as the record of a token file ({reason(error)}): copy "
             "it again, run tools/preprocess_data.py again, or remove it to skip the checks"
         ) from error
 
@@ -118,13 +118,13 @@ def recorded_tokenizer(prefix: str | Path) -> dict[str, Any] | None:
     return None if record is None else record.tokenizer
 
 
-def check_tokenizer(prefix: str | Path, tokenizer: dict[str, Any]) -> None:
-    """Refuse a tokenizer (`Tokenizer.identity()`) that is not the one the data was made with, where that is recorded.
+def check_tokenizer(prefix: str | Path, record: Record | None, tokenizer: dict[str, Any]) -> None:
+    """Refuse a tokenizer (`Tokenizer.identity()`) that is not the one of the token file's record.
 
     Raises:
-        DataError: the tokenizers differ, or the side file cannot be read.
+        DataError: the tokenizers differ.
     """
-    recorded = recorded_tokenizer(prefix)
+    recorded = None if record is None else record.tokenizer
     if recorded is not None and recorded != tokenizer:
         raise DataError(
             f"{prefix} was made with the tokenizer {describe_tokenizer(recorded)} (recorded in "

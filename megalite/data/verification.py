@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from megalite.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megalite.data.mapped_file import refuse_too_many_open_files
-from megalite.data.side_file import CHUNK, SUFFIX, read_side_file, side_file_path
+from megalite.data.side_file import CHUNK, SUFFIX, Record, side_file_path
 from megalite.errors import DataError
-from megalite.small_files import open_regular
+from megalite.small_files import open_regular, reason
 
 ENTRIES_AT_ONCE = 1 << 21
 """Entries of indexes that are looked at where they are opened, on every rank: some milliseconds."""
@@ -39,13 +39,12 @@ class Check(NamedTuple):
     run: Callable[[Advance], None]
 
 
-def recorded_checks(data: IndexedDataset) -> list[Check]:
-    """What the side file allows to check, if there is one; its counts are compared at once.
+def recorded_checks(data: IndexedDataset, record: Record | None) -> list[Check]:
+    """What the side file's record allows to check, if there is one; its counts are compared at once.
 
     Raises:
-        DataError: the side file cannot be read, or counts otherwise than the index.
+        DataError: the record counts otherwise than the index.
     """
-    record = read_side_file(data.prefix)
     if record is None:
         return []
     files = [path for path in (idx_path(data.prefix), bin_path(data.prefix)) if path.suffix[1:] in record.crc32]
@@ -68,9 +67,10 @@ def recorded_checks(data: IndexedDataset) -> list[Check]:
     ]
 
 
-def check_record(data: IndexedDataset) -> None:
-    """Compare a dataset with its side file, if there is one: every byte, where that has checksums. Raises DataError."""
-    for check in recorded_checks(data):
+def check_record(data: IndexedDataset, record: Record | None) -> None:
+    """Compare a dataset with its side file's record, if there is one: every byte, where that has checksums. Raises
+    DataError."""
+    for check in recorded_checks(data, record):
         check.run(lambda size: None)
 
 
@@ -95,7 +95,7 @@ def _check_file(path: Path, opened: os.stat_result, crc32: Sequence[int], advanc
     except (OSError, ValueError) as error:
         if isinstance(error, OSError):
             refuse_too_many_open_files(error)
-        raise DataError(f"{path} cannot be read ({getattr(error, 'strerror', None) or error}). {AGAIN}") from error
+        raise DataError(f"{path} cannot be read ({reason(error)}). {AGAIN}") from error
 
 
 class Verification:
@@ -113,7 +113,7 @@ class Verification:
         self._before_start = threading.Event()
         self._damage: BaseException | None = None
 
-    def add(self, data: IndexedDataset) -> None:
+    def add(self, data: IndexedDataset, record: Record | None) -> None:
         """Look at what is seen at once, and leave the rest for later.
 
         Raises:
@@ -125,7 +125,7 @@ class Verification:
             index.run(lambda size: None)
         else:
             self._checks.append(index)
-        self._checks += recorded_checks(data)
+        self._checks += recorded_checks(data, record)
 
     def begin(self) -> None:
         """Start with what was left for later, the smallest first."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from megalite.config import DataConfig
 from megalite.data.indexed_dataset import bin_path, idx_path
 from megalite.doctor.findings import Finding
-from megalite.small_files import open_regular
+from megalite.small_files import open_regular, reason
 from megalite.training.data import data_parts
 
 _END = 2**20
@@ -46,7 +46,7 @@ def _fingerprint(path: Path) -> str:
     except FileNotFoundError:
         return MISSING
     except (OSError, ValueError) as error:
-        return f"not readable ({getattr(error, 'strerror', None) or error})"
+        return f"not readable ({reason(error)})"
     return f"of {size:,} bytes ({digest.hexdigest()[:8]})"
 
 

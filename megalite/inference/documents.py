@@ -13,7 +13,7 @@ from megalite.data.blend import normalize, parse_blend
 from megalite.data.corpus import read_chunks
 from megalite.data.documents import BadRecord, read_documents
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.side_file import check_tokenizer
+from megalite.data.side_file import check_tokenizer, read_side_file
 from megalite.data.tokenizers import Tokenizer
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.data.verification import check_record
@@ -71,10 +71,11 @@ def read_token_files(
     context = context_of_documents(tokenizer)
     found = []
     for prefix, share in zip(prefixes, shares, strict=True):
-        check_tokenizer(prefix, tokenizer.identity())
+        record = read_side_file(prefix)
+        check_tokenizer(prefix, record, tokenizer.identity())
         data = IndexedDataset(prefix)
         if verify and limit is None:
-            check_record(data)
+            check_record(data, record)
         count = limited(len(data.document_indices) - 1, limit)
         sequences = [_bare(_stored(data, document), context, tokenizer.eod) for document in range(count)]
         tokens = [np.concatenate([np.empty(0, data.dtype), *document]) for document in sequences]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TextIO, cast
 from megalite.checkpoint import AnyPath, ObjectPath
 from megalite.errors import CheckpointError
 from megalite.process.place import numbered
-from megalite.small_files import open_regular
+from megalite.small_files import open_regular, reason
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -145,7 +145,7 @@ class MetricsWriter:
         try:
             yield
         except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
+            why = reason(error)
             raise CheckpointError(
                 f"writing metrics to {self._places} failed: {why}. Free space, or choose another --save, "
                 "--metrics-path or --tensorboard-dir"

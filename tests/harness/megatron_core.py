@@ -162,7 +162,8 @@ def _ready(tensor_parallel_size: int) -> Iterator[None]:
     filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
     parallel_state.initialize_model_parallel(tensor_parallel_size)
     try:
-        with warnings.catch_warnings():
+        # Compiling its fused functions would take ten seconds.
+        with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
             warnings.simplefilter("ignore")
             yield
     finally:

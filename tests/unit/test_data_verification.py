@@ -21,6 +21,7 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.indexed_writer import IndexedDatasetWriter, publish
 from megalite.data.loader import MicroBatchLoader
 from megalite.data.mock_dataset import MockDataset
+from megalite.data.side_file import read_side_file
 from megalite.data.verification import Verification
 from megalite.errors import DataError
 
@@ -39,7 +40,7 @@ def prefix(tmp_path: Path) -> Path:
 def verified(*prefixes: Path, reads: bool = True) -> Verification:
     found = Verification(reads)
     for prefix in prefixes:
-        found.add(IndexedDataset(prefix, check=False))
+        found.add(IndexedDataset(prefix, check=False), read_side_file(prefix))
     found.begin()
     return found
 
@@ -71,7 +72,7 @@ def test_checksums_are_of_the_files_also_where_a_writer_went_on(
                 writer.add_document(document)
             writer.complete()
         publish(folder / "a", folder / "growing")
-        for check in verification.recorded_checks(IndexedDataset(folder / "a")):
+        for check in verification.recorded_checks(IndexedDataset(folder / "a"), read_side_file(folder / "a")):
             check.run(lambda size: None)
     crc32 = json.loads((folder / "a.megalite.json").read_text())["crc32"]
     for suffix in SUFFIXES:
@@ -145,7 +146,9 @@ def test_a_run_does_not_wait_for_what_is_large_and_ends_when_damage_is_found(
 
 
 def test_a_file_that_another_has_replaced_is_no_damage(prefix: Path) -> None:
-    (check,) = (each for each in verification.recorded_checks(IndexedDataset(prefix)) if each.size == 12)
+    (check,) = (
+        each for each in verification.recorded_checks(IndexedDataset(prefix), read_side_file(prefix)) if each.size == 12
+    )
     Path(f"{prefix}.new").write_bytes(bytes(12))
     os.replace(f"{prefix}.new", f"{prefix}.bin")
     check.run(lambda size: None)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.errors import DataError
-from megalite.small_files import MIB, parse_json, read_small_file
+from megalite.small_files import MIB, parse_json, read_small_file, reason
 
 LARGEST_FILE = 256 * MIB
 LARGEST_VOCABULARY = 1 << 24
@@ -54,11 +54,6 @@ def read_fields_beside(path: Path) -> dict[str, Any]:
 
 def _unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"{path}, of the tokenizer, cannot be read ({reason(error)}): copy it again, or remove it")
-
-
-def reason(error: Exception) -> str:
-    """Why a file cannot be read: a line, where libraries have several."""
-    return " ".join(str(getattr(error, "strerror", None) or error).split())[:300]
 
 
 def fingerprint(*contents: bytes) -> str:

@@ -17,10 +17,10 @@ import numpy as np
 from megalite.config.tokenizer import FastEncoding
 from megalite.data.optional import optional_import
 from megalite.data.tokenizers.byte_level_bpe import FastByteLevelBPE, NotIdentical
-from megalite.data.tokenizers.files import fingerprint, read_fields_beside, read_tokenizer_file, reason
+from megalite.data.tokenizers.files import fingerprint, read_fields_beside, read_tokenizer_file
 from megalite.data.tokenizers.interface import Ids
 from megalite.errors import ConfigurationError, DataError
-from megalite.small_files import parse_json
+from megalite.small_files import parse_json, reason
 
 END_OF_TEXT = "<|endoftext|>"
 # Where no configuration names it.
