@@ -16,14 +16,14 @@
 # make setup    only the environment, in .venv
 #
 # PYTHON=python3.12        the interpreter to start from (3.11 or later)
-# WORKERS=4                how many processes share the tests, each with ranks of its own
+# WORKERS=4                how many processes share the tests, each with ranks of its own; 3 suit two cores: tests wait, too
 # TORCH_INDEX=URL          where torch, and only torch, is installed from, e.g. a build for CPUs
 # PYTEST_ARGUMENTS=-x      more for pytest
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 STEPS ?= 300
-WORKERS ?= 2
+WORKERS ?= 3
 CLUSTERS ?= 3
 ROOM ?=
 SAMPLE ?=

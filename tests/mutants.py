@@ -949,6 +949,14 @@ MUTANTS = (
         "tests/unit/test_starting.py::test_the_layout_is_told_once",
     ),
     Mutant(
+        "positions that begin anew keep attention within documents, too",
+        "megalite/data/fields.py",
+        "document_ids=documents if reset_attention_mask else None,",
+        "document_ids=documents,",
+        "tests/unit/test_data_fields.py::"
+        "test_positions_count_from_the_start_of_the_document_and_attention_stays_in_it_each_where_asked",
+    ),
+    Mutant(
         "a blend keeps the stretches that began with a wrong guess",
         "megalite/data/blend.py",
         "if len(wrong) == 0:",
@@ -1681,6 +1689,14 @@ MUTANTS = (
         "if digest != digests[0]",
         "if False",
         f"{_LM_EVAL}what_cannot_be_asked_is_refused[disagreement]",
+    ),
+    Mutant(
+        "an export in fp32 takes rounded weights, and not the optimizer's masters",
+        "megalite/conversion/native.py",
+        "dtype.itemsize > reader.tensors",
+        "dtype.itemsize < reader.tensors",
+        "tests/unit/test_conversion_huggingface.py::"
+        "test_weights_wanted_finer_than_they_are_saved_come_from_their_masters",
     ),
     Mutant(
         "in Megatron-LM's files, queries stand in the groups of others",

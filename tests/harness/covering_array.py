@@ -104,14 +104,14 @@ def _build_row(
     missing: Mapping[Target, None],
     generator: random.Random,
 ) -> Row:
-    """A valid row that holds `first`; the other factors, in random order, take the value with the most news."""
+    """A valid row that holds `first`; the others, in random order, take the possible value with the most news."""
     row = dict(first)
     undecided = [name for name in factors if name not in row]
     generator.shuffle(undecided)
     for name in undecided:
         values = generator.sample(factors[name], len(factors[name]))
-        possible = [value for value in values if _can_complete(factors, valid, {**row, name: value})]
-        row[name] = max(possible, key=lambda value: _news(row, (name, value), strength3, missing))
+        values.sort(key=lambda value: _news(row, (name, value), strength3, missing), reverse=True)
+        row[name] = next(value for value in values if _can_complete(factors, valid, {**row, name: value}))
     return {name: row[name] for name in factors}
 
 

@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalite.checkpoint.compatibility import function_of
+from megalite.checkpoint.plan import MASTER, MODEL
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.source import Kind
-from megalite.config import ModelConfig
+from megalite.config import DataConfig, ModelConfig
 from megalite.conversion import families
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import Family, choose
@@ -34,6 +35,7 @@ from megalite.conversion.verification import logits
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 from tests.harness import huggingface as theirs
+from tests.harness.checkpoints import write as write_checkpoint
 from tests.harness.huggingface import CONFIGS
 from tests.harness.tool import Ended, run_tool
 from tools.checkpoint.convert import report
@@ -543,6 +545,25 @@ def test_what_is_cast_is_cast_once_and_asked_for(folders: Path, tmp_path: Path) 
     for name, values in all_tensors(folders / "qwen3").items():
         assert torch.equal(all_tensors(tmp_path / "out")[name], values.bfloat16()), name
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("dtype", "from_masters"), [(torch.float32, True), (torch.bfloat16, False), (None, False)])
+def test_weights_wanted_finer_than_they_are_saved_come_from_their_masters(
+    dtype: torch.dtype | None, from_masters: bool, tmp_path: Path
+) -> None:
+    masters = {"a": torch.full((3,), 1.001), "b": torch.full((2, 2), -0.3001)}
+    saved = {MODEL + name: values.bfloat16() for name, values in masters.items()}
+    config = {
+        "model": asdict(ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, max_position_embeddings=8)),
+        "data": asdict(DataConfig(seq_length=8)),
+    }
+    write_checkpoint(tmp_path, saved | {MASTER + name: values for name, values in masters.items()}, config=config)
+    source = open_megalite(tmp_path, dtype).source
+    assert source.tensors.keys() == masters.keys()
+    for name, values in masters.items():
+        found = torch.empty(values.shape)
+        source.fill(name, Box.whole(tuple(values.shape)), found)
+        assert torch.equal(found, values if from_masters else values.bfloat16().float())
 
 
 def test_weights_that_are_no_numbers_are_told(folders: Path, tmp_path: Path) -> None:

@@ -32,13 +32,16 @@ def test_without_flags_documents_do_not_show() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 3), min_size=2, max_size=30))
-def test_positions_count_from_the_start_of_the_document(tokens: list[int]) -> None:
-    fields = sample_fields(np.array(tokens), 0, reset_position_ids=True, reset_attention_mask=True)
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=30), st.booleans(), st.booleans())
+def test_positions_count_from_the_start_of_the_document_and_attention_stays_in_it_each_where_asked(
+    tokens: list[int], positions: bool, attention: bool
+) -> None:
+    fields = sample_fields(np.array(tokens), 0, reset_position_ids=positions, reset_attention_mask=attention)
     position, document = 0, 0
-    assert fields["document_ids"] is not None
+    assert (fields["document_ids"] is not None) == attention
     for i, token in enumerate(tokens[:-1]):
-        assert (fields["positions"][i], fields["document_ids"][i]) == (position, document)
+        assert fields["positions"][i] == (position if positions else i)
+        assert fields["document_ids"] is None or fields["document_ids"][i] == document
         position, document = (0, document + 1) if token == 0 else (position + 1, document)
 
 
