@@ -143,6 +143,13 @@ MUTANTS = (
         f"{_UNIT}model.py::test_loss_gradients_and_logits_are_the_oracles[whole-llama]",
     ),
     Mutant(
+        "a network takes parts of sequences for whole ones",
+        "megalite/model/gpt.py",
+        'if mesh.size("cp") > 1:',
+        'if mesh.size("cp") > 2:',
+        "tests/unit/test_parallel_model.py::test_what_the_network_does_not_serve_it_refuses",
+    ),
+    Mutant(
         "of parallel residuals the feed-forward layer reads what attention has changed",
         "megalite/model/block.py",
         "if self.parallel_residual:",

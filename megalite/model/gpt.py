@@ -56,6 +56,8 @@ class GPT(nn.Module):
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("the model's vocabulary size is not set")
+        if mesh.size("cp") > 1:
+            raise ValueError("the network needs whole sequences: its mesh cannot have context-parallel ranks (cp)")
         part = part or StageLayers(0, config.num_layers, embedding=True, loss=True)
         sequence_parallel = sequence_parallel and mesh.size("tp") > 1
         self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute or Recompute()

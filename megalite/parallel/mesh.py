@@ -85,6 +85,7 @@ class ParallelMesh:
         self._sizes = sizes | expert_sizes
         self.waits = Waits()
         self._groups: dict[tuple[int, ...], Group] = {}
+        self._by_axes: dict[tuple[str, ...], Group] = {}
         self._links: dict[tuple[int, int], Group] = {}
         self._coordinates = self.coordinates_of(rank)
 
@@ -120,14 +121,21 @@ class ParallelMesh:
         )
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from this one along `axes` only, in rank order."""
-        view = next(view for view in self._views if set(axes) <= set(view))
+        """The ranks that differ from this one along `axes` only, in rank order.
+
+        Raises ValueError if no view has all of the axes.
+        """
+        view = next((view for view in self._views if set(axes) <= set(view)), None)
+        if view is None:
+            raise ValueError(f"axes {axes} are of two views: one has {DENSE_AXES}, the other {EXPERT_AXES}")
         index = tuple(slice(None) if axis in axes else self._coordinates[axis] for axis in view)
         return tuple(self._views[view][index].flatten().tolist())
 
     def group(self, *axes: str) -> Group:
         """The group along `axes`. Every member must ask for its groups in the same order."""
-        return self.group_of(self.ranks(*axes))
+        if axes not in self._by_axes:
+            self._by_axes[axes] = self.group_of(self.ranks(*axes))
+        return self._by_axes[axes]
 
     def world(self) -> Group:
         return self.group_of(range(self.world_size))
@@ -163,6 +171,7 @@ class ParallelMesh:
             if group.process_group is not None and group.process_group is not dist.group.WORLD:
                 dist.destroy_process_group(group.process_group)
         self._groups.clear()
+        self._by_axes.clear()
         self._links.clear()
 
 

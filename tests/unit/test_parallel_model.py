@@ -189,6 +189,12 @@ def micro_batch(*, documents: bool, far: int = 0) -> MicroBatch:
     return MicroBatch(text[:, :-1], positions.expand(BATCH, -1) + far, document_ids, text[:, 1:], mask, RandomKey(0, 0))
 
 
+def test_what_the_network_does_not_serve_it_refuses() -> None:
+    """Half a sequence on each of two ranks had wrong logits, and nothing said so."""
+    with pytest.raises(ValueError, match="cannot have context-parallel ranks"):
+        GPT(LLAMA, ParallelMesh(world_size=2, context_parallel_size=2))
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
 def test_loss_gradients_and_logits_are_the_oracles(name: str, documents: bool) -> None:
