@@ -69,7 +69,7 @@ def parse_tool_arguments(
         value, most = getattr(parsed, field.name), _AT_MOST.get(field.name, 2**53)
         if (isinstance(value, int) and abs(value) > most) or (isinstance(value, float) and math.isnan(value)):
             flag = f"--{field.name.replace('_', '-')}"
-            raise ConfigurationError(f"{flag} {shown(value)}: must be a number, at most {most:,}")
+            raise ConfigurationError(f"{flag} {shown(value)} must be a number, at most {most:,}")
     return parsed
 
 

@@ -15,7 +15,7 @@ def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path: Path) -> 
     path, host = tmp_path / "config.yaml", os.uname().nodename
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    left = [f"{host}.{ended.pid}", f"another.{os.getppid()}"]
+    left = [f"{host}.{ended.pid}", "another.12345"]
     kept = [f"{host}.{os.getppid()}", "another.1"]
     for name in (*left, *kept):
         path.with_name(f"config.yaml.{name}{TEMPORARY}").write_text("half")
