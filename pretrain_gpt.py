@@ -28,6 +28,7 @@ def main() -> int:
     config = resolve(arguments.config, place.world_size)
     starting.announce(config)
     starting.look_for_stop(config.checkpoint.save)
+    starting.open_store()
 
     from megalite.training.data import open_data
 

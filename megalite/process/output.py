@@ -6,6 +6,15 @@ import os
 import sys
 
 
+def require_streams() -> None:
+    """Where this process began without standard output or error (`>&-`, some supervisors), let what is written there
+    go nowhere."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # it stays open as long as the process lives
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
 def write_out() -> OSError | None:
     """Write out what the program has printed. Where that cannot be written, on a full disk or to nobody, it is given
     up, and why is returned: else the process would end by that, whatever it has to say and to end with."""

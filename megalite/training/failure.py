@@ -18,18 +18,19 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalite.errors import EXIT_CONFIGURATION, EXIT_INTERNAL, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
 from megalite.files import write_at_once
-from megalite.process.bounded import within
+from megalite.process.bounded import aside, within
 from megalite.process.host import too_many_open_files
 from megalite.process.listening import on_one_machine
-from megalite.process.output import write_out
+from megalite.process.output import require_streams, write_out
 from megalite.process.place import Place
 from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 
@@ -41,7 +42,6 @@ _NO_RANK = -1
 _GATHERING_SECONDS = 0.5  # ranks that fail of the same cause arrive within this time
 _LAUNCHER_SECONDS = 10.0  # ranks come to the same error, and a launcher ends the others, within this time
 _STAGGER_SECONDS = 0.5
-_WORD_SECONDS = 30.0  # ranks whose start was staggered come within this time
 _STORE_SECONDS = 5.0  # for the store's answer
 _SPEAKING = RLock()  # a thread that reports what it has found must come to its end before the process does
 
@@ -53,6 +53,7 @@ def run_main(main: Callable[[], int]) -> NoReturn:
 
     Launchers make 1 of every code but 0: one rank writes it into the file MEGALITE_EXIT_FILE, where that is set.
     """
+    require_streams()
     exit_on_stop_signals()
     try:
         code = main()
@@ -136,12 +137,19 @@ def _ended_by_launcher() -> bool:
 def _leave_word(message: str, code: int, place: Place) -> int:
     """Tell the ranks that would wait for this one, and say why unless one has failed before it. Returns the exit code
     of the first."""
+    speak = cache(partial(_speak, message, code, place.rank))  # once, whoever asks for it
     try:
-        from megalite.training.meeting import tell_failure
+        from megalite.training.meeting import WORD_SECONDS, tell_failure
 
-        return tell_failure(place, code, _WORD_SECONDS, lambda: _speak(message, code, place.rank))
+        is_first: Future[Any] = Future()
+        telling: Future[Any] = aside(lambda: tell_failure(place, code, is_first.set_result))
+        wait([is_first, telling], _LAUNCHER_SECONDS, return_when=FIRST_COMPLETED)
+        if not is_first.done() or is_first.result():  # where rank 0 has not come yet, too
+            speak()
+        said: int = telling.result(3 * WORD_SECONDS)
+        return said
     except Exception:  # whatever it is: that nobody can be told of the failure is no reason to say nothing of its cause
-        _speak(message, code, place.rank)
+        speak()
         return code
 
 
@@ -175,7 +183,7 @@ def _agree(store: Store, message: str, code: int, rank: int) -> int:
         _speak(message, code, rank)
     if rank == 0:  # which may hold the store: others are still asking
         time.sleep(_GATHERING_SECONDS)
-    return _code_in(reported)
+    return code_in(reported, EXIT_INTERNAL)
 
 
 def report(store: Store | None, message: str, code: int) -> int:
@@ -189,15 +197,15 @@ def report(store: Store | None, message: str, code: int) -> int:
             with suppress(RuntimeError, TimeoutError):  # as above
                 first = within(_STORE_SECONDS, lambda: store.compare_set(_REPORT, "", mine)).decode(errors="replace")
                 if first != mine:
-                    return _code_in(first)
+                    return code_in(first, EXIT_INTERNAL)
         _speak(message, code, rank=0)
     return code
 
 
-def _code_in(reported: str) -> int:
-    """The exit code of what a rank has reported; of anything else, which only a stranger can have put there, ours."""
-    code = reported.split(" ")[1:2]
-    return int(code[0]) if code and re.fullmatch(r"[1-9]\d?\d?", code[0]) else EXIT_INTERNAL
+def code_in(word: str, otherwise: int) -> int:
+    """The exit code in the word of a rank, "RANK CODE"; `otherwise` of what only a stranger can have put there."""
+    code = word.split(" ")[1:2]
+    return int(code[0]) if code and re.fullmatch(r"[1-9]\d?\d?", code[0], re.ASCII) else otherwise
 
 
 def _wait_for_report(store: Store, seconds: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from megalite.process.bounded import aside, within
 from megalite.process.host import require_open_files
 from megalite.process.listening import listen
 from megalite.process.place import Place, ranks_text
+from megalite.training.failure import code_in
 
 Result = TypeVar("Result")
 
@@ -30,6 +30,8 @@ PURPOSE = "run"
 """Sets the keys of a run's ranks apart from others'."""
 SILENCE = 20.0
 """Seconds after which rank 0 is lost to who waits for it."""
+WORD_SECONDS = 60.0
+"""Seconds that a rank that has failed waits for the store, and rank 0 with it for those who are yet to come there."""
 _BETWEEN_LOOKS, _BETWEEN_BEATS = 0.05, 1.0
 _FILES, _FILES_A_RANK = 24, 2  # that a start opens at least; rank 0 has connections of each rank
 _LEAVING_SECONDS = 1.5 * _BETWEEN_BEATS  # rank 0 may have the store, which others are still asking
@@ -70,10 +72,18 @@ def connect(place: Place, seconds: float, purpose: str) -> Store:
     try:
         store = _opened(aside(open_store), place, seconds + STORE_HANGS)
     except TimeoutError:
-        raise CommunicationError(f"{store_name()} does not answer: the process that has it is stopped") from None
+        raise CommunicationError(
+            f"{store_name()} does not answer: nobody has come there, or the process that has it is stopped"
+        ) from None
     except RuntimeError as error:
         raise CommunicationError(f"{store_name()} cannot be reached: {str(error).splitlines()[0]}") from error
     return PrefixStore(f"{purpose}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def open_early(place: Place) -> object:
+    """Have rank 0's store take connections from now on, while rank 0 reads its data: a rank that fails meanwhile leaves
+    word there. Returns what keeps it open; nothing on other ranks, or where the launcher has the store."""
+    return connect(place, WORD_SECONDS, PURPOSE) if place.rank == 0 and not hosted_by_launcher() else None
 
 
 def _opened(store: Future[Store], place: Place, seconds: float) -> Store:
@@ -121,8 +131,8 @@ def meet(store: Store, place: Place, seconds: float, watch: Callable[[], bool] =
         _in_time(seconds, "the store does not answer", partial(_come, store, place.rank))
         word = _in_time(seconds, "the store does not answer", partial(_wait_for_all, store, place.world_size, seconds))
         if word:
-            time.sleep(_LEAVING_SECONDS)
-            sys.exit(_code_in(word))
+            _stay(store, place.world_size)
+            sys.exit(code_in(word, EXIT_RESUMABLE))
         return
     limit = datetime.timedelta(seconds=2 * (seconds + STORE_HANGS))  # else torch prints that its time is up
     _in_time(seconds, "rank 0 has not come, or stands still", partial(store.wait, [f"{_CAME}/0"], limit))
@@ -130,44 +140,40 @@ def meet(store: Store, place: Place, seconds: float, watch: Callable[[], bool] =
     _in_time(seconds, "the store does not answer", partial(_come, store, place.rank))
     word = _in_time(seconds, "rank 0 came, and stands still", partial(_hear, store, limit, watched))
     if word:
-        sys.exit(_code_in(word))
+        sys.exit(code_in(word, EXIT_RESUMABLE))
 
 
-def tell_failure(place: Place, code: int, seconds: float, speak: Callable[[], None]) -> int:
+def tell_failure(place: Place, code: int, decide: Callable[[bool], object]) -> int:
     """Tell the ranks that wait at the store that this one has failed and will not come. Returns the exit code of the
     first to say so.
 
     Args:
         code: this rank's exit code.
-        speak: called if this rank is the first.
-        seconds: to wait for the store, and on rank 0, with which it goes, for those who are yet to come there.
+        decide: told, as soon as that is known, whether this rank is the first.
 
     Raises:
         CommunicationError: the store cannot be reached.
         ConfigurationError: this process may not open the files that it takes.
     """
-    store = connect(place, seconds, PURPOSE)
+    store = connect(place, WORD_SECONDS, PURPOSE)
     mine = f"{place.rank} {code}"
-    said = _in_time(seconds, "the store does not answer", partial(store.compare_set, _FAILED, "", mine))
+    said = _in_time(WORD_SECONDS, "the store does not answer", partial(store.compare_set, _FAILED, "", mine))
     first = said.decode(errors="replace")
-    if first == mine:
-        speak()
+    decide(first == mine)
     if place.rank == 0:
         store.set(_ALL, first)
-        store.set(f"{_CAME}/0", "")
-        end = time.monotonic() + seconds
-        while store.add(_CAME, 0) < place.world_size - 1 and time.monotonic() < end:
-            time.sleep(_BETWEEN_LOOKS)
-        time.sleep(_LEAVING_SECONDS)
-    else:
-        _come(store, place.rank)
-    return _code_in(first)
+    _come(store, place.rank)
+    if place.rank == 0:
+        _stay(store, place.world_size)
+    return code_in(first, EXIT_RESUMABLE)
 
 
-def _code_in(word: str) -> int:
-    """Return the exit code that a rank has left word of; without one, that of a run that may be started again."""
-    found = re.search(r" ([1-9]\d?)$", word, re.ASCII)
-    return int(found[1]) if found else EXIT_RESUMABLE
+def _stay(store: Store, world_size: int) -> None:
+    """Keep the store, on rank 0, until all have come for what was left there, or will hardly come any more."""
+    end = time.monotonic() + WORD_SECONDS
+    while store.add(_CAME, 0) < world_size and time.monotonic() < end:
+        time.sleep(_BETWEEN_LOOKS)
+    time.sleep(_LEAVING_SECONDS)
 
 
 def _hear(store: Store, limit: datetime.timedelta, watched: bool) -> str:

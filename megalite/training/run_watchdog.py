@@ -13,7 +13,7 @@ from megalite.training.failure import report
 from megalite.training.meeting import hosted_by_launcher
 from megalite.watchdog.limits import Limits
 from megalite.watchdog.sections import Sections
-from megalite.watchdog.watchdog import Watchdog
+from megalite.watchdog.watchdog import Watchdog, nobody_watches
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -27,6 +27,8 @@ def run_watchdog(
     `store`: that of the ranks' meeting, where there are several.
     """
     if not config.watchdog.watchdog:
+        if store is not None and place.rank == 0:
+            nobody_watches(store)
         return None
     if store is not None:
         store = cast(Any, store).clone()  # on a connection of its own: the main thread may be waiting over the other

@@ -44,6 +44,7 @@ class Starting:
         """
         self._place = place
         self._over = threading.Event()
+        self._store: object = None
 
     def announce(self, config: RunConfig) -> None:
         """Say what starts, on rank 0: data and torch take a while. Raises BrokenPipeError where nobody reads it."""
@@ -65,6 +66,13 @@ class Starting:
         self.old_stop = identity(path)
         interval = SECONDS_BETWEEN_REQUESTS if is_url(save) else SECONDS_BETWEEN_LOOKS
         threading.Thread(target=self._look, args=(path, interval), name="STOP", daemon=True).start()
+
+    def open_store(self) -> None:
+        """Have rank 0's store take connections: a rank that fails while rank 0 reads its data leaves word there."""
+        if self._place.world_size > 1 and self._place.rank == 0:
+            from megalite.training.meeting import open_early
+
+            self._store = open_early(self._place)
 
     def over(self) -> None:
         """The loop begins: what comes from now on, or has come since the last look, is for it to see."""

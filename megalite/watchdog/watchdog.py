@@ -50,6 +50,11 @@ _FIRST_SECONDS = 60.0  # ranks come here together
 _ADDRESS = "megalite/watchdog"
 
 
+def nobody_watches(store: Store) -> None:
+    """Let the other ranks know, on rank 0, that it has no watchdog: that their flags differ is told later."""
+    store.set(_ADDRESS, "")
+
+
 class Watchdog:
     """While entered, the sections of this rank are watched, and on rank 0 all ranks are."""
 
@@ -123,7 +128,7 @@ class Watchdog:
         """What `_begin_monitor` returns, on another rank. Raises CommunicationError if rank 0 has not begun to watch,
         OSError or ValueError where there is no secret, or what the store has is not from rank 0."""
         try:
-            text = within(_FIRST_SECONDS, lambda: store.get(_ADDRESS)).decode()
+            text = within(_FIRST_SECONDS, lambda: store.get(_ADDRESS)).decode()  # empty: not an address
         except (TimeoutError, RuntimeError) as error:
             raise CommunicationError(
                 f"rank 0 has not begun to watch the run within {_FIRST_SECONDS:.0f} s: it has ended, or stands still"

@@ -111,6 +111,15 @@ def test_an_output_that_cannot_be_written_hides_no_other_error(
     assert ended(start(f"{full}def main():\n    {body}\nrun_main(main)")) == ([code], message)
 
 
+@pytest.mark.parametrize(
+    ("body", "code"), [("print('hidden')\n    return 0", 0), ("raise ConfigurationError('typo in --tp')", 64)]
+)
+def test_a_program_without_standard_streams_ends_with_its_own_code(body: str, code: int, start: Start) -> None:
+    """As Python starts where a shell or a supervisor has closed them."""
+    job = start(f"def main():\n    {body}\nsys.stdout = sys.stderr = None\nrun_main(main)")
+    assert job.wait(timeout=60) == [code]
+
+
 def test_a_defect_shows_its_traceback(start: Start) -> None:
     (code,), error = ended(start("run_main(lambda: 1 // 0)"))
     assert code == 70

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -65,6 +66,11 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
+def said_by(job: Job, rank: int) -> list[str]:
+    """The lines of a rank, but for those on what it waits for."""
+    return [line for line in job.stderr(rank).splitlines() if not line.startswith("waiting for ")]
+
+
 def test_the_ranks_that_do_not_come_are_named(start: Start) -> None:
     job = start("1 2", 4)
     assert wait_for_exit([job.ranks[0]], 60) == []
@@ -109,9 +115,66 @@ def test_ranks_that_fail_before_they_come_leave_none_waiting_on_other_machines(
     environment = {"ABSENT": "", "BROKEN": broken, "LOCAL_WORLD_SIZE": "1"}
     with Job([entry, *flags], 3, tmp_path, environment, store_of_rank_0=store_of_rank_0) as job:
         assert job.wait(timeout=20) == [64] * 3
-        said = [line for text in everything_said(job) for line in text.splitlines() if not line.startswith("waiting")]
+        said = [line for rank in range(3) for line in said_by(job, rank)]
         assert len(said) == 1, said
         assert re.match(r"error( on rank [12])?: no such disk on this machine$", said[0])
+
+
+def test_who_comes_when_another_has_failed_and_rank_0_knows_it_ends_like_them(tmp_path: Path) -> None:
+    """Rank 0, which has the store, stays for those who are late."""
+    entry = tmp_path / "entry.py"
+    late = f"if os.environ['RANK'] == '2':\n    while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
+    heard = f"""
+wait_for_all = meeting._wait_for_all
+def hear(*arguments):
+    word = wait_for_all(*arguments)
+    open({str(tmp_path / "heard")!r}, "w").close()
+    return word
+meeting._wait_for_all = hear
+"""
+    entry.write_text("import os, time\n" + late + ENTRY.replace("launch.meet = come", heard + "launch.meet = come"))
+    environment = {"ABSENT": "", "BROKEN": "1", "LOCAL_WORLD_SIZE": "1"}
+    flags = [*MOCK, *GPT2, "--train-iters", "3", "--global-batch-size", "6"]
+    with Job([entry, *flags], 3, tmp_path, environment, store_of_rank_0=True) as job:
+        deadline = time.monotonic() + 30.0
+        while not (tmp_path / "heard").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.5)  # it would have ended by now
+        (tmp_path / "go").touch()
+        assert job.wait(timeout=30) == [64] * 3
+        assert said_by(job, 2) == []
+
+
+def test_a_rank_that_fails_while_rank_0_reads_its_data_says_so_at_once(tmp_path: Path) -> None:
+    entry = tmp_path / "entry.py"
+    reading = f"""
+if os.environ["RANK"] == "0":
+    import time
+    opened = data.open_data
+    def read(*arguments):
+        while not os.path.exists({str(tmp_path / "go")!r}):
+            time.sleep(0.01)
+        return opened(*arguments)
+    data.open_data = read
+"""
+    entry.write_text(ENTRY.replace("launch.meet = come", reading + "launch.meet = come"))
+    environment = {"ABSENT": "", "BROKEN": "1", "LOCAL_WORLD_SIZE": "1"}
+    with Job([entry, *MOCK, *GPT2, "--train-iters", "3"], 2, tmp_path, environment, store_of_rank_0=True) as job:
+        assert wait_for_exit([job.ranks[1]], 30) == []
+        assert job.ranks[1].exit_code == 64
+        assert said_by(job, 1) == ["error on rank 1: no such disk on this machine"]
+        (tmp_path / "go").touch()
+        assert job.wait(timeout=30) == [64, 64]
+        assert said_by(job, 0) == []
+
+
+def test_ranks_that_differ_in_the_watchdog_are_told_so(tmp_path: Path) -> None:
+    entry = tmp_path / "entry.py"
+    flags = [*MOCK, *GPT2, "--train-iters", "3", "--global-batch-size", "4"]
+    entry.write_text("import os, sys\nsys.argv += ['--no-watchdog'] * (os.environ['RANK'] == '0')\n" + ENTRY)
+    with Job([entry, *flags], 2, tmp_path, {"ABSENT": ""}) as job:
+        assert job.wait(timeout=30) == [64, 64]
+        assert "rank 1 was started with other flags than rank 0: 'watchdog: true' there" in job.stderr(0)
 
 
 @pytest.mark.parametrize(
