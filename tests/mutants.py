@@ -648,16 +648,16 @@ MUTANTS = (
     ),
     Mutant(
         "a norm's gradient is not summed over sequence-parallel ranks",
-        "megalite/model/block.py",
-        "summed=sequence_parallel, dtype=dtype)",
-        "summed=False, dtype=dtype)",
+        "megalite/parallel/context.py",
+        "summed=of_part or self.sequence_parallel)",
+        "summed=of_part)",
         _one_step("tp2-sp-dp1"),
     ),
     Mutant(
         "a key norm's gradient is not summed over the ranks that hold different heads",
         "megalite/model/attention.py",
-        'f"{name}.key_norm", width, summed=True',
-        'f"{name}.key_norm", width, summed=False',
+        'f"{name}.key_norm", width, of_part=True',
+        'f"{name}.key_norm", width',
         _one_step("tp2-dp1"),
     ),
     Mutant(
@@ -1319,8 +1319,8 @@ MUTANTS = (
     Mutant(
         "sequence-parallel ranks take the first rank's positions",
         "megalite/model/embedding.py",
-        "local.chunk(self.group.size)[self.group.rank]",
-        "local.chunk(self.group.size)[0]",
+        ".chunk(self.shards)[self.shard]",
+        ".chunk(self.shards)[0]",
         _one_step("tp2-sp-dp1"),
     ),
     Mutant(
@@ -1496,8 +1496,8 @@ MUTANTS = (
     Mutant(
         "the head's use of a tied weight is given to the embedding's",
         "megalite/model/head.py",
-        "use = 1 if isinstance(weight, Parameter) else 0",
-        "use = 0",
+        "use=1 if isinstance(weight, Parameter) else 0",
+        "use=0",
         "tests/distributed/test_chunks.py::test_two_chunks_give_the_bits_of_one[none-True]",
     ),
     Mutant(
@@ -2693,29 +2693,29 @@ MUTANTS = (
     Mutant(
         "two random sites of a layer draw the same",
         "megalite/model/block.py",
-        'Site(layer, "mlp output", shard)',
-        'Site(layer, "attention output", shard)',
+        'Site(layer, "mlp output", context.shard)',
+        'Site(layer, "attention output", context.shard)',
         f"{_DRAWS}[1-False-gpt2]",
     ),
     Mutant(
         "two layers draw the same",
         "megalite/model/block.py",
-        'Site(layer, "attention output", shard)',
-        'Site(0, "attention output", shard)',
+        'Site(layer, "attention output", context.shard)',
+        'Site(0, "attention output", context.shard)',
         f"{_DRAWS}[1-False-gpt2]",
     ),
     Mutant(
         "the heads of all ranks draw the same",
         "megalite/model/attention.py",
-        'Site(layer, "attention", mesh.coordinate("tp"))',
+        'Site(layer, "attention", group.rank)',
         'Site(layer, "attention")',
         f"{_DRAWS}[2-False-gpt2]",
     ),
     Mutant(
         "all parts of a sequence draw the same",
-        "megalite/model/block.py",
-        'shard = mesh.coordinate("tp") if sequence_parallel else 0',
-        "shard = 0",
+        "megalite/parallel/context.py",
+        'return self.mesh.coordinate("tp") if self.sequence_parallel else 0',
+        "return 0",
         f"{_DRAWS}[2-True-gpt2]",
     ),
     Mutant(
@@ -2831,7 +2831,7 @@ MUTANTS = (
     Mutant(
         "the scale of embeddings is exact",
         "megalite/model/embedding.py",
-        "torch.tensor(math.sqrt(config.hidden_size), dtype=dtype).item()",
+        "torch.tensor(math.sqrt(config.hidden_size), dtype=context.dtype).item()",
         "math.sqrt(config.hidden_size)",
         f"{_PRECISION}the_scale_of_embeddings_is_rounded_to_the_weights[bfloat16]",
     ),

@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from megalite.config.model import ModelConfig
 from megalite.model.batch import LayerContext
 from megalite.model.norm import Norm
+from megalite.parallel.context import AXES, ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.placement import replicated, split, stacked
+from megalite.parallel.mesh import Group
+from megalite.parallel.placement import stacked
 from megalite.parallel.randomness import Site
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal, Piece, Sharding
 from megalite_kernels.attention import attention, keeps_scores
@@ -39,50 +40,43 @@ def key_value_runs(heads: int, groups: int, ranks: int, rank: int) -> list[tuple
     return runs
 
 
-def _key_value(mesh: ParallelMesh, tensor: LogicalTensor, run: tuple[int, int, tuple[int, ...]]) -> Sharding:
+def _key_value(group: Group, tensor: LogicalTensor, run: tuple[int, int, tuple[int, ...]]) -> Sharding:
     first, count, sharers = run
     box = Box((first, *(0,) * (len(tensor.shape) - 1)), (count, *tensor.shape[1:]))
     rows = math.prod(box.size[:3])
-    copies = tuple(mesh.ranks("tp")[rank] for rank in sharers)
-    piece = Piece(tensor, box, 0, rows, ((0, "tp"),))
+    copies = tuple(group.ranks[rank] for rank in sharers)
+    piece = Piece(tensor, box, 0, rows, tuple((0, axis) for axis in AXES["heads"]))
     return Sharding((rows, *tensor.shape[3:]), (piece,), copies, summed=len(copies) > 1)
 
 
 def _query_key_value(
-    config: ModelConfig, mesh: ParallelMesh, query: LogicalTensor, key_value: LogicalTensor
+    config: ModelConfig, context: ParallelContext, query: LogicalTensor, key_value: LogicalTensor
 ) -> list[Sharding]:
     """Queries and this rank's own groups fused into one parameter; then one for each set of ranks that share groups."""
-    runs = key_value_runs(config.num_attention_heads, config.kv_groups, mesh.size("tp"), mesh.coordinate("tp"))
-    own = split(mesh, query, 0, columns=len(query.shape) - 2)
-    fused = stacked([own, *(_key_value(mesh, key_value, run) for run in runs if len(run[2]) == 1)])
-    return [fused, *(_key_value(mesh, key_value, run) for run in runs if len(run[2]) > 1)]
+    group = context.group("heads")
+    runs = key_value_runs(config.num_attention_heads, config.kv_groups, group.size, group.rank)
+    own = context.split(query, {0: "heads"}, columns=len(query.shape) - 2)
+    fused = stacked([own, *(_key_value(group, key_value, run) for run in runs if len(run[2]) == 1)])
+    return [fused, *(_key_value(group, key_value, run) for run in runs if len(run[2]) > 1)]
 
 
 class Attention(nn.Module):
     """Multi-head, grouped-query or multi-query attention, causal."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        mesh: ParallelMesh,
-        layer: int,
-        *,
-        sequence_parallel: bool,
-        recompute: bool,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, *, recompute: bool) -> None:
         """`recompute`: run the core (scores, softmax, weighted values) again in backward instead of keeping it."""
         super().__init__()
         heads, groups, width, hidden = (
             config.num_attention_heads, config.kv_groups, config.head_dim, config.hidden_size,
         )  # fmt: skip
-        self.head_dim, self.heads = width, heads // mesh.size("tp")
+        group = context.group("heads")
+        self.head_dim, self.heads = width, heads // group.size
         self.windowed = config.keys_before[layer] is not None
         self.soft_cap, scalar = config.attn_logit_softcapping, config.query_pre_attn_scalar
         self.score_scale = None if scalar is None else 1.0 / math.sqrt(scalar)
         self.rotary_interleaved = config.rotary_interleaved
         self.dropout, self.recompute = config.attention_dropout, recompute
-        self.site = Site(layer, "attention", mesh.coordinate("tp"))
+        self.site = Site(layer, "attention", group.rank)
         name = f"layers.{layer}.attention"
         draw = Normal(config.init_method_std)
         query = LogicalTensor(
@@ -99,14 +93,9 @@ class Attention(nn.Module):
         if config.add_bias_linear or config.add_qkv_bias:
             query_bias = LogicalTensor(f"{name}.query_bias", (heads, width), Constant(0.0), False)
             key_value_bias = LogicalTensor(f"{name}.key_value_bias", (groups, 2, width), Constant(0.0), False)
-            biases = _query_key_value(config, mesh, query_bias, key_value_bias)
+            biases = _query_key_value(config, context, query_bias, key_value_bias)
         self.query_key_value = ColumnParallelLinear(
-            _query_key_value(config, mesh, query, key_value),
-            biases,
-            mesh.group("tp"),
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=mesh.device,
+            context, "heads", _query_key_value(config, context, query, key_value), biases
         )
         output = LogicalTensor(
             f"{name}.output",
@@ -117,28 +106,25 @@ class Attention(nn.Module):
         )
         output_bias = LogicalTensor(f"{name}.output_bias", (hidden,), Constant(0.0), False)
         self.output = RowParallelLinear(
-            split(mesh, output, 1, columns=2),
-            replicated(mesh, output_bias, summed=sequence_parallel) if config.add_bias_linear else None,
-            mesh.group("tp"),
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=mesh.device,
+            context,
+            "heads",
+            context.split(output, {1: "heads"}, columns=2),
+            context.replicated(output_bias) if config.add_bias_linear else None,
         )
         self.query_norm = self.key_norm = None
         if config.qk_layernorm:
             # Each rank normalises its own heads: the weights' gradients are partial whatever the sequence does.
-            self.query_norm = Norm(config, mesh, f"{name}.query_norm", width, summed=True, dtype=dtype)
-            self.key_norm = Norm(config, mesh, f"{name}.key_norm", width, summed=True, dtype=dtype)
-        self.key_value_of_head = self._key_value_of_head(config, mesh)
+            self.query_norm = Norm(config, context, f"{name}.query_norm", width, of_part=True)
+            self.key_norm = Norm(config, context, f"{name}.key_norm", width, of_part=True)
+        self.key_value_of_head = self._key_value_of_head(config, group)
 
-    def _key_value_of_head(self, config: ModelConfig, mesh: ParallelMesh) -> list[int]:
-        """The local key-value group of each local query head."""
-        tp, rank = mesh.size("tp"), mesh.coordinate("tp")
-        runs = key_value_runs(config.num_attention_heads, config.kv_groups, tp, rank)
+    def _key_value_of_head(self, config: ModelConfig, over: Group) -> list[int]:
+        """The local key-value group of each local query head; heads are split over the ranks of `over`."""
+        runs = key_value_runs(config.num_attention_heads, config.kv_groups, over.size, over.rank)
         runs.sort(key=lambda run: len(run[2]) > 1)  # the order of the fused parameter: own groups first
         local = {group: i for i, group in enumerate(g for first, count, _ in runs for g in range(first, first + count))}
         heads_per_group = config.num_attention_heads // config.kv_groups
-        return [local[(rank * self.heads + head) // heads_per_group] for head in range(self.heads)]
+        return [local[(over.rank * self.heads + head) // heads_per_group] for head in range(self.heads)]
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[sequence (/ size under sequence parallelism), batch, hidden] to the same."""

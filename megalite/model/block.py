@@ -5,7 +5,6 @@ With sandwich norms, norm(attention(...)) and norm(mlp(...)) stand in the place 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
@@ -13,39 +12,26 @@ from megalite.model.attention import Attention
 from megalite.model.batch import LayerContext
 from megalite.model.mlp import MLP
 from megalite.model.norm import Norm
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
 
 
 class Block(nn.Module):
-    def __init__(
-        self,
-        config: ModelConfig,
-        mesh: ParallelMesh,
-        layer: int,
-        *,
-        sequence_parallel: bool,
-        recompute_attention: bool,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, *, recompute_attention: bool) -> None:
         super().__init__()
 
         def norm(name: str) -> Norm:
-            name = f"layers.{layer}.{name}"
-            return Norm(config, mesh, name, config.hidden_size, summed=sequence_parallel, dtype=dtype)
+            return Norm(config, context, f"layers.{layer}.{name}", config.hidden_size)
 
         self.input_norm = norm("input_norm")
-        self.attention = Attention(
-            config, mesh, layer, sequence_parallel=sequence_parallel, recompute=recompute_attention, dtype=dtype
-        )
+        self.attention = Attention(config, context, layer, recompute=recompute_attention)
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = MLP(config, mesh, layer, sequence_parallel=sequence_parallel, dtype=dtype)
+        self.mlp = MLP(config, context, layer)
         self.attention_output_norm = norm("attention_output_norm") if config.sandwich_norm else None
         self.mlp_output_norm = norm("mlp_output_norm") if config.sandwich_norm else None
         self.dropout, self.parallel_residual = config.hidden_dropout, config.use_parallel_residual
-        shard = mesh.coordinate("tp") if sequence_parallel else 0
-        self.attention_site = Site(layer, "attention output", shard)
-        self.mlp_site = Site(layer, "mlp output", shard)
+        self.attention_site = Site(layer, "attention output", context.shard)
+        self.mlp_site = Site(layer, "mlp output", context.shard)
 
     def forward(self, hidden: Tensor, branch: Tensor | None, context: LayerContext) -> tuple[Tensor, Tensor]:
         """Hidden states, and what the layer before leaves to be added to them, to the same two.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +19,10 @@ from megalite.model.embedding import Embedding, word_sharding
 from megalite.model.head import Head, Loss
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
+from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite_kernels.attention import block_mask, dense_mask, goes_in_blocks
-
-
-class _Rest(TypedDict):
-    """What all parts of a network are told alike."""
-
-    sequence_parallel: bool
-    dtype: torch.dtype
 
 
 class GPT(nn.Module):
@@ -59,14 +52,13 @@ class GPT(nn.Module):
         if mesh.size("cp") > 1:
             raise ValueError("the network needs whole sequences: its mesh cannot have context-parallel ranks (cp)")
         part = part or StageLayers(0, config.num_layers, embedding=True, loss=True)
-        sequence_parallel = sequence_parallel and mesh.size("tp") > 1
+        context = ParallelContext(mesh, sequence_parallel and mesh.size("tp") > 1, dtype)
         self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute or Recompute()
         self.part, self.vocab_size = part, config.vocab_size
-        word = word_sharding(config, mesh, self.vocab_size, word_copies or (mesh.rank,))
-        rest: _Rest = {"sequence_parallel": sequence_parallel, "dtype": dtype}
-        self.embedding = Embedding(config, mesh, word, **rest) if part.embedding else None
+        word = word_sharding(config, context, self.vocab_size, word_copies or (mesh.rank,))
+        self.embedding = Embedding(config, context, word) if part.embedding else None
         self.layers = nn.ModuleList(
-            Block(config, mesh, layer, recompute_attention=self.recompute.attention, **rest)
+            Block(config, context, layer, recompute_attention=self.recompute.attention)
             for layer in range(part.first_layer, part.first_layer + part.layers)
         )
         windows = config.keys_before[part.first_layer : part.first_layer + part.layers]
@@ -77,7 +69,7 @@ class GPT(nn.Module):
             if own is not None and not config.untie_embeddings_and_output_weights:
                 own.sharding = replace(own.sharding, uses=2)
             weight = None if config.untie_embeddings_and_output_weights else own if own is not None else word
-            self.head = Head(config, mesh, self.vocab_size, weight, loss or Loss(), **rest)
+            self.head = Head(config, context, self.vocab_size, weight, loss or Loss())
 
     def blocks(self) -> list[nn.Module]:
         """The parts that forward runs one after the other; together they hold every parameter."""

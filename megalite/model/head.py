@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
 from megalite.model.norm import Norm
+from megalite.parallel.context import ParallelContext
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.linear import ColumnParallelLinear
 from megalite.parallel.linear_cross_entropy import linear_cross_entropy
-from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import Parameter
-from megalite.parallel.placement import split
 from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
 from megalite_kernels.activation import soft_cap
 from megalite_kernels.cross_entropy import Terms
@@ -35,19 +33,14 @@ class OutputLayer(ColumnParallelLinear):
 
     def __init__(
         self,
+        context: ParallelContext,
         weight: Parameter | Sharding,
-        group: Group,
         vocab_size: int,
         soft_cap: float | None,
         loss: Loss,
-        *,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         """`weight`: of a layer of its own, its placement; else that of the word embedding."""
-        use = 1 if isinstance(weight, Parameter) else 0
-        super().__init__([weight], [], group, sequence_parallel=sequence_parallel, dtype=dtype, device=device, use=use)
+        super().__init__(context, "vocabulary", [weight], use=1 if isinstance(weight, Parameter) else 0)
         self.vocab_size, self.fused, self.evaluated = vocab_size, loss.fused, Terms(soft_cap=soft_cap)
         self.trained = replace(self.evaluated, label_smoothing=loss.label_smoothing, z_loss=loss.z_loss)
 
@@ -73,33 +66,22 @@ class Head(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        mesh: ParallelMesh,
+        context: ParallelContext,
         vocab_size: int,
         tied: Parameter | Sharding | None,
         loss: Loss,
-        *,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.norm = Norm(config, mesh, "final_norm", config.hidden_size, summed=sequence_parallel, dtype=dtype)
+        self.norm = Norm(config, context, "final_norm", config.hidden_size)
         weight: Parameter | Sharding
         if tied is None:
             shape = (vocab_size, config.hidden_size)
             output = LogicalTensor("output", shape, Normal(config.init_method_std), weight_decay=True, token_table=True)
-            weight = split(mesh, output, 0, padded=config.padded_vocab_size(mesh.size("tp")))
+            padded = config.padded_vocab_size(context.group("vocabulary").size)
+            weight = context.split(output, {0: "vocabulary"}, padded=padded)
         else:
             weight = tied
-        self.output = OutputLayer(
-            weight,
-            mesh.group("tp"),
-            vocab_size,
-            config.final_logit_softcapping,
-            loss,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=mesh.device,
-        )
+        self.output = OutputLayer(context, weight, vocab_size, config.final_logit_softcapping, loss)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """As the output layer, from what leaves the last layer of the network."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
+from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.placement import replicated, split
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
 from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
 
@@ -29,9 +27,7 @@ def _activation(config: ModelConfig) -> Callable[[Tensor, Tensor | None], Tensor
 class MLP(nn.Module):
     """down(activation(up(x))), or down(activation(gate(x)) * up(x)) with gate and up fused."""
 
-    def __init__(
-        self, config: ModelConfig, mesh: ParallelMesh, layer: int, *, sequence_parallel: bool, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
         super().__init__()
         name, hidden, ffn = f"layers.{layer}.mlp", config.hidden_size, config.ffn_size
         self.activation = _activation(config)
@@ -44,12 +40,10 @@ class MLP(nn.Module):
             inner_bias = LogicalTensor(f"{name}.up_bias", (ffn,), Constant(0.0), False)
         dimension = len(inner.shape) - 2
         self.up = ColumnParallelLinear(
-            [split(mesh, inner, dimension)],
-            [split(mesh, inner_bias, dimension, columns=0)] if config.add_bias_linear else [],
-            mesh.group("tp"),
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=mesh.device,
+            context,
+            "ffn",
+            [context.split(inner, {dimension: "ffn"})],
+            [context.split(inner_bias, {dimension: "ffn"}, columns=0)] if config.add_bias_linear else [],
             adds_bias=False,
         )
         down = LogicalTensor(
@@ -61,12 +55,10 @@ class MLP(nn.Module):
         )
         down_bias = LogicalTensor(f"{name}.down_bias", (hidden,), Constant(0.0), False)
         self.down = RowParallelLinear(
-            split(mesh, down, 1),
-            replicated(mesh, down_bias, summed=sequence_parallel) if config.add_bias_linear else None,
-            mesh.group("tp"),
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            device=mesh.device,
+            context,
+            "ffn",
+            context.split(down, {1: "ffn"}),
+            context.replicated(down_bias) if config.add_bias_linear else None,
         )
 
     def forward(self, hidden: Tensor) -> Tensor:

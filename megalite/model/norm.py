@@ -6,28 +6,27 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.context import ParallelContext
 from megalite.parallel.parameter import Parameter
-from megalite.parallel.placement import replicated
 from megalite.parallel.sharding import Constant, LogicalTensor
 from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dimension, its weights whole on every tensor-parallel rank.
+    """RMSNorm or LayerNorm over the last dimension, its weights whole on every rank.
 
-    `summed` where each rank normalises only a part of the activations (see `replicated`).
+    `of_part`: see `ParallelContext.replicated`.
     """
 
     def __init__(
-        self, config: ModelConfig, mesh: ParallelMesh, name: str, width: int, *, summed: bool, dtype: torch.dtype
+        self, config: ModelConfig, context: ParallelContext, name: str, width: int, *, of_part: bool = False
     ) -> None:
         super().__init__()
         self.epsilon, self.around_one = config.norm_epsilon, config.apply_layernorm_1p
 
         def vector(part: str, value: float) -> Parameter:
             tensor = LogicalTensor(f"{name}.{part}", (width,), Constant(value), weight_decay=False)
-            return Parameter(replicated(mesh, tensor, summed=summed), dtype, mesh.device)
+            return context.parameter(context.replicated(tensor, of_part=of_part))
 
         self.weight = vector("weight", 0.0 if self.around_one else 1.0)
         self.bias = vector("bias", 0.0) if config.normalization == "LayerNorm" else None

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.parallel import collectives
+from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import Group
-from megalite.parallel.parameter import Parameter, RowsGradient, hand_over
+from megalite.parallel.parameter import RowsGradient, hand_over
 from megalite.parallel.sharding import Sharding
 
 
@@ -55,13 +56,11 @@ class _VocabParallelRows(torch.autograd.Function):
 class VocabParallelEmbedding(nn.Module):
     """Each rank looks up the ids that it holds; the sum over ranks has them all."""
 
-    def __init__(
-        self, weight: Sharding, group: Group, *, sequence_parallel: bool, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, context: ParallelContext, weight: Sharding) -> None:
         super().__init__()
-        self.weight = Parameter(weight, dtype, device)
-        self.group, self.sequence_parallel = group, sequence_parallel
-        self.first_id = group.rank * weight.local_shape[0]
+        self.weight = context.parameter(weight)
+        self.group, self.sequence_parallel = context.group("vocabulary"), context.sequence_parallel
+        self.first_id = self.group.rank * weight.local_shape[0]
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [sequence, batch] to [sequence (/ size under sequence parallelism), batch, hidden]."""

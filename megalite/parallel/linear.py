@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.parallel import collectives
+from megalite.parallel.context import Meaning, ParallelContext
 from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import Gradient, Parameter, ProductGradient, hand_over, is_deferred
 from megalite.parallel.sharding import Sharding
@@ -117,7 +118,7 @@ def _split(matrix: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer whose outputs are split over `group`; the input is replicated, or split along the sequence.
+    """A linear layer whose outputs are split over ranks; the input is replicated, or split along the sequence.
 
     Several weights over the same input (queries, and keys and values that ranks share) run over one gathered input;
     their outputs stand side by side in the last dimension.
@@ -125,27 +126,27 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(
         self,
+        context: ParallelContext,
+        outputs: Meaning,
         weights: Sequence[Sharding | Parameter],
-        biases: Sequence[Sharding],
-        group: Group,
+        biases: Sequence[Sharding] = (),
         *,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device,
         use: int = 0,
         adds_bias: bool = True,
     ) -> None:
         """A weight that is tied to another layer's is given as that `Parameter`, with the number of its use here.
 
-        `adds_bias`: or leaves `bias` to be added by what comes next.
+        Args:
+            outputs: what the dimension means that is split.
+            adds_bias: or leaves `bias` to be added by what comes next.
         """
         super().__init__()
         self.weights = nn.ParameterList(
-            [weight if isinstance(weight, Parameter) else Parameter(weight, dtype, device) for weight in weights]
+            [weight if isinstance(weight, Parameter) else context.parameter(weight) for weight in weights]
         )
-        self.biases = nn.ParameterList([Parameter(sharding, dtype, device) for sharding in biases])
-        self.group, self.use, self.adds_bias = group, use, adds_bias
-        self.sequence_parallel = sequence_parallel and group.size > 1
+        self.biases = nn.ParameterList(map(context.parameter, biases))
+        self.group, self.use, self.adds_bias = context.group(outputs), use, adds_bias
+        self.sequence_parallel = context.sequence_parallel
 
     @property
     def bias(self) -> Tensor | None:
@@ -162,23 +163,16 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer whose inputs are split over `group`: its terms are summed over it, then the bias is added once."""
+    """A linear layer whose inputs are split over ranks: their terms are summed, then the bias is added once.
 
-    def __init__(
-        self,
-        weight: Sharding,
-        bias: Sharding | None,
-        group: Group,
-        *,
-        sequence_parallel: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    `inputs`: what the dimension means that is split.
+    """
+
+    def __init__(self, context: ParallelContext, inputs: Meaning, weight: Sharding, bias: Sharding | None) -> None:
         super().__init__()
-        self.weight = Parameter(weight, dtype, device)
-        self.bias = Parameter(bias, dtype, device) if bias is not None else None
-        self.group = group
-        self.sequence_parallel = sequence_parallel and group.size > 1
+        self.weight = context.parameter(weight)
+        self.bias = context.parameter(bias) if bias is not None else None
+        self.group, self.sequence_parallel = context.group(inputs), context.sequence_parallel
 
     def forward(self, input: Tensor) -> Tensor:
         """[sequence, batch, in / size] to [sequence (/ size under sequence parallelism), batch, out]."""

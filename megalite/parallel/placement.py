@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import Box, LogicalTensor, Piece, Sharding, share
+
+DENSE, EXPERT = ("tp",), ("ep", "etp")
+"""Of either view, the axes over which a data-parallel replica of a stage is split."""
 
 
 def whole(tensor: LogicalTensor) -> Box:
@@ -14,32 +18,49 @@ def whole(tensor: LogicalTensor) -> Box:
 
 
 def replicated(mesh: ParallelMesh, tensor: LogicalTensor, *, summed: bool) -> Sharding:
-    """The whole of a vector on every tensor-parallel rank.
+    """The whole of a vector on every rank of a replica of the stage.
 
     `summed` where each of them sees only a part of what the vector acts on: its slice of the sequence, or its heads.
     """
-    return Sharding(tensor.shape, (Piece(tensor, whole(tensor), 0, tensor.shape[0]),), mesh.ranks("tp"), summed)
+    return Sharding(tensor.shape, (Piece(tensor, whole(tensor), 0, tensor.shape[0]),), mesh.ranks(*DENSE), summed)
 
 
 def split(
-    mesh: ParallelMesh, tensor: LogicalTensor, dimension: int, *, columns: int = 1, padded: int | None = None
+    mesh: ParallelMesh,
+    tensor: LogicalTensor,
+    splits: Mapping[int, tuple[str, ...]],
+    *,
+    columns: int = 1,
+    padded: int | None = None,
+    summed: bool = False,
 ) -> Sharding:
-    """An equal part of `dimension` on each tensor-parallel rank.
+    """An equal part of each dimension in `splits` on each rank along its axes, all of one view of the mesh.
 
-    The box stands in a local matrix whose columns are the last `columns` dimensions (0: a vector). With `padded`, the
-    first dimension is dealt as if it had that length; what lies past the true one is padding.
+    The ranks of a replica of the stage along other axes hold copies; `summed` is as for `replicated`.
+
+    Args:
+        columns: the box stands in a local matrix whose columns are so many last dimensions (0: a vector).
+        padded: the first dimension is dealt as if it had this length; what lies past the true one is padding.
     """
-    length = tensor.shape[dimension] if padded is None else padded
-    start, count = share(length, mesh.size("tp"), mesh.coordinate("tp"))
-    true_start = min(start, tensor.shape[dimension])
-    true_count = min(start + count, tensor.shape[dimension]) - true_start
-    box = whole(tensor)
-    box = Box(_set(box.offset, dimension, true_start), _set(box.size, dimension, true_count))
-    local = _set(tensor.shape, dimension, count)
+    box, local, true_rows = whole(tensor), tensor.shape, None
+    for dimension, axes in splits.items():
+        padding = padded if dimension == 0 else None
+        length = tensor.shape[dimension] if padding is None else padding
+        start, count = share(length, mesh.size(*axes), mesh.ranks(*axes).index(mesh.rank))
+        true_start = min(start, tensor.shape[dimension])
+        true_count = min(start + count, tensor.shape[dimension]) - true_start
+        box = Box(_set(box.offset, dimension, true_start), _set(box.size, dimension, true_count))
+        local = _set(local, dimension, count)
+        if padding is not None:
+            true_rows = true_count
     cut = len(local) - columns
     local_shape = (math.prod(local[:cut]), math.prod(local[cut:])) if columns else (math.prod(local),)
-    rows = local_shape[0] if padded is None else true_count
-    return Sharding(local_shape, (Piece(tensor, box, 0, rows, ((dimension, "tp"),)),), (mesh.rank,), summed=False)
+    used = {axis for axes in splits.values() for axis in axes}
+    expert = not used.isdisjoint(EXPERT)
+    free = [axis for axis in (EXPERT if expert else DENSE) if axis not in used]
+    made = tuple((dimension, axis) for dimension, axes in splits.items() for axis in axes)
+    piece = Piece(tensor, box, 0, local_shape[0] if true_rows is None else true_rows, made)
+    return Sharding(local_shape, (piece,), mesh.ranks(*free), summed, expert)
 
 
 def stacked(shardings: list[Sharding]) -> Sharding:

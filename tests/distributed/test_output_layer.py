@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.model.head import Loss, OutputLayer
 from megalite.parallel import collectives
+from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.placement import split
 from megalite.parallel.sharding import LogicalTensor, Normal
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.layout_run import several_chunks_of_logits
@@ -55,11 +55,8 @@ def make_layer(tp: int, sequence_parallel: bool, loss: Loss, dtype: torch.dtype 
     rank = dist.get_rank() if tp > 1 else 0
     mesh = ParallelMesh(rank=rank, world_size=tp, tensor_parallel_size=tp)
     tensor = LogicalTensor("output", (VOCABULARY, HIDDEN), Normal(1.0), weight_decay=True, token_table=True)
-    placed = split(mesh, tensor, 0, padded=PADDED)
-    layer = OutputLayer(
-        placed, mesh.group("tp"), VOCABULARY, CAP, loss, sequence_parallel=sequence_parallel, dtype=dtype,
-        device=mesh.device,
-    )  # fmt: skip
+    context = ParallelContext(mesh, sequence_parallel and tp > 1, dtype)
+    layer = OutputLayer(context, context.split(tensor, {0: "vocabulary"}, padded=PADDED), VOCABULARY, CAP, loss)
     layer.weights[0].allocate()
     layer.weights[0].data.copy_(output_weight().chunk(tp)[rank])
     return layer

@@ -86,8 +86,8 @@ class Module(nn.Module):
         mesh = ParallelMesh(rank=rank, world_size=4, tensor_parallel_size=4)
         table = LogicalTensor("table", (5, 3), Normal(1.0), True)
         ones = LogicalTensor("ones", (8,), Constant(1.0), False)
-        self.table = Parameter(split(mesh, table, 0, padded=16), torch.float64, mesh.device)
-        self.ones = Parameter(split(mesh, ones, 0, columns=0), torch.float64, mesh.device)
+        self.table = Parameter(split(mesh, table, {0: ("tp",)}, padded=16), torch.float64, mesh.device)
+        self.ones = Parameter(split(mesh, ones, {0: ("tp",)}, columns=0), torch.float64, mesh.device)
 
 
 def test_padding_starts_at_zero_and_constants_at_their_value() -> None:

@@ -39,7 +39,7 @@ def test_split_boxes_tile_the_tensor_and_its_local_matrices(
         seen = torch.zeros(shape, dtype=torch.int)
         for rank in range(ranks):
             mesh = ParallelMesh(rank=rank, world_size=ranks, tensor_parallel_size=ranks)
-            sharding = split(mesh, logical(shape), dimension, columns=columns)
+            sharding = split(mesh, logical(shape), {dimension: ("tp",)}, columns=columns)
             (piece,) = sharding.pieces
             local = torch.zeros(sharding.local_shape, dtype=whole.dtype)
             piece.view(local).copy_(whole[piece.box.slices()])
@@ -56,7 +56,7 @@ def test_a_padded_split_holds_the_true_rows_first(ranks: int, length: int, local
     rows = []
     for rank in range(ranks):
         mesh = ParallelMesh(rank=rank, world_size=ranks, tensor_parallel_size=ranks)
-        sharding = split(mesh, logical((length, 3)), 0, padded=local * ranks)
+        sharding = split(mesh, logical((length, 3)), {0: ("tp",)}, padded=local * ranks)
         (piece,) = sharding.pieces
         assert sharding.local_shape == (local, 3)
         assert piece.view(torch.zeros(sharding.local_shape)).shape == piece.box.size == (piece.rows, 3)
@@ -74,7 +74,7 @@ def test_replicated_has_a_replica_group_only_where_its_gradient_is_partial() -> 
 
 def test_stacked_pieces_stand_one_under_the_other() -> None:
     mesh = ParallelMesh()
-    first, second = split(mesh, logical((2, 3, 4)), 0), split(mesh, logical((5, 4)), 0)
+    first, second = split(mesh, logical((2, 3, 4)), {0: ("tp",)}), split(mesh, logical((5, 4)), {0: ("tp",)})
     together = stacked([first, second])
     assert together.local_shape == (11, 4)
     local = torch.arange(44).view(11, 4)

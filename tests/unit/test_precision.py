@@ -28,6 +28,7 @@ from megalite.model.rotary import rotary_tables
 from megalite.optim.buckets import DataParallel, make_buckets
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
+from megalite.parallel.context import ParallelContext
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
@@ -81,7 +82,7 @@ def test_norms(shape: tuple[int, int], centered: bool, dtype: torch.dtype) -> No
 @each_dtype
 def test_a_norms_weight_around_one_keeps_its_digits(dtype: torch.dtype) -> None:
     config = replace(MODEL, normalization="RMSNorm", apply_layernorm_1p=True)
-    layer = Norm(config, MESH, "norm", 512, summed=False, dtype=dtype)
+    layer = Norm(config, ParallelContext(MESH, dtype=dtype), "norm", 512)
     layer.weight.allocate()
     with torch.no_grad():
         layer.weight.copy_(0.01 * numbers(512))
