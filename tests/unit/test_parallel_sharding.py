@@ -64,6 +64,49 @@ def test_a_padded_split_holds_the_true_rows_first(ranks: int, length: int, local
     assert rows == list(range(length))
 
 
+@given(
+    ep=st.sampled_from([1, 2, 3]),
+    etp=st.sampled_from([1, 2]),
+    edp=st.sampled_from([1, 2]),
+    pp=st.sampled_from([1, 2]),
+    experts=st.integers(1, 3),
+    width=st.integers(1, 3),
+    splits=st.sampled_from([{0: ("ep",), 1: ("etp",)}, {0: ("ep", "etp")}, {0: ("ep",)}, {2: ("etp",), 0: ("ep",)}]),
+)
+def test_a_split_over_axes_of_the_expert_view_tiles_the_tensor(
+    ep: int, etp: int, edp: int, pp: int, experts: int, width: int, splits: dict[int, tuple[str, ...]]
+) -> None:
+    shape = (experts * ep * etp, width * etp, 2 * etp)
+    tensor, world_size = logical(shape), ep * etp * edp * pp
+    held = torch.zeros(world_size, *shape, dtype=torch.int)
+    copies = {}
+    for rank in range(world_size):
+        mesh = ParallelMesh(
+            rank=rank,
+            world_size=world_size,
+            pipeline_parallel_size=pp,
+            expert_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
+        )
+        sharding = split(mesh, tensor, splits, columns=1)
+        (piece,) = sharding.pieces
+        assert sharding.expert
+        assert piece.view(torch.zeros(sharding.local_shape)).shape == piece.box.size
+        assert piece.splits == tuple((dimension, axis) for dimension, axes in splits.items() for axis in axes)
+        held[rank][piece.box.slices()] += 1
+        copies[rank] = sharding.copies
+    both = {"ep", "etp"} <= {axis for axes in splits.values() for axis in axes}
+    assert (held.sum(0) == edp * pp * (1 if both else etp)).all()
+    for rank, those in copies.items():
+        assert len(those) == (1 if both else etp)
+        assert all(torch.equal(held[rank], held[other]) for other in those)
+
+
+def test_axes_of_two_views_split_no_tensor() -> None:
+    with pytest.raises(ValueError, match="of two views"):
+        split(ParallelMesh(), logical((4, 4)), {0: ("ep", "tp")})
+
+
 def test_replicated_has_a_replica_group_only_where_its_gradient_is_partial() -> None:
     mesh = ParallelMesh(rank=5, world_size=8, tensor_parallel_size=4)
     assert replicated(mesh, logical((6,)), summed=False).replica_group == ()
