@@ -172,6 +172,10 @@ def exact_geglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
     return _activate("swiglu", "exact_gelu", _exact_geglu, gate_up, bias)
 
 
+FUNCTIONS = {each.__name__: each for each in (gelu, exact_gelu, squared_relu, swiglu, geglu, exact_geglu)}
+"""The activations by name."""
+
+
 def soft_cap(input: Tensor, cap: float) -> Tensor:
     """cap * tanh(input / cap): nearly the input where that is small, and never beyond the cap (arXiv:2408.00118)."""
     return torch.tanh(input / cap) * cap

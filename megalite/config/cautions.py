@@ -31,7 +31,7 @@ def cautions(config: RunConfig) -> tuple[str, ...]:
             "--main-params-dtype fp16: a step that changes a weight by less than 1 / 4096 of itself is rounded away"
         )
     model, training = config.model, config.training
-    if not (model.add_bias_linear or model.gated or model.squared_relu or model.exact_gelu):
+    if model.activation.name == "gelu" and not model.add_bias_linear:
         lines.append(
             "--disable-bias-linear: GELU is in its tanh form; Megatron-LM's without biases is exact (--exact-gelu)"
         )

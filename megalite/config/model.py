@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megalite.config.activations import FLAGS, Activation, activation_of
 from megalite.config.attention_windows import keys_before
 from megalite.errors import ConfigurationError
 
@@ -133,9 +134,9 @@ class ModelConfig:
         return self.hidden_size // self.num_attention_heads if self.kv_channels is None else self.kv_channels
 
     @property
-    def gated(self) -> bool:
-        """Whether the feed-forward layer has a gate."""
-        return self.swiglu or self.geglu
+    def activation(self) -> Activation:
+        """The feed-forward layer's."""
+        return activation_of({flag for flag in FLAGS if getattr(self, flag)})
 
     @property
     def ffn_size(self) -> int:
@@ -143,7 +144,7 @@ class ModelConfig:
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         # Two thirds, since the gate makes three matrices of two. Megatron's formula gives 0 below hidden size 24.
-        return max(8 * self.hidden_size // 3 // 64 * 64, 64) if self.gated else 4 * self.hidden_size
+        return max(8 * self.hidden_size // 3 // 64 * 64, 64) if self.activation.gated else 4 * self.hidden_size
 
     @property
     def kv_groups(self) -> int:

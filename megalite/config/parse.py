@@ -93,8 +93,8 @@ def _applied_last(config: RunConfig, given: Collection[str]) -> RunConfig:
         parallel = replace(parallel, data_parallel_sharding_strategy="optim_grads_params")
     if megatron_flags.NO_POSITION_EMBEDDING in given and model.position_embedding_type == "learned_absolute":
         model = replace(model, position_embedding_type="none")
-    other = model.swiglu or model.squared_relu or "openai-gelu" in given or "no-exact-gelu" in given
-    if megatron_flags.NO_BIAS_GELU_FUSION in given and not other:
+    by_tanh = model.activation.name in ("gelu", "geglu") and not {"openai-gelu", "no-exact-gelu"} & set(given)
+    if megatron_flags.NO_BIAS_GELU_FUSION in given and by_tanh:
         model = replace(model, exact_gelu=True)
     return replace(config, parallel=parallel, model=model)
 

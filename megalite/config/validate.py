@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, get_args
 
+from megalite.config.activations import FLAGS
 from megalite.config.attention_windows import MOST_LAYERS
 from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
@@ -262,12 +263,9 @@ def _model(model: ModelConfig) -> Iterator[str]:
         yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {model.num_query_groups}"
     if not model.group_query_attention and model.num_query_groups != 1:
         yield f"--num-query-groups {model.num_query_groups} needs --group-query-attention"
-    activations = [name for name in ("swiglu", "geglu", "squared_relu") if getattr(model, name)]
-    if len(activations) > 1:
-        flags = " and --".join(activations).replace("_", "-")
-        yield f"--{flags} are {len(activations)} activations: choose one"
-    if model.exact_gelu and (model.swiglu or model.squared_relu):
-        yield f"--exact-gelu needs GELU: leave --{'swiglu' if model.swiglu else 'squared-relu'} out"
+    chosen = [flag for flag in FLAGS if getattr(model, flag)]
+    if model.activation.flags != set(chosen):
+        yield f"--{' and --'.join(chosen).replace('_', '-')} are of several activations: choose one"
     if model.window_attn_skip_freq is not None and model.window_size is None:
         yield "--window-attn-skip-freq needs --window-size"
     if model.window_rotary_base is not None and model.window_size is None:

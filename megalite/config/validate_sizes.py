@@ -56,7 +56,7 @@ def network_problems(model: ModelConfig, ranks: int = 2**13) -> Iterator[str]:
 def least_parameters(model: ModelConfig) -> int:
     """Parameters of a network's matrices, without padding; 0 for a vocabulary that is not known yet."""
     heads, groups = model.num_attention_heads, model.kv_groups
-    layer = model.hidden_size * (2 * (heads + groups) * model.head_dim + (3 if model.gated else 2) * model.ffn_size)
+    layer = model.hidden_size * (2 * (heads + groups) * model.head_dim + model.activation.matrices * model.ffn_size)
     rows = (model.vocab_size or 0) * (2 if model.untie_embeddings_and_output_weights else 1)
     if model.position_embedding_type == "learned_absolute":
         rows += model.max_position_embeddings or 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.config import ModelConfig
+from megalite.config.activations import ACTIVATIONS, FLAGS, TANH_GELU
 from megalite.errors import CheckpointError
 from megalite.small_files import shown
 
@@ -111,31 +112,18 @@ def linear_biases() -> Keys:
     )
 
 
-_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
-_EXACT = ("gelu", "gelu_python")
-_OFF = {"swiglu": False, "geglu": False, "exact_gelu": False, "squared_relu": False}
-
-
 def activation(name: str, default: str, *, gated: bool) -> Keys:
     """The function of the feed-forward layer."""
-    if gated:
-        names = {each: {"geglu": True} for each in _TANH} | {
-            each: {"geglu": True, "exact_gelu": True} for each in _EXACT
-        }
-        names |= {each: {"swiglu": True} for each in ("silu", "swish")}
-    else:
-        names = {each: {} for each in _TANH} | {each: {"exact_gelu": True} for each in _EXACT}
-        names |= {"relu2": {"squared_relu": True}}
+    rows = {each: row for row in ACTIVATIONS if row.gated == gated for each in row.hugging_face}
 
     def read(config: Json) -> dict[str, Any]:
         value = config.get(name) or default
-        if value not in names:
-            raise CheckpointError(f"{name} is {shown(value)}, where {', '.join(names)} are known")
-        return _OFF | names[value]
+        if value not in rows:
+            raise CheckpointError(f"{name} is {shown(value)}, where {', '.join(rows)} are known")
+        return {flag: flag in rows[value].flags for flag in FLAGS}
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        wanted = {field: getattr(model, field) for field in _OFF}
-        alike = [each for each in names if _OFF | names[each] == wanted]
+        alike = [each for each, row in rows.items() if row == model.activation]
         return {name: default if default in alike or not alike else alike[0]}
 
     return Keys((name,), read, write)
@@ -147,9 +135,9 @@ def tanh_gate() -> Keys:
 
     def read(config: Json) -> dict[str, Any]:
         for name in ("hidden_act", "hidden_activation"):
-            if config.get(name) not in (None, "gelu", *_TANH):
-                raise CheckpointError(f"{name} is {shown(config[name])}, where gelu, {', '.join(_TANH)} are known")
-        return _OFF | {"geglu": True}
+            if config.get(name) not in (None, "gelu", *TANH_GELU):
+                raise CheckpointError(f"{name} is {shown(config[name])}, where gelu, {', '.join(TANH_GELU)} are known")
+        return {flag: flag == "geglu" for flag in FLAGS}
 
     names = ("hidden_act", "hidden_activation")
     return Keys(names, read, lambda _: dict.fromkeys(names, "gelu_pytorch_tanh"))

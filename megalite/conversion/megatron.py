@@ -54,7 +54,7 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
             f"the arguments in {folder} are of no network that megalite computes:\n{error}"
         ) from error
     check_sizes(folder, model)
-    chunks = opened.chunks(model.gated) if isinstance(opened, Legacy) else opened.chunks(model.num_layers)
+    chunks = opened.chunks(model.activation.gated) if isinstance(opened, Legacy) else opened.chunks(model.num_layers)
     if not model.untie_embeddings_and_output_weights:
         _drop_copy(folder, chunks)
     rows = max((chunk.box.offset[0] + chunk.box.size[0] for chunk in chunks.get(WORD, ())), default=0)

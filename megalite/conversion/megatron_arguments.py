@@ -115,7 +115,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
         raise CheckpointError("\n".join(problems))
     # Megatron-LM's GELU is exact, but for the one that is fused with a bias.
     fused = arguments.get("bias_gelu_fusion", True) and model.add_bias_linear
-    exact = not (model.gated or model.squared_relu or fused or arguments.get("openai_gelu"))
+    exact = model.activation.name == "gelu" and not fused and not arguments.get("openai_gelu")
     return ModelConfig(**values, exact_gelu=exact)
 
 
@@ -181,7 +181,7 @@ def arguments_of(
         "ffn_hidden_size": model.ffn_size,
         "kv_channels": model.head_dim,
         "num_query_groups": model.num_query_groups,
-        "bias_gelu_fusion": not (model.gated or model.squared_relu or model.exact_gelu),
+        "bias_gelu_fusion": model.activation.name == "gelu",
         "add_position_embedding": True,
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
         "window_size": next(((before, 0) for before in windows if before is not None), None),

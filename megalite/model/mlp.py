@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from torch import Tensor, nn
 
@@ -11,17 +10,7 @@ from megalite.config.model import ModelConfig
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
-from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
-
-
-def _activation(config: ModelConfig) -> Callable[[Tensor, Tensor | None], Tensor]:
-    if config.swiglu:
-        return swiglu
-    if config.geglu:
-        return exact_geglu if config.exact_gelu else geglu
-    if config.squared_relu:
-        return squared_relu
-    return exact_gelu if config.exact_gelu else gelu
+from megalite_kernels.activation import FUNCTIONS
 
 
 class MLP(nn.Module):
@@ -30,9 +19,9 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
         super().__init__()
         name, hidden, ffn = f"layers.{layer}.mlp", config.hidden_size, config.ffn_size
-        self.activation = _activation(config)
+        self.activation = FUNCTIONS[config.activation.name]
         draw = Normal(config.init_method_std)
-        if config.gated:
+        if config.activation.gated:
             inner = LogicalTensor(f"{name}.gate_up", (2, ffn, hidden), draw, True, "two ffn hidden -> two ffn hidden")
             inner_bias = LogicalTensor(f"{name}.gate_up_bias", (2, ffn), Constant(0.0), False)
         else:

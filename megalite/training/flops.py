@@ -44,7 +44,7 @@ def flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length:
     projections = model.hidden_size * (query_size + key_value_size) + query_size * model.hidden_size
     seen = [_attended(sequence_length, before) if causal else sequence_length for before in model.keys_before]
     scores_and_context = 2 * query_size * sum(seen)
-    feed_forward = (3 if model.gated else 2) * model.hidden_size * model.ffn_size
+    feed_forward = model.activation.matrices * model.hidden_size * model.ffn_size
     logits = model.hidden_size * padded_vocab_size
     products = model.num_layers * (projections + feed_forward) + scores_and_context + logits
     return float(_FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * products)

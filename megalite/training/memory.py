@@ -155,7 +155,7 @@ def activation_bytes(
     core = query * item
     if not recompute.attention and model.attn_logit_softcapping is None:
         core += heads / tp * wide
-    feed_forward = (3 if model.gated else 2) * model.ffn_size / tp * item
+    feed_forward = model.activation.matrices * model.ffn_size / tp * item
     if model.sandwich_norm:  # two more norms, whose outputs nothing reads again
         feed_forward += 2 * (norm - hidden * item / sp)
     shared = hidden * item / sp if model.use_parallel_residual else 0  # both norms read one tensor

@@ -77,7 +77,7 @@ def shard(model: ModelConfig, name: str, values: Tensor, ranks: int, rank: int) 
     """What a tensor-parallel rank holds, in memory of its own."""
     if "layer_norm" in name or "layernorm" in name or "position" in name:
         return values
-    if "linear_fc1" in name and model.gated:
+    if "linear_fc1" in name and model.activation.gated:
         gate, up = values.chunk(2)
         return torch.cat((gate.chunk(ranks)[rank], up.chunk(ranks)[rank]))
     if "linear_proj" in name or "linear_fc2" in name:

@@ -1,0 +1,43 @@
+"""One row for each activation: the flags that choose it, its function, and its names elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch.nn.functional as F
+import transformers.activations
+from torch import Tensor, randn
+
+from megalite.config import ModelConfig
+from megalite.config.activations import ACTIVATIONS, FLAGS, Activation
+from megalite.config.validate import model_problems
+from megalite_kernels.activation import FUNCTIONS
+
+MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, max_position_embeddings=8)
+every_row = pytest.mark.parametrize("row", ACTIVATIONS, ids=lambda row: row.name)
+
+
+def test_flags_choose_one_activation_or_are_refused() -> None:
+    rows = {row.flags: row for row in ACTIVATIONS}
+    for values in itertools.product((False, True), repeat=len(FLAGS)):
+        model = replace(MODEL, **dict(zip(FLAGS, values, strict=True)))
+        on = frozenset(flag for flag in FLAGS if getattr(model, flag))
+        refused = any("are of several activations" in problem for problem in model_problems(model))
+        assert refused == (on not in rows)
+        assert refused or model.activation is rows[on]
+
+
+@every_row
+def test_its_function_is_the_one_that_its_names_have_in_transformers(row: Activation) -> None:
+    values = randn(5, 8).double()
+    gate, up = values.chunk(2, dim=-1) if row.gated else (values, None)
+    for name in row.hugging_face:
+        function = F.silu if name == "swish" else transformers.activations.ACT2FN[name]
+        expected: Tensor = function(gate) if up is None else function(gate) * up
+        assert (FUNCTIONS[row.name](values) - expected).abs().max() < 1e-6  # gelu_accurate rounds a constant
+
+
+def test_every_function_has_a_row() -> None:
+    assert FUNCTIONS.keys() == {row.name for row in ACTIVATIONS}
