@@ -14,10 +14,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megalite.config.schedules import SHAPES, ScheduleName
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 from megalite.errors import ConfigurationError
 
@@ -32,7 +33,7 @@ class Arguments:
 
     output: tuple[str, ...]
     """Files to write, .svg, .html or .json."""
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"] | None = None
+    pipeline_schedule: ScheduleName | None = None
     """The schedule; unset: the measured one."""
     pipeline_model_parallel_size: int | None = None
     """Ranks; unset: as many as measured."""
@@ -111,7 +112,6 @@ def build_time_line(arguments: Arguments) -> TimeLine:
 
 def find_stages(arguments: Arguments, name: str, measured: TimeLine | None) -> Stages:
     """The pipeline that the flags describe, or the measured one."""
-    from megalite.pipeline.schedules import SCHEDULES
     from megalite.pipeline.stages import Stages
 
     ranks, chunks = arguments.pipeline_model_parallel_size, arguments.num_virtual_stages_per_pipeline_rank
@@ -119,19 +119,20 @@ def find_stages(arguments: Arguments, name: str, measured: TimeLine | None) -> S
         ranks = measured.stages.ranks
     if ranks is None or ranks < 1:
         raise ConfigurationError("--pipeline-model-parallel-size must be given, 1 or more")
-    if name == "interleaved-1f1b":
+    shape = SHAPES[name]
+    if shape.chunks is None:
         if chunks is None and measured is not None:
             chunks = measured.stages.chunks
         if chunks is None or chunks < 2 or ranks < 2:
             problem = "2 or more --num-virtual-stages-per-pipeline-rank on 2 or more --pipeline-model-parallel-size"
             raise ConfigurationError(f"--pipeline-schedule {name} needs {problem}")
         return Stages(ranks, chunks)
-    only = 2 if name == "zb-v" else 1
-    if chunks not in (None, only):
+    if chunks not in (None, shape.chunks):
         raise ConfigurationError(
-            f"--pipeline-schedule {name} has {only} to a rank: drop --num-virtual-stages-per-pipeline-rank {chunks}"
+            f"--pipeline-schedule {name} has {shape.chunks} to a rank: drop --num-virtual-stages-per-pipeline-rank "
+            f"{chunks}"
         )
-    return Stages(ranks, only, SCHEDULES[name].v_shaped)
+    return Stages(ranks, shape.chunks, shape.v_shaped)
 
 
 def find_micro_batches(arguments: Arguments, measured: TimeLine | None) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megalite.config.schedules import ScheduleName
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -14,7 +16,7 @@ class ParallelConfig:
     """Ranks that share each layer's matrices (short: --tp)."""
     pipeline_model_parallel_size: int = 1
     """Ranks that each hold some of the layers, as stages that micro-batches go through (short: --pp)."""
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"] | None = None
+    pipeline_schedule: ScheduleName | None = None
     """Order of forward and backward in a pipeline; unset: 1f1b, or interleaved-1f1b with several stages a rank."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Layers of a stage, where a rank holds several stages; their number follows."""

@@ -9,6 +9,7 @@ from itertools import accumulate, groupby
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.pipeline_letters import layers_of_letters, stages_of_letters
+from megalite.config.schedules import SHAPES, Shape
 from megalite.errors import ConfigurationError
 
 
@@ -41,7 +42,12 @@ def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
         of_rank = _dealt(what, layers, ranks, f"{ranks} ranks (--pipeline-model-parallel-size)")
         stages_of = f"stages of {each} (--num-layers-per-virtual-pipeline-stage)"
         return _dealt(f"{of_rank} layers of a rank", of_rank, each, stages_of)
-    return parallel.num_virtual_stages_per_pipeline_rank or (2 if parallel.pipeline_schedule == "zb-v" else 1)
+    return parallel.num_virtual_stages_per_pipeline_rank or shape(parallel).chunks or 1
+
+
+def shape(parallel: ParallelConfig) -> Shape:
+    """That of the schedule which is asked for; without one stages go round the ranks."""
+    return SHAPES[parallel.pipeline_schedule] if parallel.pipeline_schedule is not None else Shape()
 
 
 def schedule_name(model: ModelConfig, parallel: ParallelConfig) -> str:
@@ -97,8 +103,8 @@ def _joined(stages: Sequence[StageLayers]) -> StageLayers:
 
 
 def _ranks_of_stages(parallel: ParallelConfig, chunks: int) -> list[int]:
-    """The rank of each stage. Stages go round the ranks; with zb-v every other round goes back."""
-    ranks, v_shaped = range(parallel.pipeline_model_parallel_size), parallel.pipeline_schedule == "zb-v"
+    """The rank of each stage. Stages go round the ranks; on a V every other round goes back."""
+    ranks, v_shaped = range(parallel.pipeline_model_parallel_size), shape(parallel).v_shaped
     return [rank for chunk in range(chunks) for rank in (ranks[::-1] if v_shaped and chunk % 2 else ranks)]
 
 

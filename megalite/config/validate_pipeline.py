@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
-from megalite.config.pipeline_layout import schedule_name, stage_layers, virtual_stages
+from megalite.config.pipeline_layout import schedule_name, shape, stage_layers, virtual_stages
 from megalite.config.run import RunConfig
 from megalite.errors import ConfigurationError
 
@@ -36,8 +36,8 @@ def why_nothing_is_aligned(model: ModelConfig, parallel: ParallelConfig) -> str 
         return "without --overlap-grad-reduce"
     if parallel.zero_stage >= 2:
         return "where gradients are reduced behind every micro-batch (ZeRO 2 and 3)"
-    if parallel.pipeline_schedule == "zb-v":
-        return "with zb-v, whose chunks end in another order"
+    if shape(parallel).v_shaped:
+        return f"with {parallel.pipeline_schedule}, whose chunks end in another order"
     try:
         chunks = virtual_stages(model, parallel)
     except ConfigurationError:  # which `validate` tells
@@ -65,15 +65,13 @@ def _contradictions(parallel: ParallelConfig) -> Iterator[str]:
 def _schedule(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     """A schedule that does not go with so many stages a rank."""
     ranks, name = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
-    chunks = virtual_stages(model, parallel)
-    if name == "zb-v":
-        if chunks != 2:
-            yield f"--pipeline-schedule zb-v takes two stages a rank, not {chunks}"
-    elif name == "interleaved-1f1b" and chunks == 1:
-        yield "--pipeline-schedule interleaved-1f1b takes several stages a rank: --num-virtual-stages-per-pipeline-rank"
-    elif name not in (None, "interleaved-1f1b") and chunks > 1:
-        yield f"--pipeline-schedule {name} takes one stage a rank, not {chunks}: interleaved-1f1b takes several"
-    elif chunks > 1 and ranks == 1:
+    chunks, taken = virtual_stages(model, parallel), shape(parallel).chunks
+    if name is not None and taken is None and chunks == 1:
+        yield f"--pipeline-schedule {name} takes several stages a rank: --num-virtual-stages-per-pipeline-rank"
+    elif name is not None and taken not in (None, chunks):
+        wanted, other = ("one stage", ": interleaved-1f1b takes several") if taken == 1 else (f"{taken} stages", "")
+        yield f"--pipeline-schedule {name} takes {wanted} a rank, not {chunks}{other}"
+    elif taken != chunks and chunks > 1 and ranks == 1:
         yield f"{chunks} stages a rank need --pipeline-model-parallel-size 2 or more"
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     if group is not None:

@@ -158,12 +158,9 @@ def _by_groups(stages: Stages, micro_batches: int, group: int) -> list[tuple[int
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule by name: its order, and on which pipelines it runs."""
+    """A schedule: the order of each rank. On which pipelines it runs, config/schedules.py says by its name."""
 
     order: Callable[[Stages, int, int, int], list[Action]]
-    v_shaped: bool = False
-    splits_backward: bool = False
-    """Whether weight gradients come in actions of their own."""
 
     def orders(self, stages: Stages, micro_batches: int, group: int | None = None) -> list[list[Action]]:
         """Each rank's list. `group`: micro-batches that go through a chunk before the next; None: as many as ranks."""
@@ -174,7 +171,7 @@ SCHEDULES = {
     "gpipe": Schedule(gpipe),
     "1f1b": Schedule(one_forward_one_backward),
     "interleaved-1f1b": Schedule(interleaved),
-    "zb-h1": Schedule(zb_h1, splits_backward=True),
-    "zb-v": Schedule(zb_v, v_shaped=True, splits_backward=True),
+    "zb-h1": Schedule(zb_h1),
+    "zb-v": Schedule(zb_v),
 }
 FORWARD_ONLY = Schedule(forward_only)

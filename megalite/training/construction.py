@@ -12,7 +12,7 @@ import torch
 
 from megalite.checkpoint import Plan
 from megalite.config import ModelConfig, RunConfig
-from megalite.config.pipeline_layout import schedule_name, stage_layers, virtual_stages
+from megalite.config.pipeline_layout import schedule_name, shape, stage_layers, virtual_stages
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
@@ -35,7 +35,6 @@ from megalite.pipeline.checker import Collective
 from megalite.pipeline.engine import HiddenStates, PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.schedules import SCHEDULES
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.steps import Steps
 from megalite.training.data import RunData
@@ -74,9 +73,8 @@ def make_loss(config: RunConfig) -> Loss:
 
 def make_stages(config: RunConfig) -> Stages:
     """How the model's stages lie on the pipeline's ranks."""
-    schedule = SCHEDULES[schedule_name(config.model, config.parallel)]
     chunks = virtual_stages(config.model, config.parallel)
-    return Stages(config.parallel.pipeline_model_parallel_size, chunks, schedule.v_shaped)
+    return Stages(config.parallel.pipeline_model_parallel_size, chunks, shape(config.parallel).v_shaped)
 
 
 def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
@@ -168,7 +166,7 @@ def data_parallel(config: RunConfig, mesh: ParallelMesh, chunks: int) -> DataPar
     """What the flags say of the data-parallel ranks, where a rank has so many chunks."""
     parallel, dtype = config.parallel, model_dtype(config)
     # The list then says when a chunk's reductions begin. Those behind each micro-batch, and on a V, are not aligned.
-    looped = chunks > 1 and parallel.pipeline_schedule != "zb-v"
+    looped = chunks > 1 and not shape(parallel).v_shaped
     aligned = parallel.align_grad_reduce and looped and parallel.zero_stage < 2
     low_precision = parallel.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16"
     return DataParallel(

@@ -29,8 +29,8 @@ IN_TURN = "F0.0 F0.1 F1.0 F1.1 B0.1 B1.1 B0.0 F2.0 F2.1 I2.1 B1.0 F3.0 F3.1 I3.1
 
 def scheduled(name: str, cell: Cell) -> tuple[Action, ...]:
     """Of one pipeline rank, its reductions placed."""
-    schedule = SCHEDULES[name]
-    stages = Stages(1, 2 if schedule.v_shaped or name.startswith("interleaved") else 1, schedule.v_shaped)
+    schedule, v_shaped = SCHEDULES[name], name == "zb-v"
+    stages = Stages(1, 2 if v_shaped or name.startswith("interleaved") else 1, v_shaped)
     reductions = Reductions(each=cell.zero >= 2, overlap=cell.overlap != "none")
     (found,) = lower(stages, schedule.orders(stages, 4), reductions)
     return tuple(found)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from megalite.config.schedules import SHAPES
 from megalite.pipeline.lowering import Reductions, lower
 from megalite.pipeline.schedules import FORWARD_ONLY, SCHEDULES, Action
 from megalite.pipeline.stages import Stages
@@ -32,7 +33,7 @@ class Pipeline:
 
     @property
     def stages(self) -> Stages:
-        return Stages(self.ranks, self.chunks, SCHEDULES[self.schedule].v_shaped)
+        return Stages(self.ranks, self.chunks, SHAPES[self.schedule].v_shaped)
 
     def orders(self) -> list[list[Action]]:
         schedule = SCHEDULES[self.schedule] if self.backward else FORWARD_ONLY

@@ -604,11 +604,11 @@ SEVERAL = "--num-virtual-stages-per-pipeline-rank 2"
         ),
         (
             "--pp 2 --pipeline-schedule zb-v --pipeline-model-parallel-layout Ett|ttL",
-            "--pipeline-schedule zb-v takes two stages a rank, not 1",
+            "--pipeline-schedule zb-v takes 2 stages a rank, not 1",
         ),
         (
             "--pp 2 --num-layers 6 --pipeline-schedule zb-v --num-virtual-stages-per-pipeline-rank 3",
-            "--pipeline-schedule zb-v takes two stages a rank, not 3",
+            "--pipeline-schedule zb-v takes 2 stages a rank, not 3",
         ),
         *(
             (
