@@ -1418,7 +1418,7 @@ MUTANTS = (
     ),
     Mutant(
         "engine: functions in Python keep their output where torch's do",
-        "megalite/pipeline/engine.py",
+        "megalite/torch_internals.py",
         " or isinstance(node, BackwardCFunction)",
         "",
         f"{_ENGINE}a_stage_may_end_in_any_operation[custom function that keeps its output]",

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from megalite.checkpoint.container import Part, Place
+from megalite.torch_internals import rebuild_tensor, storage_info
 
 _ALIGNMENT = 64  # torch's own, for whoever maps a file into memory
 
@@ -51,7 +52,7 @@ def metadata(files: Mapping[str, Sequence[tuple[Part, Place]]]) -> bytes:
     files: by name, the parts of each and where they stand.
     """
     # Here, since it takes a second and one rank writes this. The names of the classes are part of DCP's format.
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
     from torch.distributed.checkpoint.metadata import (
         STORAGE_TYPES,
         ChunkStorageMetadata,
@@ -73,7 +74,7 @@ def metadata(files: Mapping[str, Sequence[tuple[Part, Place]]]) -> bytes:
             offset = torch.Size(part.box.offset)
             chunks.append(ChunkStorageMetadata(offset, torch.Size(part.box.size)))
             start, stop = place.start - len(place.before), place.stop + len(place.after(0))
-            stored[MetadataIndex(name, offset)] = _StorageInfo(file, start, stop - start)
+            stored[MetadataIndex(name, offset)] = storage_info(file, start, stop - start)
         _, part, _ = parts[0]
         tensors[name] = TensorStorageMetadata(TensorProperties(part.dtype), torch.Size(part.shape), chunks)
     # Tools that make a nested state dict ask the planner's data for the keys that lead to a tensor: there is one.
@@ -132,7 +133,7 @@ class _Tensor:
     def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[object, ...]]:
         strides = tuple(math.prod(self.size[dimension + 1 :]) for dimension in range(len(self.size)))
         storage = _Storage(self.dtype, math.prod(self.size))
-        return torch._utils._rebuild_tensor_v2, (storage, 0, self.size, strides, False, OrderedDict())
+        return rebuild_tensor(), (storage, 0, self.size, strides, False, OrderedDict())
 
 
 class _Pickler(pickle.Pickler):

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore
 
 from megalite.checkpoint import open_directory
 from megalite.config import RunConfig

@@ -6,13 +6,12 @@ import datetime
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from megalite.errors import CommunicationError
+from megalite.torch_internals import new_process_group
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
@@ -188,31 +187,12 @@ def _new_process_group(
     """A process group that only its members make, named by its ranks and by how often they have made it.
 
     Raises CommunicationError where one of them has gone.
-
-    This is what `dist.new_group(ranks, use_local_synchronization=True)` does, but for the name: torch's has the number
-    of the process's groups in it, so that members with different numbers of other groups wait for each other for ever,
-    and comes again after a group is destroyed, when the store still holds the addresses of the one before.
     """
-    world = c10d._get_default_group()
-    backend_name, store = c10d._world.pg_map[world]
-    backend = dist.Backend(backend_name)
     name = f"megalite {label} {'-'.join(map(str, ranks))}"
-    group_name: Any = f"{name} #{store.add(f'{name} on {rank}', 1)}"
     try:
-        group, _ = c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(rank),
-            list(ranks),
-            backend,
-            store,
-            group_name=group_name,
-            timeout=timeout or c10d._get_default_timeout(backend),
-            device_id=world.bound_device_id,
-        )
+        return new_process_group(rank, ranks, lambda store: f"{name} #{store.add(f'{name} on {rank}', 1)}", timeout)
     except RuntimeError as error:
         raise CommunicationError(
             f"ranks {', '.join(map(str, ranks))} could not connect to one another, or one of them has ended: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    c10d._world.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
-    return group

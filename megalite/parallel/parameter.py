@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megalite.parallel import device
 from megalite.parallel.sharding import Piece, Sharding
+from megalite.torch_internals import make_subclass
 
 
 class Gradient(Protocol):
@@ -112,7 +113,7 @@ class Parameter(nn.Parameter):
 
     def __new__(cls, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> Parameter:
         data = torch.zeros((), dtype=dtype, device=device).expand(sharding.local_shape)
-        self = torch.Tensor._make_subclass(cls, data, True)
+        self = make_subclass(cls, data)
         self.sharding, self.gradient_buffer = sharding, None
         return self
 

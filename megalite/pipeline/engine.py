@@ -14,17 +14,17 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from megalite.errors import MegaliteError
 from megalite.parallel.collectives import Pending, done
 from megalite.parallel.device import synchronize
-from megalite.parallel.naming import named, profiled
+from megalite.parallel.naming import named
 from megalite.parallel.parameter import DeferredGradients
 from megalite.pipeline.point_to_point import Links
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import Span
 from megalite.pipeline.stages import Stages
+from megalite.torch_internals import backward_reads, profiler_looks_on
 
 MicroBatch = TypeVar("MicroBatch")
 Stage = Callable[[Tensor | None, MicroBatch], Tensor]
@@ -132,7 +132,7 @@ class PipelineEngine(Generic[MicroBatch]):
         neighbour has gone or does not answer.
         """
         step = _Step(self, micro_batches, factor, gradients)
-        actions, naming = list(actions), profiled()
+        actions, naming = list(actions), profiler_looks_on()
         with torch.set_grad_enabled(any(action.kind in ("B", "I") for action in actions)):
             for action in actions:
                 with named(str(action)) if naming else nullcontext():
@@ -165,18 +165,8 @@ class _Chunk(Generic[MicroBatch]):
         """Whether backward needs the values of the stage's output: looked up once for each kind of last operation."""
         kind = type(output.grad_fn)
         if kind not in self._output_is_kept:
-            self._output_is_kept[kind] = _backward_reads(output)
+            self._output_is_kept[kind] = backward_reads(output)
         return self._output_is_kept[kind]
-
-
-def _backward_reads(output: Tensor) -> bool:
-    node = output.grad_fn
-    # A function in Python may keep its output anywhere, and in one micro-batch only.
-    if node is None or output._is_view() or isinstance(node, BackwardCFunction):
-        return True
-    saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-    storage = output.untyped_storage().data_ptr()
-    return any(isinstance(value, Tensor) and value.untyped_storage().data_ptr() == storage for value in saved)
 
 
 class _Step(Generic[MicroBatch]):

@@ -35,7 +35,7 @@ from megalite.process.place import Place
 from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 _LOWEST, _REPORT = "lowest_rank", "report"
 _NO_RANK = -1
@@ -244,12 +244,14 @@ def default_store() -> Store | None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
-    return _of_failures(distributed.distributed_c10d._get_default_store())
+    from megalite.torch_internals import default_store
+
+    return _of_failures(default_store())
 
 
 def _of_failures(store: Store) -> Store:
     """The same part of the ranks' store, whatever part of it is given."""
-    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed import PrefixStore
 
     while isinstance(store, PrefixStore):
         store = store.underlying_store

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
 
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, MeetingError
 from megalite.process.bounded import aside, within

@@ -20,6 +20,7 @@ from megalite.model.recompute import Recompute
 from megalite.optim.layout import ParameterGroup
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.shard import bytes_an_element
+from megalite.torch_internals import storage_identity
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _kept(forward: Callable[[], object], parameters: Container[int]) -> int:
     activations: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in parameters:
+        if storage_identity(tensor) not in parameters:
             activations.update(_storages([tensor]))
         return tensor
 
@@ -90,7 +91,7 @@ def _kept(forward: Callable[[], object], parameters: Container[int]) -> int:
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes of each storage under the tensors, once."""
-    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return {storage_identity(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def state_bytes(optimizer: Optimizer) -> tuple[int, int, int]:

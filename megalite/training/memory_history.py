@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from megalite.config.profiling import ProfilingConfig
 from megalite.files import temporary_path
+from megalite.torch_internals import dump_memory, record_memory
 
 _EVENTS = 100_000  # the last so many are kept, in host memory
 
@@ -18,8 +17,7 @@ def record_memory_history(config: ProfilingConfig, rank: int) -> None:
     def out_of_memory(device: int, wanted: int, total: int, free: int) -> None:
         _dump(config, f"out_of_memory_rank_{rank}")
 
-    torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
-    torch._C._cuda_attach_out_of_memory_observer(out_of_memory)  # type: ignore[attr-defined]
+    record_memory(_EVENTS, out_of_memory)
 
 
 def write_snapshot(config: ProfilingConfig, rank: int) -> str | None:
@@ -37,5 +35,5 @@ def _dump(config: ProfilingConfig, what: str) -> None:
     path = path.with_stem(f"{path.stem}_{what}")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_path(path)
-    torch.cuda.memory._dump_snapshot(str(temporary))
+    dump_memory(str(temporary))
     temporary.rename(path)

@@ -19,15 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
-from torch.distributed import distributed_c10d as c10d
 
 from megalite.parallel import collectives
+from megalite.torch_internals import flight_records, groups_and_members, sequence_number
 from megalite.watchdog.flight_record import COMPLETED, GroupRecord, Operation, Snapshot
 
 KEPT = 100  # collectives of each group in a snapshot
 
-_READERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of gloo's recorder, and of NCCL's where there is NCCL
 _NAME = re.compile(r"megalite (group|link) (\d+(?:-\d+)*) #\d+")  # as parallel/mesh.py names its groups
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Byte": "uint8"}
 
@@ -35,11 +33,10 @@ _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "
 def snapshot() -> Snapshot:
     """What this rank has recorded, and whether it waits now; without a process group, nothing."""
     # Counted before the entries are read: an operation that begins meanwhile is then missing from both or has an entry.
-    groups = {record.name: record for record in map(_counts, list(c10d._world.pg_group_ranks.items()))}
-    for name in _READERS:
-        if hasattr(_distributed_c10d, name):
-            for record in group_records(json.loads(getattr(_distributed_c10d, name)())):
-                groups[record.name] = _merge(groups.get(record.name, record), record)
+    groups = {record.name: record for record in map(_counts, groups_and_members())}
+    for recorded in flight_records():
+        for record in group_records(recorded):
+            groups[record.name] = _merge(groups.get(record.name, record), record)
     return Snapshot(_waiting(), tuple(record for record in groups.values() if len(record.ranks) != 1))
 
 
@@ -48,7 +45,7 @@ def _counts(group_and_members: tuple[Any, Mapping[int, int]]) -> GroupRecord:
     group, members = group_and_members
     count = 0
     with suppress(RuntimeError):  # a backend that does not count
-        count = group._get_sequence_number_for_group()
+        count = sequence_number(group)
     named = _NAME.fullmatch(group.group_name)
     link = named is not None and named[1] == "link"
     ranks = tuple(sorted(members, key=members.__getitem__))
@@ -117,7 +114,7 @@ def _state(entry: Mapping[str, Any]) -> str:
 
 def _waiting() -> bool | None:
     """Whether the main thread stands in a communication: its innermost frame is torch's or collectives.py's."""
-    if any(dist.get_backend(group) != "gloo" for group in list(c10d._world.pg_map)):
+    if any(dist.get_backend(group) != "gloo" for group, _ in groups_and_members()):
         return None
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:

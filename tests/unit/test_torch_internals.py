@@ -1,0 +1,91 @@
+"""What torch keeps private and megalite uses is there, does what is expected of it, and stands in one file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalite import torch_internals as internals
+
+ROOT = Path(__file__).parents[2]
+PRIVATE = re.compile(
+    r"(?<!\")\b(torch|dist|c10d)(\.[a-z]\w*)*\._(?!_)\w"
+    r"|\.(_saved_|_cdata\b|_is_view\b|_make_subclass\b)|from torch.*\b_[A-Z]"
+)
+VERSION = f"torch {torch.__version__}"
+
+
+def test_it_stands_in_one_file() -> None:
+    for folder in ("megalite", "kernels", "tools"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path != ROOT / "megalite" / "torch_internals.py":
+                lines = [line for line in path.read_text().splitlines() if PRIVATE.search(line)]
+                assert not lines, f"{path} uses what torch keeps private: {lines}"
+
+
+def test_a_group_of_its_own_name_is_made_and_listed(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert isinstance(internals.default_store(), dist.Store), VERSION
+        group = internals.new_process_group(0, (0,), lambda store: f"ours #{store.add('count', 1)}", None)
+        assert group.group_name == "ours #1", VERSION
+        members = [members for each, members in internals.groups_and_members() if each is group]
+        assert members == [{0: 0}], VERSION
+        before = internals.sequence_number(group)
+        dist.all_reduce(torch.ones(1), group=group)
+        assert internals.sequence_number(group) == before + 1, VERSION
+        assert any("ours #1" in str(records) for records in internals.flight_records()), VERSION
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_profiler_is_noticed() -> None:
+    assert not internals.profiler_looks_on(), VERSION
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert internals.profiler_looks_on(), VERSION
+
+
+def test_a_tensor_of_another_class_shares_its_memory() -> None:
+    class Ours(nn.Parameter):
+        pass
+
+    data = torch.zeros(3)
+    ours = internals.make_subclass(Ours, data)
+    assert (type(ours), ours.requires_grad, ours.data_ptr()) == (Ours, True, data.data_ptr()), VERSION
+
+
+def test_storages_are_told_apart() -> None:
+    for device in ("cpu", "meta"):
+        one, other = torch.zeros(4, device=device), torch.zeros(4, device=device)
+        assert internals.storage_identity(one) == internals.storage_identity(one[2:]), VERSION
+        assert internals.storage_identity(one) != internals.storage_identity(other), VERSION
+
+
+def test_what_backward_reads_is_known() -> None:
+    input = torch.ones(3, 3, requires_grad=True)
+    results: dict[str, tuple[Tensor, bool]] = {
+        "exp": (input.exp(), True),
+        "product": (input @ input, False),
+        "view": ((input * 2)[1:], True),
+        "leaf": (input, True),
+    }
+    assert {name: internals.backward_reads(output) for name, (output, _) in results.items()} == {
+        name: reads for name, (_, reads) in results.items()
+    }, VERSION
+
+
+def test_formats_have_the_names_that_files_hold() -> None:
+    rebuild, info = internals.rebuild_tensor(), internals.storage_info("file", 3, 5)
+    assert (rebuild.__module__, rebuild.__name__) == ("torch._utils", "_rebuild_tensor_v2"), VERSION
+    assert type(info).__module__ == "torch.distributed.checkpoint.filesystem", VERSION
+    assert (info.relative_path, info.offset, info.length) == ("file", 3, 5), VERSION
+
+
+def test_the_recorder_of_memory_is_there() -> None:
+    assert callable(torch.cuda.memory._record_memory_history), VERSION
+    assert callable(torch.cuda.memory._dump_snapshot), VERSION
