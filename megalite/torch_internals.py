@@ -23,7 +23,7 @@ _FLIGHT_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # gloo's; 
 
 
 def default_store() -> Store:
-    """The store that the default group was made with, which torch keeps to itself. Raises ValueError without a group."""
+    """The store that the default group was made with, which torch keeps to itself; without one a ValueError."""
     return c10d._get_default_store()
 
 
