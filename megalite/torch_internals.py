@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import HashStore as HashStore  # torch.distributed's are hidden from type checkers
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch.autograd.function import BackwardCFunction
-from torch.distributed import Store
 from torch.distributed import distributed_c10d as c10d
 
 Made = TypeVar("Made", bound=Tensor)

@@ -16,7 +16,6 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore
 
 from megalite.checkpoint import open_directory
 from megalite.config import RunConfig
@@ -38,6 +37,7 @@ from megalite.process.bounded import aside
 from megalite.process.host import host_name
 from megalite.process.place import Place
 from megalite.process.signals import StopRequest
+from megalite.torch_internals import PrefixStore
 from megalite.training.failure import leave_code
 from megalite.training.meeting import connect
 

@@ -35,7 +35,7 @@ from megalite.process.place import Place
 from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from megalite.torch_internals import Store
 
 _LOWEST, _REPORT = "lowest_rank", "report"
 _NO_RANK = -1
@@ -244,14 +244,14 @@ def default_store() -> Store | None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
-    from megalite.torch_internals import default_store
+    from megalite import torch_internals
 
-    return _of_failures(default_store())
+    return _of_failures(torch_internals.default_store())
 
 
 def _of_failures(store: Store) -> Store:
     """The same part of the ranks' store, whatever part of it is given."""
-    from torch.distributed import PrefixStore
+    from megalite.torch_internals import PrefixStore
 
     while isinstance(store, PrefixStore):
         store = store.underlying_store

@@ -20,7 +20,7 @@ from megalite.process.place import Place
 from megalite.training.meeting import PURPOSE, connect, meet, store_name
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from megalite.torch_internals import Store
 
 
 def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMesh:

@@ -11,13 +11,12 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
 
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
-
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, MeetingError
 from megalite.process.bounded import aside, within
 from megalite.process.host import require_open_files
 from megalite.process.listening import listen
 from megalite.process.place import Place, ranks_text
+from megalite.torch_internals import HashStore, PrefixStore, Store, TCPStore
 from megalite.training.failure import code_in
 
 Result = TypeVar("Result")

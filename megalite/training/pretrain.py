@@ -35,7 +35,7 @@ from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import MEETING, START, Sections
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from megalite.torch_internals import Store
 
 
 @dataclass(frozen=True)

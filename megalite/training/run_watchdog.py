@@ -16,7 +16,7 @@ from megalite.watchdog.sections import Sections
 from megalite.watchdog.watchdog import Watchdog, nobody_watches
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from megalite.torch_internals import Store
 
 
 def run_watchdog(

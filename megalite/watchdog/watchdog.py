@@ -36,7 +36,7 @@ from megalite.watchdog.sections import OpenSection, Sections
 from megalite.watchdog.verdict import Peer, death, folder_name, hang, overdue, whole
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from megalite.torch_internals import Store
 
 _TICK_SECONDS = 0.5
 _HEARTBEAT_SECONDS = 1.0
