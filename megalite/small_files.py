@@ -17,6 +17,8 @@ from typing import Any
 MIB = 2**20
 LARGEST = 64 * MIB
 """Bytes of a small file, where its reader knows no better."""
+MOST_MARKS = 3_000_000
+"""Braces, brackets, commas and colons of a JSON text: beside its own bytes, 100 bytes of memory each at most."""
 DEEPEST = 64
 """Levels of lists and objects in each other; the deepest file of those that are read has eight."""
 _WHOLE_NUMBERS = range(-(2**63), 2**64)
@@ -67,24 +69,35 @@ def open_regular(path: Path, *, folder: Path | None = None) -> BufferedReader:
 
 
 def _lies_in(path: Path, folder: Path) -> bool:
-    """Follow links; a snapshot in Hugging Face's cache has its files in the folder of the model, two levels up."""
-    root = Path(os.path.realpath(folder))
-    if root.parent.name == "snapshots":
-        root = root.parent.parent
-    return Path(os.path.realpath(path)).is_relative_to(root)
+    """Follow links. Hugging Face's cache keeps the files of models--NAME/snapshots/COMMIT in models--NAME/blobs."""
+    root, real = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    model = root.parent.parent
+    cached = root.parent.name == "snapshots" and model.name.startswith("models--")
+    return real.is_relative_to(root) or (cached and real.is_relative_to(model / "blobs"))
 
 
-def read_json(path: Path, *, largest: int = LARGEST, folder: Path | None = None) -> Any:
+def read_json(path: Path, *, largest: int = LARGEST, most_marks: int = MOST_MARKS, folder: Path | None = None) -> Any:
     """Read a small file of JSON: `read_small_file`, then `parse_json`."""
-    return parse_json(read_small_file(path, largest=largest, folder=folder))
+    return parse_json(read_small_file(path, largest=largest, folder=folder), most_marks=most_marks)
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, most_marks: int = MOST_MARKS) -> Any:
     """Parse JSON in which no key stands twice in an object, whole numbers have 64 bits, and depth is bounded.
+
+    Args:
+        text: what to parse.
+        most_marks: braces, brackets, commas and colons that it may have.
 
     Raises:
         ValueError: the text is none.
     """
+    # Counted before anything is made of them: `{},` becomes more than twenty times its bytes.
+    if isinstance(text, str):
+        marks = sum(text.count(mark) for mark in "{[,:")
+    else:
+        marks = sum(text.count(mark) for mark in b"{[,:")
+    if marks > most_marks:
+        raise ValueError(f"of {marks:,} braces, brackets, commas and colons, where {most_marks:,} may be")
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_int=_whole_number)
     except RecursionError:
@@ -99,10 +112,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {max(names, key=names.count)[:80]!r} stands twice in one object")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name[:80]!r} stands twice in one object")
+        found[name] = value
     return found
 
 

@@ -1819,6 +1819,157 @@ MUTANTS = (
         "tests/unit/test_conversion_megatron_damage.py::test_a_model_that_is_too_large_for_its_files_is_not_made",
     ),
     Mutant(
+        "a repeated key is found by counting each",
+        "megalite/small_files.py",
+        """    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name[:80]!r} stands twice in one object")
+        found[name] = value
+    return found
+""",
+        """    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {max(names, key=names.count)[:80]!r} stands twice in one object")
+    return found
+""",
+        "tests/unit/test_small_files.py::test_a_repeated_key_is_found_in_one_pass",
+    ),
+    Mutant(
+        "values of a JSON text are made however many they are",
+        "megalite/small_files.py",
+        "    if marks > most_marks:\n",
+        "    if False:\n",
+        "tests/unit/test_small_files.py::test_what_would_take_many_times_its_bytes_is_refused_before_it_is_made",
+    ),
+    Mutant(
+        "a link leads anywhere in the cache of a model",
+        "megalite/small_files.py",
+        '(cached and real.is_relative_to(model / "blobs"))',
+        "(cached and real.is_relative_to(model))",
+        "tests/unit/test_small_files.py::test_links_stay_in_the_folder",
+    ),
+    Mutant(
+        "any folder of snapshots is taken for Hugging Face's cache",
+        "megalite/small_files.py",
+        ' and model.name.startswith("models--")',
+        "",
+        "tests/unit/test_small_files.py::test_links_stay_in_the_folder",
+    ),
+    Mutant(
+        "a record of token data may be as large as a tokenizer",
+        "megalite/data/side_file.py",
+        "read_json(path, largest=_LARGEST)",
+        "read_json(path)",
+        "tests/unit/test_small_files.py::test_a_reader_takes_no_more_than_such_a_file_has",
+    ),
+    Mutant(
+        "a large manifest has any number of values",
+        "megalite/checkpoint/manifest.py",
+        "max(MOST_MARKS, len(text) // _BYTES_A_MARK)",
+        "len(text)",
+        "tests/unit/test_checkpoint_manifest.py::test_values_without_end_are_refused_before_they_are_made",
+    ),
+    Mutant(
+        "a manifest of many boxes is taken for a hostile one",
+        "megalite/checkpoint/manifest.py",
+        "max(MOST_MARKS, len(text) // _BYTES_A_MARK)",
+        "MOST_MARKS",
+        "tests/unit/test_checkpoint_manifest.py::test_a_manifest_of_many_boxes_is_read",
+    ),
+    Mutant(
+        "boxes are parted along the first axis alone",
+        "megalite/checkpoint/manifest.py",
+        "for axis in range(len(target.size)) if cuts else ():",
+        "for axis in range(1) if cuts else ():",
+        "tests/unit/test_checkpoint_boxes.py::test_many_boxes_are_told_at_once",
+    ),
+    Mutant(
+        "any number of interlocked boxes is compared in pairs",
+        "megalite/checkpoint/manifest.py",
+        "    if len(parts) > _MOST_INTERLOCKED:",
+        "    if len(parts) > 99:",
+        "tests/unit/test_checkpoint_boxes.py::test_many_boxes_that_interlock_are_refused",
+    ),
+    Mutant(
+        "cuts within cuts have no end",
+        "megalite/checkpoint/manifest.py",
+        "*side), cuts - 1)",
+        "*side), cuts)",
+        "tests/unit/test_checkpoint_boxes.py::test_many_boxes_that_interlock_are_refused",
+    ),
+    Mutant(
+        "boxes that meet are taken to cover",
+        "megalite/checkpoint/manifest.py",
+        "    return all(one.intersection(other) is None for one, other in combinations(parts, 2))",
+        "    return True",
+        "tests/unit/test_checkpoint_boxes.py::test_boxes_with_the_right_sum_that_meet_do_not_cover",
+    ),
+    Mutant(
+        "a tensor's name may clear the screen",
+        "megalite/checkpoint/manifest.py",
+        " or not name.isprintable():\n                raise",
+        ":\n                raise",
+        "tests/unit/test_checkpoint_manifest.py::test_names_can_be_shown_and_shapes_are_small",
+    ),
+    Mutant(
+        "a text of a stranger's configuration reaches the terminal as it is",
+        "tools/checkpoint/inspect.py",
+        "return str(value) if str(value).isprintable() else repr(value)",
+        "return str(value)",
+        "tests/unit/test_checkpoint_inspection.py::test_what_a_stranger_has_written_does_not_reach_the_terminal_as_it_is",
+    ),
+    Mutant(
+        "a record's tokenizer is shown as it is",
+        "megalite/data/side_file.py",
+        'f"{name} {shown(value)}" for',
+        'f"{name} {value}" for',
+        "tests/unit/test_data_datasets.py::test_what_a_record_says_is_shown_escaped_and_short",
+    ),
+    Mutant(
+        "a record's tokenizer has any number of fields",
+        "megalite/data/side_file.py",
+        " or len(value) > _MOST_FIELDS:",
+        ":",
+        "tests/unit/test_data_datasets.py::test_an_identity_has_few_short_fields",
+    ),
+    Mutant(
+        "None is taken for the name of a folder to load from",
+        "megalite/config/parse.py",
+        'None if value == "None" else value',
+        "value",
+        "tests/unit/test_config_validate_checkpoint.py::test_saved_fields_stand_below_yaml_and_flags",
+    ),
+    Mutant(
+        "for every unknown key the nearest one is looked for",
+        "megalite/config/yaml_file.py",
+        "suggest=len(problems) < _SHOWN)",
+        "suggest=True)",
+        "tests/unit/test_config_yaml.py::test_no_more_is_suggested_than_is_shown",
+    ),
+    Mutant(
+        "a lock follows a link",
+        "megalite/data/index_cache.py",
+        " | os.O_NOFOLLOW",
+        "",
+        "tests/unit/test_data_index_cache.py::test_what_stands_in_the_place_of_a_lock_is_left_alone",
+    ),
+    Mutant(
+        "what stands in the place of a lock is removed",
+        "megalite/data/index_cache.py",
+        "        if regular:\n            path.unlink",
+        "        if True:\n            path.unlink",
+        "tests/unit/test_data_index_cache.py::test_what_stands_in_the_place_of_a_lock_is_left_alone",
+    ),
+    Mutant(
+        "too many open files are told as a fault of the file",
+        "megalite/data/mapped_file.py",
+        "error.errno in (errno.EMFILE, errno.ENFILE)",
+        "error.errno == errno.ENFILE",
+        "tests/unit/test_data_index_cache.py::test_too_many_open_files_are_no_damage",
+    ),
+    Mutant(
         "a manifest's training state is taken as it is",
         "megalite/checkpoint/manifest.py",
         """_training_from_json(fields["training"])""",

@@ -24,8 +24,9 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from operator import add, gt
 from pathlib import Path
 from typing import Any
@@ -37,17 +38,21 @@ from megalite.checkpoint.damage import unreadable
 from megalite.checkpoint.storage import AnyPath, read_small
 from megalite.errors import CheckpointError, DamagedCheckpointError
 from megalite.parallel.sharding import Box
-from megalite.small_files import MIB, parse_json, shown
+from megalite.small_files import MIB, MOST_MARKS, parse_json, shown
 
 NAME = "manifest.json"
 VERSION = 2
 BLOCK = 1 << 22
 """Bytes of a box that have a checksum of their own."""
 _FILE_NAME = re.compile(r"\.?\w[\w.-]{0,200}")
-_LONGEST_NAME = 1000
+_LONGEST_NAME, _MOST_AXES = 1000, 16
 _DTYPES = {kind: getattr(torch, kind) for kind in ("float64", "float32", "bfloat16", "float16")}
 _LARGEST = 512 * MIB
 """Bytes of a manifest: of three million boxes, as 1,000 tensors and three states of each have on 750 ranks."""
+_BYTES_A_MARK = 6
+"""Bytes of a large manifest for each brace, bracket, comma and colon. A box has 120 bytes or more, and 15 to 17."""
+_MOST_CUTS, _MOST_INTERLOCKED = 32, 32
+"""Straight cuts in each other, and boxes that none parts: what is saved here takes a few, and leaves one box."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,7 @@ class Manifest:
     def from_json(text: str | bytes) -> Manifest:
         """Raises ValueError, KeyError, TypeError or AttributeError where the text is no whole manifest, CheckpointError
         where it is one of another version."""
-        fields = parse_json(text)
+        fields = parse_json(text, most_marks=max(MOST_MARKS, len(text) // _BYTES_A_MARK))
         if fields.pop("checksum") != _checksum(fields):
             raise ValueError("its checksum does not match")
         if fields["format"] != "megalite" or fields["version"] != VERSION:
@@ -186,8 +191,10 @@ class Manifest:
             if not _FILE_NAME.fullmatch(name) or not _is_count(file.size):
                 raise ValueError(f"{shown(name)} is no file in its folder")
         for name, tensor in read.tensors.items():
-            if len(name) > _LONGEST_NAME or not all(map(_is_count, tensor.shape)):
-                raise ValueError(f"{shown(name)} has no shape")
+            if len(name) > _LONGEST_NAME or not name.isprintable():
+                raise ValueError(f"a tensor is called {shown(name)}")
+            if len(tensor.shape) > _MOST_AXES or not all(map(_is_count, tensor.shape)):
+                raise ValueError(f"{name} has no shape")
             for saved in tensor.boxes:
                 _check_box(saved, tensor.shape, read.files)
         return read
@@ -235,17 +242,52 @@ def logical_name(tensor: str) -> str:
 
 
 def covers(boxes: Iterable[Box], target: Box) -> bool:
-    """Whether the boxes hold each element of `target` exactly once."""
-    parts = [part for box in boxes if (part := box.intersection(target)) is not None]
+    """Whether the boxes hold each element of `target` exactly once.
+
+    Raises DamagedCheckpointError where they interlock in a way that no straight cuts leave: telling would take long.
+    """
+    return _tile([part for box in boxes if (part := box.intersection(target)) is not None], target, _MOST_CUTS)
+
+
+def _tile(parts: Sequence[Box], target: Box, cuts: int) -> bool:
+    """Whether boxes within `target` hold each of its elements once: each side of every straight cut that crosses no
+    box is looked at for itself, so many times one in the other."""
     if sum(part.numel for part in parts) != target.numel:
         return False
-    open_parts: list[Box] = []  # those that reach the first dimension's index where the sweep stands
-    for part in sorted(parts, key=lambda part: part.offset):
-        open_parts = [other for other in open_parts if other.offset[0] + other.size[0] > part.offset[0]]
-        if any(part.intersection(other) is not None for other in open_parts):
-            return False
-        open_parts.append(part)
-    return True
+    if len(parts) <= 1:
+        return True
+    for axis in range(len(target.size)) if cuts else ():
+        slabs = _slabs(parts, axis)
+        if len(slabs) > 1:
+            ends = [slab[0].offset[axis] for slab in slabs[1:]]
+            sides = zip([target.offset[axis], *ends], [*ends, target.offset[axis] + target.size[axis]], strict=True)
+            return all(
+                _tile(slab, _side(target, axis, *side), cuts - 1) for slab, side in zip(slabs, sides, strict=True)
+            )
+    if len(parts) > _MOST_INTERLOCKED:
+        raise DamagedCheckpointError(
+            f"the {len(parts)} boxes of {list(target.size)} elements from {list(target.offset)} on interlock, where "
+            "straight cuts part those that megalite writes: load another checkpoint"
+        )
+    return all(one.intersection(other) is None for one, other in combinations(parts, 2))
+
+
+def _slabs(parts: Iterable[Box], axis: int) -> list[list[Box]]:
+    """The boxes between straight cuts across an axis, in order."""
+    slabs: list[list[Box]] = []
+    end = -1
+    for part in sorted(parts, key=lambda part: part.offset[axis]):
+        if part.offset[axis] >= end:
+            slabs.append([])
+        slabs[-1].append(part)
+        end = max(end, part.offset[axis] + part.size[axis])
+    return slabs
+
+
+def _side(box: Box, axis: int, start: int, stop: int) -> Box:
+    offset, size = list(box.offset), list(box.size)
+    offset[axis], size[axis] = start, stop - start
+    return Box(tuple(offset), tuple(size))
 
 
 def _is_count(value: object) -> bool:
@@ -273,6 +315,9 @@ def _config_from_json(sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Check that there are sections; their fields, which other versions have otherwise, are checked where used."""
     if not isinstance(sections, dict) or not all(isinstance(section, dict) for section in sections.values()):
         raise TypeError("it has no configuration by section")
+    for name in (*sections, *(name for section in sections.values() for name in section)):
+        if not name.isprintable():
+            raise ValueError(f"its configuration has {shown(name)}")
     return sections
 
 
@@ -283,12 +328,13 @@ def _checksum(fields: dict[str, Any]) -> int:
 def _check_box(saved: SavedBox, shape: tuple[int, ...], files: dict[str, SavedFile]) -> None:
     """Raise ValueError or TypeError where a box is not in its tensor or not in a file: whoever wrote the manifest, what
     is read by it is of this checkpoint."""
-    offset, size, start, stop = saved.box.offset, saved.box.size, saved.start, saved.stop
+    offset, size, start = saved.box.offset, saved.box.size, saved.start
     if {*map(type, (*offset, *size, *shape, start))} != {int} or not len(offset) == len(size) == len(shape):
         raise TypeError(f"{saved.entry} is no box of {list(shape)}")
     beyond = any(map(gt, map(add, offset, size), shape))
     if beyond or min(offset, default=0) < 0 or min(size, default=1) < 1:
         raise ValueError(f"{saved.entry} is not within {list(shape)}")
+    stop = saved.stop  # a product of few numbers, now that they are as many as the shape's
     if saved.file not in files or not 0 <= start < stop <= files[saved.file].size:
         raise ValueError(f"{saved.entry} is not within {saved.file!r}")
     if len(saved.checksums) != -(-(stop - start) // BLOCK):

@@ -15,6 +15,7 @@ from megalite.checkpoint.fetching import Target, in_one_piece, needed_blocks, pu
 from megalite.checkpoint.manifest import Block, SavedBox, SavedTensor, covers, read_manifest
 from megalite.checkpoint.source import Kind
 from megalite.checkpoint.storage import AnyPath
+from megalite.errors import DamagedCheckpointError
 from megalite.parallel.sharding import Box
 
 _KEPT = 8
@@ -54,7 +55,11 @@ class CheckpointReader:
     def check_covered(self, name: str) -> None:
         """Raise Damage unless the boxes of a tensor hold each of its elements once."""
         tensor = self.manifest.tensors[name]
-        if not covers((saved.box for saved in tensor.boxes), whole(tensor)):
+        try:
+            covered = covers((saved.box for saved in tensor.boxes), whole(tensor))
+        except DamagedCheckpointError as error:
+            raise Damage(self.path, f"of {name}, {error}", name) from error
+        if not covered:
             raise Damage(self.path, f"the boxes of {name} do not hold each of its elements once", name)
 
     def blocks(self, saved: SavedBox) -> Iterator[Tensor]:

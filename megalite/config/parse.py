@@ -75,7 +75,7 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     if missing:
         problems.append(f"missing: {', '.join(missing)}")
         load = next(iter(given.get("load", ())), sections["checkpoint"].get("load"))
-        if load is not None and not CheckpointConfig(load=load).loads_huggingface:
+        if load not in (None, "None") and not CheckpointConfig(load=load).loads_huggingface:
             problems.append(f"(--load {load} has no config.json, from which a Hugging Face folder tells the network)")
     if problems:
         raise ConfigurationError("\n".join(problems))
@@ -108,9 +108,12 @@ def _takes_saved_fields(sections: Sections, given: Mapping[str, Sequence[str]]) 
 
 def _loading(sections: Sections, given: Mapping[str, Sequence[str]]) -> CheckpointConfig:
     """What decides which checkpoint a run starts from, before the rest is known."""
-    texts = {name: given[name][0] for name in ("save", "load", "resume") if name in given}
-    step = {"ckpt_step": int(given["ckpt-step"][0])} if "ckpt-step" in given else {}
-    return CheckpointConfig(**sections["checkpoint"] | texts | step)
+    names = [name for name in ("save", "load", "resume", "ckpt-step") if name in given]
+    fields: dict[str, Any] = {name.replace("-", "_"): given[name][0] for name in names}
+    fields = {name: None if value == "None" else value for name, value in fields.items()}
+    if fields.get("ckpt_step") is not None:
+        fields["ckpt_step"] = int(fields["ckpt_step"])
+    return CheckpointConfig(**sections["checkpoint"] | fields)
 
 
 def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:

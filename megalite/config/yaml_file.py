@@ -67,10 +67,10 @@ def read_sections(text: str, source: str) -> Sections:
         document = loader.get_single_node()
         for section, _, body in _entries(document, "sections", source):
             if section not in sections:
-                near = nearest(section, sections)
+                near = nearest(section, sections) if len(problems) < _SHOWN else ""  # which takes long
                 problems.append(f"{_place(source, body)}: unknown section {shown(section)}{near}")
             else:
-                problems += _read_fields(loader, section, body, source, sections[section])
+                _read_fields(loader, section, body, source, sections[section], problems)
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{source}: not YAML: {' '.join(str(error).split())[:300]}") from error
     if problems:
@@ -110,19 +110,21 @@ class _Loader(yaml.SafeLoader):
         raise TypeError("expected one value, or a list of values")
 
 
-def _read_fields(loader: _Loader, section: str, body: yaml.Node, source: str, into: dict[str, Any]) -> Iterator[str]:
-    """Puts the fields of one section `into` a dictionary and yields what is wrong with the others."""
+def _read_fields(
+    loader: _Loader, section: str, body: yaml.Node, source: str, into: dict[str, Any], problems: list[str]
+) -> None:
+    """Puts the fields of one section `into` a dictionary, and adds what is wrong with the others to the problems."""
     for name, key, value in _entries(body, f"the fields of {section}", source):
-        problem = _unknown(name, section)
-        if problem:
-            yield f"{_place(source, key)}: {problem}"
-        elif name in into:
-            yield f"{_place(source, key)}: {name} is given twice"
-        else:
+        problem = _unknown(name, section, suggest=len(problems) < _SHOWN)
+        if not problem and name in into:
+            problem = f"{name} is given twice"
+        elif not problem:
             try:
                 into[name] = _read_value(name, loader.value_of(value))
             except TypeError as error:
-                yield f"{_place(source, key)}: {name}: {error}"
+                problem = f"{name}: {error}"
+        if problem:
+            problems.append(f"{_place(source, key)}: {problem}")
 
 
 def _read_value(name: str, given: Any) -> Any:
@@ -154,12 +156,14 @@ def _place(source: str, node: yaml.Node) -> str:
     return f"{source}, line {node.start_mark.line + 1}"
 
 
-def _unknown(name: str, section: str) -> str:
-    """What is wrong with a field of this name in this section, or nothing."""
+def _unknown(name: str, section: str, suggest: bool) -> str:
+    """What is wrong with a field of this name in this section, or nothing; to `suggest` another takes long."""
     place = fields_by_name().get(name)
     if place is None:
         reason = megatron_flags.refusal(name.replace("_", "-"))
-        return f"{name} {reason}" if reason else f"unknown key {shown(name)}{nearest(name, fields_by_name())}"
+        if reason:
+            return f"{name} {reason}"
+        return f"unknown key {shown(name)}" + (nearest(name, fields_by_name()) if suggest else "")
     return "" if place.section == section else f"{name} belongs under {place.section}, not {section}"
 
 

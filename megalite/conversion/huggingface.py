@@ -20,7 +20,7 @@ from megalite.checkpoint.source import numbers_as_numbers, widest
 from megalite.config import ModelConfig
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import CARRIED, Family, choose
-from megalite.conversion.huggingface_files import HuggingFaceFiles, read_json
+from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_json
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
 from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
@@ -42,7 +42,7 @@ COMPANIONS = (
 
 def open_huggingface(folder: Path) -> OpenedModel:
     """A folder's model. Raises CheckpointError where it is not, in all it says, one that megalite computes."""
-    config = read_json(folder / "config.json")
+    config = read_json(folder / "config.json", largest=LARGEST_CONFIG)
     family = _family(folder, config)
     try:
         model = family.model(config)
@@ -158,7 +158,7 @@ def _end_of_text(opened: OpenedModel) -> dict[str, int]:
 def _companion_config(companions: Path | None) -> dict[str, Any]:
     if companions is None or not (companions / "config.json").is_file():
         return {}
-    return read_json(companions / "config.json")
+    return read_json(companions / "config.json", largest=LARGEST_CONFIG)
 
 
 def _shards(files: ToFiles, most: int) -> list[list[tuple[str, Box]]]:

@@ -19,7 +19,7 @@ from megalite.conversion.family import Family
 from megalite.conversion.restricted_pickle import StoredTensor
 from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
-from megalite.small_files import open_regular, parse_json, read_small_file, reason
+from megalite.small_files import LARGEST, MIB, open_regular, parse_json, read_small_file, reason
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OF_BUFFERS = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
@@ -27,6 +27,8 @@ _OF_BUFFERS |= {"I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": t
 _KINDS = _DTYPES | _OF_BUFFERS
 _LONGEST_HEADER = 1 << 25
 """Bytes; a model with 100,000 tensors in one file has half of them."""
+LARGEST_CONFIG = 4 * MIB
+"""Bytes of a config.json; one with the names of 20,000 classes has one million."""
 _LONGEST_NAME = 200
 _RESIDENT = 1 << 26
 """Bytes of a mapped file that are handed out before the memory of all is given back, unless one tensor has more."""
@@ -84,10 +86,10 @@ def _open(folder: Path) -> Iterator[_Safetensors | _Pickled]:
     raise CheckpointError(f"{folder} has neither model.safetensors nor an index of files that are like it")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, largest: int = LARGEST) -> dict[str, Any]:
     """An object in a JSON file of a folder. Raises CheckpointError."""
     try:
-        found = parse_json(read_small_file(path, folder=path.parent).decode())
+        found = parse_json(read_small_file(path, largest=largest, folder=path.parent).decode())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
     if not isinstance(found, dict):

@@ -177,7 +177,7 @@ def _read(saved: _Saved) -> Tensor:
 def _backend(folder: Path) -> str:
     """What metadata.json says, or what else stands there."""
     try:
-        described = read_json(folder / "metadata.json", folder=folder)
+        described = read_json(folder / "metadata.json", largest=MIB, folder=folder)
         return str(described["sharded_backend"])[:80]
     except FileNotFoundError:
         return "torch_dcp or fsdp_dtensor"

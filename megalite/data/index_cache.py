@@ -17,20 +17,23 @@ import io
 import json
 import os
 import shutil
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from megalite.data.mapped_file import map_file, refuse_too_many_open_files
 from megalite.files import remove_leftovers, temporary_path
-from megalite.small_files import read_json
+from megalite.small_files import MIB, read_json
 
 _LOCK_SECONDS = 3600.0  # no arrays take longer
+_LARGEST = 16 * MIB
+"""Bytes of a description, which holds some hundred of each dataset at most."""
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -69,7 +72,7 @@ class IndexCache:
 
     def _load(self, folder: Path, description: str) -> Arrays | None:
         try:
-            record = read_json(folder / "description.json")
+            record = read_json(folder / "description.json", largest=_LARGEST)
             if record["description"] != description:
                 raise ValueError("it describes other arrays")
             return {name: _map_array(folder / f"{name}.npy", crc) for name, crc in record["crc32"].items()}
@@ -117,23 +120,30 @@ def _lock(folder: Path) -> Iterator[None]:
     path = folder.with_name(f"{folder.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("wb")
+        # Nothing is cut off, and nothing opened, that somebody has put there in the place of a lock.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o666)
     except OSError:  # what cannot be written will not be kept either, which is noted there
         yield
         return
-    with file:
-        with suppress(OSError):
-            _await_lock(file)
+    try:
+        regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        if regular:
+            with suppress(OSError):
+                _await_lock(descriptor)
         yield
-        path.unlink(missing_ok=True)
+        if regular:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
 
 
-def _await_lock(file: IO[bytes]) -> None:
+def _await_lock(descriptor: int) -> None:
     """Raises OSError where the file system has no locks, and where the lock does not come."""
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise

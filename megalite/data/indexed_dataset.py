@@ -242,8 +242,7 @@ def _file_size(path: Path) -> int:
 
 
 def _unreadable(path: Path, error: OSError | ValueError) -> NoReturn:
-    if isinstance(error, OSError):
-        refuse_too_many_open_files(error)
+    refuse_too_many_open_files(error)
     why = reason(error)
     what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({why})"
     raise DataError(

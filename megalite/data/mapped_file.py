@@ -6,13 +6,12 @@ import ctypes
 import errno
 import mmap
 import os
-import resource
 import weakref
 from pathlib import Path
 
 import numpy as np
 
-from megalite.errors import DataError
+from megalite.process.host import too_many_open_files
 from megalite.small_files import open_regular
 
 _system = ctypes.CDLL(None, use_errno=True)
@@ -43,11 +42,7 @@ def map_file(path: Path) -> np.ndarray:
     return np.frombuffer(memoryview(memory).toreadonly(), np.uint8)
 
 
-def refuse_too_many_open_files(error: OSError) -> None:
-    """Raises DataError where an error says that no more files can be opened: the file it names has no fault."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        raise DataError(
-            f"{error.filename} cannot be opened: there are too many open files ({limit} are allowed to a process): "
-            "raise the limit (ulimit -n 65536) and start again"
-        ) from error
+def refuse_too_many_open_files(error: Exception) -> None:
+    """Raises ConfigurationError where an error says that no more files can be opened: the one it names has no fault."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        raise too_many_open_files(f"{error.filename} cannot be opened") from error

@@ -10,9 +10,11 @@ from pathlib import Path
 from megalite.config.data import split_shares
 from megalite.data.blend import normalize, parse_blend
 from megalite.errors import ConfigurationError, DataError
-from megalite.small_files import parse_json, read_small_file, reason, shown
+from megalite.small_files import MIB, parse_json, read_small_file, reason, shown
 
 SPLITS = ("train", "valid", "test")
+_LARGEST = 8 * MIB
+"""Bytes of a file with a blend: the paths of ten thousand datasets are one million."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def _whole(path: Sequence[str]) -> Part:
 
 def _read(flag: str, path: str) -> str:
     try:
-        text = read_small_file(Path(path)).decode("utf-8-sig")  # Windows puts a mark before the text
+        text = read_small_file(Path(path), largest=_LARGEST).decode("utf-8-sig")  # Windows puts a mark before the text
     except (OSError, ValueError) as error:
         raise DataError(f"{flag} {path} cannot be read: {reason(error)}") from error
     if not text.strip():

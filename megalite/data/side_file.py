@@ -17,12 +17,14 @@ from typing import Any
 from megalite.data.mapped_file import refuse_too_many_open_files
 from megalite.errors import DataError
 from megalite.files import TemporaryFile
-from megalite.small_files import read_json, reason
+from megalite.small_files import MIB, read_json, reason, shown
 
 SUFFIX = ".megalite.json"
 CHUNK = 1 << 26
 """Bytes of a file that share a checksum."""
-_LONGEST = 1 << 12
+_LARGEST = 8 * MIB
+"""Bytes of a record: the checksums of more than 20 TiB."""
+_LONGEST, _MOST_FIELDS, _LONGEST_FIELD = 1 << 12, 16, 64
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,11 @@ def read_side_file(prefix: str | Path) -> Record | None:
     """
     path = side_file_path(prefix)
     try:
-        return _record(read_json(path))
+        return _record(read_json(path, largest=_LARGEST))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError):
-            refuse_too_many_open_files(error)
+        refuse_too_many_open_files(error)
         raise DataError(
             f"{path} cannot be read as the record of a token file ({reason(error)}): copy "
             "it again, run tools/preprocess_data.py again, or remove it to skip the checks"
@@ -101,7 +102,9 @@ def _is_count(value: object, end: int = 2**63) -> bool:
 
 
 def _is_identity(value: object) -> bool:
-    if not isinstance(value, dict) or not _is_count(value.get("vocab_size", 0)):
+    if not isinstance(value, dict) or not _is_count(value.get("vocab_size", 0)) or len(value) > _MOST_FIELDS:
+        return False
+    if not all(name.isidentifier() and name.isascii() and len(name) <= _LONGEST_FIELD for name in value):
         return False
     return all(
         isinstance(each, int | None) or (isinstance(each, str) and len(each) < _LONGEST) for each in value.values()
@@ -135,4 +138,4 @@ def check_tokenizer(prefix: str | Path, record: Record | None, tokenizer: dict[s
 
 def describe_tokenizer(identity: dict[str, Any]) -> str:
     """The identity for a person."""
-    return ", ".join(f"{name} {value}" for name, value in identity.items())
+    return ", ".join(f"{name} {shown(value)}" for name, value in identity.items())

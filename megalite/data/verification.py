@@ -93,8 +93,7 @@ def _check_file(path: Path, opened: os.stat_result, crc32: Sequence[int], advanc
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError):
-            refuse_too_many_open_files(error)
+        refuse_too_many_open_files(error)
         raise DataError(f"{path} cannot be read ({reason(error)}). {AGAIN}") from error
 
 

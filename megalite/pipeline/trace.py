@@ -13,10 +13,11 @@ from megalite.pipeline.schedules import Action, Kind
 from megalite.pipeline.simulator import Span
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.timeline import COMPUTATIONS, TimeLine
-from megalite.small_files import MIB, read_json
+from megalite.small_files import read_json
 
 MICROSECONDS = 1e6
-_LARGEST = 256 * MIB
+_MOST_MARKS = 6_000_000
+"""Braces, brackets, commas and colons: of 200,000 computations."""
 LONGEST = 1e9
 """Seconds."""
 TRACKS = ("computation", "communication")
@@ -64,7 +65,7 @@ def read_trace(path: Path) -> TimeLine:
     Raises DataError where the file cannot be read or is something else.
     """
     try:
-        return _time_line(read_json(path, largest=_LARGEST))
+        return _time_line(read_json(path, most_marks=_MOST_MARKS))
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -109,13 +109,13 @@ def cuts(draw: st.DrawFn, tensors: dict[str, Tensor]) -> list[list[Placed]]:
         for _ in range(draw(st.integers(0, 4))):
             box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
             dimension = draw(st.integers(0, tensor.ndim - 1))
-            boxes += _split(box, dimension, draw(st.integers(0, box.size[dimension])))
+            boxes += split(box, dimension, draw(st.integers(0, box.size[dimension])))
         for box in draw(st.permutations(boxes)):
             files[draw(st.integers(0, len(files) - 1))].append((name, box))
     return files
 
 
-def _split(box: Box, dimension: int, at: int) -> list[Box]:
+def split(box: Box, dimension: int, at: int) -> list[Box]:
     """The two parts of a box before and behind an index of a dimension, counted in the box; none that are empty."""
 
     def part(start: int, length: int) -> Box:

@@ -117,6 +117,15 @@ def test_the_configuration_by_section(tmp_path: Path) -> None:
     assert lines[start + 5] == ["seed", "-"]
 
 
+def test_what_a_stranger_has_written_does_not_reach_the_terminal_as_it_is(tmp_path: Path) -> None:
+    config = {"data": {"path": "a\x1b[2Jb", "other": "\ud800", "list": ["\x1b[2J"]}}
+    shown = inspect("--load", checkpoints.write(tmp_path, tensors(), config=config), "--config")
+    assert shown.code == 0, shown.stderr
+    assert r"'a\x1b[2Jb'" in shown.stdout
+    assert r"'\ud800'" in shown.stdout
+    assert "\x1b" not in shown.stdout
+
+
 def test_json_has_all_that_the_manifest_has(saved: Path) -> None:
     found = json.loads(inspect("--load", saved, "--json", "--verify", "--statistics").stdout)
     described = json.loads((saved / "manifest.json").read_text())

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megalite import checkpoint
-from megalite.checkpoint import Manifest, TrainingState, directory
+from megalite.checkpoint import Manifest, TrainingState, directory, manifest
 from megalite.checkpoint.compatibility import model_config, saved_section
+from megalite.checkpoint.manifest import SavedBox, SavedFile, SavedTensor
 from megalite.config import DataConfig, RunConfig, load_yaml
 from megalite.errors import CheckpointError, DamagedCheckpointError
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.sharding import Box
 from tests.unit.test_config_yaml import VALID
 
 MESH = ParallelMesh()
@@ -102,6 +105,46 @@ def test_a_manifest_that_cannot_be_read_is_a_reason_to_fall_back(path: Path, dam
     with pytest.raises(DamagedCheckpointError) as raised:
         checkpoint.read_manifest(path)
     assert len(str(raised.value)) < 600
+
+
+TENSOR = {"shape": [1], "dtype": "float32", "boxes": []}
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        *(("tensors", {f"a{mark}b": TENSOR}) for mark in ("\x1b[2J", "\n", "\ud800", "\u202e")),
+        ("tensors", {"a": TENSOR | {"shape": [1] * 17}}),
+        ("config", {"\x1b[2J": {}}),
+        ("config", {"a": {"\ud800": 1}}),
+    ],
+)
+def test_names_can_be_shown_and_shapes_are_small(path: Path, section: str, values: dict[str, Any]) -> None:
+    write(path, changed(path, "tensors", ab=TENSOR))
+    assert checkpoint.read_manifest(path).tensors["ab"].shape == (1,)
+    write(path, changed(path, section, **values))
+    with pytest.raises(DamagedCheckpointError) as raised:
+        checkpoint.read_manifest(path)
+    assert str(raised.value).isprintable()
+
+
+def test_values_without_end_are_refused_before_they_are_made(path: Path) -> None:
+    (path / "manifest.json").write_text('{"files": [' + "{}," * 4_000_000 + "{}]}")
+    with pytest.raises(DamagedCheckpointError, match="braces, brackets, commas and colons"):
+        checkpoint.read_manifest(path)
+
+
+def test_a_manifest_of_many_boxes_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "MOST_MARKS", 0)
+    shape, name = (64, 16, 4096), "model/layers.0.mlp.linear_fc1"
+    boxes = tuple(
+        SavedBox(name, torch.bfloat16, Box((expert, row, 0), (1, 1, 4096)), "rank_00000.safetensors", 0, (0,))
+        for expert in range(64)
+        for row in range(16)
+    )
+    files = {"rank_00000.safetensors": SavedFile(8192, 0)}
+    made = Manifest(STATE, {}, files, {name: SavedTensor(shape, "bfloat16", boxes)})
+    assert Manifest.from_json(made.to_json()).tensors == made.tensors
 
 
 @pytest.mark.parametrize(

@@ -107,5 +107,10 @@ def test_saved_fields_stand_below_yaml_and_flags(tmp_path: Path) -> None:
     assert config.model.swiglu
     assert config.data.tokenizer_type == "ByteTokenizer"
     assert asked == [CheckpointConfig(save="s", load="from-yaml", ckpt_step=7)]
+    nothing = [text for name in ("ckpt-step", "save", "load", "resume") for text in (f"--{name}", "None")]
+    parse_arguments([*flags, "--use-checkpoint-args", *nothing], saved)
+    assert asked[1:] == [CheckpointConfig()]
+    with pytest.raises(ConfigurationError, match=r"missing: --num-layers[^\n]*$"):
+        parse_arguments([*flags, *nothing], saved)
     with pytest.raises(ConfigurationError, match=r"--ckpt-step 'x': expected a whole number$"):
         parse_arguments([*flags[:-1], "x", "--num-layers", "1", "--use-checkpoint-args"], saved)

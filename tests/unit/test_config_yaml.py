@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config import CheckpointConfig, RunConfig, dump, load_yaml
+from megalite.config import CheckpointConfig, RunConfig, dump, load_yaml, yaml_file
 from megalite.config.run import section_types
 from megalite.errors import ConfigurationError
 
@@ -163,3 +163,18 @@ def test_nothing_makes_reading_long_or_a_message_large(text: str, message: str) 
     assert message in str(raised.value)
     assert max(map(len, str(raised.value).splitlines())) < 400
     assert len(str(raised.value).splitlines()) <= 32
+
+
+def test_no_more_is_suggested_than_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def matches(name: str, *_: object, **__: object) -> list[str]:
+        asked.append(name)
+        return []
+
+    monkeypatch.setattr(yaml_file, "get_close_matches", matches)
+    for text in ("model:\n" + "".join(f"  k{n}: 1\n" for n in range(2000)), "".join(f"k{n}: 1\n" for n in range(2000))):
+        asked.clear()
+        with pytest.raises(ConfigurationError, match="and 1992 more"):
+            load_yaml(text)
+        assert len(asked) == 8

@@ -264,7 +264,7 @@ def test_mock_data_needs_no_files() -> None:
 def test_other_tokenizer_than_recorded_is_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", 10, 1, ByteTokenizer().identity())
     build(Samples(1, 0, 0), data_path=[prefix], split="1", tokenizer=ByteTokenizer())
-    with pytest.raises(DataError, match=r"made with the tokenizer type ByteTokenizer.*uses type NullTokenizer"):
+    with pytest.raises(DataError, match=r"made with the tokenizer type 'ByteTokenizer'.*uses type 'NullTokenizer'"):
         build(Samples(1, 0, 0), data_path=[prefix], split="1")
 
 
@@ -275,6 +275,30 @@ def test_data_without_a_record_is_taken_and_a_damaged_record_is_not(tmp_path: Pa
     Path(f"{prefix}.megalite.json").write_text("[")
     with pytest.raises(DataError, match=r"a\.megalite\.json cannot be read as the record"):
         build(Samples(1, 0, 0), data_path=[prefix], split="1")
+
+
+@pytest.mark.parametrize(
+    "identity",
+    [
+        {f"key{number}": 1 for number in range(17)},
+        *({name: 1} for name in ("", "a b", "\x1b[2J", "\ud800", "x" * 65, "größe")),
+        {"type": "x" * 4096},
+        {"type": ["x"]},
+        {"vocab_size": -1},
+    ],
+)
+def test_an_identity_has_few_short_fields(tmp_path: Path, identity: dict[str, Any]) -> None:
+    prefix = write(tmp_path / "a", 10, 1, identity)
+    with pytest.raises(DataError, match=r"a\.megalite\.json cannot be read.*its tokenizer is none"):
+        build(Samples(1, 0, 0), data_path=[prefix], split="1", tokenizer=ByteTokenizer())
+
+
+def test_what_a_record_says_is_shown_escaped_and_short(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 10, 1, {"type": "\x1b[2J\ud800", **{f"key{i}": "x" * 4000 for i in range(15)}})
+    with pytest.raises(DataError, match=r"type '\\x1b\[2J\\ud800', key0 'xxx") as raised:
+        build(Samples(1, 0, 0), data_path=[prefix], split="1", tokenizer=ByteTokenizer())
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 4000
 
 
 def test_target_samples_are_megatrons() -> None:

@@ -27,7 +27,7 @@ from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.sft_dataset import ConversationFile
 from megalite.data.side_file import recorded_tokenizer
 from megalite.data.tokenizers.bytes import ByteTokenizer
-from megalite.errors import DataError
+from megalite.errors import ConfigurationError
 from tests.harness.fork_server import fork_context
 from tests.unit.test_data_gpt_dataset import write
 
@@ -248,6 +248,24 @@ def test_nodes_without_a_common_lock_leave_each_other_alone(tmp_path: Path) -> N
     assert [only_folder(tmp_path).stat().st_ino] == built
 
 
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "fifo", "folder"])
+def test_what_stands_in_the_place_of_a_lock_is_left_alone(kind: str, tmp_path: Path) -> None:
+    directory, other = tmp_path / "cache", tmp_path / "other"
+    get(directory)
+    lock = directory / f"{only_folder(directory).name}.lock"
+    shutil.rmtree(only_folder(directory))
+    if kind == "link":
+        other.write_text("of the user")
+    if kind.startswith("link"):
+        lock.symlink_to(other)
+    else:
+        (os.mkfifo if kind == "fifo" else os.mkdir)(lock)
+    assert_right(get(directory)[0])
+    assert_right(get(directory, never)[0])
+    assert os.path.lexists(lock)
+    assert [path.read_text() for path in tmp_path.glob("other")] == ["of the user"] * (kind == "link")
+
+
 def test_folders_that_others_are_writing_stay(tmp_path: Path) -> None:
     get(tmp_path)
     name = only_folder(tmp_path).name
@@ -272,7 +290,7 @@ def with_no_file_left(directory: Path, prefix: Path) -> None:
         while True:
             files.append(open(os.devnull))  # noqa: SIM115
     for act in (lambda: get(directory, never), lambda: IndexedDataset(prefix), lambda: recorded_tokenizer(prefix)):
-        with pytest.raises(DataError, match=rf"too many open files \({limit} are allowed.*ulimit -n"):
+        with pytest.raises(ConfigurationError, match=rf"too many open files \({limit} are allowed.*ulimit -n"):
             act()
 
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megalite.config.yaml_file import load_yaml, read_file
+from megalite.conversion.huggingface import open_huggingface
+from megalite.data.chat import find_template
 from megalite.data.index_cache import IndexCache
 from megalite.data.parts import read_parts
+from megalite.data.side_file import read_side_file
 from megalite.errors import MegaliteError
 from megalite.inference.prompts import read_prompts
 from megalite.pipeline.trace import read_trace
-from megalite.small_files import DEEPEST, parse_json, read_json, read_small_file, shown
+from megalite.small_files import DEEPEST, MOST_MARKS, parse_json, read_json, read_small_file, shown
 from megalite.watchdog.hang_dump import read_dumps
 
 
@@ -50,17 +56,23 @@ def test_a_folder_and_a_missing_file_are_errors_of_the_system(tmp_path: Path) ->
 
 
 def test_links_stay_in_the_folder(tmp_path: Path) -> None:
-    inside, outside = tmp_path / "model" / "snapshots" / "1", tmp_path / "secret"
-    inside.mkdir(parents=True)
-    outside.write_text("{}")
-    (inside / "out").symlink_to(outside)
-    (tmp_path / "model" / "blob").write_text("[]")
-    (inside / "cached").symlink_to("../../blob")
-    (tmp_path / "elsewhere").symlink_to(inside)
-    with pytest.raises(ValueError, match="out of its folder"):
-        read_json(inside / "out", folder=inside)
+    for model in ("models--some--name", "work"):
+        inside, blobs = tmp_path / model / "snapshots" / "1", tmp_path / model / "blobs"
+        inside.mkdir(parents=True)
+        blobs.mkdir()
+        (blobs / "blob").write_text("[]")
+        (inside / "cached").symlink_to("../../blobs/blob")
+        for outside in (tmp_path / "secret", blobs.parent / "secret", blobs.parent / "snapshots" / "secret"):
+            outside.write_text("{}")
+            (inside / "out").unlink(missing_ok=True)
+            (inside / "out").symlink_to(outside)
+            with pytest.raises(ValueError, match="out of its folder"):
+                read_json(inside / "out", folder=inside)
+            assert read_json(inside / "out") == {}
+    with pytest.raises(ValueError, match="out of its folder"):  # work/snapshots is no cache of Hugging Face's
+        read_json(inside / "cached", folder=inside)
+    (tmp_path / "elsewhere").symlink_to("models--some--name/snapshots/1")
     assert read_json(tmp_path / "elsewhere" / "cached", folder=tmp_path / "elsewhere") == []
-    assert read_json(inside / "out") == {}
 
 
 @pytest.mark.parametrize(
@@ -78,6 +90,44 @@ def test_links_stay_in_the_folder(tmp_path: Path) -> None:
 def test_what_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_json(text)
+
+
+def test_a_repeated_key_is_found_in_one_pass() -> None:
+    names = ",".join(f'"{number}":1' for number in range(60_000))
+    started = time.process_time()
+    with pytest.raises(ValueError, match="the key '59999' stands twice"):
+        parse_json(f'{{{names},"59999":1}}')
+    assert time.process_time() - started < 5
+
+
+@contextmanager
+def traced_memory() -> Iterator[list[int]]:
+    """Gives the most bytes that are allocated within it."""
+    peak = []
+    tracemalloc.start()
+    try:
+        yield peak
+    finally:
+        peak.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("values", ["{}", "[]", '{"a":1}', "[[[[[[1]]]]]]", "1", '"a"'])
+def test_what_would_take_many_times_its_bytes_is_refused_before_it_is_made(values: str) -> None:
+    text = f"[{','.join([values] * (MOST_MARKS + 1))}]"
+    for each in (text, text.encode()):
+        with traced_memory() as peak, pytest.raises(ValueError, match="and colons, where 3,000,000 may be"):
+            parse_json(each)
+        assert peak[0] < 10**5
+
+
+@pytest.mark.parametrize("values", ["{}", "[]", '{"a":1}', '{"a":{"a":{"a":{}}}}', "[[[[[[1]]]]]]", "1.5", '"ab"'])
+def test_a_mark_takes_a_hundred_bytes_at_most(values: str) -> None:
+    text = f"[{','.join([values] * 10_000)}]"
+    with traced_memory() as peak:
+        parsed = parse_json(text)
+    assert len(parsed) == 10_000
+    assert peak[0] <= 100 * sum(map(text.count, "{[,:")) + 2 * len(text)
 
 
 def test_a_negative_zero_is_no_whole_number() -> None:
@@ -107,6 +157,9 @@ READERS: dict[str, Callable[[Path], object]] = {
     "blend.json": lambda path: read_parts(per_split_data_args_path=str(path)),
     "rank_00000.json": lambda path: read_dumps(path.parent),
     "nccl_trace_rank_0": lambda path: read_dumps(path.parent),
+    "data.megalite.json": lambda path: read_side_file(path.parent / "data"),
+    "config.json": lambda path: open_huggingface(path.parent),
+    "tokenizer_config.json": lambda path: find_template(str(path.parent)),
 }
 
 
@@ -129,6 +182,17 @@ def test_every_reader_refuses_in_a_line_what_is_no_small_file(name: str, tmp_pat
             READERS[name](path)
         assert len(str(raised.value)) < 600
         path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "largest"),
+    [("run.yaml", 1), ("blend.json", 8), ("data.megalite.json", 8), ("config.json", 4), ("tokenizer_config.json", 16)],
+)
+def test_a_reader_takes_no_more_than_such_a_file_has(name: str, largest: int, tmp_path: Path) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(largest * 2**20 + 1)
+    with pytest.raises(MegaliteError, match=rf"larger than the {largest} MiB"):
+        READERS[name](tmp_path / name)
 
 
 def test_a_cached_index_that_cannot_be_read_is_computed_again(tmp_path: Path) -> None:

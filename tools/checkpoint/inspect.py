@@ -231,7 +231,9 @@ def shown_value(value: Any) -> str:
         return f"{value:.6g}"
     if isinstance(value, list) and len(str(value)) > 80:
         return f"{str(value)[:60]}... ({len(value)} in all)"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value) if str(value).isprintable() else repr(value)  # of a stranger's configuration
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -9,7 +9,8 @@ from typing import Any
 from megalite.errors import DataError
 from megalite.small_files import MIB, parse_json, read_small_file, reason
 
-LARGEST_FILE = 256 * MIB
+_LARGEST_BESIDE = 16 * MIB
+"""Bytes of a file beside a vocabulary; those with thousands of special tokens have one or two million."""
 LARGEST_VOCABULARY = 1 << 24
 """Ids that there may be, many times those of any vocabulary: libraries take time and memory by the largest one."""
 
@@ -21,7 +22,7 @@ def read_tokenizer_file(path: str | Path, flag: str, what: str, folder: Path | N
         DataError: it cannot be read.
     """
     try:
-        return read_small_file(Path(path), largest=LARGEST_FILE, folder=folder)
+        return read_small_file(Path(path), folder=folder)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({reason(error)}): {flag} is {what}") from error
 
@@ -29,7 +30,7 @@ def read_tokenizer_file(path: str | Path, flag: str, what: str, folder: Path | N
 def read_text_beside(path: Path) -> str | None:
     """The text of a file beside a vocabulary; None where there is none. Raises DataError where it cannot be read."""
     try:
-        return read_small_file(path, folder=path.parent).decode()
+        return read_small_file(path, largest=_LARGEST_BESIDE, folder=path.parent).decode()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
