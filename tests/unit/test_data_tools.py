@@ -112,7 +112,7 @@ def test_what_must_not_be_merged(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     with pytest.raises(DataError, match=r"wide holds tokens as int32 and .*a as uint16"):
         merging.merge([str(tmp_path / "a"), str(tmp_path / "wide")], out)
-    with pytest.raises(DataError, match=r"other was made with the tokenizer type Other, .*a with type ByteTokenizer"):
+    with pytest.raises(DataError, match=r"other was made with .* type 'Other', .*a with type 'ByteTokenizer'"):
         merging.merge([str(tmp_path / "a"), str(tmp_path / "other")], out)
     with pytest.raises(DataError, match="is one of the inputs"):
         merging.merge([str(tmp_path / "a")], str(tmp_path / "a"))
@@ -136,7 +136,7 @@ def test_the_header_a_document_and_a_check(tmp_path: Path) -> None:
     assert facts["sequences"] == "3"
     assert facts["tokens"] == "13"
     assert facts["empty documents"] == "1"
-    assert facts["tokenizer"] == "type ByteTokenizer, vocab_size 257"
+    assert facts["tokenizer"] == "type 'ByteTokenizer', vocab_size 257"
     assert facts["lengths"].startswith("3 to 6 tokens, mean 4.3, median 4")
     assert "every pointer and every token is right" in shown.stdout
     tokens = run("tools/inspect_dataset.py", "--prefix", tmp_path / "a", "--document", 0)
