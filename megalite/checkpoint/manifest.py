@@ -45,6 +45,7 @@ BLOCK = 1 << 22
 """Bytes of a box that have a checksum of their own."""
 _FILE_NAME = re.compile(r"\.?\w[\w.-]{0,200}")
 _LONGEST_NAME = 1000
+_MOST_AXES = 64
 _DTYPES = {kind: getattr(torch, kind) for kind in ("float64", "float32", "bfloat16", "float16")}
 _LARGEST = 512 * MIB
 """Bytes of a manifest: of three million boxes, as 1,000 tensors and three states of each have on 750 ranks."""
@@ -315,11 +316,18 @@ def _tensor_from_json(name: str, fields: dict[str, Any]) -> SavedTensor:
     if dtype is None:
         raise TypeError(f"{shown(name)} is of {shown(fields['dtype'])}, which is no dtype of a checkpoint")
     boxes = tuple(_box_from_json(name, dtype, saved) for saved in fields["boxes"])
-    return SavedTensor(tuple(fields["shape"]), fields["dtype"], boxes)
+    return SavedTensor(_axes(name, fields["shape"]), fields["dtype"], boxes)
 
 
 def _box_from_json(name: str, dtype: torch.dtype, fields: dict[str, Any]) -> SavedBox:
     digits = fields["checksums"]
     checksums = tuple(int(digits[at : at + 8], 16) for at in range(0, len(digits), 8))
-    box = Box(tuple(fields["offset"]), tuple(fields["size"]))
+    box = Box(_axes(name, fields["offset"]), _axes(name, fields["size"]))
     return SavedBox(name, dtype, box, fields["file"], fields["start"], checksums)
+
+
+def _axes(name: str, values: Any) -> tuple[int, ...]:
+    """Check that there are few and that they are numbers, before anything multiplies them."""
+    if not isinstance(values, list) or len(values) > _MOST_AXES or not all(type(value) is int for value in values):
+        raise TypeError(f"{shown(name)} has {shown(values)} for a shape, or for the offset or size of a box")
+    return tuple(values)
