@@ -165,7 +165,7 @@ def _is_number(value: object) -> bool:
 
 
 def _key(name: str, offset: tuple[int, ...]) -> tuple[str, str]:
-    """What to find a chunk's place by: texts, since numbers can be chosen so that all have the same hash."""
+    """Give what a chunk's place is found by: texts, since numbers can be chosen so that all have the same hash."""
     return name, str(offset)
 
 
