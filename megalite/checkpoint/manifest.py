@@ -193,7 +193,7 @@ class Manifest:
         for name, tensor in read.tensors.items():
             if len(name) > _LONGEST_NAME or not name.isprintable():
                 raise ValueError(f"a tensor is called {shown(name)}")
-            if len(tensor.shape) > _MOST_AXES or not all(map(_is_count, tensor.shape)):
+            if not all(map(_is_count, tensor.shape)):
                 raise ValueError(f"{name} has no shape")
             for saved in tensor.boxes:
                 _check_box(saved, tensor.shape, read.files)
@@ -361,11 +361,18 @@ def _tensor_from_json(name: str, fields: dict[str, Any]) -> SavedTensor:
     if dtype is None:
         raise TypeError(f"{shown(name)} is of {shown(fields['dtype'])}, which is no dtype of a checkpoint")
     boxes = tuple(_box_from_json(name, dtype, saved) for saved in fields["boxes"])
-    return SavedTensor(tuple(fields["shape"]), fields["dtype"], boxes)
+    return SavedTensor(_axes(name, fields["shape"]), fields["dtype"], boxes)
 
 
 def _box_from_json(name: str, dtype: torch.dtype, fields: dict[str, Any]) -> SavedBox:
     digits = fields["checksums"]
     checksums = tuple(int(digits[at : at + 8], 16) for at in range(0, len(digits), 8))
-    box = Box(tuple(fields["offset"]), tuple(fields["size"]))
+    box = Box(_axes(name, fields["offset"]), _axes(name, fields["size"]))
     return SavedBox(name, dtype, box, fields["file"], fields["start"], checksums)
+
+
+def _axes(name: str, values: Any) -> tuple[int, ...]:
+    """Check that there are few and that they are numbers, before anything multiplies them."""
+    if not isinstance(values, list) or len(values) > _MOST_AXES or not all(type(value) is int for value in values):
+        raise TypeError(f"{shown(name)} has {shown(values)} for a shape, or for the offset or size of a box")
+    return tuple(values)

@@ -19,7 +19,7 @@ from megalite.conversion.family import Family
 from megalite.conversion.restricted_pickle import StoredTensor
 from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
-from megalite.small_files import LARGEST, MIB, open_regular, parse_json, read_small_file, reason
+from megalite.small_files import LARGEST, MIB, open_regular, parse_json, read_small_file, reason, shown
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OF_BUFFERS = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
@@ -30,6 +30,8 @@ _LONGEST_HEADER = 1 << 25
 LARGEST_CONFIG = 4 * MIB
 """Bytes of a config.json; one with the names of 20,000 classes has one million."""
 _LONGEST_NAME = 200
+_MOST_AXES = 64
+"""As torch has them; of sizes without end the product takes for ever."""
 _RESIDENT = 1 << 26
 """Bytes of a mapped file that are handed out before the memory of all is given back, unless one tensor has more."""
 
@@ -163,15 +165,14 @@ def _check_metadata(metadata: Any) -> None:
 
 def _entry(name: str, fields: Any, header: int) -> _Entry:
     """A tensor of a file whose header ends at byte `header`. Raises ValueError."""
-    if not name.isprintable() or len(name) > _LONGEST_NAME:
-        raise ValueError(f"a tensor is called {name[:_LONGEST_NAME]!r}")
+    _check_name(name)
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name} has not just a dtype, a shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _KINDS:
         raise ValueError(f"it has numbers of kind {str(dtype)[:_LONGEST_NAME]}, where {', '.join(_DTYPES)} are known")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise ValueError(f"the shape or the offsets of {name} are no whole numbers of 0 or more")
+        raise ValueError(f"the shape or the offsets of {name} are no whole numbers of 0 or more, or too many")
     kind, (start, stop) = Kind(tuple(shape), _KINDS[dtype]), offsets
     if math.prod(size or 1 for size in shape) * kind.dtype.itemsize >= 2**63 or stop - start != kind.size:
         raise ValueError(f"{name} of shape {str(shape)[:_LONGEST_NAME]} does not take bytes {start} to {stop}")
@@ -179,7 +180,15 @@ def _entry(name: str, fields: Any, header: int) -> _Entry:
 
 
 def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    if not isinstance(values, list) or len(values) > _MOST_AXES:
+        return False
+    return all(type(value) is int and value >= 0 for value in values)
+
+
+def _check_name(name: object) -> None:
+    """Raises ValueError where a file's name for a tensor is none that a message could show."""
+    if not isinstance(name, str) or not name.isprintable() or len(name) > _LONGEST_NAME:
+        raise ValueError(f"a tensor is called {shown(name)}")
 
 
 class _Pickled:
@@ -193,6 +202,11 @@ class _Pickled:
         loaded = read_torch_file(path)
         if not isinstance(loaded, dict):
             raise CheckpointError(f"{path} holds no tensors by name")
+        try:
+            for name in loaded:
+                _check_name(name)
+        except ValueError as error:
+            raise CheckpointError(f"{path} holds no tensors by name: {error}") from error
         self._loaded = {name: value for name, value in loaded.items() if isinstance(value, StoredTensor)}
         self.tensors = {name: Kind(value.shape, value.dtype) for name, value in self._loaded.items()}
 

@@ -155,7 +155,7 @@ def _flat(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, StoredT
                 return
             continue
         key, value = entry
-        name = f"{levels[-1][0]}{str(key)[:_LONGEST_KEY]}"
+        name = f"{levels[-1][0]}{(key if isinstance(key, str) else shown(key))[:_LONGEST_KEY]}"
         if isinstance(value, Mapping):
             if len(levels) == _MOST_LEVELS:
                 break

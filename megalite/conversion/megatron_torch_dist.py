@@ -27,6 +27,7 @@ _STACKED = re.compile(r"(decoder\.layers\.)(?!\d)(.*)")
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])")
 _COMMON = "common_state/shard_0_1"
 _LONGEST_NAME = 1000
+_MOST_AXES = 64
 _LARGEST_METADATA = 256 * MIB
 """Bytes of `.metadata`: some 150 for each chunk, a million of which are 1,000 tensors on 1,000 ranks."""
 
@@ -69,12 +70,14 @@ class TorchDist:
         described = read_pickle(path, largest=_LARGEST_METADATA)
         try:
             stored = {
-                (_name(index.fields["fqn"]), _numbers(index.fields.get("offset") or ())): self._place(info.fields)
+                _key(_name(index.fields["fqn"]), _numbers(index.fields.get("offset") or ())): self._place(info.fields)
                 for index, info in described.fields["storage_data"].items()
             }
-            self._common = stored.get((_COMMON, ()))
+            self._common = stored.get(_key(_COMMON, ()))
             self._saved = [
-                _saved(_name(key), _dtype(key, tensor.fields["properties"]), offset, size, stored.pop((key, offset)))
+                _saved(
+                    _name(key), _dtype(key, tensor.fields["properties"]), offset, size, stored.pop(_key(key, offset))
+                )
                 for key, tensor in described.fields["state_dict_metadata"].items()
                 if "chunks" in tensor.fields and not _OF_THE_RUN.fullmatch(key) and is_weight(key)
                 for chunk in tensor.fields["chunks"]
@@ -85,7 +88,7 @@ class TorchDist:
             raise CheckpointError(f"{path} does not describe a checkpoint ({problem}): it is damaged") from error
 
     def _place(self, info: Mapping[str, Any]) -> _Stored:
-        path = self._folder / info["relative_path"]
+        path = self._folder / _name(info["relative_path"])
         if path.parent != self._folder:
             raise CheckpointError(f"{self._folder / '.metadata'} names {path}, which is not in its folder")
         if info.get("transform_descriptors"):
@@ -152,9 +155,18 @@ def _name(value: object) -> str:
 
 
 def _numbers(values: object) -> tuple[int, ...]:
-    if not isinstance(values, tuple) or not all(type(value) is int for value in values):
+    if not isinstance(values, tuple) or len(values) > _MOST_AXES or not all(map(_is_number, values)):
         raise TypeError(f"{shown(values)} is neither a size nor an offset")
     return values
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _key(name: str, offset: tuple[int, ...]) -> tuple[str, str]:
+    """Give what a chunk's place is found by: texts, since numbers can be chosen so that all have the same hash."""
+    return name, str(offset)
 
 
 def _saved(key: str, dtype: torch.dtype, offset: tuple[int, ...], size: tuple[int, ...], stored: _Stored) -> _Saved:

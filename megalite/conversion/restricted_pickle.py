@@ -5,8 +5,8 @@ what makes containers and `StoredTensor`s), or a `Record` that is called whateve
 files that name classes which are not installed are read as well.
 
 Time and memory are bounded by the pickle's length. Python's unpickler in C takes as much memory as the number says
-under which a pickle keeps a value; so this is the one in Python, without what copies or hashes a value for each few
-bytes. What comes out may still hold one value in many places: who walks through it counts.
+under which a pickle keeps a value; so this is the one in Python, without what copies, hashes or compares a value for
+each few bytes, such as sets. What comes out may still hold one value in many places: who walks through it counts.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from megalite.small_files import LARGEST, read_small_file
 _MOST_NAMES = 10_000
 """Classes and functions that a pickle may name; each that is not allowed takes a kilobyte."""
 _MOST_AXES = 64
+_MOST_NUMBERED_KEYS = 10_000
+"""Keys that are numbers or tuples: whoever chooses those can give all the same hash, and they are compared in pairs."""
+_WHOLE_NUMBERS = range(-(2**63), 2**64)
 
 
 class Record:
@@ -156,6 +159,7 @@ class Unpickler(pickle._Unpickler):
         super().__init__(stream, encoding="utf-8")
         self._storage = storage
         self._records: dict[tuple[str, str], type[Record]] = {}
+        self._numbered_keys = 0
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         name = (module_name, global_name)
@@ -164,13 +168,22 @@ class Unpickler(pickle._Unpickler):
         if name not in self._records:
             if len(self._records) == _MOST_NAMES:
                 raise pickle.UnpicklingError("too many classes")
-            self._records[name] = type(f"{module_name}.{global_name}"[:200], (Record,), {"__slots__": ()})
+            self._records[name] = type(f"{module_name[:100]}.{global_name[:100]}", (Record,), {"__slots__": ()})
         return self._records[name]
 
     def persistent_load(self, pid: Any) -> Any:
         if self._storage is None:
             raise pickle.UnpicklingError("a tensor outside of a file of torch.save")
         return self._storage(pid)
+
+    def check_key(self, key: object) -> None:
+        """Raise UnpicklingError where hashing a key, or comparing it with others, may take for ever."""
+        values = key if type(key) is tuple else (key,)
+        if len(values) > _MOST_AXES or not all(map(_is_plain, values)):
+            raise pickle.UnpicklingError("a key that none of these files has")
+        self._numbered_keys += type(key) in (int, tuple)
+        if self._numbered_keys > _MOST_NUMBERED_KEYS:
+            raise pickle.UnpicklingError(f"more than {_MOST_NUMBERED_KEYS:,} keys that are numbers or tuples")
 
     def _instantiate(self, kind: Any, arguments: Any) -> None:
         if isinstance(kind, type) and issubclass(kind, Record):
@@ -187,13 +200,19 @@ def _refused(unpickler: Any) -> None:
     raise pickle.UnpicklingError("an instruction that none of these files has")
 
 
+def _is_plain(value: object) -> bool:
+    """Tell whether a value is hashed and compared in no time; a record, as DCP has for keys, by what it is."""
+    if type(value) is int:
+        return value in _WHOLE_NUMBERS
+    return value is None or type(value) in (str, bytes, bool, torch.dtype) or isinstance(value, Record)
+
+
 def _with_plain_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
-    """Load entries whose keys, at `keys` of the stack, are hashed: of tuples in tuples that may take for ever."""
+    """Load entries once their keys, at `keys` of the stack, are checked."""
 
     def checked(unpickler: Any) -> None:
         for key in unpickler.stack[keys]:
-            if type(key) is tuple and (len(key) > _MOST_AXES or tuple in map(type, key)):
-                raise pickle.UnpicklingError("a key of tuples in tuples")
+            unpickler.check_key(key)
         load(unpickler)
 
     return checked
@@ -219,11 +238,12 @@ _KEYS = {
     pickle.SETITEM: slice(-2, -1),
     pickle.SETITEMS: slice(None, None, 2),
     pickle.DICT: slice(None, None, 2),
-    pickle.ADDITEMS: slice(None),
-    pickle.FROZENSET: slice(None),
 }
 _BASE = pickle._Unpickler.dispatch
-_REFUSED = (pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
+_REFUSED = {
+    *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+    *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET),  # of which two equal ones may be compared for ever
+}
 Unpickler.dispatch = (
     dict.fromkeys(range(256), _refused)
     | {code: load for code, load in _BASE.items() if bytes([code]) not in _REFUSED}

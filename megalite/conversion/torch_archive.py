@@ -107,6 +107,8 @@ def _read_archive(content: memoryview) -> Any:
 
 def _described(described: Any, storages: dict[str, Storage]) -> Storage:
     """The storage that a pickle names, the same each time."""
+    if type(described) is not tuple or len(described) not in (5, 6):  # more would be copied each time
+        raise ValueError("a tensor's storage is described in another way")
     kind, dtype, name, _, length, *view = described
     if kind != "storage" or type(dtype) is not torch.dtype or type(name) is not str or type(length) is not int:
         raise ValueError("a tensor's storage is described in another way")
@@ -125,6 +127,8 @@ def _read_pickles(content: memoryview) -> Any:
         raise ValueError("its numbers are big-endian")
     found = load(stream, lambda described: _described(described, storages))
     names = load(stream)
+    if not isinstance(names, list) or not all(isinstance(name, str) and name in storages for name in names):
+        raise ValueError("its list of storages is none")
     at = stream.tell()
     for name in names:
         storage = storages[name]
@@ -133,4 +137,6 @@ def _read_pickles(content: memoryview) -> Any:
         if length != storage.length or len(storage.values) != size:
             raise ValueError("it was cut off")
         at += 8 + size
+    if len(storages) != len(set(names)):
+        raise ValueError("its list of storages leaves some out")
     return found

@@ -125,11 +125,11 @@ def _index(tree: Tree, valid: bytes) -> bytes:
 def _torch_tree(data: bytes) -> Tree:
     import torch
 
-    tree = torch.load(io.BytesIO(data), weights_only=False)
-    return dict(tree) | {"args": vars(tree["args"])}
+    tree = dict(torch.load(io.BytesIO(data), weights_only=False))
+    return tree | {"args": vars(tree["args"])} if "args" in tree else tree
 
 
-def _torch_file(tree: Tree, _: bytes) -> bytes:
+def _torch_file(tree: Tree, valid: bytes) -> bytes:
     from argparse import Namespace
 
     import torch
@@ -148,7 +148,7 @@ def _torch_file(tree: Tree, _: bytes) -> bytes:
     if isinstance(value, dict) and isinstance(value.get("args"), dict):
         value["args"] = Namespace(**value["args"])
     file = io.BytesIO()
-    torch.save(value, file)
+    torch.save(value, file, _use_new_zipfile_serialization=valid.startswith(b"PK"))
     return file.getvalue()
 
 

@@ -210,7 +210,6 @@ def _prepare_megatron(base: Path) -> None:
     from megalite.conversion.opened import logical_tensors
     from tests.harness import megatron_legacy
 
-    (base / "made").mkdir()
     model = ModelConfig(
         num_layers=2, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, max_position_embeddings=32,
         vocab_size=53, make_vocab_size_divisible_by=8, hidden_dropout=0.0, attention_dropout=0.0,
@@ -227,8 +226,15 @@ def _prepare_megatron(base: Path) -> None:
     file.parent.mkdir(parents=True)
     torch.save(state | {"model": megatron_legacy.whole(model, weights, padding=3)}, file)
     (base / "in" / "legacy" / "latest_checkpointed_iteration.txt").write_text("10")
-    torch.jit.script(_module()).save(base / "made" / "torchscript.pt")
+    _write_program(base)
     _convert(base, "hf", base / "in" / "hf", "megatron")()
+
+
+def _write_program(base: Path) -> None:
+    import torch
+
+    (base / "made").mkdir()
+    torch.jit.script(_module()).save(base / "made" / "torchscript.pt")
 
 
 def _module() -> Any:
@@ -286,6 +292,44 @@ def _draw_megatron(draw: random.Random, folder: Path) -> Edit | None:
 
 def _read_megatron(base: Path, edits: Sequence[Edit]) -> Program:
     return _convert(base, "megatron", base / "in" / edits[0][0].partition("/")[0], "megalite")
+
+
+# ---------------------------------------------------------------------------------------------------- pytorch_model.bin
+
+
+BINS = ("hf/pytorch_model-1.bin", "hf/pytorch_model-2.bin")
+"""An archive, and pickles as torch wrote them before 1.6."""
+BIN_INDEX = "hf/pytorch_model.bin.index.json"
+BIN_NAMES = (5, -1, 1.5, None, True, "", "a\nb", "x" * 3000, "\0", "lm_head.bias")
+
+
+def _prepare_bins(base: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    safetensors = base / "in" / "hf" / "model.safetensors"
+    weights = sorted(load_file(safetensors).items())
+    files = {name: BINS[number % 2] for number, (name, _) in enumerate(weights)}
+    for file in BINS:
+        part = {name: values for name, values in weights if files[name] == file}
+        torch.save(part, base / "in" / file, _use_new_zipfile_serialization=file == BINS[0])
+    names = {name: Path(file).name for name, file in files.items()}
+    (base / "in" / BIN_INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": names}))
+    safetensors.unlink()
+    _write_program(base)
+
+
+def _draw_bin(draw: random.Random, folder: Path) -> Edit | None:
+    file, valid = draw.choice([(file, (folder / "in" / file).read_bytes()) for file in BINS])
+    choice = draw.random()
+    if choice < 0.05:
+        return [file, "archive", "torchscript.pt"]
+    if choice < 0.1:
+        return [file, "text", draw.choice(PICKLES)]
+    if choice < 0.25:
+        return [file, "copy", [draw.choice(BIN_NAMES)], [draw.choice(sorted(TORCH.decode(valid)))]]
+    # Most of a file is weights, of which any will do; the pickles stand in front of them.
+    return [file, "flip", draw.randrange(8 * 3000)] if choice < 0.65 else None
 
 
 # ---------------------------------------------------------------------------------------------------- configurations
@@ -463,6 +507,7 @@ KINDS: Mapping[str, Kind] = {
         },
         _draw_megatron,
     ),
+    "pickled": Kind((*HF, _prepare_bins), _read_hf, {BIN_INDEX: JSON, **dict.fromkeys(BINS, TORCH)}, _draw_bin),
     "yaml": Kind((_prepare_yaml, _settle_yaml), _read_yaml, {"run.yaml": YAML}),
     "flags": Kind((_prepare_flags,), _read_flags, {"argv": JSON}, _draw_flags, allowed=_path_flags),
     "jsonl": Kind(

@@ -76,6 +76,12 @@ def fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
+def of(shape: list[Any], size: list[Any] | None) -> dict[str, Any]:
+    """A tensor of a manifest, with a box of a size if there is one."""
+    box = {"offset": [0] * len(size or ()), "size": size, "file": "a", "start": 0, "checksums": ""}
+    return {"shape": shape, "dtype": "float32", "boxes": [box] if size else []}
+
+
 def endless(path: Path) -> None:
     path.unlink()
     path.symlink_to("/dev/zero")
@@ -95,6 +101,10 @@ def endless(path: Path) -> None:
         lambda path: write(path.parent, changed(path.parent, "files", a={"size": "1", "checksum": 0})),
         lambda path: write(
             path.parent, changed(path.parent, "tensors", a={"shape": "9", "dtype": "int8", "boxes": []})
+        ),
+        *(
+            lambda path, shape=shape, size=size: write(path.parent, changed(path.parent, "tensors", a=of(shape, size)))
+            for shape, size in (([1] * 65, None), ([1], [1] * 65), ([4], ["1111", 2**62]))
         ),
         lambda path: write(path.parent, changed(path.parent, "config") | {"config": None}),
         lambda path: write(path.parent, changed(path.parent, "config", model=[])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tracemalloc
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,11 @@ import torch
 
 from megalite.conversion.megatron import open_megatron
 from megalite.conversion.megatron_arguments import model_of, tokenizer_of
+from megalite.conversion.megatron_legacy import _flat
+from megalite.conversion.megatron_torch_dist import _key, _numbers
 from megalite.errors import CheckpointError
 from tests.unit.test_conversion_megatron import GPT2, random_model, read, write
+from tests.unit.test_conversion_restricted_pickle import of_one_hash
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -37,6 +41,13 @@ def described(folder: Path, old: bytes, new: bytes) -> None:
     (folder / ".metadata").write_bytes(data.replace(old, new))
 
 
+def in_a_file_of_a_long_name(folder: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "a" * 5000
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def fifo(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
@@ -50,6 +61,7 @@ def fifo(path: Path) -> None:
         (lambda folder: (folder / ".metadata").write_bytes(b""), r".metadata cannot be read"),
         (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps({"a": 1})), "does not describe a checkpoint"),
         (outside, r"names .*_0.distcp, which is not in its folder"),
+        (in_a_file_of_a_long_name, "does not describe a checkpoint .TypeError.*is no name"),
         (other_values_described, "which the network that its arguments describe has not"),
         (lambda folder: (folder / "metadata.json").unlink(), "torch_dcp or fsdp_dtensor"),
         (lambda folder: (folder / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "has the format zarr"),
@@ -72,6 +84,18 @@ def test_what_is_damaged_is_named(damage: Callable[[Path], object], message: str
     damage(write(random_model(GPT2), tmp_path))
     with pytest.raises(CheckpointError, match=message):
         read(open_megatron(tmp_path))
+
+
+@pytest.mark.parametrize("values", [(0,) * 65, (10**5000,), (2**63,), (-1,), (1.0,), [1], "ab"])
+def test_a_size_is_a_few_numbers_of_64_bits(values: object) -> None:
+    assert _numbers((0, 2**63 - 1)) == (0, 2**63 - 1)
+    with pytest.raises(TypeError, match="neither a size nor an offset") as raised:
+        _numbers(values)
+    assert len(str(raised.value)) < 200
+
+
+def test_chunks_are_found_whatever_numbers_their_offsets_have() -> None:
+    assert len({hash(_key("weight", offset)) for offset in of_one_hash(100)}) == 100
 
 
 SMALL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
@@ -131,3 +155,12 @@ def test_dictionaries_without_end_are_refused(tmp_path: Path) -> None:
         )
         with pytest.raises(CheckpointError, match="has no end of dictionaries in dictionaries"):
             open_megatron(tmp_path)
+
+
+def test_a_key_of_many_long_texts_is_not_written_out(tmp_path: Path) -> None:
+    model: dict[object, object] = {("a" * 10**6,) * 10: {}}
+    tracemalloc.start()
+    assert list(_flat(tmp_path, model)) == []  # type: ignore[arg-type]
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 10**6

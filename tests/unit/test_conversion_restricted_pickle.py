@@ -9,6 +9,7 @@ import enum
 import io
 import os
 import pickle
+import tracemalloc
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -21,7 +22,7 @@ import torch
 
 from megalite.conversion.families import LLAMA
 from megalite.conversion.huggingface_files import HuggingFaceFiles
-from megalite.conversion.restricted_pickle import Record, StoredTensor, load, read_pickle
+from megalite.conversion.restricted_pickle import Record, StoredTensor, Unpickler, load, read_pickle
 from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
 
@@ -270,15 +271,18 @@ def test_an_archive_is_refused_that_torch_would_not_write(tmp_path: Path) -> Non
 
 def test_a_pickle_takes_no_more_than_its_length_allows() -> None:
     long = b"(" + b"K\1" * 1000 + b"t"
+    sets = b"(" * 32 + b"(K\0\x91" + b"2\x86\x91" * 32
     nested = b"K\1" + b"\x86".join(b"2" for _ in range(60)) + b"\x86"
     for data, message in [
         (b"K\1r\xff\xff\xff\x7f.", None),  # kept under number 2**31
         (b"\x96" + (2**40).to_bytes(8, "little") + b".", "none of these files"),  # an array of 2**40 bytes
-        (b"}" + nested + b"K\1s.", "tuples in tuples"),  # a key whose hash takes 2**60 steps
-        (b"(" + nested + b"K\1d.", "tuples in tuples"),
-        (b"\x8f(" + nested + b"\x90.", "tuples in tuples"),
-        (b"(" + nested + b"\x91.", "tuples in tuples"),
-        (b"}(" + nested + b"K\1u.", "tuples in tuples"),
+        (b"}" + nested + b"K\1s.", "a key that none"),  # whose hash takes 2**60 steps
+        (b"(" + nested + b"K\1d.", "a key that none"),
+        (b"}(" + nested + b"K\1u.", "a key that none"),
+        (b"(K\0\x91.", "none of these files"),
+        (b"\x8f.", "none of these files"),
+        (b"](K\0\x90.", "none of these files"),
+        (b"}" + sets + b"K\1s" + sets + b"K\1s.", "none of these files"),  # compared in 2**32 steps
         (b"ctorch\nSize\n(" + long + b"tR.", "a size is none"),  # a copy of what is long
         (b"ctorch._utils\n_rebuild_parameter\n" + long + b"R.", "no function"),
         (b"ccollections\nOrderedDict\n(]tR.", "no function"),
@@ -289,6 +293,76 @@ def test_a_pickle_takes_no_more_than_its_length_allows() -> None:
         else:
             with pytest.raises(pickle.UnpicklingError, match=message):
                 unpickled(data)
+
+
+def of_one_hash(count: int) -> list[tuple[int, int]]:
+    """Tuples that Python's hash of tuples (xxHash, without a secret) does not tell apart."""
+    ones, of_axis, end = 11400714785074694791, 14029467366897019727, 2**64
+    inverse = pow(of_axis, -1, end)
+    found: list[tuple[int, int]] = []
+    for first in range(12 * count):
+        mixed = (2870177450012600261 + first * of_axis) % end
+        mixed = (mixed << 31 | mixed >> 33) % end * ones
+        second = (7 - mixed) * inverse % end
+        if second < 2**61 - 1 and len(found) < count:
+            found.append((first, second))
+    assert len(found) == count
+    assert len(set(map(hash, found[:100]))) == 1
+    return found
+
+
+def test_keys_that_are_compared_in_pairs_are_few() -> None:
+    for keys in (range(10_001), [(number,) for number in range(10_001)], of_one_hash(60_000)):
+        entries = b"".join(pickle.dumps(key, 2)[2:-1] + b"N" for key in keys)  # a dict of the last would take minutes
+        with pytest.raises(pickle.UnpicklingError, match="more than 10,000 keys that are numbers or tuples"):
+            unpickled(b"}(" + entries + b"u.")
+    assert len(unpickled(pickle.dumps(dict.fromkeys(range(10_000)), 2))) == 10_000
+
+
+@pytest.mark.parametrize("key", [2**64, -(2**63) - 1, 2**5000, 1.0, (2**64,), ((),), frozenset((1,))])
+def test_a_key_is_a_text_or_a_number_of_64_bits(key: object) -> None:
+    data = pickle.dumps({"a": 1, -(2**63): 1, 2**64 - 1: 1, None: 1, b"b": 1, ("a", torch.float16): 1}, 2)
+    assert len(unpickled(data)) == 6
+    with pytest.raises(pickle.UnpicklingError, match=r"a key that none|an instruction that none"):
+        unpickled(pickle.dumps({key: 1}, 4))
+
+
+def test_a_long_name_is_not_copied_for_each_class_of_it() -> None:
+    unpickler, module = Unpickler(io.BytesIO()), "a" * 10**6
+    tracemalloc.start()
+    unpickler.find_class(module, "b")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 10**5
+
+
+def old_file(path: Path, names: bytes) -> None:
+    """A file as torch wrote them before 1.6, with another pickle for the list of its storages."""
+    torch.save({"a": torch.ones(4)}, path, _use_new_zipfile_serialization=False)
+    content = path.read_bytes()
+    at = content.rindex(b"\x80\x02]")
+    path.write_bytes(content[:at] + names + content[content.index(b".", at) + 1 :])
+
+
+def test_each_storage_of_an_old_file_has_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    long = b"\x8b" + (3000).to_bytes(4, "little") + b"\1" * 3000
+    for names, message in [
+        (b"\x80\x02].", "leaves some out"),
+        (b"\x80\x02N.", "its list of storages is none"),
+        (b"\x80\x02]" + long + b"a.", "its list of storages is none"),  # a number that Python does not write
+        (b"\x80\x02]K\1" + b"2\x86" * 60 + b"a.", "its list of storages is none"),  # hashed in 2**60 steps
+    ]:
+        old_file(path, names)
+        with pytest.raises(CheckpointError, match=message):
+            read_torch_file(path)
+
+
+def test_what_describes_a_storage_is_short(tmp_path: Path) -> None:
+    described = ("storage", torch.FloatStorage, "0", "cpu", 4, *[None] * 10)
+    archive(tmp_path / "file.pt", pickle.dumps(described, 2)[:-1] + b"Q.")
+    with pytest.raises(CheckpointError, match="described in another way"):
+        read_torch_file(tmp_path / "file.pt")
 
 
 def test_a_tensor_of_no_storage_is_refused() -> None:

@@ -61,6 +61,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "negative": (content(changed("a", shape=[-2, -3])), "no whole numbers"),
     "minus nothing": (content(json.dumps(HEADER).replace("[0, 24]", "[-0, 24]").encode()), "no whole numbers"),
     "other size": (content(changed("a", shape=[2, 4])), r"a of shape \[2, 4\] does not take bytes 0 to 24"),
+    "many axes": (content(changed("a", shape=[2, 3] + [1] * 63)), "no whole numbers of 0 or more, or too many"),
     "huge times nothing": (content(changed("none", shape=[2**62, 4, 0])), "does not take bytes 32 to 32"),
     "unknown numbers": (content(changed("a", dtype="F33")), "numbers of kind F33"),
     "no numbers": (content(changed("a", dtype=["F32"])), "numbers of kind"),
@@ -100,6 +101,18 @@ def test_what_is_no_file_of_the_folder_is_refused_at_once(tmp_path: Path, opener
     ):
         with pytest.raises(CheckpointError, match=message):
             opener(folder / name)
+
+
+@pytest.mark.parametrize("archive", [True, False])
+@pytest.mark.parametrize("name", [5, None, "a\nb", "a" * 201, b"a"])
+def test_tensors_of_a_pickle_have_names(tmp_path: Path, name: object, archive: bool) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(2), name: torch.ones(2)}, path, _use_new_zipfile_serialization=archive)
+    with pytest.raises(
+        CheckpointError, match=r"pytorch_model.bin holds no tensors by name: a tensor is called"
+    ) as error:
+        _Pickled(path)
+    assert len(str(error.value)) < 300 + len(str(path))
 
 
 VALUES = st.sampled_from([0, 1, 2, 3, 4, 24, 25, 32, 2**63, 2**64 - 1, -1, 1.0, "2", True, None, [], {}])
