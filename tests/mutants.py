@@ -2235,6 +2235,20 @@ MUTANTS = (
         f"{_FAMILIES}there_and_back_is_the_same_bit_for_bit[llama]",
     ),
     Mutant(
+        "names of groups in a stranger's dump are hashed whatever they are",
+        "megalite/watchdog/flight_recorder.py",
+        "if not isinstance(name, str) or not",
+        "if not",
+        "tests/unit/test_flight_recorder.py::test_a_foreign_entry_without_a_name_or_a_number_is_refused",
+    ),
+    Mutant(
+        "half a character on the screen ends a run",
+        "megalite/process/output.py",
+        '        sys.stdout.reconfigure(errors="backslashreplace")\n',
+        "        pass\n",
+        "tests/distributed/test_failure.py::test_half_a_character_is_escaped_and_ends_no_program",
+    ),
+    Mutant(
         "a hang: what has ended on gloo is taken for under way",
         "megalite/watchdog/flight_recorder.py",
         'return COMPLETED if ended_on_gloo else str(entry["state"])',

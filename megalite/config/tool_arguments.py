@@ -14,6 +14,7 @@ from typing import TypeVar
 from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.megatron_flags import ALIASES
 from megalite.errors import EXIT_CONFIGURATION, ConfigurationError, MegaliteError
+from megalite.process.output import require_streams
 from megalite.small_files import shown
 
 Arguments = TypeVar("Arguments")
@@ -23,6 +24,7 @@ _AT_MOST = dict.fromkeys(("workers", "num_threads"), 1024)
 
 def run_tool(main: Callable[[], None]) -> None:
     """Run a command: errors a user can cause end with their message and exit code, Ctrl-C and SIGTERM in good order."""
+    require_streams()
     # SIGTERM like Ctrl-C: an exception, so that temporary files are removed on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
+from io import TextIOWrapper
 
 
 def require_streams() -> None:
-    """Where this process began without standard output or error (`>&-`, some supervisors), let what is written there
-    go nowhere."""
+    """Let everything be written: half a character is escaped; where this process began without standard output or error
+    (`>&-`, some supervisors), what is written there goes nowhere."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # it stays open as long as the process lives
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, TextIOWrapper):  # Python escapes on standard error by itself
+        with suppress(OSError):  # what was printed before, on a full disk: `write_out` tells
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def write_out() -> OSError | None:

@@ -69,7 +69,10 @@ def group_records(trace: Mapping[str, Any]) -> list[GroupRecord]:
     """
     entries: dict[str, list[Mapping[str, Any]]] = {}
     for entry in trace.get("entries", ()):
-        entries.setdefault(entry["process_group"][0], []).append(entry)
+        name, numbers = entry["process_group"][0], (entry["collective_seq_id"], entry["p2p_seq_id"])
+        if not isinstance(name, str) or not all(type(number) is int for number in numbers):
+            raise TypeError("an entry whose group has no name, or which has no number")  # else they may hash for ever
+        entries.setdefault(name, []).append(entry)
     return [_record(name, trace["pg_config"].get(name), of_group) for name, of_group in entries.items()]
 
 

@@ -120,6 +120,12 @@ def test_a_program_without_standard_streams_ends_with_its_own_code(body: str, co
     assert job.wait(timeout=60) == [code]
 
 
+def test_half_a_character_is_escaped_and_ends_no_program(start: Start) -> None:
+    job = start("def main():\n    print('\\ud800')\n    return 0\nrun_main(main)")
+    assert ended(job) == ([0], "")
+    assert job.stdout(0) == "\\ud800\n"
+
+
 def test_a_defect_shows_its_traceback(start: Start) -> None:
     (code,), error = ended(start("run_main(lambda: 1 // 0)"))
     assert code == 70

@@ -84,6 +84,14 @@ def test_a_ring_without_entries_has_no_groups() -> None:
     assert group_records({"pg_config": {}, "version": "2.10"}) == []
 
 
+@pytest.mark.parametrize(("key", "value"), [("process_group", [()]), ("collective_seq_id", ()), ("p2p_seq_id", 1.0)])
+def test_a_foreign_entry_without_a_name_or_a_number_is_refused(key: str, value: object) -> None:
+    """One of nested tuples would be hashed for ever."""
+    entry = {"process_group": ["0", "default"], "collective_seq_id": 1, "p2p_seq_id": 0, "is_p2p": False, key: value}
+    with pytest.raises(TypeError, match="no name"):
+        group_records({"entries": [entry], "pg_config": {}})
+
+
 def test_a_rank_whose_recorder_cannot_be_read_tells_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
