@@ -992,6 +992,13 @@ MUTANTS = (
         "tests/unit/test_data_sft.py::test_the_process_of_a_template_has_no_files_and_no_secrets",
     ),
     Mutant(
+        "half a character in what names a tokenizer's tokens is let through",
+        "megalite/data/tokenizers/files.py",
+        "        json.dumps(fields, ensure_ascii=False).encode()",
+        "        json.dumps(fields)",
+        "tests/unit/test_data_tokenizer_files.py::test_half_a_character_among_the_special_tokens_is_told",
+    ),
+    Mutant(
         "a vocabulary may have any id",
         "megalite/data/tokenizers/build.py",
         "tokenizer.vocab_size > LARGEST_VOCABULARY",

@@ -363,3 +363,13 @@ def test_the_command_writes_what_the_tokenizer_gives(folder: Path, tmp_path: Pat
         [*tokenizer.encode(TEXT * i), tokenizer.eod] for i in range(1, 5)
     ]
     assert json.loads((tmp_path / "c_text_document.megalite.json").read_text())["tokenizer"] == tokenizer.identity()
+
+
+def test_half_a_character_among_the_special_tokens_is_told(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    for path in (tmp_path / "model").rglob("tokenizer.json"):
+        (path.parent / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}')
+        with pytest.raises(DataError, match=r"tokenizer_config.json, of the tokenizer, cannot be read .*surrogates"):
+            build_tokenizer("HuggingFaceTokenizer", str(path.parent))
+        return
+    pytest.fail("there is no tokenizer.json")

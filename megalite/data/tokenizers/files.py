@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def read_fields_beside(path: Path) -> dict[str, Any]:
         fields = {} if text is None else parse_json(text)
         if not isinstance(fields, dict):
             raise ValueError(f"a JSON {type(fields).__name__}, not an object")
+        json.dumps(fields, ensure_ascii=False).encode()  # half of a surrogate pair is no character for a tokenizer
     except ValueError as error:
         raise _unreadable(path, error) from error
     return fields
