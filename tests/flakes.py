@@ -20,6 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RUNS = ((1, 10), (8, 3))
 """Busy processes beside the tests, and how often then."""
+SECONDS = 1800
+"""Of a file's tests, which take a few minutes beside all that is busy: a test that hangs is a failure, too."""
+NOTHING_COLLECTED = 5
+"""The exit code of pytest for a file whose tests are all of those that `make test` leaves out."""
 DELICATE = re.compile(r"\b(spawn|subprocess|socket|os\.kill|SIG[A-Z]+|threading|Timeout|in_clean_process)\b")
 """What a file has that starts processes, waits, kills or listens; those of tests/end_to_end all do."""
 
@@ -47,9 +51,18 @@ def load(count: int) -> Iterator[None]:
 def failures(file: str, report: Path) -> dict[str, str]:
     """What one run of a file's tests finds: the failed ones' messages by name."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junit-xml={report}", file]
-    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if ended.returncode not in (0, 1):
-        return {file: ended.stdout}
+    said = report.with_suffix(".txt")
+    with said.open("wb") as output:
+        try:
+            code = subprocess.run(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=SECONDS, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return {file: f"no end within {SECONDS} s\n{said.read_text(errors='replace')}"}
+    if code == NOTHING_COLLECTED:
+        return {}
+    if code not in (0, 1):
+        return {file: said.read_text(errors="replace")}
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
         for problem in (*case.iter("failure"), *case.iter("error")):

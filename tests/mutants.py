@@ -73,6 +73,7 @@ _KILL = "tests/unit/test_checkpoint_kill.py::test_"
 _STOP = "tests/end_to_end/test_stop.py::test_"
 _FAULTS = "tests/end_to_end/test_faults.py::test_"
 _WATCHDOG = "tests/unit/test_watchdog_"
+_IN_PROPORTION = "verdict.py::test_stacks_are_looked_at_in_time_in_proportion_to_their_length"
 _MEETING = "tests/end_to_end/test_meeting.py::test_"
 _START = "tests/end_to_end/test_stop_at_start.py::test_"
 _PROFILES = "tests/end_to_end/test_profiling.py::test_"
@@ -2408,6 +2409,92 @@ MUTANTS = (
         "except Exception:  # what cannot",
         "except LinkLost:  # what cannot",
         f"{_WATCHDOG}monitor.py::test_ranks_that_make_no_sense_are_as_good_as_dead",
+    ),
+    Mutant(
+        "a rank does not start where its watchdog's monitor makes no sense",
+        "megalite/watchdog/watchdog.py",
+        "except Exception as error:  # what makes",
+        "except LinkLost as error:  # what makes",
+        f"{_WATCHDOG}monitor.py::test_a_rank_starts_though_the_monitor_makes_no_sense[{{'first': 7}}]",
+    ),
+    Mutant(
+        "a watchdog ends a rank with a number that is no exit code",
+        "megalite/watchdog/verdict.py",
+        "return whole(value, 255)",
+        "return value",
+        f"{_WATCHDOG}monitor.py::"
+        "test_a_monitor_that_makes_no_sense_does_not_end_a_ranks_thread_but_is_lost_to_it[{'first_fails': 256}]",
+    ),
+    Mutant(
+        "a watchdog writes where its monitor says, wherever that is",
+        "megalite/watchdog/verdict.py",
+        " or not _FOLDER.fullmatch(value):",
+        ":",
+        f"{_WATCHDOG}monitor.py::"
+        "test_a_monitor_that_makes_no_sense_does_not_end_a_ranks_thread_but_is_lost_to_it[{'dump': '../../outside'}]",
+    ),
+    Mutant(
+        "a line to a watchdog fills the memory when it is parsed",
+        "megalite/watchdog/link.py",
+        "_LARGEST = 2**24",
+        "_LARGEST = 2**26",
+        f"{_WATCHDOG}link.py::test_a_line_is_not_so_long_that_it_fills_the_memory_when_it_is_parsed",
+    ),
+    Mutant(
+        "a hang of many ranks is told in as many lines",
+        "megalite/watchdog/verdict.py",
+        "return [*found[:_MOST],",
+        "return [*found,",
+        f"{_WATCHDOG}verdict.py::test_a_hang_of_many_ranks_is_told_in_some_lines",
+    ),
+    Mutant(
+        "a death of many ranks is told with all their processes",
+        "megalite/watchdog/verdict.py",
+        "for peer, _ in lost[:_NAMED])",
+        "for peer, _ in lost)",
+        f"{_WATCHDOG}verdict.py::test_a_death_of_many_ranks_names_all_in_a_line",
+    ),
+    Mutant(
+        "a rank makes a line of a hang's message as long as it likes",
+        "megalite/watchdog/verdict.py",
+        "lines = list(map(_line, lines))",
+        "pass",
+        f"{_WATCHDOG}verdict.py::test_a_rank_makes_no_line_long",
+    ),
+    Mutant(
+        "a rank draws on the terminal by its name for a section",
+        "megalite/watchdog/verdict.py",
+        " or not value.isprintable():",
+        ":",
+        f"{_WATCHDOG}monitor.py::test_ranks_that_make_no_sense_are_as_good_as_dead",
+    ),
+    Mutant(
+        "a rank draws on the terminal by what it has lost",
+        "megalite/watchdog/verdict.py",
+        'one if one.isprintable() else "?"',
+        "one",
+        f"{_WATCHDOG}verdict.py::test_what_a_rank_says_draws_nothing_on_the_terminal",
+    ),
+    Mutant(
+        "a hang: stacks with empty lines are looked at from each of them",
+        "megalite/watchdog/hang_report.py",
+        '_NEXT_THREAD = re.compile(r"(?<!\\n)',
+        '_NEXT_THREAD = re.compile(r"',
+        f"{_WATCHDOG}{_IN_PROPORTION}[empty lines-main thread]",
+    ),
+    Mutant(
+        "a hang: a line of another thread's stack is looked at from each of its places",
+        "megalite/watchdog/hang_report.py",
+        """_FILE = re.compile(r'^  File "(.*)", line', re.MULTILINE)""",
+        """_FILE = re.compile(r'  File "(?:.*/)?(.*)", line')""",
+        f"{_WATCHDOG}{_IN_PROPORTION}[folders-another]",
+    ),
+    Mutant(
+        "a hang: a line of the main thread's stack is looked at from each of its places",
+        "megalite/watchdog/verdict.py",
+        """_FRAME = re.compile(r'^  File""",
+        """_FRAME = re.compile(r'  File""",
+        f"{_WATCHDOG}{_IN_PROPORTION}[files-main thread]",
     ),
     Mutant(
         "a watchdog takes the word of who knows no secret",

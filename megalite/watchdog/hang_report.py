@@ -12,8 +12,9 @@ from megalite.watchdog.hang_analysis import Finding, missing
 from megalite.watchdog.hang_dump import Dumps, RankDump
 
 SHOWN = 20  # findings of each kind in the text
-_NEXT_THREAD = re.compile(r"\n+(?=thread )")
-_FILE = re.compile(r'  File "(?:.*/)?(.*)", line')
+# Each begins at but one place of a line or of several empty ones: else a text of a megabyte is looked at for hours.
+_NEXT_THREAD = re.compile(r"(?<!\n)\n+(?=thread )")
+_FILE = re.compile(r'^  File "(.*)", line', re.MULTILINE)
 _OWN_THREADS = ("thread monitor:", "thread watchdog:", "thread signals:")
 _WAITING = ("threading.py", "queue.py", "selectors.py", "thread.py")  # of the standard library, in which threads idle
 
@@ -89,7 +90,7 @@ def _telling(stacks: str) -> str:
 
 def _idles(stack: str) -> bool:
     files = _FILE.findall(stack)
-    return not files or files[-1] in _WAITING
+    return not files or files[-1].rpartition("/")[2] in _WAITING
 
 
 def _where(place: Sequence[RankDump]) -> str:

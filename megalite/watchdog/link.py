@@ -27,7 +27,7 @@ UNREACHABLE_SECONDS = 60.0
 """After which a connection is lost over which the other machine acknowledges nothing, since it has no power or network;
 the system's own limit is a quarter of an hour."""
 _SEND_SECONDS = 5.0
-_LARGEST = 2**26  # bytes of a line
+_LARGEST = 2**24  # bytes of a line: of JSON that is all brackets, thirty times as many in memory
 _LARGEST_FIRST = 2**10  # of an end that has not proved itself
 _DIGITS = re.compile(rb"[0-9a-f]{64}")
 

@@ -25,7 +25,7 @@ from megalite.watchdog.hang_dump import RankDump
 from megalite.watchdog.link import MONITOR, Link, LinkLost, Message
 from megalite.watchdog.secret import VARIABLE, Secret
 from megalite.watchdog.sections import MEETING
-from megalite.watchdog.verdict import Peer, alarm_of, death, folder_name, hang, whole, words
+from megalite.watchdog.verdict import Peer, alarm_of, death, exit_code, folder_name, hang, whole, words
 
 Say = Callable[[str, int], int]
 """Say an error and leave its exit code, unless a rank has said one; returns the code of what was said."""
@@ -177,7 +177,7 @@ class Monitor(threading.Thread):
             connected.peer.section, connected.peer.step = words(message["section"]), whole(message["step"])
             connected.placed = self._looked
         if "fails" in message:
-            connected.fails = whole(message["fails"])
+            connected.fails = exit_code(message["fails"])
             if rank == 0:  # which may take this monitor with it before any rank can ask
                 self._tell_all(first_fails=connected.fails)
                 self._first_failed = True

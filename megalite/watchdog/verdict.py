@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,13 @@ from megalite.watchdog.link import Message
 from megalite.watchdog.sections import OpenSection
 
 _CONSEQUENCES = 5  # of a hang, in its message
+_MOST = 6  # lines of each other sort in it
+_LINE = 500  # characters of each line
+_NAMED = 16  # ranks that have died, with process and machine
 _LARGEST = 2**53  # a number of a message
-_LONGEST = 2**12  # characters of a text of a message
+_LONGEST = 2**8  # characters of a text of a message
+_FRAME = re.compile(r'^  File "(.*)", line (\d+), in (.*)', re.MULTILINE)
+_FOLDER = re.compile(r"[0-9]{8}T[0-9]{6}")
 _GO_ON = "The run ends; --resume auto continues from its last checkpoint"
 
 
@@ -65,10 +70,15 @@ def whole(value: Any, largest: int = _LARGEST) -> int:
 
 
 def words(value: Any) -> str:
-    """A short text of a message. Raises ValueError where it is none."""
-    if not isinstance(value, str) or len(value) > _LONGEST:
-        raise ValueError("no text, or too long a one")
+    """A short text of a message, which can be printed. Raises ValueError where it is none."""
+    if not isinstance(value, str) or len(value) > _LONGEST or not value.isprintable():
+        raise ValueError("no text, too long a one, or one that is not for people")
     return value
+
+
+def exit_code(value: Any) -> int:
+    """An exit code of a message. Raises ValueError where it is none: the system would take 256 for 0, a good end."""
+    return whole(value, 255)
 
 
 def place(step: int, section: str) -> str:
@@ -85,7 +95,7 @@ def alarm_of(message: Message) -> Message:
     """What a rank tells of a section that takes too long, or of a communication that failed; nothing of else. Raises
     ValueError, TypeError or OverflowError where it makes no sense."""
     if "lost" in message:
-        return {"lost": str(message["lost"])[:_LONGEST]}
+        return {"lost": _line(str(message["lost"]))}
     if "overdue" in message:
         section, seconds, limit = message["overdue"]
         return {"overdue": [words(section), float(seconds), float(limit)]}
@@ -95,15 +105,19 @@ def alarm_of(message: Message) -> Message:
 def death(lost: Sequence[tuple[Peer, float]]) -> str:
     """Describe ranks whose processes have ended without a word, each with the seconds before that in which its place
     was not heard of: it may have come further."""
-    who = ", ".join(str(peer) for peer, _ in lost)
+    who = ", ".join(str(peer) for peer, _ in lost[:_NAMED])
+    if len(lost) > _NAMED:
+        who += f" and {ranks_text(peer.rank for peer, _ in lost[_NAMED:])}"
     have = "have" if len(lost) > 1 else "has"
     places: dict[str, list[tuple[int, float]]] = {}
     for peer, seconds in lost:
         places.setdefault(peer.place, []).append((peer.rank, seconds))
     last = ", ".join(
-        f"in {where}{f' ({ranks_text(rank for rank, _ in there)})' if len(places) > 1 else ''}, "
-        f"{max(seconds for _, seconds in there):.1f} s before"
-        for where, there in places.items()
+        _few(
+            f"in {where}{f' ({ranks_text(rank for rank, _ in there)})' if len(places) > 1 else ''}, "
+            f"{max(seconds for _, seconds in there):.1f} s before"
+            for where, there in places.items()
+        )
     )
     return (
         f"{who} {have} ended without a word, last heard of {last}: killed, as by a person or for want of memory (the "
@@ -114,6 +128,13 @@ def death(lost: Sequence[tuple[Peer, float]]) -> str:
 def folder_name() -> str:
     """Of the folder that ranks write to what they are in, by the time."""
     return time.strftime("%Y%m%dT%H%M%S")
+
+
+def folder_named(value: Any) -> str:
+    """A `folder_name` of a message. Raises ValueError where it is none: it could lead anywhere."""
+    if not isinstance(value, str) or not _FOLDER.fullmatch(value):
+        raise ValueError("no name of a folder")
+    return value
 
 
 def hang(
@@ -132,27 +153,40 @@ def hang(
     """
     report = hang_report(Dumps(dumps, tuple(sorted(silence)), ()))
     lines = [_alarm(peers[rank], why)]
-    lines += [
+    lines += _few(
         f"{peers[other]} does not answer, for {seconds:.0f} s: it is stopped or cannot be reached, last heard of in "
         f"{peers[other].place}"
         for other, seconds in sorted(silence.items())
-    ]
-    lines += [
+    )
+    lines += _few(
         f"rank {other} has never come to rank 0's watchdog: it ended or stands still before that, or cannot reach it"
         for other in missing
-    ]
+    )
     busy = [dumps[culprit] for culprit in report.culprits if culprit in dumps]
-    lines += [
+    lines += _few(
         f"{peers[dump.rank]} holds it up, in {place(dump.step, dump.section)}: {_innermost(dump)}" for dump in busy
-    ]
+    )
     if not report.culprits and report.places:  # nobody waits for another: who is elsewhere than the others is told
         first = report.places[0][0]
         lines.append(f"{peers[first.rank]} is in {_innermost(first)}")
-    lines += [finding.text for finding in report.findings if finding.cause and set(finding.culprits) - set(silence)]
+    lines += _few(finding.text for finding in report.findings if finding.cause and set(finding.culprits) - set(silence))
     lines += [finding.text for finding in report.findings if not finding.cause][:_CONSEQUENCES]
+    lines = list(map(_line, lines))
     if folder is not None:
         lines.append(f"more of each rank: python tools/hang_report.py {folder}")
     return "\n  ".join([*lines, _GO_ON])
+
+
+def _few(lines: Iterable[str]) -> list[str]:
+    """The first ones, and how many there are more."""
+    found = list(lines)
+    return [*found[:_MOST], *([f"... and {len(found) - _MOST} more like that"] if len(found) > _MOST else [])]
+
+
+def _line(text: str) -> str:
+    """A line of what ranks have said, which may have any length and be no text for a terminal."""
+    cut = text if len(text) <= _LINE else f"{text[: _LINE - 3]}..."
+    return "".join(one if one.isprintable() else "?" for one in " ".join(cut.split()))
 
 
 def _alarm(peer: Peer, why: Message) -> str:
@@ -164,5 +198,5 @@ def _alarm(peer: Peer, why: Message) -> str:
 
 def _innermost(dump: RankDump) -> str:
     """Where the main thread of a rank is, in Python."""
-    frames = re.findall(r'  File "(.*)", line (\d+), in (.*)', dump.stacks.partition("\nthread ")[0])
+    frames = _FRAME.findall(dump.stacks.partition("\nthread ")[0])
     return "{} line {}, in {}".format(*frames[-1]) if frames else "no code in Python"

@@ -33,7 +33,7 @@ from megalite.watchdog.link import Link, LinkLost, Message, connect
 from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor
 from megalite.watchdog.secret import find_secret, make_secret
 from megalite.watchdog.sections import OpenSection, Sections
-from megalite.watchdog.verdict import Peer, death, folder_name, hang, overdue, whole
+from megalite.watchdog.verdict import Peer, death, exit_code, folder_name, folder_named, hang, overdue, whole
 
 if TYPE_CHECKING:
     from megalite.torch_internals import Store
@@ -144,8 +144,11 @@ class Watchdog:
         deadline = self._looked + _LINKING_SECONDS
         while self._first is None and time.monotonic() < deadline:  # it waits for this rank till then
             if _readable(link, _TICK_SECONDS):
-                for message in link.receive():
-                    self._take(message)
+                try:
+                    for message in link.receive():
+                        self._take(message)
+                except Exception as error:  # what makes no sense is not of the run's monitor
+                    raise LinkLost from error
         self._link = link
         # Who is told to end while it starts has not ended without a word.
         last_words(partial(link.send, fails=EXIT_RESUMABLE))
@@ -214,11 +217,11 @@ class Watchdog:
             self._first, self._speaks = Peer.of(message["first"]), message["speaks"]
             self._first_placed = self._looked - message["age"]
         elif "first_fails" in message:
-            self._first_fails = message["first_fails"]
+            self._first_fails = exit_code(message["first_fails"])
         elif "dump" in message:
-            self._dump(message["dump"])
+            self._dump(folder_named(message["dump"]))
         elif "end" in message:
-            self._end(message["end"], at_once=message["at_once"], kill=tuple(map(Peer.of, message["kill"])))
+            self._end(exit_code(message["end"]), at_once=message["at_once"], kill=tuple(map(Peer.of, message["kill"])))
         elif "bye" in message:  # rank 0 has come to the end of the run
             self._leaving = True
 

@@ -238,29 +238,34 @@ def draw_edit(draw: random.Random, file: str, valid: bytes, codec: Codec, *, reg
     """One edit of a file, which stays one where it has to be `regular`."""
     tree = codec.decode(valid)
     if tree is not None and draw.random() < 0.75:
-        paths = list(_paths(tree))
-        draw.shuffle(paths)
-        path = draw.choice(sorted(paths[:MOST_PATHS], key=len)[1:] or paths)
-        if draw.random() < 0.5:  # what stands high in the tree is what most depends on
-            shallow = [path for path in paths if 0 < len(path) <= 2]
-            path = draw.choice(shallow or [path])
+        paths, path = list(_paths(tree)), draw_path(draw, tree)
         value = _at(tree, path)
         operation = draw.choice(["set"] * 6 + ["remove", "copy", "double", "nest", "fill"])
         if operation == "set":
-            return [file, "set", list(path), hostile_value(draw, value, codec.values)]
+            return [file, "set", path, hostile_value(draw, value, codec.values)]
         if operation == "copy":
-            return [file, "copy", list(path), list(draw.choice(paths))]
+            return [file, "copy", path, list(draw.choice(paths))]
         if operation == "double":
-            return [file, "double", list(path), hostile_value(draw, value, codec.values)]
+            return [file, "double", path, hostile_value(draw, value, codec.values)]
         if operation == "nest":
-            return [file, "nest", list(path), draw.choice(["list", "object"]), draw.choice([70, 3000, 100_000])]
+            return [file, "nest", path, draw.choice(["list", "object"]), draw.choice([70, 3000, 100_000])]
         if operation == "fill":
-            lists = [path for path in paths if isinstance(_at(tree, path), list)] or [path]
+            lists = [path for path in paths if isinstance(_at(tree, path), list)] or [tuple(path)]
             return [file, "fill", list(draw.choice(lists)), draw.choice(["0", "-1", "1", "16", "1152921504606846976"])]
-        return [file, operation, list(path)]
+        return [file, operation, path]
     while (edit := _draw_bytes(draw, len(valid)))[0] in NATURE and regular:
         pass
     return [file, *edit]
+
+
+def draw_path(draw: random.Random, tree: Tree) -> list[Any]:
+    """The way to a value in a tree."""
+    paths = list(_paths(tree))
+    draw.shuffle(paths)
+    path = draw.choice(sorted(paths[:MOST_PATHS], key=len)[1:] or paths)
+    if draw.random() < 0.5:  # what stands high in the tree is what most depends on
+        path = draw.choice([path for path in paths if 0 < len(path) <= 2] or [path])
+    return list(path)
 
 
 def _draw_bytes(draw: random.Random, size: int) -> list[Any]:
@@ -337,6 +342,10 @@ _TREE: Mapping[str, Callable[..., Tree]] = {
     "double": _double,
     "nest": lambda tree, path, kind, depth: _replaced(tree, path, None, _nested(_at(tree, path), kind, depth)),
     "fill": lambda tree, path, raw: _replaced(tree, path, None, [Raw(raw)] * len(_at(tree, path))),
+    "long text": lambda tree, path, begin, text, size: _replaced(
+        tree, path, None, Raw(json.dumps(begin + text * (size // len(text)) + "x"))
+    ),
+    "long list": lambda tree, path, raw, times: _replaced(tree, path, None, Raw(f"[{raw}{f', {raw}' * (times - 1)}]")),
     "append": lambda tree, values: [*tree, *values],
 }
 _CONTENT: Mapping[str, Callable[..., bytes]] = {

@@ -19,7 +19,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz import templates
+from tests.fuzz import messages, templates
 from tests.fuzz.edits import (
     BYTES,
     INDEX,
@@ -537,5 +537,6 @@ KINDS: Mapping[str, Kind] = {
         _draw_chat,
         streams=("talk.jsonl",),
     ),
+    "messages": Kind(messages.PREPARE, messages.program, dict.fromkeys(messages.FILES, LINES), messages.draw),
 }
 """By the names that `make fuzz KIND=` takes."""

@@ -35,6 +35,8 @@ MODULES = (
     "megalite.checkpoint.inspection",
     "megalite.checkpoint.progress",
     "megalite.data.preprocess_progress",
+    "megalite.watchdog.watchdog",
+    "megalite.watchdog.flight_recorder",
     "tokenizers",
     "tiktoken",
     "sentencepiece.sentencepiece_model_pb2",

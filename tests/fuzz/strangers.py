@@ -1,4 +1,4 @@
-"""Strangers who send lines to the watchdog of a real run, with all that the run's open store tells them.
+"""Strangers who speak to the watchdog's monitor of a real run, with all that the run's open store tells them.
 
 The run has two ranks and goes on; so it must when the strangers have left: nobody killed, no traceback, no thread or
 memory lost. A process beside the run, which does nothing, is what a stranger may name as a rank's.
@@ -6,14 +6,14 @@ memory lost. A process beside the run, which does nothing, is what a stranger ma
 
 from __future__ import annotations
 
-import json
+import hmac
 import os
 import random
+import secrets
 import signal
 import socket
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,8 @@ STRANGERS = 30
 HOLD_SECONDS = 7.0
 """More than a rank has for its answer (5 s)."""
 START_SECONDS = 20.0
-_GREETING = {
-    "token": "{token}", "rank": 1, "host": "host", "space": "{space}", "process": "{canary}", "section": "step",
-    "step": 1,
-}  # fmt: skip
-"""Of a rank, with the number of another process."""
+_HEARING_SECONDS = 0.3
+"""For what the monitor says to a stranger, if it does."""
 
 
 class Strangers:
@@ -48,11 +45,8 @@ class Strangers:
 
     @staticmethod
     def draw(draw: random.Random) -> list[Edit]:
-        """An input: what each of some strangers says, a few who keep to the protocol or many who do not."""
-        if draw.random() < 0.5:
-            greeting = json.dumps(_GREETING)
-            return [["stranger", greeting, draw.choice(_MESSAGES)] for _ in range(draw.choice([1, 1, 2]))]
-        return [["stranger", *_draw_lines(draw)] for _ in range(draw.choice([3, STRANGERS]))]
+        """An input: what each of some strangers does, one after the other."""
+        return [["stranger", *_draw_acts(draw)] for _ in range(draw.choice([1, 3, STRANGERS]))]
 
     def run(self, edits: Sequence[Edit]) -> Outcome:
         """Start a run, send it what strangers say, and look whether it goes on and ends when it is told to."""
@@ -62,7 +56,7 @@ class Strangers:
         ranks = [self._start_rank(rank, port) for rank in range(RANKS)]
         fault, strangers = None, 0
         if self._await_steps(ranks, START_SECONDS * stretched):
-            strangers = child.start(lambda: _speak(edits, port, ranks[0], canary), self._base, name="strangers")
+            strangers = child.start(lambda: _speak(edits, port, canary), self._base, name="strangers")
             fault = self._watch(ranks, canary, HOLD_SECONDS * 2 * stretched, strangers)
         else:
             fault = "the run did not start"
@@ -74,7 +68,7 @@ class Strangers:
             fault = f"the run ended with {codes} when it was asked to stop"
         _end(canary, 0.0)
         if strangers and _end(strangers, 0.0) == 1 and fault is None:
-            fault = "no stranger reached the run, so that nothing was tried"
+            fault = "the monitor answers no stranger's digits, so that nothing was tried"
         said = "".join((self._base / f"rank{rank}.stderr").read_text(errors="replace") for rank in range(RANKS))
         judged, place = child.judge(0, said.encode(), b"")
         if judged:
@@ -121,117 +115,139 @@ class Strangers:
         return None
 
 
-def _draw_lines(draw: random.Random) -> list[str]:
-    lines = []
-    if draw.random() < 0.85:
-        greeting: dict[str, Any] = _GREETING | {"rank": draw.choice([0, 1, 1, 1, 2])}
-        for _ in range(draw.choice([0, 0, 1, 2])):
-            key = draw.choice(list(greeting))
-            greeting[key] = draw.choice(_VALUES)
-        lines.append(json.dumps(greeting))
+def _draw_acts(draw: random.Random) -> list[Edit]:
+    """What a stranger does on a connection: mostly it has digits first, without which nothing else is looked at."""
+    acts: list[Edit] = [["digits"]] if draw.random() < 0.85 else []
     for _ in range(draw.choice([0, 1, 1, 2, 5])):
-        roll = draw.random()
-        if roll < 0.45:
-            lines.append(draw.choice(_MESSAGES))
-        elif roll < 0.7:
-            lines.append(json.dumps({draw.choice(_KEYS): draw.choice(_VALUES) for _ in range(draw.choice([1, 2]))}))
-        else:
-            lines.append(draw.choice(_GARBAGE))
-    return lines
+        acts.append(draw.choice([
+            ["guess", draw.choice(_GUESSES), draw.choice(_MESSAGES)],
+            ["guess", draw.choice(_GUESSES), draw.choice(_MESSAGES)],
+            ["line", draw.choice(_GARBAGE)],
+            ["echo"], ["replay"], ["digits"], ["cut", draw.choice(_MESSAGES)],
+            ["drip", draw.choice(_MESSAGES)], ["flood", draw.choice([10, 100, 300])],
+            ["endless", draw.choice([1, 1000, 100_000])],
+        ]))  # fmt: skip
+    return acts
 
 
-_KEYS = ("token", "rank", "process", "section", "step", "dump", "fails", "bye", "overdue", "lost", "first", "end",
-         "kill", "nonce", "proof", "hello", "challenge", "answer", "age")  # fmt: skip
-_VALUES: tuple[Any, ...] = (
-    "\ud800", "", "x", None, True, -1, 0, 1, 2**31, 10**30, 1e308, float("nan"), [], {}, [[]], "{canary}", "{token}",
-    ["step", 99.0, 9.0], {"end": 0}, "a" * 10_000, [0] * 1000,
-)  # fmt: skip
+_GUESSES = ("no code", "zeros", "nothing", "the store's", "the digits")
+"""What a stranger may take for the secret, or put in the place of a code."""
 _MESSAGES = (
-    '{"overdue": ["step", 99.0, 9.0]}',
+    '{"rank": 1, "host": "host", "process": {canary}, "start": 1, "space": "{space}", "section": "step", "step": 1}',
+    '{"rank": 0, "host": "host", "process": {canary}, "start": 1, "space": "{space}", "section": "step", "step": 1}',
     '{"overdue": ["step", 99.0, 9.0], "section": "step", "step": 1}',
-    '{"lost": 0}',
+    '{"lost": "all"}',
     '{"fails": 70}',
     '{"bye": true}',
-    '{"dump": {}}',
-    '{"section": "step"}',
-    '{"end": 0, "at_once": true, "kill": ["{canary}"]}',
-    "{echo}",
+    '{"end": 0, "at_once": true, "kill": [{"rank": 1, "process": {canary}}]}',
+    "{}",
 )
 _GARBAGE = (
-    "[" * 100_000, "{", "null", "[]", '"x"', "\xff\xfe\x00", "", " ", "1" * 5000, '{"token": "\\ud800"}',
-    '{"a":' * 5000,
-    "a" * 2_000_000, "GET / HTTP/1.1\r\n\r", '{"token": 1e999}', "\x16\x03\x01", '{"a": 1, "a": 2}', "\n" * 10_000,
+    "[" * 100_000, "{", "null", '"x"', "\xff\xfe\x00", "", " ", "1" * 5000, "0" * 64, "0" * 63 + "g", "A" * 64,
+    "0" * 64 + " {}", "0" * 64 + " ", " {}", "\xe9" * 64 + " {}", "GET / HTTP/1.1\r\n\r", "\x16\x03\x01", "\n" * 10_000,
 )  # fmt: skip
 
 
-def _speak(edits: Sequence[Edit], store_port: int, rank: int, canary: int) -> None:
-    """Say everything on one connection each, to each port that the rank listens on, and stay for a while."""
-    secrets = _told_by_the_store(store_port)
-    listening = [each for each in _listening(rank) if each[1] != store_port]
-    words = [word for value in secrets for word in value.split()]
-    tokens = [word for word in words if not word.isdecimal()] or ["x"]
+class _Stranger:
+    """A connection to the monitor.
+
+    Args:
+        told: what the store says to anybody.
+        names: what `{canary}` and `{space}` stand for in a message.
+        overheard: what the monitor has said to strangers so far.
+    """
+
+    def __init__(self, port: int, told: str, names: Mapping[str, str], overheard: list[bytes]) -> None:
+        self.connections = [_connect(port)]
+        self._port, self._told, self._names, self._overheard = port, told, names, overheard
+        self._digits, self._heard, self._lines = b"", b"", 0
+
+    def act(self, what: str, *arguments: Any) -> None:
+        """Raises OSError where the monitor has hung up."""
+        send = self.connections[0].sendall
+        if what == "digits":
+            self._digits = secrets.token_hex(32).encode()
+            send(self._digits + b"\n")
+            self._listen()
+        elif what == "guess":
+            send(self._sealed(*arguments))
+        elif what == "line":
+            send(arguments[0].encode("latin-1") + b"\n")
+        elif what == "echo":
+            self._listen()
+            send(self._heard)
+        elif what == "replay":
+            send(b"".join(self._overheard))
+        elif what == "cut":
+            send(self._sealed("zeros", *arguments)[:-5])
+            self.connections[0].shutdown(socket.SHUT_WR)
+        elif what == "drip":
+            for byte in self._sealed("zeros", *arguments):
+                send(bytes([byte]))
+                time.sleep(0.002)
+        elif what == "flood":
+            self.connections += [_connect(self._port) for _ in range(arguments[0])]
+        elif what == "endless":
+            send(b"x" * arguments[0])
+
+    def is_answered(self) -> bool:
+        """Whether the other end takes digits, and proves then to be a monitor."""
+        self.act("digits")
+        return self._heard.endswith(b" {}\n")
+
+    def _listen(self) -> None:
+        """Hear the monitor's digits and its proof, as far as they come within a moment."""
+        with suppress(TimeoutError):
+            while not self._heard.endswith(b" {}\n") and (data := self.connections[0].recv(65536)):
+                self._heard += data
+                self._overheard.append(data)
+
+    def _sealed(self, guess: str, message: str) -> bytes:
+        for name, value in self._names.items():
+            message = message.replace(name, value)
+        line, self._lines = message.encode(), self._lines + 1
+        keys = {"nothing": b"", "the store's": self._told.encode(), "the digits": self._digits}
+        code = b"0" * 64
+        if guess in keys:
+            key = hmac.digest(keys[guess], b" ".join((b"rank", self._digits, self._heard[:64])), "sha256")
+            code = hmac.digest(key, b"%d %s" % (self._lines, line), "sha256").hex().encode()
+        return (b"" if guess == "no code" else code + b" ") + line + b"\n"
+
+
+def _connect(port: int) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=1.0)
+    connection.settimeout(_HEARING_SECONDS)
+    return connection
+
+
+def _speak(edits: Sequence[Edit], store_port: int, canary: int) -> None:
+    """Be the strangers, and stay for a while. Ends with 1 where the monitor does not answer the first of them."""
+    port, told = _told_by_the_store(store_port)
     space = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"  # as for any process of the machine
+    names, overheard = {"{canary}": str(canary), "{space}": space}, list[bytes]()
     deadline = time.monotonic() + HOLD_SECONDS
-    connections = []
-    for _, *lines in edits:
-        for address in listening:
-            with suppress(OSError):
-                connection = socket.create_connection(address, timeout=1.0)
-                connections.append(connection)
-                heard = b""
-                for line in lines:
-                    if line == "{echo}":
-                        heard = connection.recv(65536)
-                        connection.sendall(heard)
-                        continue
-                    for token in tokens[:1]:
-                        said = line.replace('"{canary}"', str(canary)).replace("{token}", token)
-                        connection.sendall(said.replace("{space}", space).encode("latin-1", "replace") + b"\n")
-    if not connections:
+    strangers = [_Stranger(port, told, names, overheard)]
+    if not strangers[0].is_answered():
         raise SystemExit(1)
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
+    for _, *acts in edits:
+        with suppress(OSError):
+            strangers.append(_Stranger(port, told, names, overheard))
+            for act in acts:
+                if time.monotonic() < deadline:
+                    strangers[-1].act(*act)
+    time.sleep(max(deadline - time.monotonic(), 0.0))
 
 
-def _told_by_the_store(port: int) -> list[str]:
-    """What stands in the store of a run, for whoever asks."""
+def _told_by_the_store(port: int) -> tuple[int, str]:
+    """The monitor's port, and what else the store of a run says of it to whoever asks."""
     from datetime import timedelta
 
     from torch.distributed import TCPStore
 
-    found = []
-    with suppress(RuntimeError, ValueError):
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
-        for key in store.list_keys():
-            with suppress(RuntimeError, UnicodeDecodeError):
-                if "watchdog" in key:
-                    found.append(store.get(key).decode())
-    return found
-
-
-def _listening(process: int) -> list[tuple[str, int]]:
-    """The TCP addresses and ports that a process listens on."""
-    sockets = set()
-    for file in Path(f"/proc/{process}/fd").iterdir():
-        with suppress(OSError):
-            sockets.add(os.readlink(file))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                address, _, port = fields[1].partition(":")
-                found.add((_address(address), int(port, 16)))
-    return sorted(found)
-
-
-def _address(text: str) -> str:
-    """An address as proc_pid_net(5) has it: words of this machine's order of bytes; any of them is the loopback's."""
-    words = [int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8)]
-    raw = b"".join(words)
-    if not any(raw):
-        return "127.0.0.1"
-    return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
+    (address,) = (store.get(key).decode() for key in store.list_keys() if "watchdog" in key)
+    found, _, told = address.partition(" ")
+    return int(found), told
 
 
 def _has_ended(process: int) -> bool:

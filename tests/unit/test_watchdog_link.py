@@ -74,6 +74,11 @@ def receive_all(end: Link, count: int) -> list[Message]:
     return messages
 
 
+def sent_as_far_as_it_goes(connection: socket.socket, data: bytes) -> None:
+    with suppress(OSError):
+        connection.sendall(data)
+
+
 def test_objects_arrive_however_the_bytes_are_cut(ends: tuple[Link, Other]) -> None:
     end, other = ends
     data = other.line(b'{"section": "save", "step": 3}') + other.line('{"dump": {"stacks": "ä\\n"}}'.encode())
@@ -202,12 +207,24 @@ def test_a_line_without_end_ends_the_connection(
 def test_a_long_message_takes_time_in_proportion_to_its_length(ends: tuple[Link, Other]) -> None:
     """Each piece that comes is looked at once: 16 MiB took 1.8 s of rank 0 when it was not so."""
     end, other = ends
-    line = other.line(b'{"dump": "' + b"x" * 2**24 + b'"}')
+    line = other.line(b'{"dump": "' + b"x" * (link._LARGEST - 100) + b'"}')
     thread = Thread(target=other.connection.sendall, args=(line,))
     thread.start()
     began = time.thread_time()
     receive_all(end, 1)
     assert time.thread_time() - began < 0.8
+    thread.join()
+
+
+def test_a_line_is_not_so_long_that_it_fills_the_memory_when_it_is_parsed(ends: tuple[Link, Other]) -> None:
+    """64 MiB of brackets took more than a gigabyte."""
+    end, other = ends
+    line = other.line(b'{"dump": [' + b"[]," * 2**23 + b"0]}")
+    thread = Thread(target=sent_as_far_as_it_goes, args=(other.connection, line))
+    thread.start()
+    with pytest.raises(LinkLost):
+        receive_all(end, 1)
+    end.close()
     thread.join()
 
 

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from megalite.process.place import Place
 from megalite.watchdog import monitor as monitor_file
@@ -365,6 +367,8 @@ SENSELESS: tuple[dict[str, Any], ...] = (
     {"section": "x" * 5000, "step": 1},
     {"fails": "85"},
     {"fails": None},
+    {"fails": 256},
+    {"section": "save\x1b[2J", "step": 1},
     {"dump": 7},
     {"dump": {"rank": 0}},
     {"dump": {"stacks": 5}},
@@ -382,7 +386,9 @@ def test_ranks_that_make_no_sense_are_as_good_as_dead(watch: Begin, monkeypatch:
         if isinstance(dump := message.get("dump"), dict):
             message = {"dump": asdict(RankDump(rank.rank, 4)) | dump}
         rank.link.send(**message)
+    deadline = time.monotonic() + SECONDS
     while len(watched.monitor._lost) < len(SENSELESS):
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     monkeypatch.setattr(monitor_file, "_TOGETHER_SECONDS", 0.0)
     assert watched.ranks[0].wait_for("end")["end"] == 85
@@ -483,7 +489,20 @@ def test_ranks_that_cannot_reach_the_monitor_are_told_of(
 
 
 @pytest.mark.parametrize(
-    "message", [{"end": 85}, {"first": {}}, {"first": 7}, {"end": 85, "at_once": True, "kill": [1]}], ids=str
+    "message",
+    [
+        {"end": 85},
+        {"end": 256, "at_once": True, "kill": []},
+        {"first": {}},
+        {"first": 7},
+        {"end": 85, "at_once": True, "kill": [1]},
+        {"first_fails": 256},
+        {"first_fails": "70"},
+        {"dump": "../../outside"},
+        {"dump": "20261122T062148\n"},
+        {"dump": 7},
+    ],
+    ids=str,
 )
 def test_a_monitor_that_makes_no_sense_does_not_end_a_ranks_thread_but_is_lost_to_it(
     message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -497,6 +516,31 @@ def test_a_monitor_that_makes_no_sense_does_not_end_a_ranks_thread_but_is_lost_t
         watchdog._link = rank
         lost: list[bool] = []
         monkeypatch.setattr(watchdog, "_lose_first", lambda: lost.append(True))
+        monkeypatch.setattr(watchdog, "_end", lambda *_, **__: None)
         monitor.send(**message)
         watchdog._read(SECONDS)
         assert lost == [True]
+
+
+@pytest.mark.parametrize("message", [{"first": {}}, {"first": 7}, {"first": asdict(peer_of(0))}], ids=str)
+def test_a_rank_starts_though_the_monitor_makes_no_sense(
+    message: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MEGALITE_SECRET", SECRET.decode() * 2)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def speak() -> None:
+            connection, _ = server.accept()
+            monitor = Link(connection, SECRET * 2, MONITOR)
+            while not monitor.receive():
+                pass
+            monitor.send(**message)
+
+        speaker = Thread(target=speak)
+        speaker.start()
+        store = HashStore()
+        store.set("megalite/watchdog", f"{server.getsockname()[1]} ")
+        with Watchdog(Sections(), Limits(), lambda *_: 0, Place(1, 1, 2), store=store) as watchdog:
+            assert not watchdog.linked
+        speaker.join()
