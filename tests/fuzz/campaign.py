@@ -195,7 +195,8 @@ def _work(
                 findings[finding.signature] = finding  # shrinking may find others on its way, which are not new
                 least = shrink(finding, lambda fewer, kind=kind: try_input(kind, fewer, samples, place))
                 findings[finding.signature] = least
-                known += [edit[:2] for edit in least.edits if len(least.edits) == 1 and edit[1] in NATURE]
+                one = least.edits[0][1] if len(least.edits) == 1 else None
+                known += [edit[:2] for edit in least.edits if isinstance(one, str) and one in NATURE]
         took[kind] += time.monotonic() - started
     result = {
         "tried": {kind: (tried[kind], took[kind]) for kind in kinds},
