@@ -242,7 +242,7 @@ def logical_name(tensor: str) -> str:
 
 
 def covers(boxes: Iterable[Box], target: Box) -> bool:
-    """Whether the boxes hold each element of `target` exactly once.
+    """Tell whether the boxes hold each element of `target` exactly once.
 
     Raises DamagedCheckpointError where they interlock in a way that no straight cuts leave: telling would take long.
     """
@@ -250,8 +250,8 @@ def covers(boxes: Iterable[Box], target: Box) -> bool:
 
 
 def _tile(parts: Sequence[Box], target: Box, cuts: int) -> bool:
-    """Whether boxes within `target` hold each of its elements once: each side of every straight cut that crosses no
-    box is looked at for itself, so many times one in the other."""
+    """Tell whether boxes within `target` hold each of its elements once: each side of every straight cut that crosses
+    no box is looked at for itself, so many times one in the other."""
     if sum(part.numel for part in parts) != target.numel:
         return False
     if len(parts) <= 1:

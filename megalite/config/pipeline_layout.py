@@ -46,7 +46,7 @@ def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
 
 
 def shape(parallel: ParallelConfig) -> Shape:
-    """That of the schedule which is asked for; without one stages go round the ranks."""
+    """Return the shape of the schedule that is asked for; without one stages go round the ranks."""
     return SHAPES[parallel.pipeline_schedule] if parallel.pipeline_schedule is not None else Shape()
 
 

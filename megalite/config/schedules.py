@@ -11,12 +11,12 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"]
 
 @dataclass(frozen=True)
 class Shape:
-    """How a schedule's stages lie on the ranks."""
+    """The way a schedule's stages lie on the ranks."""
 
     chunks: int | None = 1
     """Stages of a rank; None: two or more."""
     v_shaped: bool = False
-    """Whether every other round of stages goes back over the ranks."""
+    """Every other round of stages goes back over the ranks."""
 
 
 SHAPES: Mapping[str, Shape] = {

@@ -157,7 +157,7 @@ def _place(source: str, node: yaml.Node) -> str:
 
 
 def _unknown(name: str, section: str, suggest: bool) -> str:
-    """What is wrong with a field of this name in this section, or nothing; to `suggest` another takes long."""
+    """Say what is wrong with a field of this name in this section, or nothing; to `suggest` another takes long."""
     place = fields_by_name().get(name)
     if place is None:
         reason = megatron_flags.refusal(name.replace("_", "-"))

@@ -40,7 +40,7 @@ class Check(NamedTuple):
 
 
 def recorded_checks(data: IndexedDataset, record: Record | None) -> list[Check]:
-    """What the side file's record allows to check, if there is one; its counts are compared at once.
+    """List the checks that the side file's record allows, if there is one; its counts are compared at once.
 
     Raises:
         DataError: the record counts otherwise than the index.

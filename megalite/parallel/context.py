@@ -1,4 +1,4 @@
-"""What all layers of a network share: where they stand, how activations lie over ranks, and the weights' dtype."""
+"""The mesh, the split of activations and the dtype of weights, which all layers of a network share."""
 
 from __future__ import annotations
 

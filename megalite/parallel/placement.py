@@ -32,11 +32,10 @@ def split(
     *,
     columns: int = 1,
     padded: int | None = None,
-    summed: bool = False,
 ) -> Sharding:
     """An equal part of each dimension in `splits` on each rank along its axes, all of one view of the mesh.
 
-    The ranks of a replica of the stage along other axes hold copies; `summed` is as for `replicated`.
+    The ranks of a replica of the stage along other axes hold copies, each with the whole gradient.
 
     Args:
         columns: the box stands in a local matrix whose columns are so many last dimensions (0: a vector).
@@ -60,7 +59,7 @@ def split(
     free = [axis for axis in (EXPERT if expert else DENSE) if axis not in used]
     made = tuple((dimension, axis) for dimension, axes in splits.items() for axis in axes)
     piece = Piece(tensor, box, 0, local_shape[0] if true_rows is None else true_rows, made)
-    return Sharding(local_shape, (piece,), mesh.ranks(*free), summed, expert)
+    return Sharding(local_shape, (piece,), mesh.ranks(*free), summed=False, expert=expert)
 
 
 def stacked(shardings: list[Sharding]) -> Sharding:

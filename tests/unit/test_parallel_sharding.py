@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.model.attention import key_value_runs
+from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.placement import replicated, split, stacked
 from megalite.parallel.sharding import Box, LogicalTensor, Normal, Sharding, share
@@ -178,3 +179,8 @@ def test_matrix_views() -> None:
 def test_a_sharding_has_no_default() -> None:
     with pytest.raises(TypeError):
         Sharding()  # type: ignore[call-arg]
+
+
+def test_one_rank_splits_no_sequence() -> None:
+    with pytest.raises(ValueError, match="nothing to split along the sequence"):
+        ParallelContext(ParallelMesh(), sequence_parallel=True)
