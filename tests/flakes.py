@@ -1,7 +1,7 @@
 """Which tests fail now and then: `make flakes` runs those of processes, signals, sockets and time again and again.
 
-Each file ten times beside one busy process, as where one works, and three times beside eight, as where others do. Of a
-test that failed, the last failure is shown and how often it failed.
+Each file ten times beside one busy process, as where one works, and three times beside eight, as where others do; two
+files at a time, since tests wait. Of a test that failed, the last failure is shown and how often it failed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RUNS = ((1, 10), (8, 3))
 """Busy processes beside the tests, and how often then."""
+AT_A_TIME = 2
 SECONDS = 1800
 """Of a file's tests, which take a few minutes beside all that is busy: a test that hangs is a failure, too."""
 NOTHING_COLLECTED = 5
@@ -78,14 +80,18 @@ def main() -> None:
     last: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="flakes_") as folder:
         for busy, times in RUNS:
-            for file in files:
-                with load(busy):
-                    for _ in range(times):
-                        found = failures(file, Path(folder) / "report.xml")
-                        counts.update((name, busy) for name in found)
-                        last |= found
-                failed = sum(counts[name, busy] for name in last if name.startswith(file))
+
+            def repeat(number: int, busy: int = busy, times: int = times) -> None:
+                file, failed = files[number], 0
+                for _ in range(times):
+                    found = failures(file, Path(folder) / f"report{number}.xml")
+                    counts.update((name, busy) for name in found)
+                    last.update(found)
+                    failed += len(found)
                 print(f"{file}: {failed} failures in {times} runs beside {busy}", flush=True)
+
+            with load(busy), ThreadPoolExecutor(AT_A_TIME) as pool:
+                list(pool.map(repeat, range(len(files))))
     for name, message in last.items():
         print(f"\n{name}\n{message}")
     for (name, busy), count in counts.most_common():

@@ -2836,6 +2836,13 @@ MUTANTS = (
         f"{_PROFILES}chosen_steps_of_chosen_ranks_are_traced_by_flags[--save]",
     ),
     Mutant(
+        "torch imports within a trace of call stacks",
+        "megalite/training/profiling.py",
+        'with torch.profiler.record_function("import"):',
+        "if True:",
+        f"{_PROFILES}a_file_asks_for_the_next_steps",
+    ),
+    Mutant(
         "actions of the pipeline have no name in a trace",
         "megalite/pipeline/engine.py",
         "with named(str(action)) if naming",

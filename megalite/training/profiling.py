@@ -133,10 +133,13 @@ class _Trace:
 
     def __init__(self, config: ProfilingConfig) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell of each beginning and each end
+        # torch keeps pointers to the names in call stacks, and a module's code is freed after its import: one in the
+        # trace makes the file garbage (pytorch issue 121219). So torch imports now what a named block needs.
+        with torch.profiler.record_function("import"):
+            pass
         self._profiler = torch.profiler.profile(
             record_shapes=config.pytorch_profiler_collect_shapes,
             with_stack=config.pytorch_profiler_collect_callstack,
-            acc_events=True,  # there is one cycle; else torch warns that it would forget those before
         )
         self._prepared = False
 

@@ -66,6 +66,7 @@ def test_a_file_asks_for_the_next_steps(start: Start, tmp_path: Path) -> None:
         found = names(path)
         assert [f"step {first + number}" in found for number in (-1, 0, 1, 2, 3)] == [False, True, True, True, False]
         assert any("trainer.py" in name for name in found)  # the call stack
+        assert not any("(0): " in name for name in found)  # of a module's import, whose name is freed by then
 
 
 def test_a_profile_changes_nothing_and_one_that_cannot_be_written_is_told(run: Run, tmp_path: Path) -> None:

@@ -117,6 +117,11 @@ class Strangers:
 
 def _draw_acts(draw: random.Random) -> list[Edit]:
     """What a stranger does on a connection: mostly it has digits first, without which nothing else is looked at."""
+    if draw.random() < 0.35:  # it speaks another protocol: lines without codes, the first with what the store told it
+        if draw.random() < 0.5:
+            return [["line", draw.choice(_GARBAGE)]]
+        lines = [draw.choice(_GREETINGS), *(draw.choice(_MESSAGES) for _ in range(draw.choice([1, 2, 3])))]
+        return [["guess", "no code", line] for line in lines]
     acts: list[Edit] = [["digits"]] if draw.random() < 0.85 else []
     for _ in range(draw.choice([0, 1, 1, 2, 5])):
         acts.append(draw.choice([
@@ -142,10 +147,15 @@ _MESSAGES = (
     '{"end": 0, "at_once": true, "kill": [{"rank": 1, "process": {canary}}]}',
     "{}",
 )
+_GREETINGS = (
+    '{"token": "{told}", "rank": 1, "host": "host", "process": {canary}, "space": "{space}"}',
+    '{"token": "{told}", "rank": 0, "host": "host", "process": {canary}, "space": "{space}"}',
+    '{"token": "{told}"}',
+)
 _GARBAGE = (
     "[" * 100_000, "{", "null", '"x"', "\xff\xfe\x00", "", " ", "1" * 5000, "0" * 64, "0" * 63 + "g", "A" * 64,
     "0" * 64 + " {}", "0" * 64 + " ", " {}", "\xe9" * 64 + " {}", "GET / HTTP/1.1\r\n\r", "\x16\x03\x01", "\n" * 10_000,
-    '{"token": "\\ud800"}', '{"token": 1, "rank": []}',
+    '{"token": "\\ud800"}', '{"token": "\\udfff"}', '{"token": 1, "rank": []}',
 )  # fmt: skip
 
 
@@ -154,7 +164,7 @@ class _Stranger:
 
     Args:
         told: what the store says to anybody.
-        names: what `{canary}` and `{space}` stand for in a message.
+        names: what `{canary}`, `{space}` and `{told}` stand for in a message.
         overheard: what the monitor has said to strangers so far.
     """
 
@@ -225,7 +235,7 @@ def _speak(edits: Sequence[Edit], store_port: int, canary: int) -> None:
     """Be the strangers, and stay for a while. Ends with 1 if the monitor has not answered the first of them."""
     port, told = _told_by_the_store(store_port)
     space = f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"  # as for any process of the machine
-    names, overheard = {"{canary}": str(canary), "{space}": space}, list[bytes]()
+    names, overheard = {"{canary}": str(canary), "{space}": space, "{told}": told}, list[bytes]()
     deadline = time.monotonic() + HOLD_SECONDS
     strangers = [_Stranger(port, told, names, overheard)]
     answered = False
