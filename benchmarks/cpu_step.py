@@ -24,7 +24,8 @@ from benchmarks import plain_pytorch
 from megalite.config import ModelConfig, OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import MicroBatch
-from megalite.model.gpt import GPT
+from megalite.model.gpt import GPT, HIDDEN_STATES
+from megalite.model.head import LM_LOSS
 from megalite.optim.buckets import DataParallel
 from megalite.optim.exact_sum import sums_over_ranks
 from megalite.optim.learning_rate import Rates
@@ -33,10 +34,10 @@ from megalite.parallel import collectives
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
-from megalite.pipeline.engine import HiddenStates, PipelineEngine
+from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.stages import Stages
+from megalite.pipeline.stages import Stages, TensorSpec
 from megalite.pipeline.steps import Steps
 from megalite_kernels.l2_norm import sums_of_squares
 
@@ -66,7 +67,7 @@ def llama(layers: int, hidden: int, heads: int, ffn: int, vocabulary: int) -> Mo
 
 def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: bool = False, stage: int = 0) -> Step:
     config = llama(LAYERS, HIDDEN, HEADS, FFN, vocabulary)
-    stages, rank, each = Stages(mesh.size("pp")), mesh.coordinate("pp"), LAYERS // mesh.size("pp")
+    stages, rank, each = make_stages(mesh.size("pp")), mesh.coordinate("pp"), LAYERS // mesh.size("pp")
     part = StageLayers(rank * each, each, embedding=rank == 0, loss=rank == stages.ranks - 1)
     model = GPT(config, mesh, part=part, sequence_parallel=sequence_parallel)
     initialize(model, seed=1)
@@ -77,17 +78,21 @@ def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: boo
         MicroBatch(tokens, positions, None, labels, torch.ones(BATCH, SEQUENCE), RandomKey(1, index))
         for index, (tokens, labels) in enumerate(batches(vocabulary))
     ]
-    hidden = HiddenStates((SEQUENCE, BATCH, HIDDEN), torch.float32, torch.device("cpu"))
-    engine = PipelineEngine([model], stages, rank, make_links(mesh, stages), hidden)
+    engine = PipelineEngine([model], stages, rank, make_links(mesh, stages), mesh.device)
     reductions = Reductions(optimizer.reduces_each_micro_batch)
     actions = Steps(stages, rank, reductions=reductions).training(MICRO_BATCHES)
 
     def step() -> None:
         optimizer.begin_step(MICRO_BATCHES)
-        engine.run(actions, micro_batches, 1.0 / TOKENS, optimizer)
+        engine.run(actions, micro_batches, {LM_LOSS.name: 1.0 / TOKENS}, optimizer)
         optimizer.step(Rates(1e-3, 1e-3, 0.01))
 
     return step
+
+
+def make_stages(count: int) -> Stages:
+    hidden = TensorSpec(HIDDEN_STATES, (SEQUENCE, BATCH, HIDDEN), torch.float32)
+    return Stages(count, messages=((hidden,),) * (count - 1))
 
 
 def plain_step(vocabulary: int) -> Step:

@@ -15,7 +15,7 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,15 @@ from torch.distributed import pipelining
 
 from benchmarks.results import write_results
 from megalite.parallel.mesh import ParallelMesh
-from megalite.pipeline.engine import HiddenStates, PipelineEngine
+from megalite.parallel.stage import StageOutput
+from megalite.pipeline.engine import PipelineEngine, Stage
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.stages import Stages
+from megalite.pipeline.stages import Stages, TensorSpec
 from megalite.pipeline.steps import Steps
 
 SHAPE = 16, 4, 64  # [sequence, batch, hidden]: 16 KiB of fp32
 STEPS_A_ROUND = 20
+HIDDEN, LOSS = "hidden", "loss"
 Step = Callable[[], object]
 
 
@@ -50,17 +52,16 @@ def our_step(mesh: ParallelMesh, stages: Stages, schedule: str, micro_batches: i
     inputs = [torch.randn(SHAPE, requires_grad=True) for _ in range(micro_batches)]
     modules = [Nearly(stage == stages.count - 1) for stage in stages.of_rank(mesh.rank)]
 
-    def as_stage(module: Nearly) -> Callable[[Tensor | None, Tensor], Tensor]:
-        def stage(hidden: Tensor | None, micro_batch: Tensor) -> Tensor:
-            output: Tensor = module(micro_batch if hidden is None else hidden)
-            return output.sum() if module.last else output
+    def as_stage(module: Nearly) -> Stage[Tensor]:
+        def stage(inputs: Mapping[str, Tensor], micro_batch: Tensor) -> StageOutput:
+            output: Tensor = module(inputs.get(HIDDEN, micro_batch))
+            return StageOutput({}, {LOSS: output.sum()}) if module.last else StageOutput({HIDDEN: output})
 
         return stage
 
-    hidden = HiddenStates(SHAPE, torch.float32, torch.device("cpu"))
-    engine = PipelineEngine([as_stage(m) for m in modules], stages, mesh.rank, make_links(mesh, stages), hidden)
+    engine = PipelineEngine([as_stage(m) for m in modules], stages, mesh.rank, make_links(mesh, stages), mesh.device)
     actions = Steps(stages, mesh.rank, schedule=schedule).training(micro_batches)
-    return lambda: engine.run(actions, inputs)
+    return lambda: engine.run(actions, inputs, {LOSS: 1.0})
 
 
 def torch_step(mesh: ParallelMesh, stages: Stages, schedule: str, micro_batches: int) -> Step:
@@ -115,7 +116,8 @@ def measure(rank: int, port: int, world_size: int, micro_batches: int, rounds: i
     mesh = ParallelMesh(rank=rank, world_size=world_size, pipeline_parallel_size=world_size)
     figures: dict[str, dict[str, list[float]]] = {}
     for schedule, chunks in (("1f1b", 1), ("interleaved-1f1b", 2)):
-        stages = Stages(world_size, chunks)
+        borders = world_size * chunks - 1
+        stages = Stages(world_size, chunks, messages=((TensorSpec(HIDDEN, SHAPE, torch.float32),),) * borders)
         makers = {"megalite": our_step, "torch.distributed.pipelining": torch_step, "messages alone": messages_step}
         steps = {name: make(mesh, stages, schedule, micro_batches) for name, make in makers.items()}
         computations = 2 * micro_batches * chunks

@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import HashStore as HashStore  # torch.distribut
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
-from torch.autograd.function import BackwardCFunction
 from torch.distributed import distributed_c10d as c10d
 
 Made = TypeVar("Made", bound=Tensor)
@@ -91,20 +90,6 @@ def make_subclass(kind: type[Made], data: Tensor) -> Made:
 def storage_identity(tensor: Tensor) -> int:
     """What tells the storage under a tensor from all others, also on the meta device, where none has an address."""
     return tensor.untyped_storage()._cdata
-
-
-def backward_reads(output: Tensor) -> bool:
-    """Whether the operation that made a tensor needs its values in backward: autograd tells of no saved tensor.
-
-    True where it cannot be known.
-    """
-    node = output.grad_fn
-    # A function in Python may keep its output anywhere, and in one micro-batch only.
-    if node is None or output._is_view() or isinstance(node, BackwardCFunction):
-        return True
-    saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
-    storage = output.untyped_storage().data_ptr()
-    return any(isinstance(value, Tensor) and value.untyped_storage().data_ptr() == storage for value in saved)
 
 
 def record_memory(entries: int, out_of_memory: Callable[[int, int, int, int], None]) -> None:

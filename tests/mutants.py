@@ -77,6 +77,9 @@ _IN_PROPORTION = "verdict.py::test_stacks_are_looked_at_in_time_in_proportion_to
 _MEETING = "tests/end_to_end/test_meeting.py::test_"
 _START = "tests/end_to_end/test_stop_at_start.py::test_"
 _PROFILES = "tests/end_to_end/test_profiling.py::test_"
+_TERMS_OF_STAGES = "tests/unit/test_pipeline_engine.py::test_terms_of_any_stage_are_differentiated_at_their_own_scales"
+_MESSAGES = "tests/distributed/test_pipeline_messages.py::test_stages_pass_on_what_is_declared"
+_LOSS_TERMS = "tests/distributed/test_loss_terms.py::test_a_term_of_every_layer_is_trained_on_and_recorded"
 _HANG = "tests/distributed/test_hang.py::test_"
 _HANG_REPORT = "tests/unit/test_hang_report.py::test_"
 _FIGURES = "tests/end_to_end/test_evaluate.py::test_"
@@ -132,8 +135,8 @@ MUTANTS = (
     Mutant(
         "the loss is divided by the number of micro-batches",
         "megalite/pipeline/engine.py",
-        "* self.factor).backward()",
-        "* self.factor / len(self.micro_batches)).backward()",
+        "torch.full_like(term, self.factors[name])",
+        "torch.full_like(term, self.factors[name] / len(self.micro_batches))",
         "tests/unit/test_pipeline_engine.py::test_the_sum_of_losses_is_differentiated_at_the_given_scale",
     ),
     Mutant(
@@ -1401,47 +1404,80 @@ MUTANTS = (
         "tests/unit/test_pipeline_checker.py::test_copies_that_reduce_in_different_order",
     ),
     Mutant(
+        "engine: a term of the loss that stages share counts once",
+        "megalite/pipeline/engine.py",
+        "self.sums[name] + value if name in self.sums else value",
+        "value",
+        _TERMS_OF_STAGES,
+    ),
+    Mutant(
+        "engine: terms of the loss before the last stage are not differentiated",
+        "megalite/pipeline/engine.py",
+        "        for name, term in terms.items():\n            if name not in self.factors:",
+        "        for name, term in terms.items() if chunk.last else ():\n            if name not in self.factors:",
+        _TERMS_OF_STAGES,
+    ),
+    Mutant(
+        "engine: gradients go back for tensors that have none",
+        "megalite/pipeline/engine.py",
+        "    return [spec for spec in specs if spec.gradient]",
+        "    return list(specs)",
+        f"{_MESSAGES}[1f1b-2-1]",
+    ),
+    Mutant(
+        "every border of a pipeline has the first one's messages",
+        "megalite/pipeline/stages.py",
+        "return self.messages[stage] if self.messages",
+        "return self.messages[0] if self.messages",
+        f"{_MESSAGES}[1f1b-3-1]",
+    ),
+    Mutant(
+        "terms of the loss of recomputed layers are lost",
+        "megalite/model/gpt.py",
+        "            terms = add_terms(terms, own)\n        return hidden, terms",
+        "            terms = terms if recomputed else add_terms(terms, own)\n        return hidden, terms",
+        f"{_LOSS_TERMS}[recomputed]",
+    ),
+    Mutant(
+        "a layer's terms of the loss replace those of the layers before",
+        "megalite/parallel/stage.py",
+        "terms[name] + value if name in terms else value",
+        "value",
+        f"{_LOSS_TERMS}[alone]",
+    ),
+    Mutant(
+        "the weight of a term of the loss is left out",
+        "megalite/training/loss_terms.py",
+        "loss_scale * term.weight / counts",
+        "loss_scale / counts",
+        f"{_LOSS_TERMS}[alone]",
+    ),
+    Mutant(
+        "all terms of the loss are summed over the axes of the first",
+        "megalite/training/loss_terms.py",
+        "mesh.group(*axes))",
+        "mesh.group(*terms[0].axes))",
+        f"{_LOSS_TERMS}[parts]",
+    ),
+    Mutant(
         "engine: an output is freed before its send has completed",
         "megalite/pipeline/engine.py",
-        "contiguous(), action.peer), tensor\n",
-        """contiguous(), action.peer), tensor
-        if not self.engine.chunks[action.chunk].backward_reads(tensor):
-            tensor.untyped_storage().resize_(0)
-""",
+        "links.send(tensor.detach().contiguous(), action.peer) for tensor in tensors]",
+        "links.send(tensor.detach().contiguous(), action.peer) for tensor in tensors]\n"
+        "        for tensor in tensors:\n            tensor.untyped_storage().resize_(0)",
         f"{_ENGINE}a_stage_may_end_in_any_operation[sum]",
     ),
     Mutant(
         "engine: no output is freed",
         "megalite/pipeline/engine.py",
-        "tensor.untyped_storage().resize_(0)",
-        "pass",
+        "self._outputs[key] = edges, terms",
+        'vars(self).setdefault("kept", []).append(tensors)\n            self._outputs[key] = edges, terms',
         f"{_ENGINE}a_stage_may_end_in_any_operation[sum]",
-    ),
-    Mutant(
-        "engine: outputs that backward reads are freed",
-        "megalite/pipeline/engine.py",
-        "return self._output_is_kept[kind]",
-        "return False",
-        f"{_ENGINE}a_stage_may_end_in_any_operation[tanh]",
-    ),
-    Mutant(
-        "engine: functions in Python keep their output where torch's do",
-        "megalite/torch_internals.py",
-        " or isinstance(node, BackwardCFunction)",
-        "",
-        f"{_ENGINE}a_stage_may_end_in_any_operation[custom function that keeps its output]",
-    ),
-    Mutant(
-        "engine: what backward has saved is looked at behind it",
-        "megalite/pipeline/engine.py",
-        "and to_go_backward and",
-        "and",
-        f"{_ENGINE}a_send_may_be_waited_for_behind_the_outputs_backward",
     ),
     Mutant(
         "engine: a send is not waited for",
         "megalite/pipeline/engine.py",
-        """pending.wait(f"stage {chunk.stage}, {action}: waited until it had arrived")""",
+        """pending.wait(f"stage {stage}, {action}: waited until it had arrived")""",
         """vars(self.engine.links).setdefault("on_their_way", []).append(pending)""",
         f"{_ENGINE}a_stage_may_end_in_any_operation[tanh]",
     ),
@@ -1462,8 +1498,8 @@ MUTANTS = (
     Mutant(
         "engine: an input is kept behind its backward",
         "megalite/pipeline/engine.py",
-        "self._inputs.pop(key, None)",
-        "self._inputs.get(key)",
+        "self._inputs.pop(key, ())",
+        "self._inputs.get(key, ())",
         f"{_ENGINE}inputs_live_until_their_backward",
     ),
     Mutant(
@@ -1517,9 +1553,9 @@ MUTANTS = (
     ),
     Mutant(
         "the ranks of a pipeline do not learn the loss of its last stage",
-        "megalite/training/trainer.py",
-        """return collectives.all_reduce_(over_data, self.mesh.group("pp"))""",
-        "return over_data",
+        "megalite/training/loss_terms.py",
+        """totals = collectives.all_reduce_(totals, mesh.group("pp"))""",
+        "pass",
         f"{_TIME_LINE}[interleaved]",
     ),
     Mutant(
@@ -1610,7 +1646,7 @@ MUTANTS = (
     Mutant(
         "whole hidden states are expected between sequence-parallel stages",
         "megalite/training/construction.py",
-        """(mesh.size("tp") if config.parallel.sequence_parallel else 1)""",
+        "(parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)",
         "1",
         f"{_TIME_LINE}[sequence parallel]",
     ),
@@ -3057,7 +3093,7 @@ MUTANTS = (
     Mutant(
         "a dynamic loss scale shrinks under a loss that is not finite",
         "megalite/training/trainer.py",
-        "self.loss_scale.can_shrink and is_finite_everywhere(loss, self.mesh)",
+        "self.loss_scale.can_shrink and is_finite_everywhere(sum(losses.values()), self.mesh)",
         "self.loss_scale.can_shrink",
         "tests/end_to_end/test_nonfinite.py::test_a_run_that_has_diverged_tells_where_it_last_did",
     ),
@@ -3152,13 +3188,13 @@ MUTANTS = (
     Mutant(
         "losses of micro-batches are summed in fp32",
         "megalite/pipeline/engine.py",
-        "loss = output.detach().double()",
-        "loss = output.detach().float()",
+        "value = term.detach().double()",
+        "value = term.detach().float()",
         f"{_PRECISION}losses_of_micro_batches_are_summed_exactly",
     ),
     Mutant(
         "tokens are counted in fp32",
-        "megalite/training/batches.py",
+        "megalite/model/head.py",
         "loss_mask.sum(dtype=torch.float64)",
         "loss_mask.sum()",
         f"{_PRECISION}the_tokens_that_count_are_counted_exactly",
@@ -3359,9 +3395,9 @@ MUTANTS = (
     ),
     Mutant(
         "a run divides its loss by its own copy's tokens",
-        "megalite/training/trainer.py",
-        "count = collectives.all_reduce_(valid_tokens(micro_batches, self.mesh.device), data_parallel).item()",
-        "count = valid_tokens(micro_batches, self.mesh.device).item() * data_parallel.size",
+        "megalite/training/loss_terms.py",
+        "totals = collectives.all_reduce_(totals, mesh.group(*axes))",
+        "totals = collectives.all_reduce_(totals, mesh.group(*axes)) if over_stages else totals * mesh.size(*axes)",
         f"{_TRAINER}[copies]",
     ),
     Mutant(

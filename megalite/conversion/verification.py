@@ -16,7 +16,7 @@ from megalite.checkpoint.source import Source
 from megalite.conversion.opened import OpenedModel
 from megalite.errors import CheckpointError
 from megalite.model.batch import MicroBatch
-from megalite.model.gpt import GPT
+from megalite.model.gpt import GPT, LOGITS
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sharding import Box
@@ -92,7 +92,8 @@ def logits(model: OpenedModel, tokens: Tensor) -> Tensor:
     load_weights(model.source, model.what, network, None, mesh)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     batch = MicroBatch(tokens, positions, document_ids=None, labels=None, loss_mask=None, key=RandomKey(0, 0))
-    return network(None, batch).transpose(0, 1)[..., : network.vocab_size]
+    found: Tensor = network({}, batch).tensors[LOGITS]
+    return found.transpose(0, 1)[..., : network.vocab_size]
 
 
 @torch.no_grad()

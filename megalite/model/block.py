@@ -5,6 +5,8 @@ With sandwich norms, norm(attention(...)) and norm(mlp(...)) stand in the place 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
@@ -14,6 +16,15 @@ from megalite.model.mlp import MLP
 from megalite.model.norm import Norm
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
+from megalite.parallel.stage import NO_TERMS, Terms
+
+
+class LayerOutput(NamedTuple):
+    """Hidden states, what is still to be added to them, and the layer's terms of the loss."""
+
+    hidden: Tensor
+    branch: Tensor
+    terms: Terms = NO_TERMS
 
 
 class Block(nn.Module):
@@ -33,7 +44,7 @@ class Block(nn.Module):
         self.attention_site = Site(layer, "attention output", context.shard)
         self.mlp_site = Site(layer, "mlp output", context.shard)
 
-    def forward(self, hidden: Tensor, branch: Tensor | None, context: LayerContext) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, branch: Tensor | None, context: LayerContext) -> LayerOutput:
         """Hidden states, and what the layer before leaves to be added to them, to the same two.
 
         [sequence (/ size under sequence parallelism), batch, hidden] each: so additions go with the norms after them.
@@ -51,4 +62,4 @@ class Block(nn.Module):
         transformed = self.mlp(normed)
         if self.mlp_output_norm is not None:
             transformed = self.mlp_output_norm(transformed)
-        return hidden, dropout(transformed, probability, context.key, self.mlp_site)
+        return LayerOutput(hidden, dropout(transformed, probability, context.key, self.mlp_site))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,13 +16,18 @@ from megalite.model.batch import LayerContext, MicroBatch, first_visible
 from megalite.model.block import Block
 from megalite.model.cache import KeyValueCache
 from megalite.model.embedding import Embedding, word_sharding
-from megalite.model.head import Head, Loss
+from megalite.model.head import LM_LOSS, Head, Loss
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
+from megalite.parallel.stage import NO_TERMS, LossTerm, StageOutput, Terms, add_terms
 from megalite_kernels.attention import block_mask, dense_mask, goes_in_blocks
+
+HIDDEN_STATES = "hidden_states"
+LOGITS = "logits"
+"""What a stage passes on, and what the last one gives where there are no labels."""
 
 
 class GPT(nn.Module):
@@ -75,30 +80,34 @@ class GPT(nn.Module):
         """The parts that forward runs one after the other; together they hold every parameter."""
         return [block for block in (self.embedding, *self.layers, self.head) if block is not None]
 
-    def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
+    @property
+    def loss_terms(self) -> tuple[LossTerm, ...]:
+        """The terms of the whole network's loss; a stage returns the sums of some."""
+        return (LM_LOSS,)
+
+    def forward(self, inputs: Mapping[str, Tensor], micro_batch: MicroBatch) -> StageOutput:
         """Hidden states [sequence (/ size under sequence parallelism), batch, hidden] to the same.
 
-        The first stage takes None. The last one returns the sum of the micro-batch's token losses times their mask, or
-        where it has no labels its logits [sequence, batch, padded vocabulary / tensor-parallel size].
+        The first stage takes nothing. The last one returns the sum of the micro-batch's token losses times their mask,
+        or where it has no labels its logits [sequence, batch, padded vocabulary / tensor-parallel size].
         """
-        hidden = self.hidden_states(hidden, micro_batch)
+        hidden, terms = self.hidden_states(inputs.get(HIDDEN_STATES), micro_batch)
         if self.head is None:
-            return hidden
+            return StageOutput({HIDDEN_STATES: hidden}, terms)
         labels, mask = micro_batch.labels, micro_batch.loss_mask
         if labels is None or mask is None:
-            logits: Tensor = self.head(hidden)
-            return logits
-        return (self.head(hidden, labels.t()) * mask.t()).sum()
+            return StageOutput({LOGITS: self.head(hidden)}, terms)
+        return StageOutput({}, {**terms, LM_LOSS.name: (self.head(hidden, labels.t()) * mask.t()).sum()})
 
     def hidden_states(
         self, hidden: Tensor | None, micro_batch: MicroBatch, cache: KeyValueCache | None = None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Terms]:
         """As forward, up to what leaves the last layer of the stage. With a cache, the tokens see those in it, too."""
         if self.embedding is not None:
             hidden = self.embedding(micro_batch.tokens, micro_batch.positions, micro_batch.key)
         if hidden is None:
             raise ValueError("a stage without the embedding needs hidden states")
-        return self._run_layers(hidden, self._context(micro_batch, cache)) if len(self.layers) else hidden
+        return self._run_layers(hidden, self._context(micro_batch, cache)) if len(self.layers) else (hidden, NO_TERMS)
 
     def _context(self, micro_batch: MicroBatch, cache: KeyValueCache | None) -> LayerContext:
         rotary = windowed_rotary = None
@@ -128,21 +137,24 @@ class GPT(nn.Module):
             return block_mask(first.expand(batch, -1))
         return dense_mask(first)
 
-    def _run_layers(self, hidden: Tensor, context: LayerContext) -> Tensor:
+    def _run_layers(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Terms]:
+        terms = NO_TERMS
         for start, stop, recomputed in self.recompute.spans(len(self.layers)):
             layers = list(self.layers)[start:stop]
             if recomputed and torch.is_grad_enabled():
-                hidden = checkpoint(_run, layers, hidden, context, use_reentrant=False, preserve_rng_state=False)
+                hidden, own = checkpoint(_run, layers, hidden, context, use_reentrant=False, preserve_rng_state=False)
             else:
-                hidden = _run(layers, hidden, context)
-        return hidden
+                hidden, own = _run(layers, hidden, context)
+            terms = add_terms(terms, own)
+        return hidden, terms
 
 
-def _run(layers: Sequence[nn.Module], hidden: Tensor, context: LayerContext) -> Tensor:
-    branch = None
+def _run(layers: Sequence[nn.Module], hidden: Tensor, context: LayerContext) -> tuple[Tensor, Terms]:
+    branch, terms = None, NO_TERMS
     for layer in layers:
-        hidden, branch = layer(hidden, branch, context)
-    return hidden if branch is None else hidden + branch
+        hidden, branch, own = layer(hidden, branch, context)
+        terms = add_terms(terms, own)
+    return hidden if branch is None else hidden + branch, terms
 
 
 def make_chunks(

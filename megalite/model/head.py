@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
+from megalite.model.batch import MicroBatch
 from megalite.model.norm import Norm
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -14,8 +16,18 @@ from megalite.parallel.linear import ColumnParallelLinear
 from megalite.parallel.linear_cross_entropy import linear_cross_entropy
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
+from megalite.parallel.stage import LossTerm
 from megalite_kernels.activation import soft_cap
 from megalite_kernels.cross_entropy import Terms
+
+
+def _valid_tokens(micro_batch: MicroBatch) -> Tensor:
+    """The weights of a micro-batch's tokens together, fp64."""
+    assert micro_batch.loss_mask is not None
+    return micro_batch.loss_mask.sum(dtype=torch.float64)
+
+
+LM_LOSS = LossTerm("lm_loss", _valid_tokens)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ With overlap a gather runs while what comes before it computes, and is waited fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -19,6 +19,10 @@ def gather_around_forward(network: nn.Module, blocks: Sequence[nn.Module], bucke
         BlockGathers(network, blocks, buckets)
     elif any(bucket.prefetch for bucket in buckets):
         _wait_before_use(network, buckets)
+
+
+Outputs = Tensor | tuple[Tensor | Mapping[str, Tensor], ...]
+"""What a block returns: one tensor, or some and its terms of the loss."""
 
 
 class BlockGathers:
@@ -53,15 +57,15 @@ class BlockGathers:
 
         return hook
 
-    def _after_forward(self, index: int) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
-        def hook(module: nn.Module, arguments: object, outputs: Tensor | tuple[Tensor, ...]) -> None:
+    def _after_forward(self, index: int) -> Callable[[nn.Module, object, Outputs], None]:
+        def hook(module: nn.Module, arguments: object, outputs: Outputs) -> None:
             if self._in_backward:
                 return
             for bucket in self._buckets[index]:
                 bucket.free_parameters()
-            output = outputs[-1] if isinstance(outputs, tuple) else outputs  # backward comes to the last one first
-            if output.requires_grad:
-                output.register_hook(lambda gradient: self._make_whole(index, following=index - 1))
+            for output in _reached_first(outputs):
+                if output.requires_grad:
+                    output.register_hook(lambda gradient: self._make_whole(index, following=index - 1))
 
         return hook
 
@@ -74,6 +78,17 @@ class BlockGathers:
                     bucket.begin_parameter_gather()
         for bucket in self._buckets[index]:
             bucket.finish_parameter_gather()
+
+
+def _reached_first(outputs: Outputs) -> Iterator[Tensor]:
+    """Those of a block's outputs that backward may come to first: each term of the loss, and the last tensor."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+        return
+    yield [output for output in outputs if isinstance(output, Tensor)][-1]
+    for output in outputs:
+        if isinstance(output, Mapping):
+            yield from output.values()
 
 
 def _wait_before_use(network: nn.Module, buckets: Sequence[Bucket]) -> None:

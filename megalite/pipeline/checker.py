@@ -121,8 +121,15 @@ class _Rank:
         self._first_of_copy = copy * stages.ranks
         self._copies = Communicator(tuple(range(rank, step.copies * stages.ranks, stages.ranks)))
         self._stage = own
-        self._before = [stages.place(stage - 1) if stage > 0 else None for stage in own]
-        self._after = [stages.place(stage + 1) if stage < stages.count - 1 else None for stage in own]
+        # Where a chunk's messages come from and go to, by rank and chunk; None: there is none.
+        self._giver: dict[Way, list[tuple[int, int] | None]] = {
+            "F": [stages.place(stage - 1) if stage and stages.passes(stage - 1) else None for stage in own],
+            "B": [stages.place(stage + 1) if stages.passes_back(stage + 1) else None for stage in own],
+        }
+        self._taker: dict[Way, list[tuple[int, int] | None]] = {
+            "F": [stages.place(stage + 1) if stages.passes(stage) else None for stage in own],
+            "B": [stages.place(stage - 1) if stages.passes_back(stage) else None for stage in own],
+        }
         # By kind, micro-batch and chunk; I counts as B, and B as W too. The number is that of the operation begun.
         self._done: dict[tuple[Kind, int, int], int] = {}
         self._begun: Counter[Communicator] = Counter()
@@ -141,7 +148,7 @@ class _Rank:
         number = 0
         match kind:
             case "F":
-                self._need("F", action, self._before[action.chunk])
+                self._need("F", action, self._giver["F"][action.chunk])
             case "B":
                 self._backward(action)
             case "W":
@@ -169,7 +176,7 @@ class _Rank:
 
     def _whole(self, chunk: int) -> Iterator[Action]:
         """What a chunk does in a whole step, but for receives: without them it could not have done it."""
-        before, after = self._before[chunk], self._after[chunk]
+        before, after = self._taker["B"][chunk], self._taker["F"][chunk]
         kinds: list[Kind] = ["F"]
         if after is not None and after[0] != self._rank:
             kinds += ["send F", "free F"]
@@ -189,7 +196,7 @@ class _Rank:
             self._refuse(f"micro-batch {m - 1} of this chunk has not gone backward")
         if ("F", m, chunk) not in self._done:
             self._refuse("it has not gone forward")
-        self._need("B", action, self._after[chunk])
+        self._need("B", action, self._giver["B"][chunk])
         if action.kind == "B":
             self._weights_done(action)
 
@@ -256,7 +263,7 @@ class _Rank:
 
     def _other_end(self, action: Action) -> tuple[int, int]:
         """The rank and chunk at the other end of a message."""
-        place = (self._before if action.kind in ("receive F", "send B", "free B") else self._after)[action.chunk]
+        place = (self._giver if action.kind.startswith("receive") else self._taker)[_way(action)][action.chunk]
         if place is None or place[0] == self._rank:
             self._refuse("nothing travels here")
         if action.peer != place[0]:
@@ -284,4 +291,4 @@ class _Rank:
 
 
 def _way(action: Action) -> Way:
-    return "F" if action.kind in ("receive F", "send F") else "B"
+    return "F" if action.kind.endswith("F") else "B"

@@ -1,33 +1,35 @@
 """The engine: executes a rank's list of actions on its stages.
 
-A stage is any module from hidden states to hidden states, called `stage(hidden, micro_batch)`; the micro-batch is
-opaque to the engine. The first stage gets None, the last one returns the sum of its losses.
+A stage is called `stage(inputs, micro_batch)`: the tensors that the stage before has passed to it, by name (the first
+stage gets none), and a micro-batch that is opaque to the engine. It gives a `StageOutput`: tensors for the next stage,
+and terms of the loss.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.errors import MegaliteError
 from megalite.parallel.collectives import Pending, done
 from megalite.parallel.device import synchronize
 from megalite.parallel.naming import named
 from megalite.parallel.parameter import DeferredGradients
+from megalite.parallel.stage import StageOutput, Terms
 from megalite.pipeline.point_to_point import Links
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import Span
-from megalite.pipeline.stages import Stages
-from megalite.torch_internals import backward_reads, profiler_looks_on
+from megalite.pipeline.stages import Stages, TensorSpec
+from megalite.torch_internals import profiler_looks_on
 
 MicroBatch = TypeVar("MicroBatch")
-Stage = Callable[[Tensor | None, MicroBatch], Tensor]
+Stage = Callable[[Mapping[str, Tensor], MicroBatch], StageOutput]
 
 
 class Gradients(Protocol):
@@ -38,27 +40,6 @@ class Gradients(Protocol):
 
     def reduce(self, chunk: int, micro_batches: int) -> None:
         """Begin the reductions of a chunk's gradients that are due behind so many micro-batches."""
-
-
-@dataclass(frozen=True)
-class HiddenStates:
-    """What travels between stages: every message of a step has this shape."""
-
-    shape: tuple[int, ...]
-    """[sequence (/ tensor-parallel size under sequence parallelism), micro-batch size, hidden]"""
-    dtype: torch.dtype
-    device: torch.device
-
-    def empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-    def check(self, output: Tensor, stage: int, micro_batch: int) -> None:
-        """Raises MegaliteError where a stage's output is not of this shape and dtype."""
-        if tuple(output.shape) != self.shape or output.dtype != self.dtype:
-            raise MegaliteError(
-                f"stage {stage} returned {tuple(output.shape)} of {output.dtype} for micro-batch {micro_batch}, where "
-                f"the next stage expects hidden states {self.shape} of {self.dtype}"
-            )
 
 
 class UnderWay(Protocol):
@@ -98,7 +79,12 @@ class Recording:
 
 
 class PipelineEngine(Generic[MicroBatch]):
-    """The stages that one rank of a pipeline holds, and its links to the others. Alone, it is one whole model."""
+    """The stages that one rank of a pipeline holds, and its links to the others. Alone, it is one whole model.
+
+    Args:
+        stages: with the shapes and dtypes of what they pass on, where there is more than one.
+        device: of the messages that arrive.
+    """
 
     def __init__(
         self,
@@ -106,32 +92,36 @@ class PipelineEngine(Generic[MicroBatch]):
         stages: Stages | None = None,
         rank: int = 0,
         links: Links | None = None,
-        hidden: HiddenStates | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """`links` and `hidden` are needed where there is more than one stage."""
         stages = stages if stages is not None else Stages()
         self.links = links if links is not None else Links({}, {})
-        self.hidden = hidden
+        self.device = device
         self.chunks = [_Chunk(stages, rank, index, stage) for index, stage in enumerate(chunks)]
 
     def run(
         self,
         actions: Iterable[Action],
         micro_batches: Sequence[MicroBatch],
-        factor: float = 1.0,
+        factors: Mapping[str, float] | None = None,
         gradients: Gradients | None = None,
         observer: Observer | None = None,
-    ) -> Tensor:
-        """Execute `actions`, differentiating factor * (sum of losses). Without `gradients` nothing is reduced, and I
-        does all that B does.
+    ) -> dict[str, Tensor]:
+        """Execute `actions`, differentiating the sum of all terms of the loss, each times its factor.
 
-        Returns the unscaled sum of the losses, detached, in fp64 so that it does not depend on the split into
-        micro-batches beyond the stage's own rounding; zero on ranks without the last stage.
+        Args:
+            factors: by the name of a term; None, for a list without backward.
+            gradients: without them nothing is reduced, and I does all that B does.
 
-        Raises MegaliteError for a stage that returns what its neighbour cannot take, CommunicationError where a
-        neighbour has gone or does not answer.
+        Returns:
+            The unscaled sum of each term that this rank's stages have returned, detached, in fp64 so that it does not
+            depend on the split into micro-batches beyond the stage's own rounding.
+
+        Raises:
+            MegaliteError: a stage returns what its neighbour cannot take.
+            CommunicationError: a neighbour has gone or does not answer.
         """
-        step = _Step(self, micro_batches, factor, gradients)
+        step = _Step(self, micro_batches, factors or {}, gradients)
         actions, naming = list(actions), profiler_looks_on()
         with torch.set_grad_enabled(any(action.kind in ("B", "I") for action in actions)):
             for action in actions:
@@ -140,7 +130,7 @@ class PipelineEngine(Generic[MicroBatch]):
                         step.execute(action)
                     else:
                         observer.execute(action, step)
-        return step.loss_sum()
+        return step.sums
 
 
 class _Chunk(Generic[MicroBatch]):
@@ -148,11 +138,14 @@ class _Chunk(Generic[MicroBatch]):
 
     def __init__(self, stages: Stages, rank: int, index: int, stage: Stage[MicroBatch]) -> None:
         self.run, self.stage = stage, stages.stage(rank, index)
-        self.first, self.last = self.stage == 0, self.stage == stages.count - 1
+        self.takes = stages.passes(self.stage - 1) if self.stage else ()
+        self.passes, self.last = stages.passes(self.stage), self.stage == stages.count - 1
+        for spec in (*self.takes, *self.passes):
+            if spec.shape is None or spec.dtype is None:
+                raise ValueError(f"an engine with several stages needs the shape and dtype of {spec.name}")
         self.next_here = self._here(stages, rank, self.stage + 1)
         self.previous_here = self._here(stages, rank, self.stage - 1)
         """The chunk of this same rank that is the next stage, or the one before."""
-        self._output_is_kept: dict[object, bool] = {}
 
     @staticmethod
     def _here(stages: Stages, rank: int, stage: int) -> int | None:
@@ -161,12 +154,30 @@ class _Chunk(Generic[MicroBatch]):
         holder, chunk = stages.place(stage)
         return chunk if holder == rank else None
 
-    def backward_reads(self, output: Tensor) -> bool:
-        """Whether backward needs the values of the stage's output: looked up once for each kind of last operation."""
-        kind = type(output.grad_fn)
-        if kind not in self._output_is_kept:
-            self._output_is_kept[kind] = backward_reads(output)
-        return self._output_is_kept[kind]
+    def passed_on(self, tensors: Mapping[str, Tensor], micro_batch: int) -> list[Tensor]:
+        """What the next stage expects, in the order of its declaration. Raises MegaliteError where it is not there."""
+        for spec in self.passes:
+            if spec.name not in tensors:
+                raise MegaliteError(f"stage {self.stage} did not return {_words(spec)} for micro-batch {micro_batch}")
+            output = tensors[spec.name]
+            if tuple(output.shape) != spec.shape or output.dtype != spec.dtype:
+                raise MegaliteError(
+                    f"stage {self.stage} returned {_words(spec)} {tuple(output.shape)} of {output.dtype} for "
+                    f"micro-batch {micro_batch}, where the next stage expects {spec.shape} of {spec.dtype}"
+                )
+        return [tensors[spec.name] for spec in self.passes]
+
+
+def _words(spec: TensorSpec) -> str:
+    return spec.name.replace("_", " ")
+
+
+def _specs_with_gradient(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    return [spec for spec in specs if spec.gradient]
+
+
+def _with_gradient(specs: Iterable[TensorSpec], tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for spec, tensor in zip(specs, tensors, strict=True) if spec.gradient]
 
 
 class _Step(Generic[MicroBatch]):
@@ -176,16 +187,18 @@ class _Step(Generic[MicroBatch]):
         self,
         engine: PipelineEngine[MicroBatch],
         micro_batches: Sequence[MicroBatch],
-        factor: float,
+        factors: Mapping[str, float],
         gradients: Gradients | None,
     ) -> None:
-        self.engine, self.micro_batches, self.factor, self.gradients = engine, micro_batches, factor, gradients
-        self._loss_sum: Tensor | None = None
-        self._arriving: dict[tuple[str, int, int], Pending] = {}
-        self._inputs: dict[tuple[int, int], Tensor] = {}
-        self._outputs: dict[tuple[int, int], Tensor] = {}
-        self._to_send: dict[tuple[str, int, int], Tensor] = {}
-        self._sending: dict[tuple[str, int, int], tuple[Pending, Tensor]] = {}
+        self.engine, self.micro_batches, self.factors, self.gradients = engine, micro_batches, factors, gradients
+        self.sums: dict[str, Tensor] = {}
+        self._arriving: dict[tuple[str, int, int], list[Pending]] = {}
+        self._inputs: dict[tuple[int, int], list[Tensor]] = {}
+        self._outputs: dict[tuple[int, int], tuple[list[GradientEdge], Terms]] = {}
+        """Inputs, and edges of the graph for outputs, that have a gradient. A graph alone keeps no output that its
+        operations do not need: so the values of one that has been sent are let go of."""
+        self._to_send: dict[tuple[str, int, int], list[Tensor]] = {}
+        self._sending: dict[tuple[str, int, int], list[Pending]] = {}
         self._deferred: dict[tuple[int, int], DeferredGradients] = {}
 
     def execute(self, action: Action) -> None:
@@ -213,43 +226,49 @@ class _Step(Generic[MicroBatch]):
         way = "F" if action.kind == "F" else "B"
         key = way, action.chunk, action.micro_batch
         if action.kind in ("F", "B", "I") and key in self._arriving:
-            self._arriving[key] = done(self._arrived(way, action))
-
-    def loss_sum(self) -> Tensor:
-        if self._loss_sum is not None:
-            return self._loss_sum
-        hidden = self.engine.hidden
-        return torch.zeros((), dtype=torch.float64, device=None if hidden is None else hidden.device)
+            self._arriving[key] = [done(tensor) for tensor in self._arrived(way, action)]
 
     # ------------------------------------------------------------------------------------------------ computation
 
     def _forward(self, action: Action) -> None:
         chunk, key = self.engine.chunks[action.chunk], (action.chunk, action.micro_batch)
-        hidden = None if chunk.first else self._arrived("F", action)
+        arrived = self._arrived("F", action) if chunk.takes else []
         training = torch.is_grad_enabled()
-        if hidden is not None and training:
-            self._inputs[key] = hidden.requires_grad_()
-        output = chunk.run(hidden, self.micro_batches[action.micro_batch])
+        if training and arrived:
+            self._inputs[key] = [tensor.requires_grad_() for tensor in _with_gradient(chunk.takes, arrived)]
+        inputs = {spec.name: tensor for spec, tensor in zip(chunk.takes, arrived, strict=True)}
+        tensors, terms = chunk.run(inputs, self.micro_batches[action.micro_batch])
+        passed_on = chunk.passed_on(tensors, action.micro_batch)
         if training:
-            self._outputs[key] = output
-        if chunk.last:
-            loss = output.detach().double()
-            self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
-            return
-        self._hidden().check(output, chunk.stage, action.micro_batch)
-        self._pass_on("F", action, output, chunk.next_here)
+            edges = [get_gradient_edge(tensor) for tensor in _with_gradient(chunk.passes, passed_on)]
+            self._outputs[key] = edges, terms
+        for name, term in terms.items():
+            value = term.detach().double()
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        if passed_on:
+            self._pass_on("F", action, passed_on, chunk.next_here)
 
     def _backward(self, action: Action) -> None:
         chunk, key = self.engine.chunks[action.chunk], (action.chunk, action.micro_batch)
-        output, hidden = self._outputs.pop(key), self._inputs.pop(key, None)
-        if chunk.last:
-            (output * self.factor).backward()
-        else:
-            torch.autograd.backward(output, self._arrived("B", action))
-        if hidden is not None:
-            if hidden.grad is None:
-                raise MegaliteError(f"stage {chunk.stage} did not use its input for micro-batch {action.micro_batch}")
-            self._pass_on("B", action, hidden.grad, chunk.previous_here)
+        (edges, terms), inputs = self._outputs.pop(key), self._inputs.pop(key, ())
+        gradients = self._arrived("B", action) if edges else []
+        for name, term in terms.items():
+            if name not in self.factors:
+                raise MegaliteError(f"stage {chunk.stage} returned a term of the loss that is not declared: {name}")
+            edges.append(get_gradient_edge(term))
+            gradients.append(torch.full_like(term, self.factors[name]))
+        if edges:
+            torch.autograd.backward(edges, gradients)
+        if inputs:
+            back = []
+            for spec, tensor in zip(_specs_with_gradient(chunk.takes), inputs, strict=True):
+                if tensor.grad is None:
+                    raise MegaliteError(
+                        f"stage {chunk.stage} did not use its input for micro-batch {action.micro_batch}: "
+                        f"{_words(spec)}"
+                    )
+                back.append(tensor.grad)
+            self._pass_on("B", action, back, chunk.previous_here)
 
     def _backward_input(self, action: Action) -> None:
         if self.gradients is None:
@@ -261,44 +280,36 @@ class _Step(Generic[MicroBatch]):
 
     # ------------------------------------------------------------------------------------------------ messages
 
-    def _arrived(self, kind: str, action: Action) -> Tensor:
-        """The hidden states (F) or the gradient (B) that a computation needs."""
-        pending = self._arriving.pop((kind, action.chunk, action.micro_batch))
+    def _arrived(self, kind: str, action: Action) -> list[Tensor]:
+        """The tensors (F) or the gradients (B) that a computation needs."""
+        arriving = self._arriving.pop((kind, action.chunk, action.micro_batch))
         stage = self.engine.chunks[action.chunk].stage
-        what = "hidden states of stage" if kind == "F" else "gradient of stage"
-        neighbour = stage - 1 if kind == "F" else stage + 1
-        return pending.wait(f"stage {stage}, {action}: waited for the {what} {neighbour}")
+        what = f"tensors of stage {stage - 1}" if kind == "F" else f"gradients of stage {stage + 1}"
+        return [pending.wait(f"stage {stage}, {action}: waited for the {what}") for pending in arriving]
 
-    def _pass_on(self, kind: str, action: Action, tensor: Tensor, here: int | None) -> None:
+    def _pass_on(self, kind: str, action: Action, tensors: list[Tensor], here: int | None) -> None:
         """To a stage of this rank at once; to another rank when the list says so."""
         if here is None:
-            self._to_send[kind, action.chunk, action.micro_batch] = tensor
+            self._to_send[kind, action.chunk, action.micro_batch] = tensors
         else:
-            self._arriving[kind, here, action.micro_batch] = done(tensor.detach())
+            self._arriving[kind, here, action.micro_batch] = [done(tensor.detach()) for tensor in tensors]
 
     def _receive(self, action: Action) -> None:
         assert action.peer is not None
-        pending = self.engine.links.receive(self._hidden().empty(), action.peer)
-        self._arriving[action.kind[-1], action.chunk, action.micro_batch] = pending
+        chunk, kind = self.engine.chunks[action.chunk], action.kind[-1]
+        specs = chunk.takes if kind == "F" else _specs_with_gradient(chunk.passes)
+        buffers = [torch.empty(spec.shape or (), dtype=spec.dtype, device=self.engine.device) for spec in specs]
+        pending = [self.engine.links.receive(buffer, action.peer) for buffer in buffers]
+        self._arriving[kind, action.chunk, action.micro_batch] = pending
 
     def _send(self, action: Action) -> None:
         assert action.peer is not None
-        key = action.kind[-1], action.chunk, action.micro_batch
-        tensor = self._to_send.pop(key)
-        self._sending[key] = self.engine.links.send(tensor.detach().contiguous(), action.peer), tensor
+        key, links = (action.kind[-1], action.chunk, action.micro_batch), self.engine.links
+        tensors = self._to_send.pop(key)
+        self._sending[key] = [links.send(tensor.detach().contiguous(), action.peer) for tensor in tensors]
 
     def _free(self, action: Action) -> None:
-        """Wait until a message has left. Backward runs on an output without values: only its graph is needed, unless
-        its last operation has kept them. An output that no backward is to come for is not kept at all.
-        """
-        pending, tensor = self._sending.pop((action.kind[-1], action.chunk, action.micro_batch))
-        chunk = self.engine.chunks[action.chunk]
-        pending.wait(f"stage {chunk.stage}, {action}: waited until it had arrived")
-        to_go_backward = (action.chunk, action.micro_batch) in self._outputs
-        if action.kind == "free F" and to_go_backward and not chunk.backward_reads(tensor):
-            tensor.untyped_storage().resize_(0)
-
-    def _hidden(self) -> HiddenStates:
-        if self.engine.hidden is None:
-            raise ValueError("an engine with several stages needs the shape of hidden states")
-        return self.engine.hidden
+        """Wait until a message has left, and let go of what it was."""
+        stage = self.engine.chunks[action.chunk].stage
+        for pending in self._sending.pop((action.kind[-1], action.chunk, action.micro_batch)):
+            pending.wait(f"stage {stage}, {action}: waited until it had arrived")

@@ -11,11 +11,11 @@ from megalite.pipeline.stages import Stages
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The hidden states (F) or the gradient of its input (B) that a stage gives for one micro-batch."""
+    """The tensors (F), or the gradients of its inputs (B), that a stage gives for one micro-batch: see `Stages`."""
 
     kind: Literal["F", "B"]
     stage: int
-    """That gives it; hidden states go to the next one, gradients to the one before."""
+    """That gives it; tensors go to the next one, gradients to the one before."""
     micro_batch: int
 
     def route(self, stages: Stages) -> tuple[int, int]:
@@ -27,9 +27,9 @@ class Message:
 def needed(stages: Stages, rank: int, action: Action) -> Message | None:
     """The message without which an action of `rank` cannot run."""
     stage = stages.stage(rank, action.chunk)
-    if action.kind == "F" and stage > 0:
+    if action.kind == "F" and stage > 0 and stages.passes(stage - 1):
         return Message("F", stage - 1, action.micro_batch)
-    if action.kind in ("B", "I") and stage < stages.count - 1:
+    if action.kind in ("B", "I") and stage < stages.count - 1 and stages.passes_back(stage + 1):
         return Message("B", stage + 1, action.micro_batch)
     return None
 
@@ -37,8 +37,8 @@ def needed(stages: Stages, rank: int, action: Action) -> Message | None:
 def given(stages: Stages, rank: int, action: Action) -> Message | None:
     """The message that an action of `rank` gives to another stage."""
     stage = stages.stage(rank, action.chunk)
-    if action.kind == "F" and stage < stages.count - 1:
+    if action.kind == "F" and stages.passes(stage):
         return Message("F", stage, action.micro_batch)
-    if action.kind in ("B", "I") and stage > 0:
+    if action.kind in ("B", "I") and stages.passes_back(stage):
         return Message("B", stage, action.micro_batch)
     return None

@@ -1,8 +1,31 @@
-"""Which rank holds which stages of a pipeline."""
+"""The stages of a pipeline: which rank holds which, and what each passes to the next."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that a stage passes to the next one for every micro-batch.
+
+    Attributes:
+        shape: for hidden states [sequence (/ size under sequence parallelism), batch, hidden]; like `dtype`, None
+            where nothing is sent, as in a schedule that is only drawn.
+        gradient: the next stage gives its gradient back.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    gradient: bool = True
+
+
+_HIDDEN_STATES = (TensorSpec("hidden_states"),)
 
 
 @dataclass(frozen=True)
@@ -16,6 +39,8 @@ class Stages:
     ranks: int = 1
     chunks: int = 1
     v_shaped: bool = False
+    messages: tuple[tuple[TensorSpec, ...], ...] = ()
+    """What each stage but the last passes to the next, in the order in which it is sent; empty: hidden states each."""
 
     @property
     def count(self) -> int:
@@ -31,6 +56,17 @@ class Stages:
         chunk, position = divmod(stage, self.ranks)
         goes_back = self.v_shaped and chunk % 2 == 1
         return self.ranks - 1 - position if goes_back else position, chunk
+
+    def passes(self, stage: int) -> tuple[TensorSpec, ...]:
+        """The tensors that a stage passes to the next one."""
+        if stage == self.count - 1:
+            return ()
+        return self.messages[stage] if self.messages else _HIDDEN_STATES
+
+    def passes_back(self, stage: int) -> tuple[TensorSpec, ...]:
+        """The tensors whose gradients a stage gives to the one before."""
+        passed = self.passes(stage - 1) if 0 < stage < self.count else ()
+        return tuple(spec for spec in passed if spec.gradient)
 
     @property
     def ends(self) -> tuple[int, ...]:

@@ -22,6 +22,9 @@ LONGEST = 1e9
 """Seconds."""
 TRACKS = ("computation", "communication")
 
+_STAGES = ("ranks", "chunks", "v_shaped")
+"""What a trace has of the stages: where they lie."""
+
 
 def to_trace(time_line: TimeLine) -> str:
     """In the Trace Event Format: a process a rank, computation and communication as its threads. Assumed times count as
@@ -32,7 +35,7 @@ def to_trace(time_line: TimeLine) -> str:
             "displayTimeUnit": "ms",
             "otherData": {
                 "title": time_line.title,
-                "stages": asdict(time_line.stages),
+                "stages": {name: getattr(time_line.stages, name) for name in _STAGES},
                 "in_seconds": time_line.in_seconds,
             },
         }
@@ -75,7 +78,7 @@ def read_trace(path: Path) -> TimeLine:
 
 def _time_line(trace: Mapping[str, Any]) -> TimeLine:
     header = trace["otherData"]
-    stages = Stages(**header["stages"])
+    stages = Stages(**{name: header["stages"][name] for name in _STAGES})
     if stages.ranks * stages.chunks > len(trace["traceEvents"]):  # each computes something
         raise ValueError("it has more stages than events")
     spans: list[list[Span]] = [[] for _ in range(stages.ranks)]

@@ -32,12 +32,3 @@ def to_micro_batches(
         )
         for fields in arrays
     ]
-
-
-def valid_tokens(micro_batches: Iterable[MicroBatch], device: torch.device) -> Tensor:
-    """The number of tokens whose loss counts, fp64 [1]."""
-    total = torch.zeros(1, dtype=torch.float64, device=device)
-    for micro_batch in micro_batches:
-        if micro_batch.loss_mask is not None:
-            total += micro_batch.loss_mask.sum(dtype=torch.float64)
-    return total

@@ -32,10 +32,10 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import LogicalTensor
 from megalite.pipeline.checker import Collective
-from megalite.pipeline.engine import HiddenStates, PipelineEngine
+from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.stages import Stages
+from megalite.pipeline.stages import Stages, TensorSpec
 from megalite.pipeline.steps import Steps
 from megalite.training.data import RunData
 
@@ -72,9 +72,13 @@ def make_loss(config: RunConfig) -> Loss:
 
 
 def make_stages(config: RunConfig) -> Stages:
-    """How the model's stages lie on the pipeline's ranks."""
-    chunks = virtual_stages(config.model, config.parallel)
-    return Stages(config.parallel.pipeline_model_parallel_size, chunks, shape(config.parallel).v_shaped)
+    """How the model's stages lie on the pipeline's ranks, and what they pass on."""
+    parallel, chunks = config.parallel, virtual_stages(config.model, config.parallel)
+    sequence = config.data.seq_length // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    size = sequence, config.training.micro_batch_size, config.model.hidden_size
+    hidden = TensorSpec(gpt.HIDDEN_STATES, size, model_dtype(config))
+    borders = parallel.pipeline_model_parallel_size * chunks - 1
+    return Stages(parallel.pipeline_model_parallel_size, chunks, shape(parallel).v_shaped, ((hidden,),) * borders)
 
 
 def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
@@ -97,14 +101,7 @@ def make_engine(
 ) -> PipelineEngine[MicroBatch]:
     """The engine, linked to its neighbours: all ranks of a pipeline make theirs together."""
     rank, links = mesh.coordinate("pp"), make_links(mesh, stages)
-    return PipelineEngine(chunks, stages, rank, links, hidden_states(config, mesh))
-
-
-def hidden_states(config: RunConfig, mesh: ParallelMesh) -> HiddenStates:
-    """What travels between stages."""
-    sequence = config.data.seq_length // (mesh.size("tp") if config.parallel.sequence_parallel else 1)
-    shape = sequence, config.training.micro_batch_size, config.model.hidden_size
-    return HiddenStates(shape, model_dtype(config), mesh.device)
+    return PipelineEngine(chunks, stages, rank, links, mesh.device)
 
 
 def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, optimizer: Optimizer) -> Steps:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
@@ -23,6 +23,7 @@ from megalite.optim.buckets import Bucket
 from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.stage import Terms
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
@@ -43,9 +44,9 @@ class SkippedStep:
     iteration: int
     actions: Sequence[Action]
     micro_batches: Sequence[MicroBatch]
-    factor: float
+    factors: Mapping[str, float]
     loss_scale: float
-    loss_sum: Tensor
+    sums: Terms
     """Of this rank alone."""
 
 
@@ -104,7 +105,7 @@ def locate(
     search = Search(stages, mesh.coordinate("pp"))
     optimizer.begin_step(len(step.micro_batches))
     with search.through(chunks):
-        engine.run(step.actions, step.micro_batches, step.factor, optimizer, search)
+        engine.run(step.actions, step.micro_batches, step.factors, optimizer, search)
     result = optimizer.complete(step.loss_scale)
     second = [_SecondRun(**report) for report in _gather(_second_run(search, step, optimizer), mesh)]
     return f"{told}. It was run once more and watched: {_of_runs(first, second, result, hosts, mesh, step)}"
@@ -120,7 +121,7 @@ def _gather(report: _FirstRun | _SecondRun, mesh: ParallelMesh) -> list[dict[str
 
 def _first_run(step: SkippedStep, optimizer: Optimizer) -> _FirstRun:
     parameters = _some(name for bucket in optimizer.buckets for name in _parameters(bucket))
-    loss = not_finite(step.loss_sum)
+    loss = next((value for total in step.sums.values() if (value := not_finite(total))), None)
     return _FirstRun(host_name(), parameters, loss, *_gradients(optimizer))
 
 

@@ -6,7 +6,7 @@ as it enters its buffer. A layer that is compiled is looked at from outside alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -119,15 +119,15 @@ class Search:
         return lambda _, arguments: self._look(arguments, place)
 
     def _after_forward(self, place: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        return lambda _, arguments, output: self._look(output if isinstance(output, tuple) else (output,), place)
+        return lambda _, arguments, output: self._look(output, place)
 
-    def _look(self, values: tuple[Any, ...], place: str) -> None:
+    def _look(self, values: Any, place: str) -> None:
         """At what goes into a module or comes out, and in its time at the gradient of it. The output of one module is
         the input of another, and looked at once.
         """
         again = "" if self._action.kind == "F" else ", computed again,"
-        for tensor in values:
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor not in self._seen:
+        for tensor in _tensors(values):
+            if tensor.is_floating_point() and tensor not in self._seen:
                 self._seen[tensor] = None
                 self._pass(f"{place}{again}", tensor)
                 if tensor.requires_grad and not again:
@@ -154,6 +154,15 @@ class Search:
         if self.first is None or finding.order < self.first.order:
             self.first = finding
         return True
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors among a module's arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | Mapping):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(each)
 
 
 def _modules(part: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:

@@ -16,7 +16,7 @@ from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sharding import LogicalTensor
 from megalite.pipeline.simulator import peak_in_flight
 from megalite.training import memory
-from megalite.training.construction import count_kinds, count_parameters, hidden_states, make_recompute
+from megalite.training.construction import count_kinds, count_parameters, make_recompute
 from megalite.training.trainer import Trainer
 from megalite_kernels import implementation
 
@@ -92,9 +92,12 @@ def measured_memory(trainer: Trainer) -> memory.Memory:
     positions = torch.arange(shape[1], device=device).expand(shape)
     documents = zeros if trainer.config.data.reset_attention_mask else None
     micro_batch = MicroBatch(zeros, positions, documents, zeros, ones, RandomKey(training.seed, 0))
-    hidden = hidden_states(trainer.config, trainer.mesh).empty().zero_().requires_grad_()
+    passed = {
+        spec.name: torch.zeros(spec.shape or (), dtype=spec.dtype, device=device, requires_grad=spec.gradient)
+        for spec in trainer.steps.stages.passes(0)
+    }
     forwards = [
-        functools.partial(chunk.train(), None if chunk.part.embedding else hidden, micro_batch)
+        functools.partial(chunk.train(), {} if chunk.part.embedding else passed, micro_batch)
         for chunk in trainer.chunks
     ]
     return memory.measured(trainer.optimizer, forwards, functools.partial(_peak, trainer))

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megalite import checkpoint
 from megalite.checkpoint import AnyPath, Manifest
@@ -17,13 +16,15 @@ from megalite.config import RunConfig
 from megalite.conversion.opened import OpenedModel
 from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
+from megalite.model.head import LM_LOSS
 from megalite.optim.learning_rate import Rates, rate_notes, rate_schedules
 from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
-from megalite.parallel import collectives, device
+from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.stage import NO_TERMS, add_terms
 from megalite.pipeline.engine import Recording
-from megalite.training.batches import to_micro_batches, valid_tokens
+from megalite.training.batches import to_micro_batches
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.compiled import compile_layers
 from megalite.training.construction import (
@@ -41,6 +42,7 @@ from megalite.training.data import RunData, global_batch_size, last_iteration, o
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.load_report import load_notes, rounding_notes
+from megalite.training.loss_terms import Totals, counted, factors, means, summed
 from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.origin import Origin
@@ -72,6 +74,7 @@ class Trainer:
         if config.kernels.compile:
             compile_layers(self.chunks)
         self.network = nn.ModuleList(self.chunks)
+        self.terms = self.chunks[0].loss_terms
         self.optimizer = make_optimizer(config, self.chunks, mesh)
         self.engine = make_engine(config, self.chunks, mesh, stages)
         self.steps = make_steps(config, mesh, stages, self.optimizer)
@@ -108,30 +111,31 @@ class Trainer:
         with self.sections(DATA):
             arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches(batch_size))
             micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
-        data_parallel = self.mesh.group("dp", "cp")
-        count = collectives.all_reduce_(valid_tokens(micro_batches, self.mesh.device), data_parallel).item()
+        counts = summed(self.terms, counted(self.terms, micro_batches), self.mesh)
 
         self.network.train()
         self.optimizer.begin_step(len(micro_batches))
         actions = self.steps.training(len(micro_batches))
         loss_scale = self.loss_scale.value
-        factor = loss_scale / count if count else 0.0
+        scaled = factors(self.terms, counts, loss_scale)
         self._recording = recording = begin_recording(self.mesh) if self._records_now() else None
         with self.sections(FORWARD_BACKWARD):
-            loss_sum = self.engine.run(actions, micro_batches, factor, self.optimizer, recording)
+            sums = self.engine.run(actions, micro_batches, scaled, self.optimizer, recording)
         rates = self.rates.at(self.consumed_samples)
         with self.sections(OPTIMIZER):
             update = self.optimizer.step(rates, loss_scale)
-        loss = self._over_model(loss_sum.clone().view(1)).item() / max(count, 1.0)
-        searches = update.skipped and self.loss_scale.can_shrink and is_finite_everywhere(loss, self.mesh)
+        losses = means(summed(self.terms, sums, self.mesh, over_stages=True), counts)
+        searches = (
+            update.skipped and self.loss_scale.can_shrink and is_finite_everywhere(sum(losses.values()), self.mesh)
+        )
         self.skips_in_a_row = self.skips_in_a_row + 1 if update.skipped and not searches else 0
         self.loss_scale = self.loss_scale.after(overflow=update.skipped)
         self.iteration += 1
-        skipped = SkippedStep(self.iteration, actions, micro_batches, factor, loss_scale, loss_sum)
+        skipped = SkippedStep(self.iteration, actions, micro_batches, scaled, loss_scale, sums)
         self._skipped = skipped if self.skips_in_a_row in LOCATED_SKIPS else None
         self.consumed_samples += batch_size
         seconds = time.perf_counter() - began
-        return self._metrics(loss, update, rates, loss_scale, batch_size, seconds)
+        return self._metrics(losses, update, rates, loss_scale, batch_size, seconds)
 
     def locate_not_finite(self) -> str | None:
         """Where the last step got NaN or infinity from, where that is to be told. All ranks call it together."""
@@ -163,12 +167,12 @@ class Trainer:
         return due and self.data.valid is not None
 
     def evaluate(self, dataset: Dataset[SampleFields], broken_off: Callable[[], bool] | None = None) -> float | None:
-        """The mean loss over `eval_iters` global batches of the dataset, always from its first sample on.
+        """The mean language-model loss over `eval_iters` global batches, always from the dataset's first sample on.
 
         `broken_off` is asked between two batches, and answers the same on all ranks; None where it says so.
         """
         self.network.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        sums, counts = NO_TERMS, NO_TERMS
         batch_size = self.batch_size.final
         num_micro_batches = self.num_micro_batches(batch_size)
         actions = self.steps.evaluation(num_micro_batches)
@@ -178,16 +182,10 @@ class Trainer:
                     return None
                 arrays = loader.micro_batches(batch * batch_size, num_micro_batches)
                 micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
-                totals[0] += self.engine.run(actions, micro_batches)
-                totals[1] += valid_tokens(micro_batches, self.mesh.device)[0]
-        count = collectives.all_reduce_(totals[1:].clone(), self.mesh.group("dp", "cp")).item()
-        mean: float = self._over_model(totals[:1].clone()).item() / max(count, 1.0)
-        return mean
-
-    def _over_model(self, loss_sum: Tensor) -> Tensor:
-        """The sum over data-parallel ranks of what the pipelines' last stages have, the same bits on all ranks."""
-        over_data = collectives.all_reduce_(loss_sum, self.mesh.group("dp", "cp"))
-        return collectives.all_reduce_(over_data, self.mesh.group("pp"))
+                sums = add_terms(sums, self.engine.run(actions, micro_batches))
+                counts = add_terms(counts, counted(self.terms, micro_batches))
+        total = summed(self.terms, sums, self.mesh, over_stages=True)
+        return means(total, summed(self.terms, counts, self.mesh))[LM_LOSS.name]
 
     # ------------------------------------------------------------------------------------------------ what is kept
 
@@ -270,7 +268,7 @@ class Trainer:
 
     def _metrics(
         self,
-        loss: float,
+        losses: Totals,
         update: StepResult,
         rates: Rates,
         loss_scale: float,
@@ -286,7 +284,7 @@ class Trainer:
             iteration=self.iteration,
             consumed_samples=self.consumed_samples,
             consumed_tokens=self._tokens(),
-            lm_loss=loss,
+            lm_loss=losses[LM_LOSS.name],
             grad_norm=update.gradient_norm,
             learning_rate=rates.learning_rate,
             loss_scale=loss_scale,
@@ -297,12 +295,12 @@ class Trainer:
             model_tflops_per_device=flops / 1e12,
             mfu=None if peak is None else flops / peak,
             peak_memory_bytes=device.peak_memory_bytes(self.mesh.device),
-            extra=self._statistics(update, rates),
+            extra=self._statistics(losses, update, rates),
         )
 
-    def _statistics(self, update: StepResult, rates: Rates) -> dict[str, float]:
-        """The figures that are only recorded on request, and what other flags let change."""
-        figures: dict[str, float] = {}
+    def _statistics(self, losses: Totals, update: StepResult, rates: Rates) -> dict[str, float]:
+        """The further terms of the loss, the figures that are only recorded on request, and what flags let change."""
+        figures = {name: mean for name, mean in losses.items() if name != LM_LOSS.name}
         if self.config.optimizer.decoupled_lr is not None:
             figures["decoupled_learning_rate"] = rates.token_table_learning_rate
         if self.config.optimizer.weight_decay_incr_style != "constant":

@@ -18,7 +18,7 @@ from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.pipeline.engine import HiddenStates, PipelineEngine
+from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
 from tests.distributed.layout_cell import LAYERS, RECOMPUTE, Cell, loss_terms, model_config, optimizer_config, rates
@@ -30,6 +30,7 @@ from tests.distributed.layout_run import (
     perturb_constants,
     several_chunks_of_logits,
 )
+from tests.harness.stages import LOSS, passing_hidden
 
 Observe = Callable[[Action], None]
 
@@ -73,8 +74,8 @@ class Rank:
         )
         blocks = [chunk.blocks() for chunk in made]
         optimizer = optim.make_optimizer(made, mesh, optimizer_config(cell), options, blocks=blocks)
-        hidden = HiddenStates(hidden_shape(cell), cell.torch_dtype, mesh.device)
-        engine = PipelineEngine(made, Stages(1, chunks, v_shaped=True), hidden=hidden)
+        stages = passing_hidden(Stages(1, chunks, v_shaped=True), hidden_shape(cell), cell.torch_dtype)
+        engine = PipelineEngine(made, stages, device=mesh.device)
         return Rank(network, engine, optimizer, mesh)
 
     def step(self, cell: Cell, number: int, actions: Sequence[Action], observe: Observe = lambda action: None) -> float:
@@ -88,7 +89,7 @@ class Rank:
         """Up to the optimizer's step; `observe` is called behind every action."""
         self.optimizer.begin_step(len(batches))
         with several_chunks_of_logits():
-            self.engine.run(actions, batches, 1.0, self.optimizer, _Observer(observe))
+            self.engine.run(actions, batches, {LOSS: 1.0}, self.optimizer, _Observer(observe))
 
     def finals(self) -> list[Held]:
         with self.optimizer.whole_parameters():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,8 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Gradient, Parameter, named_pieces
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sharding import Box, Constant, Normal
-from megalite.pipeline.engine import HiddenStates, PipelineEngine
+from megalite.parallel.stage import StageOutput
+from megalite.pipeline.engine import PipelineEngine, Stage
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.steps import Steps
@@ -47,6 +48,7 @@ from tests.distributed.layout_cell import (
     optimizer_config,
     rates,
 )
+from tests.harness.stages import LOSS, passing_hidden
 
 SEED = 1234
 BUCKET_SIZE = 700  # elements: several buckets of this small model, for the overlap
@@ -139,10 +141,9 @@ class Training:
         self.plan = make_plan(mesh, cell)
         self.sample_losses: dict[int, Tensor] = {}
         """As in RankResult."""
-        hidden = HiddenStates(hidden_shape(cell), cell.torch_dtype, mesh.device)
-        stages, rank = cell.stages, mesh.coordinate("pp")
+        stages, rank = passing_hidden(cell.stages, hidden_shape(cell), cell.torch_dtype), mesh.coordinate("pp")
         recording = [recording_losses(chunk, self.sample_losses) for chunk in chunks]
-        self.engine = PipelineEngine(recording, stages, rank, make_links(mesh, stages), hidden)
+        self.engine = PipelineEngine(recording, stages, rank, make_links(mesh, stages), mesh.device)
         self.steps = Steps(
             stages,
             rank,
@@ -157,11 +158,11 @@ class Training:
         own = sum(m.loss_mask.sum(dtype=torch.float64).item() for m in micro_batches)
         count = collectives.all_reduce_(torch.tensor([own]).double(), mesh.group("dp")).item()
         optimizer.begin_step(len(micro_batches))
-        factor = 1.0 / count if count else 0.0
+        factors = {LOSS: 1.0 / count if count else 0.0}
         with several_chunks_of_logits():
-            loss_sum = self.engine.run(self.steps.training(len(micro_batches)), micro_batches, factor, optimizer)
+            sums = self.engine.run(self.steps.training(len(micro_batches)), micro_batches, factors, optimizer)
         update = optimizer.step(rates(self.cell, number))
-        loss_sum = collectives.all_reduce_(loss_sum.view(1), mesh.group("dp"))
+        loss_sum = collectives.all_reduce_(sums.get(LOSS, torch.zeros(()).double()).view(1), mesh.group("dp"))
         return collectives.all_reduce_(loss_sum, mesh.group("pp")).item() / max(count, 1.0), update
 
     def save(self, directory: Path, iteration: int, ckpt_format: str = "megalite") -> Path:
@@ -232,13 +233,13 @@ def hidden_shape(cell: Cell) -> tuple[int, ...]:
     return SEQUENCE // (cell.tp if cell.sequence_parallel else 1), cell.micro_batch_size, HIDDEN
 
 
-def recording_losses(chunk: GPT, sample_losses: dict[int, Tensor]) -> Callable[[Tensor | None, MicroBatch], Tensor]:
+def recording_losses(chunk: GPT, sample_losses: dict[int, Tensor]) -> Stage[MicroBatch]:
     """The chunk as a stage; of the last one, losses are kept by their micro-batch's first sample."""
 
-    def stage(hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
-        output: Tensor = chunk(hidden, micro_batch)
+    def stage(inputs: Mapping[str, Tensor], micro_batch: MicroBatch) -> StageOutput:
+        output: StageOutput = chunk(inputs, micro_batch)
         if chunk.part.loss:
-            sample_losses.setdefault(micro_batch.key.sample, output.detach().clone())
+            sample_losses.setdefault(micro_batch.key.sample, output.terms[LOSS].detach().clone())
         return output
 
     return stage
@@ -246,14 +247,14 @@ def recording_losses(chunk: GPT, sample_losses: dict[int, Tensor]) -> Callable[[
 
 def accumulate_gradients(
     optimizer: Optimizer,
-    stage: Callable[[Tensor | None, MicroBatch], Tensor],
+    stage: Stage[MicroBatch],
     micro_batches: Sequence[MicroBatch],
     factor: float = 1.0,
 ) -> Tensor:
     """A step up to the optimizer's: all micro-batches forward and backward; the sum of their losses."""
     optimizer.begin_step(len(micro_batches))
     actions = Steps(reductions=Reductions(optimizer.reduces_each_micro_batch)).training(len(micro_batches))
-    return PipelineEngine([stage]).run(actions, micro_batches, factor, optimizer)
+    return PipelineEngine([stage]).run(actions, micro_batches, {LOSS: factor}, optimizer)[LOSS]
 
 
 def make_optimizer(chunks: Sequence[GPT], mesh: ParallelMesh, cell: Cell) -> Optimizer:

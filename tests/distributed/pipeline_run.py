@@ -6,7 +6,7 @@ import datetime
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,17 +16,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients
-from megalite.pipeline.engine import HiddenStates, PipelineEngine
+from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.point_to_point import Links, make_links
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.steps import Steps
+from tests.harness.stages import LOSS, as_stage, passing_hidden
 
 WIDTH = 6
 FACTOR = 0.125
+FACTORS = {LOSS: FACTOR}
 
 
 class SavesOutput(torch.autograd.Function):
@@ -99,7 +102,7 @@ LAST: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda inner: inner + 0.5,
 }
 """A stage's last operation."""
-FREED = {"sum", "dropout", "strided"}
+FREED = {"sum", "dropout", "strided", "transposed"}
 """Those behind which nobody reads the output that has been sent."""
 
 
@@ -115,7 +118,8 @@ class Layer(nn.Module):
         self.outputs: list[weakref.ref[Tensor]] = []
         self.inner: list[weakref.ref[Tensor]] = []
         self.inputs: list[weakref.ref[Tensor]] = []
-        self.sizes_at_backward: list[int] = []
+        self.freed: list[bool] = []
+        """Of each output, when it goes backward: whether nothing holds its values."""
         self.before_forward: Callable[[], None] = lambda: None
         self.seconds = 0.0
 
@@ -132,12 +136,11 @@ class Layer(nn.Module):
         output = inner.square().sum() if self.is_last else LAST.get(self.last, LAST["sum"])(inner * inner + inner)
         self.outputs.append(weakref.ref(output))
         if output.requires_grad:
-            output.register_hook(partial(self._look, self.outputs[-1]))
+            output.register_hook(partial(self._look, StorageWeakRef(output.untyped_storage())))
         return output
 
-    def _look(self, output: weakref.ref[Tensor], gradient: Tensor) -> None:
-        if (found := output()) is not None:
-            self.sizes_at_backward.append(found.untyped_storage().size())
+    def _look(self, values: StorageWeakRef, gradient: Tensor) -> None:
+        self.freed.append(values.expired())
 
     def alive(self) -> int:
         """Micro-batches whose activations are."""
@@ -238,7 +241,7 @@ class Found:
     alive_behind: int = 0
     """Inputs, outputs and activations."""
     freed: dict[int, list[bool]] = field(default_factory=dict)
-    """Of each stage whether its outputs were without storage when it went backward."""
+    """Of each stage whether the values of its outputs were gone when it went backward."""
     links: dict[str, int] = field(default_factory=dict)
 
 
@@ -291,12 +294,12 @@ def _train(mesh: ParallelMesh, case: Case) -> Found:
     gc.collect()
     gc.disable()  # what is let go of goes at once
     try:
-        found.loss = engine.run(steps.training(case.micro_batches), inputs, FACTOR, gradients).item()
+        found.loss = loss_of(engine.run(steps.training(case.micro_batches), inputs, FACTORS, gradients))
         found.alive_behind = len(gradients.kept)
         for layer in layers:
             found.alive_behind += _alive([*layer.outputs, *layer.inner, *layer.inputs])
-            found.freed[layer.stage] = [size == 0 for size in layer.sizes_at_backward]
-        found.evaluated = engine.run(steps.evaluation(case.micro_batches), inputs).item()
+            found.freed[layer.stage] = layer.freed
+        found.evaluated = loss_of(engine.run(steps.evaluation(case.micro_batches), inputs))
     finally:
         gc.enable()
     assert gradients.reduced == [(chunk, case.micro_batches) for chunk, _ in gradients.reduced]
@@ -306,13 +309,18 @@ def _train(mesh: ParallelMesh, case: Case) -> Found:
 
 
 def make_engine(
-    mesh: ParallelMesh, case: Case, layers: Sequence[nn.Module], links: Links, width: int = WIDTH
+    mesh: ParallelMesh, case: Case, layers: Sequence[Layer], links: Links, width: int = WIDTH
 ) -> tuple[PipelineEngine[Tensor], Steps]:
     """The rank's engine, and its lists."""
-    stages = case.stages(mesh.world_size)
-    hidden = HiddenStates((WIDTH, width), torch.float64, mesh.device)
+    stages = passing_hidden(case.stages(mesh.world_size), (WIDTH, width))
+    run = [as_stage(layer, last=layer.is_last) for layer in layers]
     steps = Steps(stages, mesh.rank, schedule=case.schedule, group=case.group, overlap=case.overlap)
-    return PipelineEngine(layers, stages, mesh.rank, links, hidden), steps
+    return PipelineEngine(run, stages, mesh.rank, links, mesh.device), steps
+
+
+def loss_of(sums: Mapping[str, Tensor]) -> float:
+    """Zero on ranks without the last stage."""
+    return sums[LOSS].item() if sums else 0.0
 
 
 def pipeline_mesh(seconds: float | None = None) -> ParallelMesh:

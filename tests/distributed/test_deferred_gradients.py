@@ -23,6 +23,7 @@ from tests.distributed.layout_cell import Cell, make_cell
 from tests.distributed.layout_run import local_micro_batches
 from tests.distributed.test_memory import settled_bytes
 from tests.harness.rank_pool import RankPools
+from tests.harness.stages import loss_of
 
 WHOLE = "F0 F1 B0 F2 B1 F3 B2 B3"
 SPLIT = "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3"
@@ -107,7 +108,7 @@ def kept_between(tp: int, sequence_parallel: bool, fused_loss: bool) -> dict[str
     gc.collect()
     gc.freeze()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
-        loss = network(None, batch)
+        loss = loss_of(network, batch)
     before = len(saved)
     with rank.optimizer.deferring(0) as deferred:
         loss.backward()

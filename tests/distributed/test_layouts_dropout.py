@@ -119,9 +119,9 @@ def draws(cell: Cell) -> list[tuple[float, bytes]]:
     replaced = {"dropout": noted(F.dropout, "p", 1), "scaled_dot_product_attention": attention}
     with mock.patch.multiple(F, **replaced), torch.no_grad():
         for micro_batch in local_micro_batches(cell, 0, 0):
-            chunk(None, micro_batch)
+            chunk({}, micro_batch)
         chunk.eval()
-        chunk(None, micro_batch)
+        chunk({}, micro_batch)
     return seen
 
 

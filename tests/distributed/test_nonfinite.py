@@ -22,7 +22,9 @@ from megalite.training.nonfinite import SkippedStep, locate
 from tests.distributed.layout_cell import Cell, make_cell, rates
 from tests.distributed.layout_expected import on_ranks
 from tests.distributed.layout_run import Training, initialized_chunks, local_micro_batches, make_meshes, plant_infinity
+from tests.distributed.pipeline_run import loss_of
 from tests.harness.rank_pool import RankPools
+from tests.harness.stages import LOSS
 
 MAX = torch.finfo(torch.float64).max
 
@@ -133,15 +135,15 @@ def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[s
             micro_batches = [_masked(fault, micro_batch) for micro_batch in micro_batches]
         actions = training.steps.training(len(micro_batches))
         optimizer.begin_step(len(micro_batches))
-        loss = training.engine.run(actions, micro_batches, 0.01, optimizer)
+        sums = training.engine.run(actions, micro_batches, {LOSS: 0.01}, optimizer)
         skips.append(optimizer.step(rates(cell, number)).skipped)
         if fault is not None and fault.transient:
             remove()
         if skips[-1] and located:
-            step = SkippedStep(number, actions, micro_batches, 0.01, 1.0, loss)
+            step = SkippedStep(number, actions, micro_batches, {LOSS: 0.01}, 1.0, sums)
             told.append(locate(step, chunks, training.engine, cell.stages, optimizer, mesh))
         remove()
-        losses.append(loss.item() if fault is None else 0.0)
+        losses.append(loss_of(sums) if fault is None else 0.0)
     return told, skips, _digest(training, losses)
 
 

@@ -20,6 +20,7 @@ from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.schedules import SCHEDULES
 from tests.distributed.pipeline_run import (
     FACTOR,
+    FACTORS,
     FREED,
     LAST,
     Case,
@@ -27,6 +28,7 @@ from tests.distributed.pipeline_run import (
     Gradients,
     Layer,
     alone,
+    loss_of,
     make_engine,
     pipeline_mesh,
     trained,
@@ -110,12 +112,14 @@ def test_a_stage_may_end_in_any_operation(end: str, rank_pools: RankPools) -> No
         for found in ranks:
             for stage, freed in found.freed.items():
                 sent = stage < 3 * case.chunks - 1
-                if end != "its input":
+                if end == "custom function that saves its output now and then":
+                    assert sent or not any(freed)
+                elif end != "its input":
                     assert freed == [sent and end in FREED] * 3, (case, stage)
 
 
 def test_a_send_may_be_waited_for_behind_the_outputs_backward(rank_pools: RankPools) -> None:
-    """When torch no longer tells what the last operation had saved."""
+    """As with one micro-batch, whose backward is the next computation."""
     for case, expected, found in run(rank_pools, 2, [Case("1f1b", 1, 1, ("tanh",))]):
         assert_as_alone(case, expected, found)
         assert_tidy(case, found)
@@ -162,7 +166,7 @@ def step_of_failing_rank(number: int, failing: int, seconds: float) -> str:
             time.sleep(seconds)
 
     layer.before_forward = fail
-    engine.run(steps.training(4), case.inputs(), FACTOR, Gradients([layer]))
+    engine.run(steps.training(4), case.inputs(), FACTORS, Gradients([layer]))
     return "a whole step"
 
 
@@ -212,7 +216,7 @@ def wide_step(ranks_seconds: list[float]) -> tuple[float, float]:
     layer = Wide(mesh.rank, stages.count, "sum")
     layer.seconds = ranks_seconds[mesh.rank]
     engine, steps = make_engine(mesh, case, [layer], make_links(mesh, stages), WIDE)
-    loss = engine.run(steps.training(3), case.inputs(), FACTOR, Gradients([layer])).item()
+    loss = loss_of(engine.run(steps.training(3), case.inputs(), FACTORS, Gradients([layer])))
     assert layer.weight.grad is not None
     return loss, layer.weight.grad[0, 0].item()
 

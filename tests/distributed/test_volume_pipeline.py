@@ -21,7 +21,7 @@ from megalite.optim.learning_rate import Rates
 from megalite.parallel import collectives
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.pipeline.engine import HiddenStates, PipelineEngine, Recording
+from megalite.pipeline.engine import PipelineEngine, Recording
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.schedules import Action
@@ -30,6 +30,7 @@ from tests.distributed.layout_cell import HIDDEN, SEQUENCE, Cell
 from tests.distributed.layout_run import hidden_shape, local_micro_batches, make_chunks, make_optimizer
 from tests.distributed.test_volume import GRADIENT, NORM, PARAMETER
 from tests.harness.rank_pool import RankPools
+from tests.harness.stages import LOSS, passing_hidden
 
 Bytes = Counter[tuple[str, tuple[int, ...]]]
 """Sent by this rank, by operation and the ranks that take part."""
@@ -45,16 +46,16 @@ class Run:
         for chunk in self.chunks:
             initialize(chunk, seed=1)
         self.optimizer = make_optimizer(self.chunks, self.mesh, cell)
-        stages, rank = cell.stages, self.mesh.coordinate("pp")
-        hidden = HiddenStates(hidden_shape(cell), cell.torch_dtype, self.mesh.device)
-        self.engine = PipelineEngine(self.chunks, stages, rank, make_links(self.mesh, stages), hidden)
+        stages = passing_hidden(cell.stages, hidden_shape(cell), cell.torch_dtype)
+        rank = self.mesh.coordinate("pp")
+        self.engine = PipelineEngine(self.chunks, stages, rank, make_links(self.mesh, stages), self.mesh.device)
         reductions = Reductions(self.optimizer.reduces_each_micro_batch)
         self.steps = Steps(stages, rank, schedule=cell.schedule_name, reductions=reductions)
 
     def step(self, recording: Recording | None = None) -> None:
         micro_batches = list(local_micro_batches(self.cell, 0, self.mesh.coordinate("dp")))
         self.optimizer.begin_step(len(micro_batches))
-        self.engine.run(self.steps.training(len(micro_batches)), micro_batches, 1.0, self.optimizer, recording)
+        self.engine.run(self.steps.training(len(micro_batches)), micro_batches, {LOSS: 1.0}, self.optimizer, recording)
         self.optimizer.step(Rates(0.01, 0.01, 0.01))
 
 

@@ -26,6 +26,7 @@ from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.steps import Steps
+from tests.harness.stages import LOSS
 
 DIRECTORY = Path(__file__).with_suffix("")
 STEPS, BATCH, SEQUENCE, VOCABULARY, SEED = 50, 8, 32, 61, 1234
@@ -69,10 +70,10 @@ def _train(config: ModelConfig, dtype: torch.dtype) -> list[float]:
         halves = [micro_batch(dataset, step * BATCH + half, dtype) for half in (0, BATCH // 2)]
         optimizer.begin_step(len(halves))
         count = BATCH * SEQUENCE
-        loss_sum = engine.run(actions, halves, 1.0 / count, optimizer)
+        sums = engine.run(actions, halves, {LOSS: 1.0 / count}, optimizer)
         rate = schedule.at(step * BATCH)
         optimizer.step(Rates(rate, rate, weight_decay=0.01))
-        means.append(loss_sum.item() / count)
+        means.append(sums[LOSS].item() / count)
     return means
 
 

@@ -15,6 +15,7 @@ from megalite.model.recompute import Recompute
 from megalite.parallel.randomness import RandomKey
 from megalite_kernels import attention as kernel
 from tests.distributed.layout_expected import one_thread
+from tests.harness.stages import loss_of
 from tests.unit.test_parallel_model import GEMMA, VOCABULARY, network
 
 BATCH = 2
@@ -88,7 +89,7 @@ def test_a_network_in_blocks_is_the_dense_one(
         for blocks in (False, True):
             monkeypatch.setattr("megalite.model.gpt.goes_in_blocks", lambda *about, blocks=blocks: blocks)
             monkeypatch.setattr(kernel, "BLOCK", 4)
-            loss = made(None, batch)
+            loss = loss_of(made, batch)
             losses.append(loss.detach())
             gradients.append(torch.autograd.grad(loss, list(made.parameters())))
     assert graphs["unique_graphs"] > 0

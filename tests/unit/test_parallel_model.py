@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import pytest
@@ -25,6 +25,7 @@ from megalite.parallel.randomness import RandomKey
 from tests.distributed.layout_expected import one_thread
 from tests.distributed.layout_run import perturb_constants
 from tests.harness.close import assert_gradient_close
+from tests.harness.stages import LOSS, logits_of, loss_of
 from tests.oracle import Oracle, loss_sum_and_count
 
 BATCH, SEQUENCE, VOCABULARY = 3, 11, 19
@@ -208,7 +209,7 @@ def test_loss_gradients_and_logits_are_the_oracles(name: str, documents: bool) -
     assert batch.loss_mask is not None
     expected, _ = loss_sum_and_count(logits, batch.labels, batch.loss_mask)
     expected.backward()
-    loss = made(None, batch)
+    loss = loss_of(made, batch)
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     norm = torch.stack([weight.grad.norm() for weight in expected_weights.values()]).norm().item()
@@ -216,7 +217,7 @@ def test_loss_gradients_and_logits_are_the_oracles(name: str, documents: bool) -
         name = piece.tensor.name
         assert_gradient_close(piece.view(parameter.grad), expected_weights[name].grad, norm, name)
     bare = replace(batch, labels=None, loss_mask=None)
-    ours = made(None, bare)[..., :VOCABULARY].transpose(0, 1)
+    ours = logits_of(made, bare)[..., :VOCABULARY].transpose(0, 1)
     torch.testing.assert_close(ours, logits, rtol=1e-10, atol=1e-10)
 
 
@@ -231,7 +232,7 @@ def test_no_token_sees_another_document_or_the_future(name: str) -> None:
         torch.arange(SEQUENCE)[None], batch.positions[:1], batch.document_ids[:1], torch.zeros(1, SEQUENCE).long(),
         mask, batch.key,
     )  # fmt: skip
-    made(None, one).backward()
+    loss_of(made, one).backward()
     seen = made.embedding.word.weight.grad[:SEQUENCE].any(dim=1)
     assert seen.nonzero().flatten().tolist() == [4, 5, 6]
 
@@ -240,9 +241,9 @@ def test_dropout_is_for_training_alone() -> None:
     made = network(replace(GPT2, hidden_dropout=0.5, attention_dropout=0.5))
     without = network(GPT2)
     batch = micro_batch(documents=False)
-    assert made(None, batch).item() != without(None, batch).item()
+    assert loss_of(made, batch).item() != loss_of(without, batch).item()
     made.eval()
-    assert made(None, batch).item() == without(None, batch).item()
+    assert loss_of(made, batch).item() == loss_of(without, batch).item()
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
@@ -253,8 +254,8 @@ def test_terms_of_the_loss_are_for_training_alone(fused: bool) -> None:
     logits = oracle(GEMMA).logits(weights(made), batch.tokens, batch.positions)
     trained, _ = loss_sum_and_count(logits, batch.labels, batch.loss_mask, **terms)
     evaluated, _ = loss_sum_and_count(logits, batch.labels, batch.loss_mask)
-    torch.testing.assert_close(made(None, batch), trained, rtol=1e-10, atol=0)
-    torch.testing.assert_close(made.eval()(None, batch), evaluated, rtol=1e-10, atol=0)
+    torch.testing.assert_close(loss_of(made, batch), trained, rtol=1e-10, atol=0)
+    torch.testing.assert_close(loss_of(made.eval(), batch), evaluated, rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -264,29 +265,29 @@ def test_dropout_differs_from_sample_to_sample(config: ModelConfig, kind: str) -
     """Of one text under many keys."""
     made = network(replace(config, **{kind: 0.1}))
     batch = micro_batch(documents=False)
-    losses = [made(None, replace(batch, key=RandomKey(0, sample))).item() for sample in range(8)]
+    losses = [loss_of(made, replace(batch, key=RandomKey(0, sample))).item() for sample in range(8)]
     assert len(set(losses)) == 8
-    assert made(None, replace(batch, key=RandomKey(0, 3))).item() == losses[3]
+    assert loss_of(made, replace(batch, key=RandomKey(0, 3))).item() == losses[3]
 
 
 def test_capped_scores_are_recomputed_with_the_same_dropout() -> None:
     """Against differences of the loss: one element of the query weights drops the same probabilities each time."""
     made = network(replace(GEMMA, attention_dropout=0.3))
     batch = micro_batch(documents=False)
-    made(None, batch).backward()
+    loss_of(made, batch).backward()
     weight = made.layers[0].attention.query_key_value.weights[0]
     losses = []
     with torch.no_grad():
         for step in (1e-5, -2e-5):
             weight[0, 0] += step
-            losses.append(made(None, batch).item())
+            losses.append(loss_of(made, batch).item())
     assert (losses[0] - losses[1]) / 2e-5 == pytest.approx(weight.grad[0, 0].item(), rel=1e-5)
 
 
 def test_a_window_as_wide_as_the_sequence_is_none() -> None:
-    batch, loss = micro_batch(documents=False), network(GPT2)(None, micro_batch(documents=False)).item()
-    assert network(replace(GPT2, window_size=f"{SEQUENCE - 1},0"))(None, batch).item() == loss
-    assert network(replace(GPT2, window_size=f"{SEQUENCE - 2},0"))(None, batch).item() != loss
+    batch, loss = micro_batch(documents=False), loss_of(network(GPT2), micro_batch(documents=False)).item()
+    assert loss_of(network(replace(GPT2, window_size=f"{SEQUENCE - 1},0")), batch).item() == loss
+    assert loss_of(network(replace(GPT2, window_size=f"{SEQUENCE - 2},0")), batch).item() != loss
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
@@ -340,7 +341,7 @@ def test_recomputation_keeps_less(how: dict, fewer: float) -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            made(None, micro_batch(documents=False))
+            made({}, micro_batch(documents=False))
         return total
 
     assert bytes_saved(network(config, recompute=Recompute(**how))) < fewer * bytes_saved(network(config))
@@ -350,8 +351,8 @@ def test_a_stage_has_the_windows_of_its_own_layers() -> None:
     """A window that the first stage's layers do not have, and one layer of several with it."""
     config = replace(CONFIGS["gpt2, windows"], num_layers=4, window_attn_skip_freq="[0,0,1,0]")
     whole, batch = network(config), micro_batch(documents=False)
-    expected, hidden = whole(None, batch), None
+    passed: Mapping[str, Tensor] = {}
     for first in range(0, 4, 2):
         stage = network(config, part=StageLayers(first, 2, embedding=first == 0, loss=first == 2))
-        hidden = stage(hidden, batch)
-    torch.testing.assert_close(hidden, expected, rtol=1e-12, atol=0)
+        passed, terms = stage(passed, batch)
+    torch.testing.assert_close(terms[LOSS], loss_of(whole, batch), rtol=1e-12, atol=0)

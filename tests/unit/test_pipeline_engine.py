@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import pytest
@@ -15,14 +15,16 @@ from torch import Tensor
 from megalite.errors import MegaliteError
 from megalite.parallel.collectives import Pending, done
 from megalite.parallel.parameter import DeferredGradients
+from megalite.parallel.stage import StageOutput
 from megalite.pipeline.checker import Collective
-from megalite.pipeline.engine import HiddenStates, PipelineEngine, Recording
+from megalite.pipeline.engine import PipelineEngine, Recording
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import Links
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
 from megalite.pipeline.steps import Steps
+from tests.harness.stages import HIDDEN, LOSS, as_stage, passing_hidden
 
 CPU = torch.device("cpu")
 
@@ -47,6 +49,13 @@ class Stage(torch.nn.Module):
 MICRO_BATCHES = [torch.tensor([1.0, 0.5]), torch.tensor([3.0, -1.0]), torch.tensor([0.0, 2.0])]
 
 
+FACTORS = {LOSS: 1.0}
+
+
+def engine_of(stage: Stage) -> PipelineEngine[Tensor]:
+    return PipelineEngine([as_stage(stage, last=True)])
+
+
 class Gradients:
     """Notes what is asked of the gradients' side."""
 
@@ -68,7 +77,7 @@ class Gradients:
 
 def test_the_sum_of_losses_is_differentiated_at_the_given_scale() -> None:
     stage = Stage()
-    total = PipelineEngine([stage]).run(Steps().training(3), MICRO_BATCHES, factor=0.25)
+    total = engine_of(stage).run(Steps().training(3), MICRO_BATCHES, {LOSS: 0.25})[LOSS]
     loss = sum((stage.weight.detach() * x).square().sum().item() for x in MICRO_BATCHES)
     assert total.item() == loss
     assert total.dtype == torch.float64
@@ -79,13 +88,13 @@ def test_the_sum_of_losses_is_differentiated_at_the_given_scale() -> None:
 
 def test_one_micro_batchs_activations_live_at_a_time() -> None:
     stage = Stage()
-    PipelineEngine([stage]).run(Steps().training(3), MICRO_BATCHES)
+    engine_of(stage).run(Steps().training(3), MICRO_BATCHES, FACTORS)
     assert stage.alive == [0, 0, 0]
 
 
 def test_forward_alone_keeps_no_graph() -> None:
     stage = Stage()
-    total = PipelineEngine([stage]).run(Steps().evaluation(3), MICRO_BATCHES)
+    total = engine_of(stage).run(Steps().evaluation(3), MICRO_BATCHES)[LOSS]
     assert total.item() > 0
     assert stage.weight.grad is None
     assert stage.alive == [0, 0, 0]
@@ -94,8 +103,8 @@ def test_forward_alone_keeps_no_graph() -> None:
 def test_any_order_in_which_a_forward_precedes_its_backward_is_executed() -> None:
     stage, other = Stage(), Stage()
     order = [Action("F", 1), Action("F", 0), Action("B", 0), Action("F", 2), Action("B", 2), Action("B", 1)]
-    PipelineEngine([stage]).run(order, MICRO_BATCHES)
-    PipelineEngine([other]).run(Steps().training(3), MICRO_BATCHES)
+    engine_of(stage).run(order, MICRO_BATCHES, FACTORS)
+    engine_of(other).run(Steps().training(3), MICRO_BATCHES, FACTORS)
     torch.testing.assert_close(stage.weight.grad, other.weight.grad)
 
 
@@ -104,7 +113,7 @@ def test_reductions_are_actions_behind_the_backward_that_completes_them(each: bo
     stage = Stage()
     gradients = Gradients(stage)
     actions = Steps(reductions=Reductions(each=each)).training(3)
-    PipelineEngine([stage]).run(actions, MICRO_BATCHES, gradients=gradients)
+    engine_of(stage).run(actions, MICRO_BATCHES, FACTORS, gradients)
     assert gradients.counts == ([1, 2, 3] if each else [3])
     assert "".join(action.kind for action in actions) == ("FBRFBRFBR" if each else "FBFBFBR")
     done = [2 * stage.weight.detach() * sum(x**2 for x in MICRO_BATCHES[:count]) for count in (1, 2, 3)]
@@ -112,7 +121,7 @@ def test_reductions_are_actions_behind_the_backward_that_completes_them(each: bo
 
 
 def test_a_step_of_no_micro_batch_has_no_loss() -> None:
-    assert PipelineEngine([Stage()]).run([], []).item() == 0.0
+    assert engine_of(Stage()).run([], []) == {}
 
 
 # ---------------------------------------------------------------------------------------- two stages on one process
@@ -147,14 +156,15 @@ class Ignoring(torch.nn.Module):
 
 
 def on_one_rank(first: torch.nn.Module, last: torch.nn.Module) -> PipelineEngine[Tensor]:
-    return PipelineEngine([first, last], ON_ONE_RANK, hidden=HiddenStates((2,), torch.float64, CPU))
+    both = [as_stage(first, last=False), as_stage(last, last=True)]
+    return PipelineEngine(both, passing_hidden(ON_ONE_RANK, (2,)), device=CPU)
 
 
 def test_stages_of_one_rank_pass_hidden_states_on_without_a_message() -> None:
     first = First()
     actions = Steps(ON_ONE_RANK, schedule="zb-v").training(3)
     assert {action.kind for action in actions} == {"F", "I", "W", "R"}
-    total = on_one_rank(first, Last()).run(actions, MICRO_BATCHES)
+    total = on_one_rank(first, Last()).run(actions, MICRO_BATCHES, FACTORS)[LOSS]
     expected = sum((torch.tanh(torch.ones(2, dtype=torch.float64)) * x).sum() for x in MICRO_BATCHES)
     assert total == expected
     slope = 1 - torch.tanh(torch.ones(2, dtype=torch.float64)) ** 2
@@ -164,18 +174,58 @@ def test_stages_of_one_rank_pass_hidden_states_on_without_a_message() -> None:
 @pytest.mark.parametrize(
     ("first", "message"),
     [
-        (First((3,)), r"stage 0 returned \(3,\) of torch.float64 for micro-batch 0.*expects hidden states \(2,\)"),
-        (First(dtype=torch.float32), r"stage 0 returned \(2,\) of torch.float32.*of torch.float64"),
+        (First((3,)), r"stage 0 returned hidden states \(3,\) of torch.float64 for micro-batch 0.*expects \(2,\)"),
+        (First(dtype=torch.float32), r"stage 0 returned hidden states \(2,\) of torch.float32.*of torch.float64"),
     ],
 )
 def test_an_output_that_the_next_stage_cannot_take_is_told(first: First, message: str) -> None:
     with pytest.raises(MegaliteError, match=message):
-        on_one_rank(first, Last()).run(Steps(ON_ONE_RANK, schedule="zb-v").training(1), MICRO_BATCHES)
+        on_one_rank(first, Last()).run(Steps(ON_ONE_RANK, schedule="zb-v").training(1), MICRO_BATCHES, FACTORS)
 
 
 def test_a_stage_that_leaves_its_input_out_is_told() -> None:
-    with pytest.raises(MegaliteError, match="stage 1 did not use its input for micro-batch 0"):
-        on_one_rank(First(), Ignoring()).run(Steps(ON_ONE_RANK, schedule="zb-v").training(1), MICRO_BATCHES)
+    with pytest.raises(MegaliteError, match="stage 1 did not use its input for micro-batch 0: hidden states"):
+        on_one_rank(First(), Ignoring()).run(Steps(ON_ONE_RANK, schedule="zb-v").training(1), MICRO_BATCHES, FACTORS)
+
+
+def test_terms_of_any_stage_are_differentiated_at_their_own_scales() -> None:
+    first, last = First(), Last()
+
+    def with_terms(inputs: Mapping[str, Tensor], x: Tensor) -> StageOutput:
+        hidden = first(None, x)
+        return StageOutput({HIDDEN: hidden}, {"square": hidden.square().sum(), "weight": first.weight.sum()})
+
+    def ends(inputs: Mapping[str, Tensor], x: Tensor) -> StageOutput:
+        hidden = inputs[HIDDEN]
+        return StageOutput({}, {LOSS: last(hidden, x), "square": hidden.square().sum() * 2})
+
+    engine = PipelineEngine([with_terms, ends], passing_hidden(ON_ONE_RANK, (2,)), device=CPU)
+    factors = {LOSS: 0.5, "square": 3.0, "weight": 0.25}
+    sums = engine.run(Steps(ON_ONE_RANK, schedule="zb-v").training(3), MICRO_BATCHES, factors)
+    weight = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    hidden = torch.tanh(weight)
+    square = 3 * 3 * hidden.square().sum()  # three micro-batches, one and two of it a stage
+    (0.5 * (hidden * sum(MICRO_BATCHES)).sum() + 3.0 * square + 0.25 * 3 * weight.sum()).backward()
+    torch.testing.assert_close(first.weight.grad, weight.grad)
+    torch.testing.assert_close(sums["square"], square.detach())
+    assert sums["weight"].item() == 6.0
+    assert {total.dtype for total in sums.values()} == {torch.float64}
+
+
+def test_a_term_that_nobody_has_declared_is_told() -> None:
+    with pytest.raises(MegaliteError, match="stage 0 returned a term of the loss that is not declared: lm_loss"):
+        engine_of(Stage()).run(Steps().training(1), MICRO_BATCHES, {"other": 1.0})
+
+
+def test_a_tensor_that_is_not_passed_on_is_told() -> None:
+    nothing = PipelineEngine([lambda inputs, x: StageOutput({})] * 2, passing_hidden(ON_ONE_RANK, (2,)), device=CPU)
+    with pytest.raises(MegaliteError, match="stage 0 did not return hidden states for micro-batch 0"):
+        nothing.run(Steps(ON_ONE_RANK, schedule="zb-v").training(1), MICRO_BATCHES, FACTORS)
+
+
+def test_an_engine_of_several_stages_needs_to_know_what_they_pass_on() -> None:
+    with pytest.raises(ValueError, match="needs the shape and dtype of hidden_states"):
+        PipelineEngine([as_stage(First(), last=False)], Stages(2), 0)
 
 
 class Mailbox(Links):
@@ -198,8 +248,8 @@ class Mailbox(Links):
 def test_a_message_may_be_waited_for_behind_its_own_backward(micro_batches: int, schedule: str) -> None:
     """So it is with one micro-batch, whose backward is the next computation: then its graph is gone."""
     first, links = First(), Mailbox()
-    engine = PipelineEngine([first], Stages(2), 0, links, HiddenStates((2,), torch.float64, CPU))
-    engine.run(Steps(Stages(2), 0, schedule=schedule).training(micro_batches), MICRO_BATCHES)
+    engine = PipelineEngine([as_stage(first, last=False)], passing_hidden(Stages(2), (2,)), 0, links, CPU)
+    engine.run(Steps(Stages(2), 0, schedule=schedule).training(micro_batches), MICRO_BATCHES, FACTORS)
     slope = 1 - torch.tanh(torch.ones(2, dtype=torch.float64)) ** 2
     torch.testing.assert_close(first.weight.grad, micro_batches * slope)
     assert len(links.sent) == micro_batches
@@ -208,7 +258,7 @@ def test_a_message_may_be_waited_for_behind_its_own_backward(micro_batches: int,
 def test_a_recording_has_every_action_in_its_order() -> None:
     recording = Recording(CPU)
     actions = Steps(reductions=Reductions()).training(3)
-    PipelineEngine([Stage()]).run(actions, MICRO_BATCHES, gradients=Gradients(), observer=recording)
+    engine_of(Stage()).run(actions, MICRO_BATCHES, FACTORS, Gradients(), recording)
     assert [span.action for span in recording.spans] == actions
     times = [time for span in recording.spans for time in (span.start, span.end)]
     assert times == sorted(times)

@@ -23,6 +23,7 @@ from megalite.inference import network as inference
 from megalite.model import attention as attention_layer
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
+from megalite.model.head import LM_LOSS
 from megalite.model.norm import Norm
 from megalite.model.rotary import rotary_tables
 from megalite.optim.buckets import DataParallel, make_buckets
@@ -36,13 +37,15 @@ from megalite.parallel.parameter import DenseGradient, Gradient, ProductGradient
 from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.steps import Steps
-from megalite.training.batches import to_micro_batches, valid_tokens
+from megalite.training.batches import to_micro_batches
 from megalite.training.construction import data_parallel
+from megalite.training.loss_terms import counted
 from megalite_kernels import cross_entropy, norm
 from megalite_kernels.attention import attention
 from megalite_kernels.l2_norm import sums_of_squares
 from megalite_kernels.rotary import rotary_embedding
 from tests.harness.close import assert_rounded_once
+from tests.harness.stages import LOSS, as_stage
 from tests.oracle import Oracle
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
@@ -157,7 +160,7 @@ def test_a_model_turns_by_the_exact_angles(dtype: torch.dtype, monkeypatch: pyte
     network = GPT(MODEL, MESH, dtype=dtype)
     initialize(network, seed=1)
     tokens = torch.zeros_like(POSITIONS)
-    network(None, MicroBatch(tokens, POSITIONS, None, None, None, RandomKey(1, 0)))
+    network({}, MicroBatch(tokens, POSITIONS, None, None, None, RandomKey(1, 0)))
     ((cosine, sine),) = seen
     assert_tables_are_near((cosine, sine), exact_tables(Oracle(), POSITIONS, 32), POSITIONS)
 
@@ -261,7 +264,7 @@ def test_scores_of_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
 def test_losses_of_micro_batches_are_summed_exactly() -> None:
     """In fp32 2^24 + 1 is 2^24."""
     losses = [torch.tensor(float(2**24)), torch.tensor(1.0), torch.tensor(1.0), torch.tensor(2.0**-20)]
-    total = PipelineEngine([lambda hidden, loss: loss]).run(Steps().evaluation(4), losses)
+    total = PipelineEngine([as_stage(lambda hidden, loss: loss, last=True)]).run(Steps().evaluation(4), losses)[LOSS]
     assert total.dtype == torch.float64
     assert total.item() == 2**24 + 2 + 2.0**-20
 
@@ -279,8 +282,8 @@ def test_the_tokens_that_count_are_counted_exactly() -> None:
         assert batch.loss_mask is not None
         assert torch.equal(batch.loss_mask, torch.from_numpy(mask))
         assert batch.key == RandomKey(1, 2)
-    counted = sum(float(value) for mask in masks for value in mask.flat)
-    assert valid_tokens(batches, torch.device("cpu")).item() == counted
+    expected = sum(float(value) for mask in masks for value in mask.flat)
+    assert counted((LM_LOSS,), batches)[LOSS].item() == expected
 
 
 # ---------------------------------------------------------------------------------------------------- updates

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from megalite import torch_internals as internals
 
@@ -64,19 +64,6 @@ def test_storages_are_told_apart() -> None:
         one, other = torch.zeros(4, device=device), torch.zeros(4, device=device)
         assert internals.storage_identity(one) == internals.storage_identity(one[2:]), VERSION
         assert internals.storage_identity(one) != internals.storage_identity(other), VERSION
-
-
-def test_what_backward_reads_is_known() -> None:
-    input = torch.ones(3, 3, requires_grad=True)
-    results: dict[str, tuple[Tensor, bool]] = {
-        "exp": (input.exp(), True),
-        "product": (input @ input, False),
-        "view": ((input * 2)[1:], True),
-        "leaf": (input, True),
-    }
-    assert {name: internals.backward_reads(output) for name, (output, _) in results.items()} == {
-        name: reads for name, (_, reads) in results.items()
-    }, VERSION
 
 
 def test_formats_have_the_names_that_files_hold() -> None:

@@ -1,0 +1,54 @@
+"""What a stage of a network gives: tensors for the next stage, and terms of the loss.
+
+This is all that a network and the engine that runs it know of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+Terms = Mapping[str, Tensor]
+NO_TERMS: Terms = MappingProxyType({})
+
+
+class StageOutput(NamedTuple):
+    """What a stage gives for one micro-batch.
+
+    Attributes:
+        tensors: for the next stage, by name; of the last stage, what it has instead of a loss, as logits.
+        terms: this rank's sums of loss terms over the micro-batch, scalars in fp32 or wider, by the term's name.
+    """
+
+    tensors: Mapping[str, Tensor]
+    terms: Terms = NO_TERMS
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A term of the loss: weight * sum / count, sum and count taken over the whole global batch.
+
+    Any stage may return its sum, recomputed or not. The gradient of the loss is that of all terms together.
+
+    Attributes:
+        name: under which it is recorded.
+        count: of a micro-batch, how much there is of what the term is a mean of, a scalar.
+        axes: of the mesh, over whose ranks sum and count are partial. What stages return is added over the pipeline,
+            too, where the count is the same.
+    """
+
+    name: str
+    count: Callable[[Any], Tensor]
+    weight: float = 1.0
+    axes: tuple[str, ...] = ("dp", "cp")
+
+
+def add_terms(terms: Terms, more: Terms) -> Terms:
+    """The sum of terms by name."""
+    if not more:
+        return terms
+    return {**terms, **{name: terms[name] + value if name in terms else value for name, value in more.items()}}

@@ -1,0 +1,54 @@
+"""The terms of a step's loss: their counts before it, their factors in it, their means after it.
+
+Everything is summed once over the whole global batch, and nothing else averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from megalite.model.batch import MicroBatch
+from megalite.parallel import collectives
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.stage import NO_TERMS, LossTerm, Terms, add_terms
+
+Totals = Mapping[str, float]
+"""By the names of terms."""
+
+
+def counted(terms: Sequence[LossTerm], micro_batches: Iterable[MicroBatch]) -> Terms:
+    """Count what each term is a mean of, on this rank, fp64."""
+    counts: Terms = NO_TERMS
+    for micro_batch in micro_batches:
+        counts = add_terms(counts, {term.name: term.count(micro_batch).double() for term in terms})
+    return counts
+
+
+def summed(terms: Sequence[LossTerm], own: Terms, mesh: ParallelMesh, *, over_stages: bool = False) -> Totals:
+    """Add up what ranks have of each term, or nothing: one all-reduce for all terms that are spread over the same axes.
+
+    Args:
+        own: this rank's, fp64.
+        over_stages: the stages of a pipeline have parts of the sum, too.
+    """
+    zero, found = torch.zeros((), dtype=torch.float64, device=mesh.device), dict[str, float]()
+    for axes in dict.fromkeys(term.axes for term in terms):
+        names = [term.name for term in terms if term.axes == axes]
+        totals = torch.stack([own.get(name, zero) for name in names])
+        totals = collectives.all_reduce_(totals, mesh.group(*axes))
+        if over_stages:
+            totals = collectives.all_reduce_(totals, mesh.group("pp"))
+        found.update(zip(names, totals.tolist(), strict=True))
+    return found
+
+
+def factors(terms: Sequence[LossTerm], counts: Totals, loss_scale: float) -> Totals:
+    """What each term's sum is multiplied by before it is differentiated; 0 where there is nothing to count."""
+    return {term.name: loss_scale * term.weight / counts[term.name] if counts[term.name] else 0.0 for term in terms}
+
+
+def means(sums: Totals, counts: Totals) -> Totals:
+    """The mean of each term, unweighted; 0 where there is nothing to count."""
+    return {name: total / max(counts[name], 1.0) for name, total in sums.items()}

@@ -1,0 +1,125 @@
+"""Terms of the loss beside the language model's: from every layer, on every layout, what one process differentiates."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.config.parse import parse_arguments
+from megalite.config.validate import resolve
+from megalite.model import gpt
+from megalite.model.batch import LayerContext, MicroBatch
+from megalite.model.block import Block, LayerOutput
+from megalite.model.head import LM_LOSS
+from megalite.parallel.initialization import initialize
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.stage import LossTerm
+from megalite.training.batches import to_micro_batches
+from megalite.training.data import open_data
+from megalite.training.trainer import Trainer
+from tests.distributed.layout_expected import on_ranks
+from tests.harness.close import assert_number_close
+from tests.harness.rank_pool import RankPools
+
+STEPS, BATCH, LENGTH, WEIGHT = 3, 4, 8, 0.3
+FLAGS = f"""--fp64 --mock-data --tokenizer-type NullTokenizer --vocab-size 28 --make-vocab-size-divisible-by 4
+--num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length {LENGTH} --max-position-embeddings {LENGTH}
+--init-method-std 0.2 --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --global-batch-size {BATCH}
+--train-iters {STEPS} --eval-iters 1 --lr 0.02 --lr-decay-style constant --weight-decay 0
+--optimizer sgd --eod-mask-loss"""
+
+
+class WithSquares(Block):
+    """A layer that also wants the squares of what it adds to be small, more so in later layers."""
+
+    def __init__(self, config: Any, context: Any, layer: int, **more: Any) -> None:
+        super().__init__(config, context, layer, **more)
+        self.number = layer
+
+    def forward(self, hidden: Tensor, branch: Tensor | None, context: LayerContext) -> LayerOutput:
+        output = super().forward(hidden, branch, context)
+        return output._replace(terms={"squares": (self.number + 1) * output.branch.square().sum()})
+
+
+def tokens(micro_batch: MicroBatch) -> Tensor:
+    return torch.tensor(float(micro_batch.tokens.numel()))
+
+
+def trained(flags: str) -> list[tuple[float, float, float]]:
+    """Each step's language-model loss, mean squares and gradient norm."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    config = resolve(parse_arguments(flags.split()).config, size)
+    parallel = config.parallel
+    mesh = ParallelMesh(
+        rank=rank,
+        world_size=size,
+        tensor_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_parallel_size=parallel.pipeline_model_parallel_size,
+    )
+    axes = ("dp", "cp", "tp") if parallel.sequence_parallel else ("dp", "cp")
+    split = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+
+    def own_tokens(micro_batch: MicroBatch) -> Tensor:
+        return tokens(micro_batch) / split
+
+    declared = property(lambda self: (LM_LOSS, LossTerm("squares", own_tokens, WEIGHT, axes)))
+    with mock.patch.object(gpt, "Block", WithSquares), mock.patch.object(gpt.GPT, "loss_terms", declared):
+        trainer = Trainer(config, open_data(config), mesh)
+        with trainer.loader:
+            steps = [trainer.step() for _ in range(STEPS)]
+    return [(step.lm_loss, step.extra["squares"], step.grad_norm) for step in steps]
+
+
+def expected() -> list[tuple[float, float, float]]:
+    """The whole batch at once, differentiated and updated by torch alone."""
+    config = resolve(parse_arguments(FLAGS.split()).config, 1)
+    with mock.patch.object(gpt, "Block", WithSquares):
+        trainer = Trainer(config, open_data(config), ParallelMesh())
+        network = gpt.GPT(trainer.model_config, trainer.mesh, dtype=torch.float64)
+    initialize(network, config.training.seed)
+    found, parameters = [], list(network.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
+    for step in range(STEPS):
+        with trainer.loader:
+            arrays = trainer.loader.micro_batches(step * BATCH, BATCH)
+        micro_batches = to_micro_batches(arrays, config.training.seed, torch.float64, torch.device("cpu"))
+        loss, squares, count = (torch.zeros((), dtype=torch.float64) for _ in range(3))
+        for micro_batch in micro_batches:
+            output = network({}, micro_batch)
+            loss, squares = loss + output.terms["lm_loss"], squares + output.terms["squares"]
+            count += micro_batch.loss_mask.sum()
+        loss, squares = loss / count, squares / (BATCH * LENGTH)
+        optimizer.zero_grad()
+        (loss + WEIGHT * squares).backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        found.append((loss.item(), squares.item(), norm.item()))
+    return found
+
+
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
+LAYOUTS = {
+    "alone": "",
+    "recomputed": f"{RECOMPUTED} 3",
+    "copies": "--use-distributed-optimizer --overlap-grad-reduce",
+    "whole parameters gathered": f"--data-parallel-sharding-strategy optim_grads_params {RECOMPUTED} 1",
+    "tensors": "--tp 2",
+    "parts": f"--tp 2 --sequence-parallel {RECOMPUTED} 1",
+    "stages": "--pp 2",
+    "four stages": f"--pp 2 --num-layers-per-virtual-pipeline-stage 1 {RECOMPUTED} 1",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_term_of_every_layer_is_trained_on_and_recorded(layout: str, rank_pools: RankPools) -> None:
+    wanted = expected()
+    ranks = 1 if layout in ("alone", "recomputed") else 2
+    for steps in on_ranks(rank_pools, ranks, trained, f"{FLAGS} {LAYOUTS[layout]}"):
+        for number, (ours, theirs) in enumerate(zip(steps, wanted, strict=True)):
+            for name, one, other in zip(("loss", "squares", "norm"), ours, theirs, strict=True):
+                assert_number_close(one, other, f"{name} of step {number}", 1e-10)
