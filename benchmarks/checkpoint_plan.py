@@ -18,12 +18,11 @@ import torch
 
 from benchmarks.cpu_step import llama
 from benchmarks.results import write_results
-from megalite.checkpoint import Plan
+from megalite.checkpoint import Contents, Plan
 from megalite.config import ModelConfig, OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.gpt import make_chunks
-from megalite.optim.buckets import DataParallel, plan_buckets
-from megalite.optim.layout import BucketLayout
+from megalite.optim.buckets import DataParallel
 from megalite.parallel.mesh import ParallelMesh
 
 RANKS = 4096
@@ -38,13 +37,13 @@ def whole_plan(model: ModelConfig, tensor_parallel: int, pipeline_parallel: int)
     options = DataParallel(torch.float32, stage=1)
     each = model.num_layers // pipeline_parallel
 
-    def layouts_at(mesh: ParallelMesh) -> list[BucketLayout]:
+    def contents_at(mesh: ParallelMesh) -> Contents:
         stage = mesh.coordinate("pp")
         part = StageLayers(stage * each, each, embedding=stage == 0, loss=stage == pipeline_parallel - 1)
         chunks = make_chunks(model, mesh, [part], (mesh.rank,), dtype=torch.bfloat16)
-        return plan_buckets(chunks, mesh, options, blocks=[chunk.blocks() for chunk in chunks])
+        return Contents.of(chunks, mesh, options, blocks=[chunk.blocks() for chunk in chunks])
 
-    plan = Plan(mesh, layouts_at, OptimizerConfig(lr=0.1), stage=1, instances=1)
+    plan = Plan(mesh, contents_at, OptimizerConfig(lr=0.1), stage=1, instances=1)
     parts = [part for rank in range(world) for part in plan.saved(rank)]
     return len(parts), len({part.name for part in parts})
 

@@ -101,6 +101,7 @@ _REGIONS = "tests/distributed/test_parallel_regions.py::test_"
 _DATA = "tests/unit/test_data_"
 _APART = f"{_DATA}index_cache.py::test_"
 _CHECKPOINT = "tests/unit/test_checkpoint.py::test_"
+_STATE = "tests/distributed/test_checkpoint_state.py::test_"
 _NOT_OTHERS = "do_not_come_from_the_indices_of_others"
 
 MUTANTS = (
@@ -1239,6 +1240,125 @@ MUTANTS = (
         "state = run.kept() | run.unpacked",
         'state = {"master": run.master} if self.has_master else {}',
         "tests/unit/test_checkpoint.py::test_weights_state_and_place_in_training_come_back_bit_for_bit",
+    ),
+    Mutant(
+        "every data-parallel rank saves a module's state",
+        "megalite/optim/places.py",
+        "    return record.copies.index(rank) == 0 and not any(coordinates[axis] for axis in data_parallel)",
+        "    return record.copies.index(rank) == 0",
+        f"{_STATE}each_tensor_is_saved_once_in_its_own_shape",
+    ),
+    Mutant(
+        "every copy of a module's state is saved",
+        "megalite/optim/places.py",
+        "    return record.copies.index(rank) == 0 and not",
+        "    return not",
+        f"{_STATE}each_tensor_is_saved_once_in_its_own_shape",
+    ),
+    Mutant(
+        "state that is split over experts is saved by the dense view's first ranks",
+        "megalite/optim/places.py",
+        '("edp",) if record.expert else ("dp", "cp")',
+        '("dp", "cp")',
+        f"{_STATE}of_all_ranks_one_saves_each_element_and_all_know_what_they_hold",
+    ),
+    Mutant(
+        "a module's state is loaded on the first rank alone",
+        "megalite/checkpoint/plan.py",
+        "_with_prefixes(states_of(module), optimizer",
+        "_with_prefixes(states_of(module) if optimizer.mesh.rank == 0 else (), optimizer",
+        f"{_STATE}what_was_saved_is_loaded_on_every_rank_to_the_bit[Layout(tp=4, dp=1, zero=0)]",
+    ),
+    Mutant(
+        "a plan forgets that all ranks must be given state",
+        "megalite/checkpoint/plan.py",
+        " + _state_parts(self._look(rank).states)\n",
+        "\n",
+        f"{_STATE}of_all_ranks_one_saves_each_element_and_all_know_what_they_hold",
+    ),
+    Mutant(
+        "state is taken from the beginning of its tensor on every rank",
+        "megalite/checkpoint/plan.py",
+        "state.values.dtype, piece.box), state",
+        "state.values.dtype, piece.box.relative_to(piece.box)), state",
+        f"{_STATE}each_tensor_is_saved_once_in_its_own_shape",
+    ),
+    Mutant(
+        "a rank whose part of a state is padding saves a box of nothing",
+        "megalite/checkpoint/plan.py",
+        "            if piece.box.numel:\n                yield Part(",
+        "            if piece:\n                yield Part(",
+        f"{_STATE}what_was_saved_is_loaded_on_every_rank_to_the_bit[Layout(tp=4, dp=1, zero=0)]",
+    ),
+    Mutant(
+        "an optimizer's rows and columns take each other's place",
+        "megalite/checkpoint/plan.py",
+        '*((f"{OPTIMIZER}{name}/", state) for name, state in own)',
+        "*((f\"{OPTIMIZER}{ {'row': 'column', 'column': 'row'}[name]}/\", state) for name, state in own)",
+        f"{_STATE}each_tensor_is_saved_once_in_its_own_shape",
+    ),
+    Mutant(
+        "the weights are saved without the state of their modules",
+        "megalite/checkpoint/saving.py",
+        "return self._state or not part.name.startswith(OPTIMIZER)",
+        'return self._state or part.name.startswith("model/")',
+        f"{_STATE}a_new_optimizer_leaves_the_modules_their_state",
+    ),
+    Mutant(
+        "a checkpoint without a module's state is loaded without a word",
+        "megalite/checkpoint/loading.py",
+        "return part.name if state or part.name in manifest.tensors else None",
+        "return part.name if part.name in manifest.tensors else None",
+        f"{_STATE}a_run_with_state_that_the_checkpoint_lacks_is_told_what_to_do",
+    ),
+    Mutant(
+        "a new optimizer takes the modules' state along",
+        "megalite/checkpoint/loading.py",
+        "return part.name if state or part.name in manifest.tensors else None",
+        "return part.name if state else None",
+        f"{_STATE}a_new_optimizer_leaves_the_modules_their_state",
+    ),
+    Mutant(
+        "state that nothing is read into stays as it was",
+        "megalite/checkpoint/loading.py",
+        "        own.begin()\n",
+        "        pass\n",
+        f"{_STATE}with_the_weights_of_others_all_state_begins_anew",
+    ),
+    Mutant(
+        "a module's state that the run lacks is left out",
+        "megalite/checkpoint/loading.py",
+        "kinds = (MODEL, STATE, OPTIMIZER) if",
+        "kinds = (MODEL, OPTIMIZER) if",
+        f"{_STATE}a_checkpoint_with_state_that_the_run_lacks_is_refused",
+    ),
+    Mutant(
+        "nobody is told of state that begins anew",
+        "megalite/training/load_report.py",
+        "[name for name in held if name not in saved]",
+        "[]",
+        f"{_STATE}a_run_with_state_that_the_checkpoint_lacks_is_told_what_to_do",
+    ),
+    Mutant(
+        "an optimizer's state of another shape is cut as its weight",
+        "megalite/checkpoint/resharding.py",
+        "(alike if kind.shape == weight.shape else others)",
+        "alike",
+        f"{_STATE}files_for_a_layout_have_what_its_ranks_hold",
+    ),
+    Mutant(
+        "whole numbers have no statistics",
+        "megalite/checkpoint/inspection.py",
+        " if values.is_floating_point() else 1\n",
+        "\n",
+        f"{_STATE}the_tools_show_it",
+    ),
+    Mutant(
+        "a conversion drops the state of modules",
+        "megalite/conversion/native.py",
+        "if state := [name for name in reader.tensors if name.startswith(STATE)]:",
+        "if state := []:",
+        f"{_STATE}it_is_not_dropped_on_the_way_to_another_format",
     ),
     Mutant(
         "a load forgets how many updates were made",
@@ -3021,8 +3141,8 @@ MUTANTS = (
     Mutant(
         "the doctor counts a checkpoint without the optimizer's state",
         "megalite/doctor/run_directory.py",
-        "if with_state or part.name",
-        "if part.name",
+        "if with_state or not part.name",
+        "if not part.name",
         f"{_DOCTOR_OF_RANKS}a_checkpoint_takes_what_the_doctor_says_and_there_must_be_room",
     ),
     Mutant(

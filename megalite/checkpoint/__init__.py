@@ -20,7 +20,7 @@ from megalite.checkpoint.directory import Candidates, iteration_of, latest
 from megalite.checkpoint.formats import FORMATS
 from megalite.checkpoint.loading import load, load_weights
 from megalite.checkpoint.manifest import Manifest, TrainingState, read_config, read_manifest
-from megalite.checkpoint.plan import Plan
+from megalite.checkpoint.plan import Contents, Plan
 from megalite.checkpoint.retention import remove_old
 from megalite.checkpoint.run_lock import only_run
 from megalite.checkpoint.saving import Saver, save
@@ -30,6 +30,7 @@ __all__ = [
     "FORMATS",
     "AnyPath",
     "Candidates",
+    "Contents",
     "Manifest",
     "ObjectPath",
     "Plan",

@@ -49,7 +49,13 @@ def safetensors_places(parts: Sequence[Part], named: Callable[[Part], str] = lam
     return places
 
 
-_SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+}
 
 
 def _nothing(_checksum: int) -> bytes:

@@ -43,7 +43,7 @@ def _files(reader: CheckpointReader) -> dict[str, dict[str, int]]:
 
 
 def _totals(tensors: dict[str, SavedTensor]) -> dict[str, dict[str, int]]:
-    """By kind: the weights, and each state of the optimizer."""
+    """By kind: the weights, the modules' state, and each state of the optimizer."""
     totals: dict[str, dict[str, int]] = {}
     for name, tensor in tensors.items():
         kind = totals.setdefault(
@@ -174,6 +174,7 @@ def _statistics_of(values: Tensor) -> Statistics:
     mean = float(finite.mean()) if count else 0.0
     squares = float(finite.sub_(mean).square_().sum())
     zeros = values.numel() - int(values.count_nonzero())
+    tiny = torch.finfo(values.dtype).tiny if values.is_floating_point() else 1
     return Statistics(
         elements=values.numel(),
         finite=count,
@@ -182,7 +183,7 @@ def _statistics_of(values: Tensor) -> Statistics:
         mean=mean,
         squares=squares,
         zeros=zeros,
-        denormals=int((values.abs() < torch.finfo(values.dtype).tiny).count_nonzero()) - zeros,
+        denormals=int((values.abs() < tiny).count_nonzero()) - zeros,
         nans=int(values.isnan().count_nonzero()) if count < values.numel() else 0,
     )
 

@@ -22,7 +22,18 @@ from megalite.checkpoint.manifest import (
     logical_name,
     read_manifest,
 )
-from megalite.checkpoint.plan import MASTER, MODEL, OPTIMIZER, Plan, Region, boxes, held_regions, held_slices
+from megalite.checkpoint.plan import (
+    MASTER,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    Plan,
+    Region,
+    boxes,
+    held_regions,
+    held_slices,
+    held_states,
+)
 from megalite.checkpoint.source import Source
 from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError
@@ -52,13 +63,13 @@ def load(
     state: bool = True,
     casts: bool = False,
 ) -> TrainingState:
-    """Set the weights, and the optimizer's state if there is one, from the checkpoint in folder `path`.
+    """Set the weights, the modules' state, and the optimizer's if there is one, from the checkpoint in folder `path`.
 
     Every rank calls it. Every byte that is used has been compared with its checksum. Padding becomes zero. `described`:
     what `check_whole` has read of it; None: it is read here. Without `state` the optimizer begins anew, its master
-    weights those that were loaded. With `casts` weights that were saved in another precision are rounded, once, from
-    the finest that there are. With the `plan` of all ranks, those of a node read what several of them need once;
-    without, each reads for itself.
+    weights those that were loaded, and so does state of modules that the checkpoint lacks. With `casts` weights that
+    were saved in another precision are rounded, once, from the finest that there are. With the `plan` of all ranks,
+    those of a node read what several of them need once; without, each reads for itself.
 
     Raises:
         DamagedCheckpointError: a file is not as it was written; the same on every rank. The weights and the state may
@@ -103,7 +114,7 @@ def _fill(
         dealt = _dealt(manifest, plan, node, state, casts) if plan is not None and node.size > 1 else {}
     if described is None:
         check_all_see(str(manifest.checksum), path, mesh)
-    kinds = (MODEL, OPTIMIZER) if optimizer is not None and state else (MODEL,)
+    kinds = (MODEL, STATE, OPTIMIZER) if optimizer is not None and state else (MODEL,)
     _check_all_used(manifest, {name for name, _ in chosen}, mesh, path, kinds)
     _zero_the_rest(module, optimizer, state)
     failure = fetch(path, manifest, wanted, dealt, node, mesh.device)
@@ -118,7 +129,7 @@ def _fill(
 
 
 def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimizer | None, mesh: ParallelMesh) -> None:
-    """Set the weights from the logical tensors of a source, cast to what they are here; the optimizer begins anew.
+    """Set the weights from the logical tensors of a source, cast to what they are here; all other state begins anew.
 
     Every rank calls it. Padding becomes zero. Raises CheckpointError, the same on every rank, where `what` cannot be
     read, or is not of this model.
@@ -147,6 +158,8 @@ def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimi
 
 def _source(manifest: Manifest, part: Part, state: bool, casts: bool) -> str | None:
     """The tensor that a part is read from; None where it is not to be filled."""
+    if part.name.startswith(STATE):
+        return part.name if state or part.name in manifest.tensors else None
     name = _finest(manifest, part) if casts else part.name
     return name if state or name.startswith(MODEL) or (casts and name.startswith(MASTER)) else None
 
@@ -229,6 +242,8 @@ def _check_fits(manifest: Manifest, chosen: Iterable[tuple[str, Part]], casts: b
 def _mismatch(manifest: Manifest, name: str, part: Part, casts: bool) -> str | None:
     """Why a part cannot be read from the tensor of a name, or None."""
     saved = manifest.tensors.get(name)
+    if saved is None and name.startswith(STATE):
+        return f"{name} {list(part.shape)} is not in it: --no-load-optim and --finetune begin it anew"
     if saved is None:
         return f"{name} {list(part.shape)} is not in it: it is of another model"
     if saved.shape != part.shape:
@@ -238,6 +253,8 @@ def _mismatch(manifest: Manifest, name: str, part: Part, casts: bool) -> str | N
         flags = f"start the run {_PRECISION_FLAGS[saved.dtype]}, or " if saved.dtype in _PRECISION_FLAGS else ""
         if name.startswith(OPTIMIZER):
             flags = "give --main-params-dtype and --exp-avg-dtype, or their like, as they were, or "
+        elif name.startswith(STATE):
+            flags = ""
         return (
             f"{name} is {saved.dtype} in it and {dtype} in this run, and nothing is cast silently; {flags}give "
             "--load-casts"
@@ -263,7 +280,10 @@ def _check_all_used(
 
 @torch.no_grad()
 def _zero_the_rest(module: nn.Module, optimizer: Optimizer | None, state: bool) -> None:
-    """Set to zero what nothing is read into: padding, and where the optimizer begins anew all its state."""
+    """Set to zero what nothing is read into: padding, and where the optimizer begins anew all its state. What has a
+    place of its own is set to its first values, whatever is read into it then."""
+    for _, own in held_states(module, optimizer):
+        own.begin()
     for run in held_slices(module, optimizer):
         for values in () if state else run.tensors.values():
             values.zero_()

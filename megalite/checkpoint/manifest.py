@@ -14,8 +14,9 @@ The values of a box stand in `file` from byte `start` on, row-major, little-endi
 format is needed. `checksums` has 8 hexadecimal digits for each block of 4 MiB of them: the CRC-32 of all bytes from the
 box's first to the block's last, so that a block is checked by itself, from the number of the one before.
 
-Names are `model/NAME` for a weight and `optimizer/STATE/NAME` for the state that stands for it, NAME the logical
-tensor's. Shapes are those of the mathematics: nothing of the layout that saved it shows but how the boxes are cut.
+Names are `model/NAME` for a weight, `state/NAME` for what a module keeps that is no weight, and `optimizer/STATE/NAME`
+for what the optimizer keeps of weight NAME, in its shape or in another; NAME is the logical tensor's. Shapes are those
+of the mathematics: nothing of the layout that saved it shows but how the boxes are cut.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ BLOCK = 1 << 22
 """Bytes of a box that have a checksum of their own."""
 _FILE_NAME = re.compile(r"\.?\w[\w.-]{0,200}")
 _LONGEST_NAME, _MOST_AXES = 1000, 16
-_DTYPES = {kind: getattr(torch, kind) for kind in ("float64", "float32", "bfloat16", "float16")}
+_DTYPES = {kind: getattr(torch, kind) for kind in ("float64", "float32", "bfloat16", "float16", "int64")}
 _LARGEST = 512 * MIB
 """Bytes of a manifest: of three million boxes, as 1,000 tensors and three states of each have on 750 ranks."""
 _BYTES_A_MARK = 6
@@ -237,8 +238,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def logical_name(tensor: str) -> str:
-    """The name of the weight that a tensor of a checkpoint is, or stands for as a state of the optimizer."""
-    return tensor.split("/", 1 if tensor.startswith("model/") else 2)[-1]
+    """The logical name of a tensor of a checkpoint; of the optimizer's state, that of its weight."""
+    return tensor.split("/", 2 if tensor.startswith("optimizer/") else 1)[-1]
 
 
 def covers(boxes: Iterable[Box], target: Box) -> bool:

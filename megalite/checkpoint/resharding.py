@@ -13,6 +13,7 @@ from megalite.checkpoint.file_writer import Cut, FileWriter
 from megalite.checkpoint.formats import NATIVE, Format
 from megalite.checkpoint.manifest import Manifest, TrainingState, covers, logical_name
 from megalite.checkpoint.new_folder import writing
+from megalite.checkpoint.plan import MODEL
 from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.source import Kind, Source, numbers_as_numbers
@@ -41,14 +42,24 @@ def _by_weight(name: str) -> tuple[str, str]:
 
 
 def cut_by_weights(tensors: Mapping[str, Kind], weights: Iterable[Iterable[tuple[str, Box]]]) -> Cut:
-    """The optimizer's state cut as the weights, whose boxes by file are given.
+    """The optimizer's state cut as the weights, whose boxes by file are given, with those of the modules' state.
 
-    Raises CheckpointError where these are not the checkpoint's weights.
+    What has another shape than its weight stands whole in the first file with some of that. Raises CheckpointError
+    where these are not the checkpoint's weights.
     """
-    by_weight: dict[str, list[str]] = {}
-    for name in tensors:
-        by_weight.setdefault(logical_name(name), []).append(name)
-    cut = [[(name, box) for weight, box in file for name in by_weight[logical_name(weight)]] for file in weights]
+    alike: dict[str, list[str]] = {}
+    others: dict[str, list[str]] = {}
+    for name, kind in tensors.items():
+        weight = tensors.get(MODEL + logical_name(name), kind)
+        (alike if kind.shape == weight.shape else others).setdefault(logical_name(name), []).append(name)
+    cut: list[list[tuple[str, Box]]] = []
+    for file in weights:
+        placed: list[tuple[str, Box]] = []
+        for weight_name, box in file:
+            weight_name = logical_name(weight_name)
+            placed += [(name, box) for name in alike.get(weight_name, ())]
+            placed += [(name, Box.whole(tensors[name].shape)) for name in others.pop(weight_name, ())]
+        cut.append(placed)
     boxes: dict[str, list[Box]] = {name: [] for name in tensors}
     for name, box in (placed for file in cut for placed in file):
         boxes[name].append(box)

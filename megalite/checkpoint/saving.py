@@ -17,7 +17,7 @@ from megalite.checkpoint.box_file import Written
 from megalite.checkpoint.container import Part, Place
 from megalite.checkpoint.formats import NATIVE, Format, Placed
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedFile, SavedTensor, TrainingState, covers
-from megalite.checkpoint.plan import MODEL, Plan, Region, saved_regions
+from megalite.checkpoint.plan import OPTIMIZER, Plan, Region, saved_regions
 from megalite.checkpoint.staging import Staging
 from megalite.checkpoint.storage import AnyPath, create, sizes
 from megalite.errors import CheckpointError
@@ -46,7 +46,7 @@ class Saver:
         state: bool = True,
         asynchronous: bool = False,
     ) -> None:
-        """Without `state` the weights alone are saved."""
+        """Without `state` the optimizer's is not saved."""
         self._directory, self._optimizer, self._plan, self._format = directory, optimizer, plan, file_format
         self._mesh, self._state = plan.mesh, state
         self.staging = Staging(self._regions(), plan.mesh.device) if asynchronous else None
@@ -102,7 +102,7 @@ class Saver:
         return [region for region in saved_regions(self._optimizer) if self._includes(region.part)]
 
     def _includes(self, part: Part) -> bool:
-        return self._state or part.name.startswith(MODEL)
+        return self._state or not part.name.startswith(OPTIMIZER)
 
     def _do(self, work: Callable[[], Any]) -> Future[Any]:
         """Now, or in the background."""

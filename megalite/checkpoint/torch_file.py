@@ -30,6 +30,7 @@ _STORAGES = {
     torch.float32: torch.FloatStorage,
     torch.bfloat16: torch.BFloat16Storage,
     torch.float16: torch.HalfStorage,
+    torch.int64: torch.LongStorage,
 }
 
 

@@ -6,22 +6,24 @@ from collections.abc import Iterator
 
 import torch
 
-from megalite.checkpoint import Plan
-from megalite.checkpoint.plan import MODEL
+from megalite.checkpoint import Contents, Plan
+from megalite.checkpoint.plan import OPTIMIZER
 from megalite.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megalite.config.pipeline_layout import stage_layers, virtual_stages
 from megalite.errors import ConfigurationError
 from megalite.model.gpt import make_chunks
-from megalite.optim.buckets import DataParallel, plan_buckets
-from megalite.optim.layout import BucketLayout
+from megalite.optim.buckets import DataParallel
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import Box
 from megalite.pipeline.stages import Stages
 
 
 def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[list[tuple[str, Box]]]:
-    """For each rank of one copy of the model the boxes of weights that it would save: the model is built, without
-    memory, as that rank would build it. Raises ConfigurationError where the model cannot be split so."""
+    """For each rank of one copy of the model the boxes of weights, and of modules' state, that it would save.
+
+    The model is built, without memory, as that rank would build it. Raises ConfigurationError where the model cannot be
+    split so.
+    """
     check_divides(model, parallel)
     parts = stage_layers(model, parallel)
     stages = Stages(parallel.pipeline_model_parallel_size, virtual_stages(model, parallel))
@@ -32,15 +34,15 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
         pipeline_parallel_size=parallel.pipeline_model_parallel_size,
     )
 
-    def layouts_at(mesh: ParallelMesh) -> list[BucketLayout]:
+    def contents_at(mesh: ParallelMesh) -> Contents:
         held = [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))]
         ranks = mesh.ranks("pp")
         chunks = make_chunks(model, mesh, held, tuple(ranks[end] for end in stages.ends))
-        return plan_buckets(chunks, mesh, DataParallel(torch.float32))
+        return Contents.of(chunks, mesh, DataParallel(torch.float32))
 
-    plan = Plan(world, layouts_at, OptimizerConfig(lr=0.0), stage=0, instances=1)
+    plan = Plan(world, contents_at, OptimizerConfig(lr=0.0), stage=0, instances=1)
     for rank in range(size):
-        yield [(part.name, part.box) for part in plan.saved(rank) if part.name.startswith(MODEL)]
+        yield [(part.name, part.box) for part in plan.saved(rank) if not part.name.startswith(OPTIMIZER)]
 
 
 def check_divides(model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -12,7 +12,7 @@ from megalite.checkpoint import TrainingState, open_directory
 from megalite.checkpoint.compatibility import model_config, saved_section
 from megalite.checkpoint.directory import resolve
 from megalite.checkpoint.new_folder import writing
-from megalite.checkpoint.plan import MASTER, MODEL
+from megalite.checkpoint.plan import MASTER, MODEL, STATE
 from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
@@ -22,6 +22,7 @@ from megalite.config.tokenizer import TokenizerFlags
 from megalite.conversion.huggingface import copy_companions
 from megalite.conversion.layout import weights_of_ranks
 from megalite.conversion.opened import OpenedModel, Renamed
+from megalite.errors import CheckpointError
 
 FILE = 5 * 10**9
 """Bytes of a file of weights, where no layout says how they are cut."""
@@ -41,6 +42,8 @@ def open_megalite(path: Path, dtype: torch.dtype | None = None) -> OpenedModel:
     """
     reader = CheckpointReader(resolve(open_directory(str(path))))
     config = reader.manifest.config
+    if state := [name for name in reader.tensors if name.startswith(STATE)]:
+        raise CheckpointError(f"{reader.path} holds {', '.join(state[:8])}: no other format has a place for such state")
     names = {}
     for name in (each.removeprefix(MODEL) for each in reader.tensors if each.startswith(MODEL)):
         finer = dtype is not None and dtype.itemsize > reader.tensors[MODEL + name].dtype.itemsize

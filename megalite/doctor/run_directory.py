@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint import AnyPath, write_atomically
-from megalite.checkpoint.plan import MODEL
+from megalite.checkpoint.plan import OPTIMIZER
 from megalite.checkpoint.run_lock import SEEN_WITHIN
 from megalite.config import ParallelConfig, RunConfig
 from megalite.doctor.findings import Finding
@@ -120,4 +120,4 @@ def checkpoint_bytes(config: RunConfig) -> int:
     model = replace(config.model, vocab_size=vocab_size(open_tokenizer(config), config.model))
     plan = make_plan(config, model, ParallelMesh(device=torch.device("meta")), make_stages(config))
     with_state = config.checkpoint.save_optim
-    return sum(part.size for part in plan.saved(0) if with_state or part.name.startswith(MODEL))
+    return sum(part.size for part in plan.saved(0) if with_state or not part.name.startswith(OPTIMIZER))

@@ -18,13 +18,15 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.optim import statistics
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
 from megalite.optim.gathering import gather_around_forward
+from megalite.optim.kept import all_state_names
 from megalite.optim.learning_rate import Rates
 from megalite.optim.reduction import Collective
 from megalite.optim.rules import make_rules
-from megalite.optim.shard import Shard, StateSlice, all_state_names
+from megalite.optim.shard import Shard, StateSlice
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Parameter
+from megalite.parallel.state import State, states_of
 
 
 @dataclass(frozen=True)
@@ -47,20 +49,33 @@ class Optimizer:
     """An update rule over flat shards, with clipping by the global norm and a common decision to skip."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], mesh: ParallelMesh, config: OptimizerConfig, *, overlap_gather: bool
+        self,
+        buckets: Sequence[Bucket],
+        mesh: ParallelMesh,
+        config: OptimizerConfig,
+        *,
+        overlap_gather: bool,
+        module_states: Sequence[State] = (),
     ) -> None:
         """`overlap_gather`: leave the gather of the parameters running into the next forward."""
         self.buckets, self.mesh, self.config = buckets, mesh, config
+        self.module_states = module_states
+        """State of the network's modules; no update changes it."""
         self._overlap_gather = overlap_gather
         self.steps = 0
         """Updates made; a skipped step is none. A checkpoint sets it with the state."""
-        self.shards = [Shard(bucket, config) for bucket in buckets]
+        self.shards = [Shard(bucket, mesh, config) for bucket in buckets]
         self._rules = make_rules(self.shards, mesh, config)
 
     @property
     def state_kinds(self) -> set[str]:
         """The names of what is kept beside the parameters, on any rank."""
         return all_state_names(self.config) | {"master" for shard in self.shards if shard.has_master}
+
+    @property
+    def own_states(self) -> list[tuple[str, State]]:
+        """State of other shapes than the parameters', with its names."""
+        return [named for shard in self.shards for states in shard.own_states for named in states.items()]
 
     def slices(self) -> Iterator[StateSlice]:
         """All that this rank updates, by parameter."""
@@ -211,4 +226,5 @@ def make_optimizer(
     buckets = make_buckets(networks, mesh, options, blocks=blocks, set_values=set_values)
     for chunk, network in enumerate(networks):
         gather_around_forward(network, blocks[chunk] if blocks else (), buckets)
-    return Optimizer(buckets, mesh, config, overlap_gather=options.overlap_gather)
+    states = list(states_of(nn.ModuleList(networks)))
+    return Optimizer(buckets, mesh, config, overlap_gather=options.overlap_gather, module_states=states)

@@ -5,10 +5,11 @@ So any rank can tell it of any other without asking.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megalite.optim.layout import BucketLayout
-from megalite.parallel.sharding import share
+from megalite.parallel.sharding import Sharding, share
 
 
 @dataclass(frozen=True)
@@ -63,3 +64,12 @@ class BucketPlace:
         begin, end = self.owned
         start, length = share(end - begin, self.replicas, self.replica)
         return begin + start, begin + start + length
+
+
+def saves_state(record: Sharding, rank: int, coordinates: Mapping[str, int]) -> bool:
+    """Tell whether the rank at these coordinates is the first of those that hold a `State`.
+
+    `record`: that of `rank`, which may differ from it in the data-parallel position.
+    """
+    data_parallel = ("edp",) if record.expert else ("dp", "cp")
+    return record.copies.index(rank) == 0 and not any(coordinates[axis] for axis in data_parallel)

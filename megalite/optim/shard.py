@@ -12,8 +12,10 @@ from torch import Tensor
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.buckets import Bucket
+from megalite.optim.kept import own_states, state_names
 from megalite.optim.layout import ParameterGroup, Slot
 from megalite.optim.packed import Packed, Remainders, View
+from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite_kernels.moments import BLOCK, Quantized
 
@@ -39,21 +41,6 @@ class StateSlice:
     def tensors(self) -> dict[str, Tensor]:
         """The state that can be set, all of it within `Optimizer.unpacked`."""
         return {name: kept for name, kept in self.state.items() if isinstance(kept, Tensor)}
-
-
-def state_names(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
-    """The tensors that are kept beside each parameter of a group."""
-    if config.optimizer == "muon" and group.matrices:
-        return ("momentum_buffer",)
-    if config.optimizer == "sgd":
-        return ("momentum_buffer",) if config.sgd_momentum > 0.0 else ()
-    return ("exp_avg", "exp_avg_sq")
-
-
-def all_state_names(config: OptimizerConfig) -> set[str]:
-    """Those of all groups together."""
-    kinds = (ParameterGroup(weight_decay=False, token_table=False, matrices=matrices) for matrices in (False, True))
-    return {name for group in kinds for name in state_names(config, group)}
 
 
 def kept_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> torch.dtype:
@@ -89,7 +76,7 @@ def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor
 
 
 def all_state_dtypes(config: OptimizerConfig, parameter: Parameter) -> dict[str, torch.dtype]:
-    """What is kept beside a parameter, in the order of `StateSlice.state`."""
+    """What is kept beside a parameter, a number for each element, in the order of `StateSlice.state`."""
     dtype = parameter.dtype
     master = kept_dtype(config, "master", dtype)
     return state_dtypes(config, ParameterGroup.of(parameter), dtype) | ({"master": master} if master != dtype else {})
@@ -144,8 +131,10 @@ class Run:
 class Shard:
     """What this rank updates of one bucket: its slice, or under ZeRO 0 everything."""
 
-    def __init__(self, bucket: Bucket, config: OptimizerConfig) -> None:
+    def __init__(self, bucket: Bucket, mesh: ParallelMesh, config: OptimizerConfig) -> None:
         self.bucket = bucket
+        self.own_states = [own_states(config, slot.parameter, mesh) for slot in bucket.slots]
+        """By slot and name: state of other shapes than the parameters', whole, whatever the slice."""
         sharded = bucket.stage > 0
         self.parameters = bucket.parameter_shard if sharded else bucket.parameters
         self.gradients = bucket.gradient_shard if sharded else bucket.gradients
@@ -187,7 +176,8 @@ class Shard:
         """All that is kept: the master weights and the state."""
         states = [state for run in self.runs for state in run.state.values()]
         packed = [state.tensors() for state in states if isinstance(state, Quantized)]
-        return [self.master, *(state for state in states if isinstance(state, Tensor)), *itertools.chain(*packed)]
+        own = [state.values for named in self.own_states for state in named.values()]
+        return [self.master, *(state for state in states if isinstance(state, Tensor)), *itertools.chain(*packed), *own]
 
     @property
     def owned_part(self) -> slice:

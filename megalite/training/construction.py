@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from megalite.checkpoint import Plan
+from megalite.checkpoint import Contents, Plan
 from megalite.config import ModelConfig, RunConfig
 from megalite.config.pipeline_layout import schedule_name, shape, stage_layers, virtual_stages
 from megalite.data.blend import Dataset
@@ -22,8 +22,7 @@ from megalite.model.gpt import GPT
 from megalite.model.head import Loss
 from megalite.model.recompute import Recompute
 from megalite.optim import optimizer as optim
-from megalite.optim.buckets import DataParallel, plan_buckets
-from megalite.optim.layout import BucketLayout
+from megalite.optim.buckets import DataParallel
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
@@ -138,13 +137,13 @@ def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Col
 def make_plan(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> Plan:
     """What each rank holds and saves of the run's checkpoints."""
 
-    def layouts_at(mesh: ParallelMesh) -> list[BucketLayout]:
+    def contents_at(mesh: ParallelMesh) -> Contents:
         chunks = make_chunks(config, model, mesh, stages)
         blocks = [chunk.blocks() for chunk in chunks]
-        return plan_buckets(chunks, mesh, data_parallel(config, mesh, len(chunks)), blocks=blocks)
+        return Contents.of(chunks, mesh, data_parallel(config, mesh, len(chunks)), blocks=blocks)
 
     options = data_parallel(config, mesh, stages.chunks)
-    return Plan(mesh, layouts_at, config.optimizer, stage=options.stage, instances=options.instances)
+    return Plan(mesh, contents_at, config.optimizer, stage=options.stage, instances=options.instances)
 
 
 def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh) -> Optimizer:

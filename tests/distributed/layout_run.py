@@ -14,14 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite import checkpoint
-from megalite.checkpoint import FORMATS, Plan, Saver, TrainingState
+from megalite.checkpoint import FORMATS, Contents, Plan, Saver, TrainingState
 from megalite.model import gpt
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import Loss
 from megalite.optim import optimizer as optim
-from megalite.optim.buckets import Bucket, DataParallel, plan_buckets
-from megalite.optim.layout import BucketLayout
+from megalite.optim.buckets import Bucket, DataParallel
 from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import collectives, linear_cross_entropy
@@ -198,11 +197,11 @@ def make_plan(mesh: ParallelMesh, cell: Cell) -> Plan:
     """What each rank of the cell holds and saves."""
     options = data_parallel(cell)
 
-    def layouts_at(mesh: ParallelMesh) -> list[BucketLayout]:
+    def contents_at(mesh: ParallelMesh) -> Contents:
         chunks = make_chunks(mesh, cell)
-        return plan_buckets(chunks, mesh, options, blocks=[chunk.blocks() for chunk in chunks])
+        return Contents.of(chunks, mesh, options, blocks=[chunk.blocks() for chunk in chunks])
 
-    return Plan(mesh, layouts_at, optimizer_config(cell), stage=options.stage, instances=options.instances)
+    return Plan(mesh, contents_at, optimizer_config(cell), stage=options.stage, instances=options.instances)
 
 
 def initialized_chunks(mesh: ParallelMesh, cell: Cell, seed: int = SEED) -> list[GPT]:

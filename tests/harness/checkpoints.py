@@ -69,7 +69,7 @@ def read(path: Path, block: int = 2**22) -> dict[str, Tensor]:
     tensors = {}
     for name, tensor in described["tensors"].items():
         dtype = getattr(torch, tensor["dtype"])
-        values = torch.full(tensor["shape"], torch.nan, dtype=dtype)
+        values, filled = torch.zeros(tensor["shape"], dtype=dtype), torch.zeros(tensor["shape"], dtype=torch.bool)
         for box in tensor["boxes"]:
             count = math.prod(box["size"])
             with (path / box["file"]).open("rb") as file:
@@ -79,8 +79,9 @@ def read(path: Path, block: int = 2**22) -> dict[str, Tensor]:
             assert "".join(f"{each:08x}" for each in sums) == box["checksums"], f"{name}: another checksum"
             part = torch.frombuffer(bytearray(data), dtype=dtype).view(box["size"])
             place = tuple(slice(o, o + s) for o, s in zip(box["offset"], box["size"], strict=True))
-            assert values[place].isnan().all(), f"{name}: boxes overlap"
-            values[place] = part
+            assert not filled[place].any(), f"{name}: boxes overlap"
+            values[place], filled[place] = part, True
+        assert filled.all(), f"{name}: boxes are missing"
         tensors[name] = values
     return tensors
 

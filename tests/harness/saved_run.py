@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from megalite import checkpoint
-from megalite.checkpoint import FORMATS, AnyPath, Plan, Saver, TrainingState, storage
+from megalite.checkpoint import FORMATS, AnyPath, Contents, Plan, Saver, TrainingState, storage
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.model.gpt import GPT
-from megalite.optim.buckets import DataParallel, plan_buckets
-from megalite.optim.layout import BucketLayout
+from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initial_values
 from megalite.parallel.mesh import ParallelMesh
@@ -48,10 +47,10 @@ class SavedRun:
         settings, options = OptimizerConfig(lr=0.1), DataParallel(gradient_dtype=torch.float32)
         self.optimizer = make_optimizer([self.network], self.mesh, settings, options)
 
-        def layouts_at(mesh: ParallelMesh) -> list[BucketLayout]:
-            return plan_buckets([GPT(MODEL, mesh, dtype=torch.float32)], mesh, options)
+        def contents_at(mesh: ParallelMesh) -> Contents:
+            return Contents.of([GPT(MODEL, mesh, dtype=torch.float32)], mesh, options)
 
-        self.plan = Plan(self.mesh, layouts_at, settings, stage=options.stage, instances=options.instances)
+        self.plan = Plan(self.mesh, contents_at, settings, stage=options.stage, instances=options.instances)
         self._values: dict[int, list[Tensor]] = {}
 
     def save(self, directory: AnyPath, iteration: int, number: int, kind: str = "synchronous") -> None:

@@ -53,7 +53,7 @@ def main() -> None:
     """Parse, copy, and say what was written."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     from megalite.checkpoint import FORMATS, directory, open_directory, read_model_config
-    from megalite.checkpoint.plan import MODEL
+    from megalite.checkpoint.plan import OPTIMIZER
     from megalite.checkpoint.progress import show_progress
     from megalite.checkpoint.reader import CheckpointReader
     from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, reshard
@@ -66,7 +66,9 @@ def main() -> None:
     if arguments.workers < 1 or (arguments.files is not None and arguments.files < 1):
         raise ConfigurationError("--files and --workers are 1 or more")
     reader = CheckpointReader(directory.resolve(open_directory(arguments.load)))
-    tensors = {name: kind for name, kind in reader.tensors.items() if arguments.optimizer or name.startswith(MODEL)}
+    tensors = {
+        name: kind for name, kind in reader.tensors.items() if arguments.optimizer or not name.startswith(OPTIMIZER)
+    }
     cut = (
         cut_evenly(tensors, arguments.files or 1)
         if layout is None

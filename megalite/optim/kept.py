@@ -1,0 +1,63 @@
+"""State that update rules keep beside the parameters: checkpoints follow, by name and value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from megalite.config.optimizer import OptimizerConfig
+from megalite.optim.layout import ParameterGroup
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import Parameter
+from megalite.parallel.state import State
+
+OwnState = Callable[[OptimizerConfig, Parameter, ParallelMesh], State | None]
+"""Makes what a rule keeps of a parameter in a shape of its own, on the mesh's device; None: nothing of this one.
+
+A pure function, by which any rank tells what another keeps. The logical tensors are called as the weight's, and stand
+for it in a checkpoint. All ranks of a shard group keep the whole: what a rank's slice adds to a row's or a column's sum
+the rule sums over the group, and over those that share the row or the column.
+"""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """State that a rule keeps."""
+
+    flat: Callable[[OptimizerConfig, ParameterGroup], tuple[str, ...]]
+    """Names of what has a number for each element of a group's parameters, on the shards as these are."""
+    own: Mapping[str, OwnState] = field(default_factory=dict)
+    """State of other shapes, by name."""
+
+
+def _moments(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq")
+
+
+def _momentum(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
+    return ("momentum_buffer",) if config.sgd_momentum > 0.0 else ()
+
+
+def _of_muon(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
+    return ("momentum_buffer",) if group.matrices else _moments(config, group)
+
+
+KEPT: dict[str, Kept] = {"adam": Kept(_moments), "sgd": Kept(_momentum), "muon": Kept(_of_muon)}
+"""By --optimizer."""
+
+
+def state_names(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
+    """The flat tensors that are kept beside each parameter of a group."""
+    return KEPT[config.optimizer].flat(config, group)
+
+
+def own_states(config: OptimizerConfig, parameter: Parameter, mesh: ParallelMesh) -> dict[str, State]:
+    """Make what is kept of a parameter in shapes of its own, by name."""
+    made = {name: make(config, parameter, mesh) for name, make in KEPT[config.optimizer].own.items()}
+    return {name: state for name, state in made.items() if state is not None}
+
+
+def all_state_names(config: OptimizerConfig) -> set[str]:
+    """Those of all groups together, and of all shapes."""
+    kinds = (ParameterGroup(weight_decay=False, token_table=False, matrices=matrices) for matrices in (False, True))
+    return {*(name for group in kinds for name in state_names(config, group)), *KEPT[config.optimizer].own}

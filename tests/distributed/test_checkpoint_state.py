@@ -1,0 +1,469 @@
+"""State that is no parameter, and an optimizer's that has not its weight's shape: saved once, loaded under any layout.
+
+A toy module counts in whole numbers, alike on all ranks, and has a bias that is split over tensor-parallel ranks. A toy
+rule keeps of a matrix' squared gradients the averages of rows and columns, as Adafactor does (arXiv:1804.04235).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalite import checkpoint
+from megalite.checkpoint import FORMATS, Contents, Plan, Saver, TrainingState
+from megalite.checkpoint.comparison import compare
+from megalite.checkpoint.manifest import covers
+from megalite.checkpoint.plan import held_states
+from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.resharding import cut_by_weights, reshard
+from megalite.checkpoint.source import Kind
+from megalite.config.optimizer import OptimizerConfig
+from megalite.conversion.native import open_megalite
+from megalite.errors import CheckpointError
+from megalite.optim import kept, optimizer
+from megalite.optim.buckets import DataParallel
+from megalite.optim.elementwise import elementwise_rule
+from megalite.optim.learning_rate import Rates
+from megalite.optim.rules import UpdateRule
+from megalite.optim.shard import Shard
+from megalite.parallel import collectives
+from megalite.parallel.initialization import initialize
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import DenseGradient, Parameter, hand_over
+from megalite.parallel.placement import replicated, split
+from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal
+from megalite.parallel.state import State
+from megalite.training.load_report import state_notes
+from tests.harness.checkpoints import read
+from tests.harness.rank_pool import RankPools
+from tests.harness.tool import run_tool
+
+ROWS, COLUMNS = 20, 12
+WEIGHT = LogicalTensor("toy.weight", (ROWS, COLUMNS), Normal(1.0), True, matrices="rows columns -> 1 rows columns")
+NORM = LogicalTensor("toy.norm", (COLUMNS,), Constant(1.0), weight_decay=False)
+COUNTS = LogicalTensor("toy.router.counts", (8,), Constant(3), weight_decay=False)
+BIAS = LogicalTensor("toy.router.bias", (6,), Constant(0.5), weight_decay=False)
+LARGE = 2**60 + 1
+"""A count that no float holds."""
+OWN = {"state/toy.router.counts", "state/toy.router.bias", "optimizer/row/toy.weight", "optimizer/column/toy.weight"}
+CONFIG = OptimizerConfig(lr=0.1, optimizer="sgd", sgd_momentum=0.5)
+
+
+class Router(nn.Module):
+    """The last of four tensor-parallel ranks has padding alone for its part of the bias."""
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        super().__init__()
+        self.counts = State(replicated(mesh, COUNTS, summed=False), torch.int64, mesh.device)
+        self.bias = State(split(mesh, BIAS, {0: ("tp",)}, columns=0, padded=8), torch.float32, mesh.device)
+
+    def count(self) -> None:
+        """Change the state as a step does, each element otherwise."""
+        self.counts.values += LARGE * torch.arange(1, 9) % 2**62
+        (piece,) = self.bias.sharding.pieces
+        piece.view(self.bias.values).add_(torch.linspace(0, 1, 6)[piece.box.slices()])
+
+
+class Toy(nn.Module):
+    def __init__(self, mesh: ParallelMesh, *, routed: bool = True) -> None:
+        super().__init__()
+        self.weight = Parameter(split(mesh, WEIGHT, {0: ("tp",)}, padded=24), torch.float64, mesh.device)
+        self.norm = Parameter(replicated(mesh, NORM, summed=False), torch.float64, mesh.device)
+        self.routers = nn.ModuleList([Router(mesh)] if routed else [])
+
+
+# ------------------------------------------------------------------------------------------------------ the rule
+
+
+def factor(dimension: int) -> kept.OwnState:
+    """The averages over all but one dimension of a matrix, split as that is."""
+
+    def make(config: OptimizerConfig, parameter: Parameter, mesh: ParallelMesh) -> State | None:
+        if not parameter.sharding.has_matrices:
+            return None
+        (piece,) = parameter.sharding.pieces
+        tensor = LogicalTensor(piece.tensor.name, (piece.tensor.shape[dimension],), Constant(0.0), weight_decay=False)
+        axes = tuple(axis for cut, axis in piece.splits if cut == dimension)
+        padded = parameter.shape[dimension] * mesh.size(*axes)
+        return State(split(mesh, tensor, {0: axes}, columns=0, padded=padded), torch.float64, mesh.device)
+
+    return make
+
+
+class Factored:
+    """The rule. Each rank of a shard group has the squares of its slice: together they have all, and the same sums."""
+
+    def __init__(self, shards: Sequence[Shard], mesh: ParallelMesh) -> None:
+        self.shards, self.group = shards, mesh.group("tp")
+
+    def collectives(self) -> tuple[()]:
+        return ()
+
+    def update(self, rates: Rates, step: int, factor: float) -> None:
+        for shard in self.shards:
+            bucket = shard.bucket
+            squares = torch.zeros(bucket.length, dtype=torch.float64)
+            squares[shard.start : shard.stop] = (shard.gradients * factor).square()
+            if bucket.stage > 0:
+                collectives.all_reduce_(squares, bucket.shard_group)
+            scale = torch.ones_like(squares)
+            for slot, own in zip(bucket.slots, shard.own_states, strict=True):
+                if own:
+                    row, column = own["row"].values, own["column"].values
+                    mine = squares[slot.start : slot.stop].view(slot.parameter.shape)
+                    row.lerp_(mine.mean(dim=1), 0.25)
+                    column.lerp_(collectives.all_reduce_(mine.sum(dim=0), self.group) / ROWS, 0.25)
+                    scale[slot.start : slot.stop] = torch.outer(row, column).sqrt().add_(0.1).flatten()
+            for run in shard.runs:
+                if run.group.matrices:
+                    run.master.sub_(rates.of(run.group)[0] * factor * run.gradients / scale[run.start : run.stop])
+
+
+def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
+    vectors = [run for shard in shards for run in shard.runs if not run.group.matrices]
+    return [Factored(shards, mesh), elementwise_rule(vectors, config)]
+
+
+@contextmanager
+def factored() -> Iterator[None]:
+    """Within it the rule stands in SGD's place for matrices."""
+    rule = kept.Kept(
+        lambda _, group: () if group.matrices else ("momentum_buffer",), {"row": factor(0), "column": factor(1)}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(kept.KEPT, "sgd", rule)
+        patch.setattr(optimizer, "make_rules", make_rules)
+        yield
+
+
+# ------------------------------------------------------------------------------------------------------ a run
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int = 1
+    dp: int = 1
+    zero: int = 0
+
+
+class Run:
+    def __init__(self, layout: Layout, *, routed: bool = True) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.mesh = ParallelMesh(rank=rank, world_size=layout.tp * layout.dp, tensor_parallel_size=layout.tp)
+        options = DataParallel(gradient_dtype=torch.float64, stage=layout.zero)
+        self.network = Toy(self.mesh, routed=routed)
+        initialize(self.network, 1)
+        self.optimizer = optimizer.make_optimizer([self.network], self.mesh, CONFIG, options, blocks=[[self.network]])
+
+        def contents_at(mesh: ParallelMesh) -> Contents:
+            network = Toy(mesh, routed=routed)
+            return Contents.of([network], mesh, options, blocks=[[network]])
+
+        self.plan = Plan(self.mesh, contents_at, CONFIG, stage=layout.zero, instances=1)
+
+    def step(self, number: int) -> None:
+        """An update by gradients that each data-parallel rank has a half of, or all."""
+        generator = torch.Generator().manual_seed(number)
+        whole = {tensor.name: torch.randn(tensor.shape, generator=generator).double() for tensor in (WEIGHT, NORM)}
+        self.optimizer.begin_step(1)
+        for parameter in (self.network.norm, self.network.weight):
+            (piece,) = parameter.sharding.pieces
+            gradient = torch.zeros(parameter.shape, dtype=torch.float64)
+            piece.view(gradient).copy_(whole[piece.tensor.name][piece.box.slices()] / self.mesh.size("dp"))
+            hand_over(parameter, DenseGradient(gradient))
+        self.optimizer.reduce(0, 1)
+        self.optimizer.step(Rates(0.1, 0.1, 0.0))
+        for router in self.network.routers:
+            router.count()
+
+    def save(
+        self, folder: Path, *, state: bool = True, ckpt_format: str = "megalite", background: bool = False
+    ) -> Path:
+        training = TrainingState(self.optimizer.steps, 4 * self.optimizer.steps, self.optimizer.steps)
+        file_format = FORMATS[ckpt_format]
+        saver = Saver(folder, self.optimizer, self.plan, file_format=file_format, state=state, asynchronous=background)
+        path = saver.save(training, {"model": {}})
+        saver.close()
+        assert isinstance(path, Path)
+        return path
+
+    def load(self, path: Path, *, state: bool = True) -> None:
+        checkpoint.load(path, self.network, self.optimizer, self.mesh, plan=self.plan, state=state)
+
+    def held(self) -> dict[str, tuple[Box, Tensor]]:
+        """Tensors with a place of their own, as far as this rank has them."""
+        return {
+            prefix + piece.tensor.name: (piece.box, piece.view(state.values).clone())
+            for prefix, state in held_states(self.network, self.optimizer)
+            for piece in state.sharding.pieces
+        }
+
+
+def trained(layout: Layout, *, routed: bool = True) -> Run:
+    run = Run(layout, routed=routed)
+    for number in (1, 2):
+        run.step(number)
+    return run
+
+
+def train_and_save(layout: Layout, folder: Path) -> Path:
+    with factored():
+        return trained(layout).save(folder)
+
+
+def load_and_save(layout: Layout, path: Path, folder: Path) -> dict[str, tuple[Box, Tensor]]:
+    """Load, save what was loaded and, behind another step, that; tell what was loaded."""
+    with factored():
+        run = Run(layout)
+        run.load(path)
+        loaded = run.held()
+        run.save(folder, background=True)
+        run.step(3)
+        run.save(folder)
+        return loaded
+
+
+def on_ranks(pools: RankPools, layout: Layout, function: Callable[..., object], *arguments: object) -> list[object]:
+    ranks = layout.tp * layout.dp
+    return pools(ranks).run(function, layout, *arguments) if ranks > 1 else [function(layout, *arguments)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_and_save(Layout(), tmp_path_factory.mktemp("alone"))
+
+
+# ------------------------------------------------------------------------------------------------------ any layout
+
+LAYOUTS = [Layout(), Layout(tp=4), Layout(dp=2, zero=3), Layout(tp=2, dp=2, zero=1)]
+
+
+@pytest.fixture(scope="module")
+def saved(rank_pools: RankPools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    rank_pools(4).run(train_and_save, Layout(tp=2, dp=2, zero=1), folder)
+    return folder / "iter_0000002"
+
+
+def test_each_tensor_is_saved_once_in_its_own_shape(saved: Path) -> None:
+    tensors = checkpoint.read_manifest(saved).tensors
+    assert {name for name in tensors if not name.startswith("model/")} == OWN | {"optimizer/momentum_buffer/toy.norm"}
+    counts, bias = tensors["state/toy.router.counts"], tensors["state/toy.router.bias"]
+    assert (counts.dtype, counts.shape) == ("int64", (8,))
+    assert [box.file for box in counts.boxes] == ["rank_00000.safetensors"]
+    assert [(box.file, box.box.offset) for box in bias.boxes] == [
+        ("rank_00000.safetensors", (0,)),
+        ("rank_00001.safetensors", (4,)),
+    ]
+    row, column = tensors["optimizer/row/toy.weight"], tensors["optimizer/column/toy.weight"]
+    assert (row.shape, len(row.boxes)) == ((ROWS,), 2)
+    assert (column.shape, len(column.boxes)) == ((COLUMNS,), 1)
+
+
+def test_all_layouts_save_the_same(alone: Path, saved: Path) -> None:
+    ours, theirs = read(alone), read(saved)
+    assert ours.keys() == theirs.keys()
+    for name, values in ours.items():
+        if name.startswith("state/"):
+            assert torch.equal(values, theirs[name])
+        else:
+            torch.testing.assert_close(theirs[name], values, rtol=1e-12, atol=0)
+    steps = LARGE * torch.arange(1, 9) % 2**62
+    assert torch.equal(ours["state/toy.router.counts"], 3 + 2 * steps)
+    assert torch.equal(ours["state/toy.router.bias"], 0.5 + 2 * torch.linspace(0, 1, 6))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_what_was_saved_is_loaded_on_every_rank_to_the_bit(
+    rank_pools: RankPools, saved: Path, tmp_path: Path, layout: Layout
+) -> None:
+    whole = read(saved)
+    for rank in on_ranks(rank_pools, layout, load_and_save, saved, tmp_path):
+        assert isinstance(rank, dict)
+        assert rank.keys() == OWN
+        for name, (box, values) in rank.items():
+            assert torch.equal(values, whole[name][box.slices()]), name
+    again = CheckpointReader(tmp_path / "iter_0000002")
+    assert compare(CheckpointReader(saved), again, whole, 1, lambda size: None).same
+
+
+def test_training_goes_on_with_what_was_loaded(rank_pools: RankPools, saved: Path, tmp_path: Path) -> None:
+    with factored():
+        unbroken = trained(Layout())
+        unbroken.step(3)
+        expected = read(unbroken.save(tmp_path / "unbroken"))
+    rank_pools(2).run(load_and_save, Layout(dp=2, zero=3), saved, tmp_path)
+    for name, values in read(tmp_path / "iter_0000003").items():
+        torch.testing.assert_close(values, expected[name], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"world_size": 8, "tensor_parallel_size": 2, "expert_parallel_size": 4, "expert_tensor_parallel_size": 1},
+        {"world_size": 8, "context_parallel_size": 2, "pipeline_parallel_size": 2, "expert_parallel_size": 2},
+        {"world_size": 16, "tensor_parallel_size": 2, "context_parallel_size": 2, "expert_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_of_all_ranks_one_saves_each_element_and_all_know_what_they_hold(sizes: dict[str, int]) -> None:
+    world = ParallelMesh(**sizes)
+    expert_axes = tuple(axis for axis in ("ep", "etp") if world.size(axis) > 1)
+
+    def contents_at(mesh: ParallelMesh) -> Contents:
+        names = {name: f"stage.{mesh.coordinate('pp')}.{name}" for name in ("whole", "by tp", "by experts")}
+        whole, by_tp, by_experts = (LogicalTensor(name, (8,), Constant(0.0), False) for name in names.values())
+        shardings = (
+            replicated(mesh, whole, summed=False),
+            split(mesh, by_tp, {0: ("tp",)}, columns=0),
+            split(mesh, by_experts, {0: expert_axes}, columns=0),
+        )
+        return Contents([], [State(sharding, torch.int64, mesh.device) for sharding in shardings])
+
+    plan = Plan(world, contents_at, CONFIG, stage=1, instances=1)
+    saved: dict[str, list[Box]] = {}
+    for rank in range(world.world_size):
+        assert len(plan.held(rank)) == 3
+        for part in plan.saved(rank):
+            saved.setdefault(part.name, []).append(part.box)
+    assert len(saved) == 3 * world.size("pp")
+    assert all(covers(boxes, Box((0,), (8,))) for boxes in saved.values())
+    assert all(len(boxes) == 1 for name, boxes in saved.items() if name.endswith("whole"))
+
+
+# ------------------------------------------------------------------------------------------------------ tools
+
+
+def test_the_tools_show_it(alone: Path, saved: Path) -> None:
+    shown = run_tool("tools.checkpoint.inspect", "--load", alone)
+    assert shown.code == 0, shown.stderr
+    lines = [" ".join(line.split()) for line in shown.stdout.splitlines()]
+    assert "state/toy.router.counts [8] int64 1 64 rank_00000" in lines
+    assert f"optimizer/row/toy.weight [{ROWS}] float64 1 160 rank_00000" in lines
+    assert {"state 2 14 88", "optimizer/column 1 12 96"} <= set(lines)
+    figures = run_tool("tools.checkpoint.inspect", "--load", alone, "--statistics", "--tensors", "state/*")
+    assert figures.code == 0, figures.stderr
+    assert run_tool("tools.checkpoint.inspect", "--load", alone, "--verify").code == 0
+    differences = run_tool("tools.checkpoint.inspect", "--diff", alone, alone, "--tensors", "state/*")
+    assert differences.code == 0
+    assert "2 of 2 tensors that both have in one shape are equal" in differences.stdout
+
+
+def test_a_difference_of_one_in_a_large_count_is_seen(alone: Path, tmp_path: Path) -> None:
+    with factored():
+        run = Run(Layout())
+        run.load(alone)
+        run.network.routers[0].counts.values[7] += 1
+        other = run.save(tmp_path)
+    found = compare(CheckpointReader(alone), CheckpointReader(other), read(alone), 1, lambda size: None)
+    assert {name: values.different for name, values in found.values.items()} == {"state/toy.router.counts": 1}
+
+
+def test_files_for_a_layout_have_what_its_ranks_hold(saved: Path, tmp_path: Path) -> None:
+    reader = CheckpointReader(saved)
+    weights = [
+        [("model/toy.weight", Box((start, 0), (10, COLUMNS))), ("state/toy.router.bias", Box((at,), (3,)))]
+        for start, at in ((0, 0), (10, 3))
+    ]
+    weights[1] += [("model/toy.norm", Box((0,), (COLUMNS,))), ("state/toy.router.counts", Box((0,), (8,)))]
+    cut = cut_by_weights(reader.tensors, weights)
+    assert [sorted(name for name, _ in file if name in OWN) for file in cut] == [
+        ["optimizer/column/toy.weight", "optimizer/row/toy.weight", "state/toy.router.bias"],
+        ["state/toy.router.bias", "state/toy.router.counts"],
+    ]
+    written = reshard(reader, tmp_path, cut, 1, lambda size: None)
+    assert compare(reader, CheckpointReader(written), reader.tensors, 1, lambda size: None).same
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_tools_read_it(alone: Path, tmp_path: Path) -> None:
+    from torch.distributed import checkpoint as torch_checkpoint
+
+    with factored():
+        path = trained(Layout()).save(tmp_path, ckpt_format="torch_dist")
+    values = {"state/toy.router.counts": torch.zeros(8, dtype=torch.int64)}
+    torch_checkpoint.load(values, checkpoint_id=path, no_dist=True)
+    assert torch.equal(values["state/toy.router.counts"], read(alone)["state/toy.router.counts"])
+
+
+def test_it_is_not_dropped_on_the_way_to_another_format(alone: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"holds state/toy.router.bias, .*: no other format has a place"):
+        open_megalite(alone)
+
+
+# ------------------------------------------------------------------------------------------------------ what is missing
+
+
+def test_a_run_with_state_that_the_checkpoint_lacks_is_told_what_to_do(tmp_path: Path) -> None:
+    with factored():
+        path = trained(Layout(), routed=False).save(tmp_path)
+        run = trained(Layout())
+        with pytest.raises(CheckpointError, match=r"state/toy.router.counts \[8\] is not in it: --no-load-optim and"):
+            run.load(path)
+        run.load(path, state=False)
+        counts, bias = run.network.routers[0].counts.values, run.network.routers[0].bias.values
+        assert torch.equal(counts, torch.full((8,), 3))
+        assert torch.equal(bias, torch.tensor([0.5] * 6 + [0.0] * 2))
+        missing = state_notes(checkpoint.read_manifest(path).tensors, run.network, run.mesh)
+        assert missing == (
+            "note: begun anew, since the checkpoint lacks it: state/toy.router.counts, state/toy.router.bias",
+        )
+        assert state_notes(OWN, run.network, run.mesh) == ()
+
+
+def test_a_checkpoint_with_state_that_the_run_lacks_is_refused(alone: Path) -> None:
+    with factored():
+        run = Run(Layout(), routed=False)
+        with pytest.raises(CheckpointError, match=r"state/toy.router.bias \[6\] has no place in this run's model"):
+            run.load(alone)
+        run.load(alone, state=False)
+    with pytest.raises(
+        CheckpointError, match="holds column, momentum_buffer, row for the weights where this run needs"
+    ):
+        Run(Layout()).load(alone)
+
+
+def test_a_new_optimizer_leaves_the_modules_their_state(alone: Path, tmp_path: Path) -> None:
+    """Their state is part of the model: saved with the weights alone, too."""
+    whole = read(alone)
+    with factored():
+        weights = trained(Layout()).save(tmp_path, state=False)
+        assert {name for name in read(weights) if not name.startswith("model/")} == {n for n in OWN if "state/" in n}
+        for path in (alone, weights):
+            run = Run(Layout())
+            run.step(1)
+            run.load(path, state=False)
+            for name, (_, values) in run.held().items():
+                assert torch.equal(values, whole[name] if name.startswith("state/") else torch.zeros_like(values))
+
+
+class Given:
+    """A source of weights."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.values = tensors
+        self.tensors = {name: Kind(tuple(values.shape), values.dtype) for name, values in tensors.items()}
+
+    def fill(self, name: str, box: Box, values: Tensor) -> None:
+        values.copy_(self.values[name][box.slices()])
+
+
+def test_with_the_weights_of_others_all_state_begins_anew() -> None:
+    with factored():
+        run, fresh = trained(Layout()), Run(Layout()).held()
+        source = Given({tensor.name: torch.ones(tensor.shape) for tensor in (WEIGHT, NORM)})
+        checkpoint.load_weights(source, "a source", run.network, run.optimizer, run.mesh)
+        for name, (_, values) in run.held().items():
+            assert torch.equal(values, fresh[name][1])
+
+
+def test_state_begins_as_a_constant() -> None:
+    with pytest.raises(TypeError, match=r"the state toy\.weight begins as a constant"):
+        State(replicated(ParallelMesh(), WEIGHT, summed=False), torch.float32, torch.device("cpu"))
