@@ -887,6 +887,28 @@ MUTANTS = (
         "tests/distributed/test_chunks.py::test_two_chunks_give_the_bits_of_one[none-True]",
     ),
     Mutant(
+        "instances of unequal numbers of ranks are made",
+        "megalite/optim/buckets.py",
+        "    if len(ranks) % instances:\n",
+        "    if False:\n",
+        f"{_UNIT}buckets.py::test_instances_that_do_not_divide_the_experts_copies_are_an_error",
+    ),
+    Mutant(
+        "the experts' copies need not be a multiple of the instances",
+        "megalite/config/validate.py",
+        "elif of_experts % instances:",
+        "elif False:",
+        "tests/unit/test_config_validate.py::test_axes_to_come_are_refused_and_must_fit_the_ranks",
+    ),
+    Mutant(
+        "a bucket that one rank holds alone is gathered onto itself",
+        "megalite/parallel/collectives.py",
+        "done(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))\n    tensor = "
+        "tensor.contiguous()\n    gathered",
+        "done(tensor if out is None else out.copy_(tensor))\n    tensor = tensor.contiguous()\n    gathered",
+        f"{_UNIT}buckets.py::test_a_bucket_of_one_rank_is_not_copied_onto_itself[3]",
+    ),
+    Mutant(
         "the instances of hybrid sharding are not summed",
         "megalite/optim/reduction.py",
         '("instances", self.instance_group), ',
