@@ -1094,7 +1094,7 @@ MUTANTS = (
     Mutant(
         "Muon orthogonalizes each tensor-parallel rank's part of a matrix",
         "megalite/optim/muon.py",
-        "collectives.all_reduce_(whole, split.split_group)",
+        "collectives.all_reduce_(whole, own.split_group)",
         "pass",
         f"{_STEPS}[4]",
     ),
