@@ -52,6 +52,7 @@ def _network(name: str) -> str:
     return f"tests/unit/test_parallel_model.py::test_loss_gradients_and_logits_are_the_oracles[whole-{name}]"
 
 
+_EXPERTS = "tests/distributed/test_experts.py::test_experts_"
 _STEPS = "tests/distributed/test_layouts_steps.py::test_parameters_after_steps_are_the_oracles"
 _UNIT = "tests/unit/test_parallel_"
 _KERNELS = "tests/kernels/test_norm.py::test_"
@@ -891,6 +892,28 @@ MUTANTS = (
         "tests/distributed/test_chunks.py::test_two_chunks_give_the_bits_of_one[none-True]",
     ),
     Mutant(
+        "instances of unequal numbers of ranks are made",
+        "megalite/optim/buckets.py",
+        "    if len(ranks) % instances:\n",
+        "    if False:\n",
+        f"{_UNIT}buckets.py::test_instances_that_do_not_divide_the_experts_copies_are_an_error",
+    ),
+    Mutant(
+        "the experts' copies need not be a multiple of the instances",
+        "megalite/config/validate.py",
+        "elif of_experts % instances:",
+        "elif False:",
+        "tests/unit/test_config_validate.py::test_axes_to_come_are_refused_and_must_fit_the_ranks",
+    ),
+    Mutant(
+        "a bucket that one rank holds alone is gathered onto itself",
+        "megalite/parallel/collectives.py",
+        "done(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))\n    tensor = "
+        "tensor.contiguous()\n    gathered",
+        "done(tensor if out is None else out.copy_(tensor))\n    tensor = tensor.contiguous()\n    gathered",
+        f"{_UNIT}buckets.py::test_a_bucket_of_one_rank_is_not_copied_onto_itself[3]",
+    ),
+    Mutant(
         "the instances of hybrid sharding are not summed",
         "megalite/optim/reduction.py",
         '("instances", self.instance_group), ',
@@ -1076,9 +1099,44 @@ MUTANTS = (
     Mutant(
         "Muon orthogonalizes each tensor-parallel rank's part of a matrix",
         "megalite/optim/muon.py",
-        "collectives.all_reduce_(whole, split.split_group)",
+        "collectives.all_reduce_(whole, own.split_group)",
         "pass",
         f"{_STEPS}[4]",
+    ),
+    Mutant(
+        "Muon adds up the matrices of different experts",
+        "megalite/optim/muon.py",
+        "for dimension, axis in piece.splits if dimension not in numbered)",
+        "for dimension, axis in piece.splits)",
+        f"{_EXPERTS}train_as_on_one_process[2]",
+    ),
+    Mutant(
+        "Muon makes a tensor of all experts whole",
+        "megalite/parallel/sharding.py",
+        'return tuple(ours.split().index(name) for name in numbers.split() if name != "1")',
+        "return ()",
+        "tests/unit/test_parallel_sharding.py::test_matrices_in_a_box",
+    ),
+    Mutant(
+        "Muon's turns are those of all that share a slice, whoever has the other parts",
+        "megalite/optim/muon.py",
+        "(matrix.shard_group.ranks, matrix.split_group.ranks)",
+        "(matrix.shard_group.ranks, ())",
+        "tests/unit/test_muon.py::test_unequal_numbers_of_experts_leave_peers_of_another_view_in_step",
+    ),
+    Mutant(
+        "Muon takes rows of unequal distances for evenly spaced ones",
+        "megalite/optim/muon.py",
+        "if as_long and (len(rows) == 1 or low - rows[-1][0] == rows[1][0] - rows[0][0]):",
+        "if as_long:",
+        "tests/unit/test_muon.py::test_elements_of_a_run_are_those_of_its_rows",
+    ),
+    Mutant(
+        "experts are reduced over the dense view's data-parallel ranks",
+        "megalite/optim/layout.py",
+        'return mesh.ranks("edp") if record.expert else mesh.ranks("dp", "cp")',
+        'return mesh.ranks("dp", "cp")',
+        f"{_EXPERTS}train_as_on_one_process[2]",
     ),
     Mutant(
         "Muon counts every replica of keys and values",

@@ -18,6 +18,7 @@ ALIASES: Mapping[str, str] = {
     "pp": "pipeline-model-parallel-size",
     "cp": "context-parallel-size",
     "ep": "expert-model-parallel-size",
+    "etp": "expert-tensor-parallel-size",
     "encoder-num-layers": "num-layers",
     "encoder-seq-length": "seq-length",
     "persistent-save-interval": "save-interval",
@@ -170,9 +171,6 @@ REMOVED: Mapping[str, str] = {
 """Flags that are gone -> what to use."""
 
 ACCEPTED_VALUES: Mapping[str, tuple[str, str]] = {
-    "context-parallel-size": ("1", CONTEXT),
-    "expert-model-parallel-size": ("1", EXPERTS),
-    "expert-tensor-parallel-size": ("1", EXPERTS),
     "muon-tp-mode": ("duplicated", MATRICES),
     "muon-scalar-optimizer": ("adam", MACHINERY),
     "attention-backend": ("auto flash fused unfused local", "is none of Megatron-LM's; torch chooses the kernel"),

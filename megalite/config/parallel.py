@@ -16,6 +16,12 @@ class ParallelConfig:
     """Ranks that share each layer's matrices (short: --tp)."""
     pipeline_model_parallel_size: int = 1
     """Ranks that each hold some of the layers, as stages that micro-batches go through (short: --pp)."""
+    context_parallel_size: int = 1
+    """Ranks that each hold a part of every sequence (short: --cp)."""
+    expert_model_parallel_size: int = 1
+    """Ranks among which the experts of a layer are dealt (short: --ep)."""
+    expert_tensor_parallel_size: int | None = None
+    """Ranks that share each expert's matrices (short: --etp); unset: tensor-model-parallel-size."""
     pipeline_schedule: ScheduleName | None = None
     """Order of forward and backward in a pipeline; unset: 1f1b, or interleaved-1f1b with several stages a rank."""
     num_layers_per_virtual_pipeline_stage: int | None = None
@@ -44,7 +50,7 @@ class ParallelConfig:
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = None
     """What stays sharded over data-parallel ranks (ZeRO 0 to 3); unset: optim with use-distributed-optimizer."""
     num_distributed_optimizer_instances: int = 1
-    """Groups of data-parallel ranks that each hold a whole set of shards (hybrid sharding)."""
+    """Groups of data-parallel (and context-parallel) ranks that each hold a whole set of shards (hybrid sharding)."""
     overlap_grad_reduce: bool = False
     """Reduce each bucket of gradients while backward goes on."""
     overlap_param_gather: bool = False
@@ -62,20 +68,28 @@ class ParallelConfig:
     """How long a rank waits in a collective before the run fails."""
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Copies of the model among `world_size` ranks (which `validate` has found divisible)."""
+        """Groups of ranks with samples of their own among `world_size` (which `validate` has found divisible)."""
         return world_size // self.model_parallel_size
 
     def layout(self, world_size: int) -> str:
         """Describe how the model lies on `world_size` ranks, which `validate` has found divisible."""
         tensor = f"TP {self.tensor_model_parallel_size}{' with SP' if self.sequence_parallel else ''}"
-        stages = self.pipeline_model_parallel_size
-        pipeline = f" x PP {stages}" if stages > 1 else ""
-        return f"{tensor}{pipeline} x DP {self.data_parallel_size(world_size)}"
+        sizes = {"CP": self.context_parallel_size, "PP": self.pipeline_model_parallel_size}
+        others = "".join(f" x {axis} {size}" for axis, size in sizes.items() if size > 1)
+        return f"{tensor}{others} x DP {self.data_parallel_size(world_size)}"
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        """Ranks that work on the same samples."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Ranks that hold one copy of all experts, over all stages."""
+        tensor = self.expert_tensor_parallel_size
+        if tensor is None:
+            tensor = self.tensor_model_parallel_size
+        return tensor * self.expert_model_parallel_size * self.pipeline_model_parallel_size
 
     @property
     def zero_stage(self) -> int:

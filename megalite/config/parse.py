@@ -22,7 +22,7 @@ from megalite.small_files import shown
 _DESCRIPTION = (
     "Pre-train a GPT. The flags are Megatron-LM's: those not listed here are accepted with a note where they are "
     "already so, and refused with the reason otherwise. --config FILE reads a YAML file of the same fields by section "
-    "(model, parallel, ...), which flags override. Short names: --tp, --pp, --cp, --ep."
+    "(model, parallel, ...), which flags override. Short names: --tp, --pp, --cp, --ep, --etp."
 )
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, get_args
 
+from megalite.config import megatron_flags
 from megalite.config.activations import FLAGS
 from megalite.config.attention_windows import MOST_LAYERS
 from megalite.config.data import DataConfig
@@ -30,6 +31,7 @@ _AT_LEAST_ONE = """num_layers hidden_size num_attention_heads ffn_hidden_size kv
     max_position_embeddings vocab_size make_vocab_size_divisible_by tensor_model_parallel_size ddp_bucket_size
     num_distributed_optimizer_instances pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage
     num_virtual_stages_per_pipeline_rank microbatch_group_size_per_virtual_pipeline_stage
+    context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers profile_pipeline
     yarn_original_max_position_embeddings rope_scaling_original_max_position_embeddings
     distributed_timeout_minutes seq_length lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples
@@ -55,6 +57,12 @@ _TOKENIZER_FLAGS = {
     "tiktoken_num_special_tokens": "TikTokenizer",
     "tokenizer_special_tokens": "TikTokenizer",
 }
+_TO_COME = {
+    "context_parallel_size": megatron_flags.CONTEXT,
+    "expert_model_parallel_size": megatron_flags.EXPERTS,
+    "expert_tensor_parallel_size": megatron_flags.EXPERTS,
+}
+"""Axes of which the mesh, the buckets and checkpoints know, and the network does not yet."""
 _IDLE_WITHOUT_PIPELINE = {
     "account_for_embedding_in_pipeline_split": "account-for-embedding-in-pipeline-split",
     "account_for_loss_in_pipeline_split": "account-for-loss-in-pipeline-split",
@@ -121,6 +129,7 @@ def validate(config: RunConfig, world_size: int) -> None:
     check_numbers(config)
     _raise(size_problems(config, world_size))
     checks = (
+        _to_come,
         _positions,
         _layout,
         pipeline_problems,
@@ -185,11 +194,8 @@ def _range_missed(name: str, value: float) -> str | None:
 
 def _division(config: RunConfig, world_size: int) -> Iterator[str]:
     training, parallel = config.training, config.parallel
-    if world_size % parallel.model_parallel_size:
-        groups = f"--tensor-model-parallel-size {parallel.tensor_model_parallel_size}"
-        if parallel.pipeline_model_parallel_size > 1:
-            groups += f" x --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size}"
-        yield f"{world_size} ranks do not divide into groups of {groups}"
+    if uneven := list(_uneven_groups(parallel, world_size)):
+        yield from uneven
         return
     copies = parallel.data_parallel_size(world_size)
     batch = training.global_batch_size or training.micro_batch_size * copies
@@ -203,18 +209,41 @@ def _division(config: RunConfig, world_size: int) -> Iterator[str]:
                 f"{name} {size} is not a multiple of --micro-batch-size {training.micro_batch_size} x "
                 f"{copies} data-parallel ranks"
             )
-    instances = parallel.num_distributed_optimizer_instances
-    if copies % instances:
-        yield f"--num-distributed-optimizer-instances {instances} does not divide {copies} data-parallel ranks"
-    elif copies == instances > 1:
+    yield from _instances(parallel, world_size)
+    if training.train_samples is not None and training.train_samples < batch and training.rampup_batch_size is None:
+        yield f"--train-samples {training.train_samples} is less than one --global-batch-size {batch}"
+
+
+def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+    shared = "tensor_model" if parallel.expert_tensor_parallel_size is None else "expert_tensor"
+    groups = {  # those of the experts only where they are others
+        parallel.expert_parallel_size: (f"{shared}_parallel_size", "expert_model_parallel_size"),
+        parallel.model_parallel_size: ("tensor_model_parallel_size", "context_parallel_size"),
+    }
+    for names in [names for size, names in groups.items() if world_size % size]:
+        sizes = {name: getattr(parallel, name) for name in (*names, "pipeline_model_parallel_size")}
+        flags = " x ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items() if size > 1)
+        yield f"{world_size} ranks do not divide into groups of {flags}"
+
+
+def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+    instances, copies = parallel.num_distributed_optimizer_instances, parallel.data_parallel_size(world_size)
+    peers, of_experts = copies * parallel.context_parallel_size, world_size // parallel.expert_parallel_size
+    if peers % instances:
+        kinds = "data-parallel" if peers == copies else "data- and context-parallel"
+        yield f"--num-distributed-optimizer-instances {instances} does not divide {peers} {kinds} ranks"
+    elif of_experts % instances:
+        yield (
+            f"--num-distributed-optimizer-instances {instances} does not divide the {of_experts} data-parallel ranks "
+            "of the experts"
+        )
+    elif peers == instances > 1:
         yield f"--num-distributed-optimizer-instances {instances}: with one rank in each nothing is sharded"
     if instances > 1 and parallel.zero_stage == 0:
         yield (
             f"--num-distributed-optimizer-instances {instances} needs shards: --use-distributed-optimizer or another "
             "--data-parallel-sharding-strategy than no_shard"
         )
-    if training.train_samples is not None and training.train_samples < batch and training.rampup_batch_size is None:
-        yield f"--train-samples {training.train_samples} is less than one --global-batch-size {batch}"
 
 
 def _ramp(config: RunConfig) -> Iterator[str]:
@@ -242,6 +271,13 @@ def number_problems(model: ModelConfig) -> list[str]:
 def model_problems(model: ModelConfig) -> list[str]:
     """List what is wrong with a network that a file describes: its numbers, and then their relations."""
     return number_problems(model) or list(_model(model))
+
+
+def _to_come(config: RunConfig) -> Iterator[str]:
+    for name, reason in _TO_COME.items():
+        size = getattr(config.parallel, name)
+        if size is not None and size > 1:
+            yield f"--{name.replace('_', '-')} {size}: {reason}; it takes 1"
 
 
 def _positions(config: RunConfig) -> Iterator[str]:

@@ -18,7 +18,7 @@ _MICRO_BATCHES = 100_000
 def size_problems(config: RunConfig, world_size: int) -> Iterator[str]:
     """A line for each size that is more than a rank can hold."""
     model, training, parallel = config.model, config.training, config.parallel
-    yield from network_problems(model, parallel.model_parallel_size)
+    yield from network_problems(model, parallel.model_parallel_size // parallel.context_parallel_size)
     micro_batch, length, batch = training.micro_batch_size, config.data.seq_length, training.global_batch_size
     widest = max(model.hidden_size, *(size // parallel.tensor_model_parallel_size for size in _widths(model)))
     if _NARROWEST * micro_batch * length * widest > _BYTES:

@@ -277,7 +277,12 @@ def _uses_by_chunk(uses: int, chunks: Sequence[int]) -> dict[int, list[int]]:
 
 
 def _instance(mesh: ParallelMesh, ranks: tuple[int, ...], instances: int) -> tuple[Group, Group]:
-    """The ranks among which this one's instance is sharded, and those with the same slice in the other instances."""
+    """The ranks among which this one's instance is sharded, and those with the same slice in the other instances.
+
+    Raises ValueError where instances have no equal numbers of ranks.
+    """
+    if len(ranks) % instances:
+        raise ValueError(f"{instances} instances (hybrid sharding) do not divide {len(ranks)} data-parallel ranks")
     size = len(ranks) // instances
     instance, position = divmod(ranks.index(mesh.rank), size)
     return mesh.group_of(ranks[instance * size : (instance + 1) * size]), mesh.group_of(ranks[position::size])

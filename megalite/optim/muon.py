@@ -2,14 +2,15 @@
 
 The momentum is kept like any other state, flat on the shards. A matrix is orthogonalized whole: the ranks of a shard
 group send their parts of its update to one of them, its tensor-parallel peers add theirs, and what comes out goes back
-the same ways. The tensors are dealt over the shard group, so that each is computed once in it. What a matrix is, the
-record says (`LogicalTensor.matrices`): of a fused parameter each of the query, key, value, gate and up by itself.
+the same ways. The matrices are dealt over the shard group, so that each is computed once in it. What a matrix is, the
+record says (`LogicalTensor.matrices`): of a fused parameter each of the query, key, value, gate and up by itself, of a
+layer's experts each one's; ranks that are dealt whole experts have nothing to tell each other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,58 +23,70 @@ from megalite.optim.newton_schulz import orthogonalized, update_scale
 from megalite.optim.shard import Run, Shard
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
-from megalite.parallel.sharding import LogicalTensor, Piece
+from megalite.parallel.sharding import Box, LogicalTensor, Piece
 
 PRODUCTS: Mapping[str, torch.dtype] = {"medium": torch.bfloat16, "high": torch.float32}
 """The precision of --muon-fp32-matmul-prec; what float64 weights need is always computed in float64."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A piece of a logical tensor, and who among the ranks of the shard group updates what of it."""
+class Elements:
+    """What this rank updates of a matrix in one parameter, perhaps nothing: views of any shape."""
 
-    piece: Piece
-    counted: bool
-    """Whether the piece enters the whole tensor from this rank: from the first that holds it."""
-    held: tuple[slice, ...]
-    """By rank of the shard group: elements of the piece, flattened. Under ZeRO 0 everything is everyone's."""
     group: ParameterGroup
     master: Tensor
     gradients: Tensor
     momentum: Tensor
-    """Flat views of what this rank updates, perhaps nothing."""
 
     def next_update(self, factor: float, momentum: float, *, nesterov: bool) -> Tensor:
-        """Take the gradients times a factor into the momentum; what is to be made orthogonal of it."""
+        """Take the gradients times a factor into the momentum; what is to be made orthogonal of it, flat."""
         wide = torch.promote_types(self.master.dtype, torch.float32)
         gradients, average = self.gradients.to(wide), self.momentum.to(wide)
         if factor != 1.0:
             gradients.mul_(factor)
         self.momentum.copy_(average.lerp_(gradients, 1 - momentum))  # nothing to copy where it is wide itself
-        return gradients.lerp(average, momentum) if nesterov else average
+        return (gradients.lerp(average, momentum) if nesterov else average).flatten()
 
     def apply(self, update: Tensor, rates: Rates) -> None:
-        """`update` is in the precision to compute in."""
+        """`update` is flat, and in the precision to compute in."""
         rate, decay = rates.of(self.group)
+        update = update.view(self.master.shape)
         weights = self.master.to(update.dtype).mul_(1 - rate * decay).add_(update, alpha=-rate)
         self.master.copy_(weights)
 
 
 @dataclass(frozen=True)
-class SplitTensor:
-    """A logical tensor with a matrix view, as it lies on the ranks of a shard group."""
+class Part:
+    """What a piece of the tensor has of one matrix, and how much of it each rank of the shard group updates."""
+
+    box: Box
+    counted: bool
+    """Whether the part enters the matrix from this rank: from the first that holds it."""
+    sizes: tuple[int, ...]
+    """By rank of the shard group: elements, in order. Under ZeRO 0 everything is everyone's."""
+    own: tuple[Elements, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of a logical tensor, as it lies on the ranks of a shard group."""
 
     tensor: LogicalTensor
+    box: Box
     parts: tuple[Part, ...]
     """Those on this rank and its data-parallel peers."""
     shard_group: Group
     sharded: bool
     split_group: Group
-    """The ranks that hold the other pieces."""
+    """The ranks that hold the other parts."""
+
+    @property
+    def own(self) -> list[Elements]:
+        return [elements for part in self.parts for elements in part.own]
 
     def sizes(self, rank: int) -> list[int]:
         """Elements of each part that a rank of the shard group updates."""
-        return [part.held[rank].stop - part.held[rank].start for part in self.parts]
+        return [part.sizes[rank] for part in self.parts]
 
 
 class Muon:
@@ -82,70 +95,70 @@ class Muon:
     def __init__(self, shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> None:
         self._config = config
         self._runs = [run for shard in shards for run in shard.runs if run.group.matrices]
-        self._rounds = list(_rounds(_split_tensors(shards, mesh)))
+        self._rounds = list(_rounds(_matrices(shards, mesh)))
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
-        for tensors in self._rounds:
-            self._update(tensors, rates, factor)
+        for matrices in self._rounds:
+            self._update(matrices, rates, factor)
         for run in self._runs:
             run.round_parameters()
 
     def collectives(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Of each round: the parts to the ranks that orthogonalize, over the split of their tensors, and back."""
-        for tensors in self._rounds:
-            group = tensors[0].shard_group
-            if tensors[0].sharded:
+        """Of each round: the parts to the ranks that orthogonalize, over the split of their matrices, and back."""
+        for matrices in self._rounds:
+            group = matrices[0].shard_group
+            if matrices[0].sharded:
                 yield "exchange of matrices' parts", group.ranks
-            if group.rank < len(tensors):
-                yield "sum of a matrix' parts", tensors[group.rank].split_group.ranks
+            if group.rank < len(matrices):
+                yield "sum of a matrix' parts", matrices[group.rank].split_group.ranks
             yield "exchange of matrices' updates", group.ranks
 
-    def _update(self, tensors: Sequence[SplitTensor], rates: Rates, factor: float) -> None:
-        """Rank i of the shard group orthogonalizes tensor i. What a rank sends or gets is flat, part by part."""
-        group, rank, count = tensors[0].shard_group, tensors[0].shard_group.rank, len(tensors)
-        own = tensors[rank] if rank < count else None
+    def _update(self, matrices: Sequence[Matrix], rates: Rates, factor: float) -> None:
+        """Rank i of the shard group orthogonalizes matrix i. What a rank sends or gets is flat, part by part."""
+        group, rank, count = matrices[0].shard_group, matrices[0].shard_group.rank, len(matrices)
+        own = matrices[rank] if rank < count else None
         momentum, nesterov = self._config.muon_momentum, self._config.muon_nesterov
         updates = [
-            torch.cat([part.next_update(factor, momentum, nesterov=nesterov) for part in tensor.parts])
-            for tensor in tensors
+            torch.cat([elements.next_update(factor, momentum, nesterov=nesterov) for elements in matrix.own])
+            for matrix in matrices
         ]
         nothing = [updates[0].new_empty(0)] * group.size
-        if tensors[0].sharded:
+        if matrices[0].sharded:
             sizes = [sum(own.sizes(peer)) if own else 0 for peer in range(group.size)]
             updates = collectives.all_to_all([*updates, *nothing[count:]], sizes, group)
         else:
             updates = updates[rank : rank + 1]
         results = self._orthogonalize(own, updates) if own else nothing
-        sizes = [sum(tensor.sizes(rank)) for tensor in tensors] + [0] * (group.size - count)
-        for tensor, update in zip(tensors, collectives.all_to_all(results, sizes, group), strict=False):
-            for part, values in zip(tensor.parts, update.split(tensor.sizes(rank)), strict=True):
-                part.apply(values, rates)
+        sizes = [sum(matrix.sizes(rank)) for matrix in matrices] + [0] * (group.size - count)
+        for matrix, update in zip(matrices, collectives.all_to_all(results, sizes, group), strict=False):
+            lengths = [elements.master.numel() for elements in matrix.own]
+            for elements, values in zip(matrix.own, update.split(lengths), strict=True):
+                elements.apply(values, rates)
 
-    def _orthogonalize(self, split: SplitTensor, updates: Sequence[Tensor]) -> list[Tensor]:
-        """From what each rank of the shard group holds of a tensor's update to what each is to apply."""
-        config, tensor = self._config, split.tensor
-        whole = updates[0].new_zeros(tensor.shape)
-        chunks = [update.split(split.sizes(peer)) for peer, update in enumerate(updates)]
-        for part, runs in zip(split.parts, zip(*chunks, strict=True), strict=True):
+    def _orthogonalize(self, own: Matrix, updates: Sequence[Tensor]) -> list[Tensor]:
+        """From what each rank of the shard group holds of a matrix' update to what each is to apply."""
+        config, tensor, parts = self._config, own.tensor, own.parts
+        whole = updates[0].new_zeros(own.box.size)
+        chunks = [update.split(own.sizes(peer)) for peer, update in enumerate(updates)]
+        for part, values in zip(parts, zip(*chunks, strict=True), strict=True):
             if part.counted:
-                whole[part.piece.box.slices()] = torch.cat(runs).view(part.piece.box.size)
-        collectives.all_reduce_(whole, split.split_group)  # exact: of each element all but one are zero
+                whole[part.box.relative_to(own.box).slices()] = torch.cat(values).view(part.box.size)
+        collectives.all_reduce_(whole, own.split_group)  # exact: of each element all but one are zero
         matrices = tensor.as_matrices(whole)
         dtype = torch.float64 if whole.dtype == torch.float64 else PRODUCTS[config.muon_fp32_matmul_prec]
         scale = config.muon_extra_scale_factor * update_scale(config.muon_scale_mode, *matrices.shape[1:])
-        for matrix in matrices:
-            values = orthogonalized(matrix, config.muon_coefficient_type, config.muon_num_ns_steps, dtype)
-            matrix.copy_(values).mul_(scale)
-        whole = tensor.from_matrices(matrices)
-        cut = [whole[part.piece.box.slices()].flatten() for part in split.parts]
-        return [
-            torch.cat([values[part.held[peer]] for part, values in zip(split.parts, cut, strict=True)])
-            for peer in range(split.shard_group.size)
-        ]
+        made = orthogonalized(matrices[0], config.muon_coefficient_type, config.muon_num_ns_steps, dtype)
+        matrices[0].copy_(made).mul_(scale)
+        whole = tensor.from_matrices(matrices, own.box.size)
+        cut = [whole[part.box.relative_to(own.box).slices()].flatten() for part in parts]
+        if not own.sharded:
+            return [torch.cat(cut)] * own.shard_group.size
+        dealt = [values.split(part.sizes) for part, values in zip(parts, cut, strict=True)]
+        return [torch.cat(to_peer) for to_peer in zip(*dealt, strict=True)]
 
 
-def _split_tensors(shards: Sequence[Shard], mesh: ParallelMesh) -> list[SplitTensor]:
-    """All that have a matrix view, largest first: an order that is the same on all ranks that share some of them."""
+def _matrices(shards: Sequence[Shard], mesh: ParallelMesh) -> list[Matrix]:
+    """All of which a part is here, largest first: an order that is the same on all ranks that share some of them."""
     places: dict[str, list[tuple[Shard, Slot, Piece]]] = {}
     for shard in shards:
         for slot in shard.bucket.slots:
@@ -156,37 +169,66 @@ def _split_tensors(shards: Sequence[Shard], mesh: ParallelMesh) -> list[SplitTen
     found = []
     for _, held in sorted(places.items()):
         (shard, _, piece), *_ = held
-        split_group = mesh.group(*(axis for _, axis in piece.splits))
-        parts = tuple(_part(*place, run_of.get(id(place[1])), split_group) for place in held)
-        found.append(SplitTensor(piece.tensor, parts, shard.bucket.shard_group, shard.bucket.stage > 0, split_group))
-    return sorted(found, key=lambda split: math.prod(split.tensor.shape), reverse=True)
+        tensor, bucket = piece.tensor, shard.bucket
+        numbered = tensor.matrix_dimensions
+        split_group = mesh.group(*(axis for dimension, axis in piece.splits if dimension not in numbered))
+        parts: dict[Box, list[Part]] = {}
+        for shard, slot, piece in held:
+            for box, part in tensor.matrices_in(piece.box):
+                made = _part(shard, slot, piece, part, run_of.get(id(slot)), split_group)
+                parts.setdefault(box, []).append(made)
+        for box, members in parts.items():
+            found.append(Matrix(tensor, box, tuple(members), bucket.shard_group, bucket.stage > 0, split_group))
+    return sorted(found, key=lambda matrix: matrix.box.numel, reverse=True)
 
 
-def _part(shard: Shard, slot: Slot, piece: Piece, run: Run | None, split_group: Group) -> Part:
+def _part(shard: Shard, slot: Slot, piece: Piece, box: Box, run: Run | None, split_group: Group) -> Part:
     """`run` is the one of this rank with the parameter in it, if there is one."""
     record, ranks = slot.parameter.sharding, shard.bucket.shard_group
-    start, size = slot.start + piece.row * math.prod(slot.parameter.shape[1:]), piece.box.numel
-    length = shard.master.numel()
-
-    def held_by(rank: int) -> slice:
-        first = (rank * length if shard.bucket.stage > 0 else 0) - start
-        return slice(min(max(first, 0), size), min(max(first + length, 0), size))
-
-    held = tuple(held_by(rank) for rank in range(ranks.size))
-    views = [shard.master[:0]] * 3
-    if run is not None:
-        here = slice(*(start + edge - run.start for edge in (held[ranks.rank].start, held[ranks.rank].stop)))
-        views = [values[here] for values in (run.master, run.gradients, run.tensors["momentum_buffer"])]
+    start, length = slot.start + piece.row * math.prod(slot.parameter.shape[1:]), shard.master.numel()
+    runs = [(start + first, start + last) for first, last in piece.box.runs_of(box)]
+    sizes = [0 if shard.bucket.stage > 0 else box.numel] * ranks.size
+    if shard.bucket.stage > 0:
+        for first, last in runs:
+            for rank in range(first // length, -(-last // length)):
+                sizes[rank] += min(last, (rank + 1) * length) - max(first, rank * length)
     first_holder = min(rank for rank in record.copies if rank in split_group.ranks)
     counted = split_group.ranks[split_group.rank] == first_holder
-    return Part(piece, counted, held, ParameterGroup.of(slot.parameter), *views)
+    own = tuple(_elements(runs, run, ParameterGroup.of(slot.parameter))) if run is not None else ()
+    nothing = Elements(ParameterGroup.of(slot.parameter), *[shard.master[:0]] * 3)
+    return Part(box, counted, tuple(sizes), own or (nothing,))
 
 
-def _rounds(tensors: Sequence[SplitTensor]) -> Iterator[list[SplitTensor]]:
-    """At most one tensor for each rank of the shard group, of about the same size."""
-    by_group: dict[tuple[int, ...], list[SplitTensor]] = {}
-    for tensor in tensors:
-        by_group.setdefault(tensor.shard_group.ranks, []).append(tensor)
-    for ranks, members in by_group.items():
+def _elements(runs: Iterable[tuple[int, int]], run: Run, group: ParameterGroup) -> Iterator[Elements]:
+    """What stands in a run of the shard of some runs of the bucket's elements; neighbours as far apart and as long as
+    each other are one view.
+    """
+    alike: list[list[tuple[int, int]]] = []
+    for first, last in runs:
+        low, high = max(first, run.start) - run.start, min(last, run.stop) - run.start
+        if low >= high:
+            continue
+        rows = alike[-1] if alike else []
+        as_long = bool(rows) and high - low == rows[0][1] - rows[0][0]
+        if as_long and (len(rows) == 1 or low - rows[-1][0] == rows[1][0] - rows[0][0]):
+            rows.append((low, high))
+        else:
+            alike.append([(low, high)])
+    for rows in alike:
+        (low, high), (_, end) = rows[0], rows[-1]
+        step = rows[1][0] - low if len(rows) > 1 else high - low
+        flat = (run.master, run.gradients, run.tensors["momentum_buffer"])
+        yield Elements(group, *(values[low:end].unfold(0, high - low, step) for values in flat))
+
+
+def _rounds(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
+    """At most one matrix for each rank of the shard group, of about the same size.
+
+    All in a round have the same peers: those of another view of the mesh may have another number of matrices.
+    """
+    by_peers: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Matrix]] = {}
+    for matrix in matrices:
+        by_peers.setdefault((matrix.shard_group.ranks, matrix.split_group.ranks), []).append(matrix)
+    for (ranks, _), members in by_peers.items():
         for first in range(0, len(members), len(ranks)):
             yield members[first : first + len(ranks)]

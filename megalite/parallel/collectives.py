@@ -116,9 +116,12 @@ def _gather_and_add(tensor: Tensor, group: Group) -> Pending:
 
 
 def all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:
-    """[n, ...] on each rank to [size * n, ...] on all; `out`, if given, receives it."""
+    """[n, ...] on each rank to [size * n, ...] on all; `out`, if given, receives it.
+
+    `tensor` may be this rank's slice of `out` itself.
+    """
     if group.size == 1:
-        return done(tensor if out is None else out.copy_(tensor))
+        return done(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))
     tensor = tensor.contiguous()
     gathered = tensor.new_empty((group.size * tensor.shape[0], *tensor.shape[1:])) if out is None else out
     work = begun(_all_gather_single, gathered, tensor, group=group.process_group, async_op=True)

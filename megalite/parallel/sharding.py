@@ -6,7 +6,9 @@ from this one record; nothing matches on module types or on substrings of names.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from einops import rearrange
@@ -41,21 +43,35 @@ class LogicalTensor:
     """Whether its rows stand for tokens, as the word embedding's and the output layer's do."""
 
     def as_matrices(self, values: Tensor) -> Tensor:
-        """View a tensor of this shape as [matrices, rows, columns].
+        """View a tensor of this shape, or a box of whole matrices, as [matrices, rows, columns].
 
         Raises ValueError for a tensor that has no matrix view.
         """
-        if self.matrices is None:
-            raise ValueError(f"{self.name} has no matrix view")
-        return rearrange(values, self.matrices)
+        return rearrange(values, " -> ".join(self._matrix_view()))
 
-    def from_matrices(self, matrices: Tensor) -> Tensor:
-        """The inverse of `as_matrices`."""
+    def from_matrices(self, matrices: Tensor, size: tuple[int, ...]) -> Tensor:
+        """The inverse of `as_matrices`, to a tensor of this size."""
+        ours, theirs = self._matrix_view()
+        return rearrange(matrices, f"{theirs} -> {ours}", **dict(zip(ours.split(), size, strict=True)))
+
+    @property
+    def matrix_dimensions(self) -> tuple[int, ...]:
+        """The dimensions that number the matrices: those of each index along them are matrices of their own."""
+        ours, theirs = self._matrix_view()
+        numbers = theirs.strip("( ").partition(")" if theirs.startswith("(") else " ")[0]
+        return tuple(ours.split().index(name) for name in numbers.split() if name != "1")
+
+    def matrices_in(self, box: Box) -> Iterator[tuple[Box, Box]]:
+        """Each matrix of which a part lies in a box: the box of all of it, and that of the part."""
+        numbered = self.matrix_dimensions
+        for index in itertools.product(*(box.indices(dimension) for dimension in numbered)):
+            yield Box.whole(self.shape).at(numbered, index), box.at(numbered, index)
+
+    def _matrix_view(self) -> tuple[str, str]:
         if self.matrices is None:
             raise ValueError(f"{self.name} has no matrix view")
         ours, theirs = self.matrices.split("->")
-        lengths = dict(zip(ours.split(), self.shape, strict=True))
-        return rearrange(matrices, f"{theirs} -> {ours}", **lengths)
+        return ours.strip(), theirs.strip()
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,29 @@ class Box:
         if any(stop <= start for start, stop in bounds):
             return None
         return Box(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
+
+    def indices(self, dimension: int) -> range:
+        """Its indices along a dimension."""
+        return range(self.offset[dimension], self.offset[dimension] + self.size[dimension])
+
+    def at(self, dimensions: Sequence[int], index: Sequence[int]) -> Box:
+        """The same region at one index along each of some dimensions."""
+        chosen = dict(zip(dimensions, index, strict=True))
+        return Box(
+            tuple(chosen.get(dimension, offset) for dimension, offset in enumerate(self.offset)),
+            tuple(1 if dimension in chosen else size for dimension, size in enumerate(self.size)),
+        )
+
+    def runs_of(self, part: Box) -> Iterator[tuple[int, int]]:
+        """The elements of a box within this one, as the runs (start, stop) that they are in row-major order here."""
+        corner, size = part.relative_to(self).offset, part.size
+        cut = next((d for d in reversed(range(len(size))) if size[d] != self.size[d]), 0)
+        length = math.prod(size[cut:])
+        inner = [math.prod(self.size[dimension + 1 :]) for dimension in range(cut + 1)]
+        within = zip(corner[:cut], size[:cut], strict=True)
+        for index in itertools.product(*(range(first, first + count) for first, count in within)):
+            start = sum(at * width for at, width in zip((*index, corner[cut]), inner, strict=True))
+            yield start, start + length
 
     def relative_to(self, outer: Box) -> Box:
         """The same region, counted from the corner of `outer`."""

@@ -38,7 +38,10 @@ def take_place(parallel: ParallelConfig, place: Place) -> ParallelMesh:
         rank=place.rank,
         world_size=place.world_size,
         tensor_parallel_size=parallel.tensor_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
         pipeline_parallel_size=parallel.pipeline_model_parallel_size,
+        expert_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         device=where,
         timeout=_timeout(parallel),
     )

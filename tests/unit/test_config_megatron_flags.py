@@ -52,7 +52,7 @@ def test_every_option_has_exactly_one_fate() -> None:
 
 
 def test_the_tables_name_no_flag_that_megatron_lacks() -> None:
-    assert set(megatron_flags.names()) - set(ARITY) == {"tp", "pp", "cp", "ep"}
+    assert set(megatron_flags.names()) - set(ARITY) == {"tp", "pp", "cp", "ep", "etp"}
 
 
 def test_fields_take_as_many_values_as_their_options() -> None:
@@ -192,6 +192,9 @@ def test_gelu_without_biases_is_not_megatrons() -> None:
     [
         ("tp", "tensor_model_parallel_size"),
         ("pp", "pipeline_model_parallel_size"),
+        ("cp", "context_parallel_size"),
+        ("ep", "expert_model_parallel_size"),
+        ("etp", "expert_tensor_parallel_size"),
         ("encoder-num-layers", "num_layers"),
         ("encoder-seq-length", "seq_length"),
         ("persistent-save-interval", "save_interval"),
@@ -199,14 +202,6 @@ def test_gelu_without_biases_is_not_megatrons() -> None:
 )
 def test_aliases_set_their_field(alias: str, field: str) -> None:
     assert value_of(parse_arguments([*MINIMAL, f"--{alias}", "3"]).config, field) == 3
-
-
-@pytest.mark.parametrize("alias", ["cp", "ep"])
-def test_short_names_of_axes_that_are_not_there_yet(alias: str) -> None:
-    full = megatron_flags.ALIASES[alias]
-    assert parse_arguments([*MINIMAL, f"--{alias}=1"]).notes == (f"--{full} 1: already so",)
-    with pytest.raises(ConfigurationError, match=f"--{full} 2: arrives with"):
-        parse_arguments([*MINIMAL, f"--{alias}", "2"])
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])

@@ -543,6 +543,59 @@ def test_layouts_that_do_not_fit_the_ranks(flags: str, world_size: int, problem:
     assert problems(flags, world_size) == [problem]
 
 
+CP, EP, ETP = "--context-parallel-size", "--expert-model-parallel-size", "--expert-tensor-parallel-size"
+SHORT = {"--cp": CP, "--ep": EP, "--etp": ETP}
+WITH = {CP: "context parallelism", EP: "mixture of experts", ETP: "mixture of experts"}
+INSTANCES = "--use-distributed-optimizer --num-distributed-optimizer-instances"
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "others"),
+    [
+        ("--cp 2", 2, []),
+        ("--ep 2", 2, []),
+        ("--etp 2", 2, []),
+        ("--tp 2 --cp 2 --ep 2 --etp 1", 4, []),
+        ("--cp 2", 3, [f"3 ranks do not divide into groups of {CP} 2"]),
+        (
+            "--tp 2 --cp 3 --pp 2",
+            4,
+            [f"4 ranks do not divide into groups of --tensor-model-parallel-size 2 x {CP} 3 x "
+            "--pipeline-model-parallel-size 2"],
+        ),
+        ("--tp 2 --ep 4", 4, [f"4 ranks do not divide into groups of --tensor-model-parallel-size 2 x {EP} 4"]),
+        ("--ep 2 --etp 4", 4, [f"4 ranks do not divide into groups of {ETP} 4 x {EP} 2"]),
+        (
+            "--cp 2 --global-batch-size 6",
+            4,
+            ["--global-batch-size 6 is not a multiple of --micro-batch-size 2 x 2 data-parallel ranks"],
+        ),
+        (f"--cp 2 {INSTANCES} 2", 4, []),
+        (
+            f"--cp 2 {INSTANCES} 3",
+            4,
+            ["--num-distributed-optimizer-instances 3 does not divide 4 data- and context-parallel ranks"],
+        ),
+        (
+            f"--ep 4 {INSTANCES} 2",
+            4,
+            ["--num-distributed-optimizer-instances 2 does not divide the 1 data-parallel ranks of the experts"],
+        ),
+    ],
+)  # fmt: skip
+def test_axes_to_come_are_refused_and_must_fit_the_ranks(flags: str, world_size: int, others: list[str]) -> None:
+    given = flags.split()
+    sizes = [(flag, given[given.index(short) + 1]) for short, flag in SHORT.items() if short in given]
+    refused = [f"{flag} {size}: arrives with {WITH[flag]}; it takes 1" for flag, size in sizes if size != "1"]
+    assert problems(flags, world_size) == [*others, *refused]
+
+
+def test_axes_to_come_say_nothing_at_one() -> None:
+    config = resolve(config_of("--tp 2 --cp 1 --ep 1 --etp 1"), 4)
+    assert config.parallel.expert_tensor_parallel_size == 1
+    assert config.parallel.layout(4) == "TP 2 x DP 2"
+
+
 SEVERAL = "--num-virtual-stages-per-pipeline-rank 2"
 
 

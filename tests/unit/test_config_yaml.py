@@ -53,6 +53,14 @@ def configs() -> st.SearchStrategy[RunConfig]:
     return st.builds(RunConfig, **sections)
 
 
+def test_the_file_of_a_run_that_knew_fewer_axes_is_read() -> None:
+    config = load_yaml(VALID)
+    lines = dump(config).splitlines(keepends=True)
+    older = "".join(line for line in lines if "context_parallel" not in line and "expert_" not in line)
+    assert len(older.splitlines()) == len(lines) - 3
+    assert load_yaml(older) == config
+
+
 @settings(deadline=None, max_examples=50)
 @given(configs())
 def test_any_configuration_comes_back_equal(config: RunConfig) -> None:

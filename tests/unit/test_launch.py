@@ -9,7 +9,7 @@ from megalite.config import ParallelConfig
 from megalite.errors import ConfigurationError
 from megalite.parallel import device
 from megalite.process.place import Place
-from megalite.training.launch import join
+from megalite.training.launch import join, take_place
 
 
 def test_stages_on_gpus_do_not_talk_through_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +18,19 @@ def test_stages_on_gpus_do_not_talk_through_gloo(monkeypatch: pytest.MonkeyPatch
     parallel = ParallelConfig(pipeline_model_parallel_size=2, distributed_backend="gloo")
     with pytest.raises(ConfigurationError, match=r"--distributed-backend gloo sends nothing from GPU to GPU.*use nccl"):
         join(parallel, Place(rank=0, world_size=2, local_rank=0), "the same")
+
+
+def test_a_place_on_the_mesh_has_all_axes() -> None:
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        context_parallel_size=3,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1,
+        distributed_backend="gloo",
+    )
+    mesh = take_place(parallel, Place(rank=5, world_size=24, local_rank=0))
+    axes = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
+    assert [mesh.size(axis) for axis in axes] == [2, 3, 2, 2, 1, 4, 3]
+    assert parallel.data_parallel_size(24) == mesh.size("dp")
+    assert 24 // parallel.expert_parallel_size == mesh.size("edp")

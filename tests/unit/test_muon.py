@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import DataParallel
+from megalite.optim.layout import ParameterGroup
 from megalite.optim.learning_rate import Rates
+from megalite.optim.muon import Muon, _elements
 from megalite.optim.newton_schulz import coefficients, orthogonalized
 from megalite.optim.optimizer import make_optimizer
+from megalite.parallel import placement
 from megalite.parallel.initialization import initialize
-from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import DenseGradient, hand_over, named_pieces
+from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
+from megalite.parallel.parameter import DenseGradient, Parameter, hand_over, named_pieces
+from megalite.parallel.sharding import LogicalTensor, Normal
 from tests import muon as oracle
 from tests.harness.close import assert_bits_equal
 
@@ -115,6 +123,56 @@ def test_unit_rms_norm_scales_by_the_root_of_rows_over_columns() -> None:
     name = "layers.0.mlp.down"  # [16, 64]
     start = one[0][name] * (1 - RATES.learning_rate * RATES.weight_decay)
     torch.testing.assert_close(one[2][name] - start, (other[2][name] - start) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_unequal_numbers_of_experts_leave_peers_of_another_view_in_step() -> None:
+    """Tensor-parallel ranks that have two experts and one add up the same matrices in the same turns."""
+    experts = LogicalTensor("experts", (3, 8, 8), Normal(1.0), True, "experts out in_ -> experts out in_")
+    dense = [LogicalTensor(f"dense.{i}", (4, 4), Normal(1.0), True, "out in_ -> 1 out in_") for i in range(3)]
+    added = []
+    for rank in range(4):
+        mesh = UnconnectedMesh(
+            rank=rank,
+            world_size=4,
+            tensor_parallel_size=2,
+            expert_parallel_size=2,
+            expert_tensor_parallel_size=1,
+        )
+        places = [placement.split(mesh, experts, {0: ("ep",)})]
+        places += [placement.split(mesh, tensor, {0: ("tp",)}) for tensor in dense]
+        network = nn.Module()
+        network.weights = nn.ParameterList(Parameter(place, torch.float32, mesh.device) for place in places)
+        optimizer = make_optimizer([network], mesh, MUON, DataParallel(torch.float32, stage=1))
+        (rule,) = (rule for rule in optimizer._rules if isinstance(rule, Muon))
+        turns = [matrices[mesh.coordinate("dp")] for matrices in rule._rounds if len(matrices) > mesh.coordinate("dp")]
+        added.append([matrix.tensor.name for matrix in turns if matrix.split_group.size > 1])
+    assert added == [["dense.0", "dense.2"]] * 2 + [["dense.1"]] * 2
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=8),
+    window=st.tuples(st.integers(0, 20), st.integers(1, 30)),
+)
+@example(lengths=[(1, 0), (1, 1), (1, 0)], window=(0, 9))
+def test_elements_of_a_run_are_those_of_its_rows(lengths: list[tuple[int, int]], window: tuple[int, int]) -> None:
+    """In order, whatever their lengths and distances, and as views."""
+    runs, end = [], 0
+    for length, gap in lengths:
+        runs.append((end, end + length))
+        end += length + gap
+    start, stop = window[0], window[0] + window[1]
+    values = torch.arange(start, stop)
+    run: Any = SimpleNamespace(
+        start=start, stop=stop, master=values, gradients=values + 100, tensors={"momentum_buffer": values + 200}
+    )
+    group = ParameterGroup(weight_decay=True, token_table=False, matrices=True)
+    found = list(_elements(runs, run, group))
+    wanted = [place for first, last in runs for place in range(first, last) if start <= place < stop]
+    assert [value for elements in found for value in elements.master.flatten().tolist()] == wanted
+    assert [value - 200 for elements in found for value in elements.momentum.flatten().tolist()] == wanted
+    for elements in found:
+        elements.gradients.zero_()
+    assert int((run.gradients == 0).sum()) == len(wanted)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(6, 6), (3, 8), (8, 3), (1, 5)])

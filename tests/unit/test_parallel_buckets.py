@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import MegaliteError
@@ -23,9 +24,9 @@ from megalite.optim.layout import bucket_length, lay_out
 from megalite.optim.optimizer import make_optimizer
 from megalite.optim.places import BucketPlace
 from megalite.parallel.initialization import initialize
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, RowsGradient, hand_over
-from megalite.parallel.placement import replicated
+from megalite.parallel.placement import replicated, split
 from megalite.parallel.sharding import LogicalTensor, Normal
 from tests.distributed.layout_cell import Cell, model_config
 from tests.distributed.layout_run import accumulate_gradients, local_micro_batches
@@ -196,3 +197,42 @@ def test_replicas_of_copies_and_instances_share_what_is_saved() -> None:
     saved = sorted(place.saved for place in places)
     assert saved == [(start, start + 3) for start in range(0, 48, 3)]
     assert [place.counted_here for place in places] == [True, True] + [False] * 14
+
+
+class Experts(nn.Module):
+    def __init__(self, mesh: ParallelMesh) -> None:
+        super().__init__()
+        tensor = LogicalTensor("experts", (4, 3, 5), Normal(1.0), True)
+        self.weight = Parameter(split(mesh, tensor, {0: ("ep",)}), torch.float32, mesh.device)
+        self.weight.allocate()
+
+
+@pytest.mark.parametrize(("ranks", "ep", "instances"), [(4, 4, 2), (6, 2, 2)])
+def test_instances_that_do_not_divide_the_experts_copies_are_an_error(ranks: int, ep: int, instances: int) -> None:
+    mesh = UnconnectedMesh(world_size=ranks, expert_parallel_size=ep)
+    options = DataParallel(gradient_dtype=torch.float32, stage=1, instances=instances)
+    with pytest.raises(ValueError, match=f"{instances} instances .* do not divide {ranks // ep} data-parallel ranks"):
+        make_buckets([Experts(mesh)], mesh, options)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements that are copied."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.copy_.default:
+            self.count += args[0].numel()
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_bucket_of_one_rank_is_not_copied_onto_itself(stage: int) -> None:
+    """Where each expert is on one rank there is nothing to gather, whatever is of what other ranks hold, too."""
+    mesh = UnconnectedMesh(world_size=2, expert_parallel_size=2)
+    (bucket,) = make_buckets([Experts(mesh)], mesh, DataParallel(gradient_dtype=torch.float32, stage=stage))
+    with Copies() as copies:
+        bucket.begin_parameter_gather()
+        bucket.finish_parameter_gather()
+        bucket.gradient_gather().run().wait()
+    assert copies.count == 0

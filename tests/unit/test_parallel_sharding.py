@@ -166,12 +166,46 @@ def test_an_intersection_is_what_both_hold(first: Box, second: Box) -> None:
     assert torch.equal(masks[0] & masks[1], masks[2])
 
 
+@given(outer=boxes, inner=boxes)
+def test_runs_of_a_part_are_its_elements_in_order(outer: Box, inner: Box) -> None:
+    part = outer.intersection(inner)
+    if part is not None:
+        values = torch.arange(12**3).view(12, 12, 12)
+        flat = values[outer.slices()].flatten()
+        runs = list(outer.runs_of(part))
+        assert torch.equal(torch.cat([flat[start:stop] for start, stop in runs]), values[part.slices()].flatten())
+        assert list(outer.runs_of(outer)) == [(0, outer.numel)]
+
+
+def test_matrices_in_a_box() -> None:
+    """Each with what the box has of it; dimensions of one matrix are not cut into numbers."""
+    shape = (4, 2, 3, 5)
+    tensor = logical(shape, "experts two ffn hidden -> (experts two) ffn hidden")
+    values, box = torch.arange(120).view(shape), Box((1, 0, 1, 0), (2, 2, 2, 5))
+    found = list(tensor.matrices_in(box))
+    assert tensor.matrix_dimensions == (0, 1)
+    assert [whole.offset for whole, _ in found] == [(1, 0, 0, 0), (1, 1, 0, 0), (2, 0, 0, 0), (2, 1, 0, 0)]
+    for number, (whole, part) in enumerate(found, start=2):
+        assert torch.equal(values[whole.slices()].flatten(), tensor.as_matrices(values)[number].flatten())
+        assert part == whole.intersection(box)
+    two = logical((3, 2, 4, 5), "groups two width hidden -> two (groups width) hidden")
+    whole, _ = next(iter(two.matrices_in(Box((1, 0, 0, 0), (1, 2, 4, 5)))))
+    assert (whole, two.matrix_dimensions) == (Box((0, 0, 0, 0), (3, 1, 4, 5)), (1,))
+    one = logical((3, 4), "a b -> 1 a b")
+    assert [whole for whole, _ in one.matrices_in(Box((1, 0), (1, 4)))] == [Box((0, 0), (3, 4))]
+    with pytest.raises(ValueError, match="no matrix view"):
+        logical((3,)).matrix_dimensions  # noqa: B018
+
+
 def test_matrix_views() -> None:
     key_value = logical((3, 2, 4, 5), "groups two width hidden -> two (groups width) hidden")
     values = torch.arange(120).view(3, 2, 4, 5)
     assert torch.equal(
         key_value.as_matrices(values), torch.stack([values[:, 0].reshape(12, 5), values[:, 1].reshape(12, 5)])
     )
+    assert torch.equal(key_value.from_matrices(key_value.as_matrices(values), values.shape), values)
+    one = values[:, 1:]
+    assert torch.equal(key_value.from_matrices(key_value.as_matrices(one), one.shape), one)
     with pytest.raises(ValueError, match="tensor has no matrix view"):
         logical((3,)).as_matrices(torch.zeros(3))
 
