@@ -55,7 +55,7 @@ def _events(time_line: TimeLine) -> Iterator[dict[str, object]]:
                 "tid": int(action.kind not in COMPUTATIONS),
                 "ts": span.start * MICROSECONDS,
                 "dur": (span.end - span.start) * MICROSECONDS,
-                "args": {**asdict(action), "stage": time_line.stages.stage(rank, action.chunk)},
+                "args": {**action._asdict(), "stage": time_line.stages.stage(rank, action.chunk)},
             }
 
 

@@ -312,6 +312,7 @@ def make_engine(
     stages = case.stages(mesh.world_size)
     hidden = HiddenStates((WIDTH, width), torch.float64, mesh.device)
     steps = Steps(stages, mesh.rank, schedule=case.schedule, group=case.group, overlap=case.overlap)
+    steps.prove([case.micro_batches], [case.micro_batches], mesh)
     return PipelineEngine(layers, stages, mesh.rank, links, hidden), steps
 
 
