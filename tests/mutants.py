@@ -3513,10 +3513,8 @@ MUTANTS = (
     Mutant(
         "a proof that fails is told on the rank that made it alone",
         "megalite/pipeline/steps.py",
-        """            found["error"] = str(error)
-""",
-        """            raise error
-""",
+        """if "error" in told:""",
+        """if "error" in found:""",
         "tests/distributed/test_pipeline_steps.py::test_a_proof_that_fails_is_told_to_all",
     ),
     Mutant(

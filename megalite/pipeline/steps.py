@@ -114,7 +114,7 @@ class Steps:
             for micro_batches, backward, digests in told["digests"]:
                 self._proved[_Step(micro_batches, backward)] = digests[self.rank]
         if mesh is not None:
-            self._compare_copies([self._proved[step] for step in steps], mesh)
+            self._compare_copies([self._proved.get(step) for step in steps], mesh)
         return self
 
     @_without_garbage_collection()
@@ -130,7 +130,7 @@ class Steps:
     def _list(self, step: _Step) -> list[Action]:
         if step not in self._lists:
             if step not in self._proved:
-                raise ScheduleError(f"no {step} has been proved, but {', '.join(map(str, self._proved))}")
+                raise ScheduleError(f"no {step} was proved before the first step")
             (own,) = self._lowered(step, [self.rank])
             if _digest(own) != self._proved[step]:
                 raise ScheduleError(
@@ -146,7 +146,7 @@ class Steps:
         reductions = self._reductions if step.backward else None
         return lower(self.stages, orders, reductions, overlap=self._overlap, ranks=ranks)
 
-    def _compare_copies(self, digests: Sequence[str], mesh: ParallelMesh) -> None:
+    def _compare_copies(self, digests: Sequence[str | None], mesh: ParallelMesh) -> None:
         """Tell whose list, or what is done inside it, is another than on most ranks that hold the same stages."""
         own = f"{self.rank} {_hashed([*digests, self._inside])}"
         texts = all_gather_text(own, mesh.world(), mesh.device)

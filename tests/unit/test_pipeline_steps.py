@@ -27,11 +27,9 @@ def test_a_rank_gets_its_list_of_those_of_all(schedule: str, chunks: int) -> Non
 def test_a_step_that_was_not_proved_is_refused() -> None:
     steps = Steps().prove([2, 4], [4])
     assert len(steps.training(2)) < len(steps.training(4))
-    with pytest.raises(
-        ScheduleError, match=r"no step of 3 micro-batches has been proved, but step of 4 .*, step of 2 "
-    ):
+    with pytest.raises(ScheduleError, match="no step of 3 micro-batches was proved"):
         steps.training(3)
-    with pytest.raises(ScheduleError, match="no evaluation of 2 micro-batches has been proved"):
+    with pytest.raises(ScheduleError, match="no evaluation of 2 micro-batches was proved"):
         steps.evaluation(2)
 
 
