@@ -80,7 +80,7 @@ def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: boo
     ]
     engine = PipelineEngine([model], stages, rank, make_links(mesh, stages), mesh.device)
     reductions = Reductions(optimizer.reduces_each_micro_batch)
-    actions = Steps(stages, rank, reductions=reductions).training(MICRO_BATCHES)
+    actions = Steps(stages, rank, reductions=reductions).prove([MICRO_BATCHES]).training(MICRO_BATCHES)
 
     def step() -> None:
         optimizer.begin_step(MICRO_BATCHES)

@@ -60,7 +60,7 @@ def our_step(mesh: ParallelMesh, stages: Stages, schedule: str, micro_batches: i
         return stage
 
     engine = PipelineEngine([as_stage(m) for m in modules], stages, mesh.rank, make_links(mesh, stages), mesh.device)
-    actions = Steps(stages, mesh.rank, schedule=schedule).training(micro_batches)
+    actions = Steps(stages, mesh.rank, schedule=schedule).prove([micro_batches]).training(micro_batches)
     return lambda: engine.run(actions, inputs, {LOSS: 1.0})
 
 
@@ -93,7 +93,8 @@ def torch_step(mesh: ParallelMesh, stages: Stages, schedule: str, micro_batches:
 def messages_step(mesh: ParallelMesh, stages: Stages, schedule: str, micro_batches: int) -> Step:
     """The messages of the step alone, in the same order."""
     links = make_links(mesh, stages)
-    actions = [a for a in Steps(stages, mesh.rank, schedule=schedule).training(micro_batches) if a.peer is not None]
+    steps = Steps(stages, mesh.rank, schedule=schedule).prove([micro_batches])
+    actions = [action for action in steps.training(micro_batches) if action.peer is not None]
     tensor = torch.zeros(SHAPE)
 
     def step() -> None:

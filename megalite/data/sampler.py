@@ -22,6 +22,12 @@ class GlobalBatchSize:
     final: int
     ramp: tuple[int, int, int] | None = None
 
+    @property
+    def sizes(self) -> range:
+        """The sizes that steps may have, up to the final one."""
+        start, increment, _ = self.ramp if self.ramp is not None else (self.final, 1, 0)
+        return range(start, self.final + 1, increment)
+
     def at(self, consumed_samples: int) -> int:
         """The size of the step that starts at `consumed_samples`."""
         if self.ramp is None or self.ramp[0] == self.final or consumed_samples > self.ramp[2]:

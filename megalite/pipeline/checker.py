@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, NoReturn
+from functools import partial
+from typing import NamedTuple, NoReturn
 
 from megalite.pipeline.lowering import Reductions
-from megalite.pipeline.rendezvous import Begin, Communicator, Program, Wait, run
+from megalite.pipeline.rendezvous import Communicator, Program, run
 from megalite.pipeline.schedules import Action, Kind
-from megalite.pipeline.simulator import ScheduleError, peak_in_flight
+from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
-
-Way = Literal["F", "B"]
-"""Hidden states travel with F; gradients with B, or I."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Collective:
 
     name: str
     ranks: tuple[int, ...]
-    """Numbered over all copies of the pipeline, copy after copy."""
+    """Of the pipeline."""
 
     def __str__(self) -> str:
         return self.name
@@ -47,49 +45,34 @@ def check(
     reductions: Reductions | None = None,
     *,
     backward: bool = True,
-    inside: Mapping[Kind, Sequence[str]] | None = None,
     behind: Sequence[Sequence[Collective]] = (),
 ) -> Report:
-    """Prove a whole step of one or more data-parallel copies of a pipeline, from the lists of all their ranks, copy
-    after copy.
+    """Prove a whole step of a pipeline, from the lists of all its ranks.
 
     Every stage does each micro-batch once, in an order that gives the same sums whatever the schedule; each message is
     sent once and received in the order in which it is sent; gradients are reduced when they are whole and as
     `reductions` says; and no communication is waited for for ever, whether a send blocks until its receive is posted or
-    not. `inside` names what copies do together, in order, in every action of a kind (ZeRO 3's gathers); `behind`
-    is what each rank does with others behind its list, in order.
+    not. `behind` is what each rank does with others of the pipeline behind its list, in order.
+
+    What several copies of the pipeline do together inside their actions needs no more proof where their lists are the
+    same: then the copies of a rank can go in step, each comes to all of it when the others do, and goes on as if alone.
 
     Raises ScheduleError, whose message names rank, action and stage.
     """
-    copies, more = divmod(len(lists), stages.ranks)
-    if more or not copies:
-        raise ScheduleError(f"{len(lists)} lists are not those of whole pipelines of {stages.ranks} ranks")
-    step = _Step(stages, copies, micro_batches, reductions, backward, inside or {})
-    ranks = [_Rank(step, *divmod(number, stages.ranks)) for number in range(len(lists))]
+    if len(lists) != stages.ranks:
+        raise ScheduleError(f"{len(lists)} lists are not those of a pipeline of {stages.ranks} ranks")
+    step = _Step(stages, micro_batches, reductions, backward)
+    ranks = [_Rank(step, rank) for rank in range(stages.ranks)]
     for number, (rank, actions) in enumerate(zip(ranks, lists, strict=True)):
         for action in actions:
             rank.take(action)
         rank.end(behind[number] if behind else ())
-    programs = [Program(rank.name, rank.events) for rank in ranks]
-    for rendezvous in (True, False):
-        run(programs, rendezvous=rendezvous)
+    run([rank.program for rank in ranks])
     return Report(
-        tuple(peak_in_flight(actions) for actions in lists),
-        tuple(tuple(_peak_of_chunk(actions, chunk) for chunk in range(stages.chunks)) for actions in lists),
+        tuple(rank.most_kept[-1] for rank in ranks),
+        tuple(tuple(rank.most_kept[:-1]) for rank in ranks),
         tuple(rank.most_receives for rank in ranks),
     )
-
-
-def _peak_of_chunk(actions: Sequence[Action], chunk: int) -> int:
-    return peak_in_flight([action for action in actions if action.chunk == chunk])
-
-
-class _At(NamedTuple):
-    action: Action
-    stage: int
-
-    def __str__(self) -> str:
-        return f"{self.action} (stage {self.stage})"
 
 
 @dataclass(frozen=True)
@@ -97,11 +80,9 @@ class _Step:
     """What is the same for all ranks."""
 
     stages: Stages
-    copies: int
     micro_batches: int
     reductions: Reductions | None
     backward: bool
-    inside: Mapping[Kind, Sequence[str]]
 
     def reduced(self) -> range:
         """The micro-batches behind which a chunk's gradients are reduced."""
@@ -110,185 +91,207 @@ class _Step:
         return range(0 if self.reductions.each else self.micro_batches - 1, self.micro_batches)
 
 
+def _say(stages: Sequence[int], at: object) -> str:
+    """What a rank is at: an action with its stage."""
+    return f"{at} (stage {stages[at.chunk]})" if isinstance(at, Action) else str(at)
+
+
+class _Message(NamedTuple):
+    """What is at the other end of a chunk's messages of one kind."""
+
+    peer: int
+    edge: Communicator
+    way: Kind
+    """Hidden states travel with F; gradients with B, or I."""
+    first: int
+    """The number of the message for micro-batch 0; those of other stages, and of later micro-batches, differ."""
+
+
 class _Rank:
     """What a rank has done so far of its list, action by action, and its program."""
 
-    def __init__(self, step: _Step, copy: int, rank: int) -> None:
-        stages = step.stages
-        own = stages.of_rank(rank)
-        self._step = step
-        self._rank = rank
-        self._first_of_copy = copy * stages.ranks
-        self._copies = Communicator(tuple(range(rank, step.copies * stages.ranks, stages.ranks)))
-        self._stage = own
-        # Where a chunk's messages come from and go to, by rank and chunk; None: there is none.
-        self._giver: dict[Way, list[tuple[int, int] | None]] = {
-            "F": [stages.place(stage - 1) if stage and stages.passes(stage - 1) else None for stage in own],
-            "B": [stages.place(stage + 1) if stages.passes_back(stage + 1) else None for stage in own],
-        }
-        self._taker: dict[Way, list[tuple[int, int] | None]] = {
-            "F": [stages.place(stage + 1) if stages.passes(stage) else None for stage in own],
-            "B": [stages.place(stage - 1) if stages.passes_back(stage) else None for stage in own],
-        }
-        # By kind, micro-batch and chunk; I counts as B, and B as W too. The number is that of the operation begun.
-        self._done: dict[tuple[Kind, int, int], int] = {}
-        self._begun: Counter[Communicator] = Counter()
-        self._receives = 0
-        self.name = f"rank {rank}" if step.copies == 1 else f"rank {rank} of copy {copy}"
-        self.events: list[Begin | Wait] = []
-        self.most_receives = 0
+    def __init__(self, step: _Step, rank: int) -> None:
+        self._step, self._rank = step, rank
+        self._stage = own = step.stages.of_rank(rank)
+        self._ends = {end: [_other_end(step.stages, stage, *end) for stage in own] for end in set(_OTHER_ENDS.values())}
+        self._messages = {kind: [self._message(kind, chunk) for chunk in range(len(own))] for kind in _OTHER_ENDS}
+        # By kind and chunk, then by micro-batch; I counts as B, and B as W too. The number is that of the receive.
+        self._done: dict[tuple[Kind, int], dict[int, int]] = defaultdict(dict)
+        self._kept, self._receives = [0] * (len(own) + 1), 0
+        self._say = partial(_say, own)
+        self.program = Program(f"rank {rank}", self._say)
+        self.most_kept, self.most_receives = [0] * (len(own) + 1), 0
+        """Forwards by chunk and, last, of all chunks."""
 
     def take(self, action: Action) -> None:
-        if not (0 <= action.chunk < len(self._stage) and 0 <= action.micro_batch < self._step.micro_batches):
-            raise ScheduleError(f"{self.name} at {action}: there is no such micro-batch or chunk")
-        self._at = _At(action, self._stage[action.chunk])
-        kind: Kind = "B" if action.kind == "I" else action.kind
-        if (kind, action.micro_batch, action.chunk) in self._done:
+        kind, micro_batch, chunk, _ = self._at = action
+        if not (0 <= chunk < len(self._stage) and 0 <= micro_batch < self._step.micro_batches):
+            raise ScheduleError(f"{self.program.name} at {action}: there is no such micro-batch or chunk")
+        done = self._done["B" if kind == "I" else kind, chunk]
+        if micro_batch in done:
             self._refuse("it has been done before")
-        number = 0
-        match kind:
-            case "F":
-                self._need("F", action, self._giver["F"][action.chunk])
-            case "B":
-                self._backward(action)
-            case "W":
-                self._weight_gradients(action)
-            case "R":
-                number = self._reduce(action)
-            case "receive F" | "receive B":
-                number = self._receive(action)
-            case "send F" | "send B":
-                number = self._send(action)
-            case "free F" | "free B":
-                self._free(action)
-        self._done[kind, action.micro_batch, action.chunk] = number
+        done[micro_batch] = _TAKE[kind](self, action)
 
     def end(self, behind: Sequence[Collective]) -> None:
         """Everything must have been done; then what was begun is waited for, and what comes behind it done."""
-        for chunk, stage in enumerate(self._stage):
+        for chunk in range(len(self._stage)):
             for action in self._whole(chunk):
-                if (action.kind, action.micro_batch, chunk) not in self._done:
-                    raise ScheduleError(f"{self.name}: {_At(action, stage)} is missing")
-        for communicator, number in self._begun.items():
-            self.events.append(Wait(communicator, number, "the end of its list"))
+                if action.micro_batch not in self._done[action.kind, chunk]:
+                    raise ScheduleError(f"{self.program.name}: {self._say(action)} is missing")
+        for communicator, begun in self.program.begun.items():
+            self.program.wait(communicator, len(begun), "the end of its list")
         for collective in behind:
             self._together(Communicator(collective.ranks), collective.name, collective)
 
     def _whole(self, chunk: int) -> Iterator[Action]:
         """What a chunk does in a whole step, but for receives: without them it could not have done it."""
-        before, after = self._taker["B"][chunk], self._taker["F"][chunk]
         kinds: list[Kind] = ["F"]
-        if after is not None and after[0] != self._rank:
+        if self._messages["send F"][chunk] is not None:
             kinds += ["send F", "free F"]
         if self._step.backward:
             kinds += ["B", "W"]
-            if before is not None and before[0] != self._rank:
+            if self._messages["send B"][chunk] is not None:
                 kinds += ["send B", "free B"]
         for kind in kinds:
-            yield from (Action(kind, m, chunk) for m in range(self._step.micro_batches))
+            if len(self._done[kind, chunk]) < self._step.micro_batches:
+                yield from (Action(kind, m, chunk) for m in range(self._step.micro_batches))
         yield from (Action("R", m, chunk) for m in self._step.reduced())
 
-    def _backward(self, action: Action) -> None:
-        m, chunk = action.micro_batch, action.chunk
+    def _forward(self, action: Action) -> int:
+        self._need("F", action, self._ends[True, "F"][action.chunk])
+        for place in (action.chunk, -1):
+            self._kept[place] += 1
+            self.most_kept[place] = max(self.most_kept[place], self._kept[place])
+        return 0
+
+    def _backward(self, action: Action) -> int:
+        kind, m, chunk, _ = action
         if not self._step.backward:
             self._refuse("evaluation does not go backward")
-        if m > 0 and ("B", m - 1, chunk) not in self._done:
+        if m > 0 and m - 1 not in self._done["B", chunk]:
             self._refuse(f"micro-batch {m - 1} of this chunk has not gone backward")
-        if ("F", m, chunk) not in self._done:
+        if m not in self._done["F", chunk]:
             self._refuse("it has not gone forward")
-        self._need("B", action, self._giver["B"][chunk])
-        if action.kind == "B":
-            self._weights_done(action)
+        self._need("B", action, self._ends[False, "B"][chunk])
+        if kind == "B":
+            self._done["W", chunk][m] = self._weights_done(action)
+        return 0
 
-    def _weight_gradients(self, action: Action) -> None:
-        if ("B", action.micro_batch, action.chunk) not in self._done:
+    def _weight_gradients(self, action: Action) -> int:
+        if action.micro_batch not in self._done["B", action.chunk]:
             self._refuse("its I has not been done")
-        self._inside(action)
-        self._weights_done(action)
+        return self._weights_done(action)
 
-    def _weights_done(self, action: Action) -> None:
+    def _weights_done(self, action: Action) -> int:
         m, chunk = action.micro_batch, action.chunk
-        if m > 0 and ("W", m - 1, chunk) not in self._done:
+        if m > 0 and m - 1 not in self._done["W", chunk]:
             self._refuse(f"the weight gradients of micro-batch {m - 1} of this chunk have not been given")
-        self._done["W", m, chunk] = 0
+        self._kept[chunk] -= 1
+        self._kept[-1] -= 1
+        return 0
 
     def _reduce(self, action: Action) -> int:
         m, chunk = action.micro_batch, action.chunk
         if m not in self._step.reduced():
             self._refuse("none is due behind this micro-batch")
-        if ("W", m, chunk) not in self._done:
+        if m not in self._done["W", chunk]:
             self._refuse("its weight gradients have not been given")
-        if ("W", m + 1, chunk) in self._done:
+        if m + 1 in self._done["W", chunk]:
             self._refuse("the next micro-batch has given weight gradients already")
-        number = self._begin(self._copies, ("R", m, chunk), self._at)
-        self.events.append(Wait(self._copies, number, self._at, rendezvous=True))
-        return number
+        return 0
 
-    def _need(self, way: Way, action: Action, giver: tuple[int, int] | None) -> None:
+    def _need(self, way: Kind, action: Action, giver: tuple[int, int] | None) -> None:
         """What a computation begins with: its message, from another rank or from a chunk of its own."""
-        if giver is not None and giver[0] != self._rank:
+        if giver is None:
+            return
+        rank, chunk = giver
+        if rank != self._rank:
             receive: Kind = "receive F" if way == "F" else "receive B"
-            number = self._done.get((receive, action.micro_batch, action.chunk))
-            if number is None:
+            number = self._done[receive, action.chunk].get(action.micro_batch)
+            message = self._messages[receive][action.chunk]
+            if number is None or message is None:
                 self._refuse("the receive of its message has not been posted")
-            self.events.append(Wait(self._edge(giver[0], self._rank), number, self._at))
+            self.program.wait(message.edge, number, action)
             self._receives -= 1
-        elif giver is not None and (way, action.micro_batch, giver[1]) not in self._done:
-            self._refuse(f"chunk {giver[1]} of this rank, stage {self._stage[giver[1]]}, has not given its message")
-        self._inside(action)
+        elif action.micro_batch not in self._done[way, chunk]:
+            self._refuse(f"chunk {chunk} of this rank, stage {self._stage[chunk]}, has not given its message")
 
     def _receive(self, action: Action) -> int:
-        peer, chunk = self._other_end(action)
+        message = self._other_end(action)
         self._receives += 1
         self.most_receives = max(self.most_receives, self._receives)
-        message = _way(action), self._step.stages.stage(peer, chunk), action.micro_batch
-        return self._begin(self._edge(peer, self._rank), message, self._at)
+        return self.program.begin(message.edge, message.first + action.micro_batch, action)
 
     def _send(self, action: Action) -> int:
-        edge = self._edge(self._rank, self._other_end(action)[0])
-        way = _way(action)
-        if (way, action.micro_batch, action.chunk) not in self._done:
+        """Sends are taken to block until their receive is posted: what ends then also ends where they do not."""
+        message = self._other_end(action)
+        if action.micro_batch not in self._done[message.way, action.chunk]:
             self._refuse("the action that gives it has not been done")
-        number = self._begin(edge, (way, self._stage[action.chunk], action.micro_batch), self._at)
-        self.events.append(Wait(edge, number, self._at, rendezvous=True))
-        return number
+        self._together(message.edge, message.first + action.micro_batch, action)
+        return 0
 
-    def _free(self, action: Action) -> None:
-        edge = self._edge(self._rank, self._other_end(action)[0])
+    def _free(self, action: Action) -> int:
+        self._other_end(action)
         send: Kind = "send F" if action.kind == "free F" else "send B"
-        number = self._done.get((send, action.micro_batch, action.chunk))
-        if number is None:
+        if action.micro_batch not in self._done[send, action.chunk]:
             self._refuse("its send has not started")
-        self.events.append(Wait(edge, number, self._at))
+        return 0
 
-    def _other_end(self, action: Action) -> tuple[int, int]:
-        """The rank and chunk at the other end of a message."""
-        place = (self._giver if action.kind.startswith("receive") else self._taker)[_way(action)][action.chunk]
+    def _message(self, kind: Kind, chunk: int) -> _Message | None:
+        """None where nothing travels, or only within the rank."""
+        _, way = end = _OTHER_ENDS[kind]
+        place = self._ends[end][chunk]
         if place is None or place[0] == self._rank:
-            self._refuse("nothing travels here")
-        if action.peer != place[0]:
-            self._refuse(f"the other end is rank {place[0]}")
-        return place
+            return None
+        peer, receives = place[0], kind.startswith("receive")
+        edge = Communicator((peer, self._rank) if receives else (self._rank, peer), edge=True)
+        giver = self._step.stages.stage(*place) if receives else self._stage[chunk]
+        return _Message(peer, edge, way, (2 * giver + (way == "B")) * self._step.micro_batches)
 
-    def _inside(self, action: Action) -> None:
-        for name in self._step.inside.get(action.kind, ()):
-            self._together(self._copies, (name, action.kind, action.micro_batch, action.chunk), self._at)
+    def _other_end(self, action: Action) -> _Message:
+        message = self._messages[action.kind][action.chunk]
+        if message is None:
+            self._refuse("nothing travels here")
+        if action.peer != message.peer:
+            self._refuse(f"the other end is rank {message.peer}")
+        return message
 
     def _together(self, communicator: Communicator, operation: Hashable, at: object) -> None:
-        self.events.append(Wait(communicator, self._begin(communicator, operation, at), at))
-
-    def _begin(self, communicator: Communicator, operation: Hashable, at: object) -> int:
-        """How many operations of the communicator this rank has begun with this one."""
-        self.events.append(Begin(communicator, operation, at))
-        self._begun[communicator] += 1
-        return self._begun[communicator]
-
-    def _edge(self, sender: int, receiver: int) -> Communicator:
-        return Communicator((self._first_of_copy + sender, self._first_of_copy + receiver), edge=True)
+        self.program.wait(communicator, self.program.begin(communicator, operation, at), at)
 
     def _refuse(self, why: str) -> NoReturn:
-        raise ScheduleError(f"{self.name} at {self._at}: {why}")
+        raise ScheduleError(f"{self.program.name} at {self._say(self._at)}: {why}")
 
 
-def _way(action: Action) -> Way:
-    return "F" if action.kind.endswith("F") else "B"
+def _other_end(stages: Stages, stage: int, before: bool, way: Kind) -> tuple[int, int] | None:
+    """The rank and chunk of the stage before or after; None where nothing goes this way between the two."""
+    first = stage - 1 if before else stage
+    if not 0 <= first < stages.count - 1:
+        return None
+    travels = stages.passes(first) if way == "F" else stages.passes_back(first + 1)
+    return stages.place(first if before else first + 1) if travels else None
+
+
+_OTHER_ENDS: dict[Kind, tuple[bool, Kind]] = {
+    "receive F": (True, "F"),
+    "send F": (False, "F"),
+    "free F": (False, "F"),
+    "receive B": (False, "B"),
+    "send B": (True, "B"),
+    "free B": (True, "B"),
+}
+"""Of each kind of message whether its other end is the stage before, and what it travels with."""
+
+_TAKE: dict[Kind, Callable[[_Rank, Action], int]] = {
+    "F": _Rank._forward,
+    "B": _Rank._backward,
+    "I": _Rank._backward,
+    "W": _Rank._weight_gradients,
+    "R": _Rank._reduce,
+    "receive F": _Rank._receive,
+    "receive B": _Rank._receive,
+    "send F": _Rank._send,
+    "send B": _Rank._send,
+    "free F": _Rank._free,
+    "free B": _Rank._free,
+}

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megalite.pipeline.messages import Message, given, needed
 from megalite.pipeline.schedules import Action, Kind
-from megalite.pipeline.simulator import Span, durations, simulate
+from megalite.pipeline.simulator import Lanes, Span, durations, lanes, simulate
 from megalite.pipeline.stages import Stages
 
-_RECEIVE: dict[str, Kind] = {"F": "receive F", "B": "receive B"}
-_SEND: dict[str, Kind] = {"F": "send F", "B": "send B"}
-_FREE: dict[str, Kind] = {"F": "free F", "B": "free B"}
+_RECEIVE: dict[Kind, Kind] = {"F": "receive F", "B": "receive B", "I": "receive B"}
+_SEND: dict[Kind, Kind] = {"F": "send F", "B": "send B", "I": "send B"}
+_FREE: dict[Kind, Kind] = {"F": "free F", "B": "free B", "I": "free B"}
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,10 @@ def lower(
     reductions: Reductions | None = None,
     *,
     overlap: bool = True,
+    ranks: Sequence[int] | None = None,
 ) -> list[list[Action]]:
-    """Each rank's full list; without `reductions` gradients are not reduced.
+    """The full lists of `ranks`, None: of all, from the orders of all ranks; without `reductions` gradients are not
+    reduced.
 
     A send stands right behind the action that gives the message. Its receive is posted, in the order in which the
     sender sends, before the send starts: so no send waits for the receiver's program, however little a backend
@@ -48,73 +49,71 @@ def lower(
     Raises ScheduleError where the orders wait for each other for ever.
     """
     spans = simulate(stages, orders, durations())
-    sent = _sent(stages, spans)
-    inboxes = [_receives(stages, rank, spans[rank], sent) for rank in range(stages.ranks)]
-    return [
-        list(
-            _with_messages(
-                stages, rank, _with_reductions(order, stages, rank, reductions), inboxes[rank], overlap=overlap
-            )
-        )
-        for rank, order in enumerate(orders)
-    ]
+    tables = [lanes(stages, rank) for rank in range(stages.ranks)]
+    sent = _sent(tables, spans)
+    lists = []
+    for rank in range(stages.ranks) if ranks is None else ranks:
+        order = _with_reductions(orders[rank], stages, rank, reductions)
+        receives = _receives(rank, tables[rank], spans[rank], sent)
+        lists.append(list(_with_messages(rank, order, tables[rank], receives, overlap=overlap)))
+    return lists
 
 
-Edge = tuple[int, int]
-"""The ranks that send and receive."""
+Table = Mapping[tuple[Kind, int], Lanes]
+"""A rank's lanes, by kind and chunk."""
+Sent = Mapping[int, Mapping[int, Sequence[tuple[int, int, float]]]]
+"""What travels to a rank from another: lane, micro-batch and when, in order."""
 
 
-def _sent(stages: Stages, spans: Sequence[Sequence[Span]]) -> dict[Edge, list[tuple[Message, float]]]:
-    """What travels along each edge, in order, and when."""
-    sent: dict[Edge, list[tuple[Message, float]]] = defaultdict(list)
+def _sent(tables: Sequence[Table], spans: Sequence[Sequence[Span]]) -> Sent:
+    sent: dict[int, dict[int, list[tuple[int, int, float]]]] = {rank: {} for rank in range(len(tables))}
     for rank, own in enumerate(spans):
-        for span in own:
-            message = given(stages, rank, span.action)
-            if message is not None and (edge := message.route(stages)) != (rank, rank):
-                sent[edge].append((message, span.end))
+        for (kind, micro_batch, chunk, _), _, end in own:
+            _, gives, taker = tables[rank][kind, chunk]
+            if gives is not None and taker is not None and taker != rank:
+                sent[taker].setdefault(rank, []).append((gives, micro_batch, end))
     return sent
 
 
-def _receives(
-    stages: Stages, rank: int, spans: Sequence[Span], sent: dict[Edge, list[tuple[Message, float]]]
-) -> dict[int, list[Action]]:
+def _receives(rank: int, table: Table, spans: Sequence[Span], sent: Sent) -> dict[int, list[Action]]:
     """The receives of a rank by the index of the computation before which they are posted."""
-    user: dict[Message, tuple[int, Action]] = {}
-    for index, span in enumerate(spans):
-        message = needed(stages, rank, span.action)
-        if message is not None:
-            user[message] = index, span.action
-    ends = [span.end for span in spans]
+    users: dict[tuple[int, int], int] = {}
+    for index, (action, _, _) in enumerate(spans):
+        needs = table[action.kind, action.chunk].needs
+        if needs is not None:
+            users[needs, action.micro_batch] = index
+    ends = [end for _, _, end in spans]
     receives: dict[int, list[Action]] = defaultdict(list)
-    for peer in range(stages.ranks):
+    for peer, messages in sorted(sent[rank].items()):
         latest = len(spans)
-        for message, sent_at in reversed(sent.get((peer, rank), ())):
-            index, action = user[message]
+        for lane, micro_batch, sent_at in reversed(messages):
+            index = users[lane, micro_batch]
+            action = spans[index].action
             # Posted before the first computation of this rank that ends no earlier than the message is sent.
             latest = max(min(latest, index - 1, bisect_left(ends, sent_at)), 0)
-            receives[latest].insert(0, Action(_RECEIVE[message.kind], action.micro_batch, action.chunk, peer))
+            receives[latest].insert(0, Action(_RECEIVE[action.kind], micro_batch, action.chunk, peer))
     return receives
 
 
 def _with_messages(
-    stages: Stages, rank: int, order: Iterable[Action], receives: dict[int, list[Action]], *, overlap: bool
+    rank: int, order: Iterable[Action], table: Table, receives: Mapping[int, Sequence[Action]], *, overlap: bool
 ) -> Iterator[Action]:
     on_their_way: list[Action] = []
     computations = 0
     for action in order:
-        if action.kind == "R":
+        kind, micro_batch, chunk, _ = action
+        if kind == "R":
             yield action
             continue
-        yield from receives.get(computations, ())
+        if computations in receives:
+            yield from receives[computations]
         computations += 1
         yield action
         arrived, on_their_way = on_their_way, []
-        message = given(stages, rank, action)
-        if message is not None and (peer := message.route(stages)[1]) != rank:
-            way = message.kind
-            yield Action(_SEND[way], action.micro_batch, action.chunk, peer)
-            free = Action(_FREE[way], action.micro_batch, action.chunk, peer)
-            (on_their_way if overlap else arrived).append(free)
+        peer = table[kind, chunk].taker
+        if peer is not None and peer != rank:
+            yield Action(_SEND[kind], micro_batch, chunk, peer)
+            (on_their_way if overlap else arrived).append(Action(_FREE[kind], micro_batch, chunk, peer))
         yield from arrived
     yield from on_their_way
 

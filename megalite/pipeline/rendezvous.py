@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -17,103 +17,100 @@ class Communicator(NamedTuple):
     edge: bool = False
 
 
-class Begin(NamedTuple):
-    """A rank begins the next operation of a communicator, which must be the same on all of its ranks."""
-
-    communicator: Communicator
-    operation: Hashable
-    at: object
-    """What the rank is doing, for errors."""
+Event = tuple[Communicator, int, object]
+"""How many operations of a communicator must have begun on all its ranks before this one goes on, 0 where it begins
+the next one; and what it is at then, for errors."""
 
 
-class Wait(NamedTuple):
-    """A rank waits until the first `number` operations of a communicator have begun on all its ranks, and so end."""
-
-    communicator: Communicator
-    number: int
-    at: object
-    rendezvous: bool = False
-    """Only where whoever begins blocks until all have begun, and not where the backend takes the operation over."""
-
-
-@dataclass(frozen=True)
 class Program:
     """What a rank does, in order."""
 
-    name: str
-    events: Sequence[Begin | Wait]
+    def __init__(self, name: str, say: Callable[[object], str] = str) -> None:
+        """`say`: in words what the rank is at."""
+        self.name, self.say = name, say
+        self.events: list[Event] = []
+        self.begun: dict[Communicator, list[Hashable]] = defaultdict(list)
+        """The operations of each communicator."""
+
+    def begin(self, communicator: Communicator, operation: Hashable, at: object) -> int:
+        """Begin the next operation of a communicator, which must be the same on all its ranks; returns its number."""
+        begun = self.begun[communicator]
+        begun.append(operation)
+        self.events.append((communicator, 0, at))
+        return len(begun)
+
+    def wait(self, communicator: Communicator, number: int, at: object) -> None:
+        """Wait until so many operations of a communicator have begun on all its ranks, and so end."""
+        self.events.append((communicator, number, at))
+
+    def at(self, communicator: Communicator, number: int) -> str:
+        """What the rank is at when it begins this operation, from 0; or its end."""
+        begins = [at for other, awaited, at in self.events if other == communicator and awaited == 0]
+        return self.say(begins[number]) if number < len(begins) else "its end"
 
 
 Begun = dict[Communicator, dict[int, int]]
 """How many operations of a communicator each of its ranks has begun."""
 
 
-def run(programs: Sequence[Program], *, rendezvous: bool) -> None:
+def run(programs: Sequence[Program]) -> None:
     """Run the programs, one a rank, to their ends.
 
     Whether a rank can go on depends on how far the others have come, and what lets it go on is never taken back. So
-    the order in which ranks take turns does not matter: if they end here they always do.
+    the order in which ranks take turns does not matter: if they end here they always do, and also where some do not
+    wait.
 
     Raises ScheduleError where the ranks of a communicator do not begin the same operations in the same order, or where
     ranks wait for each other for ever.
     """
     begun = _matched(programs)
-    positions = [0] * len(programs)
-    moving = True
-    while moving:
-        moving = False
-        for rank, program in enumerate(programs):
-            position = _advance(program, rank, positions[rank], begun, rendezvous)
-            moving = moving or position > positions[rank]
-            positions[rank] = position
-    blocked = [
-        _why(programs, program.events[position], program.name, begun)
-        for program, position in zip(programs, positions, strict=True)
-        if position < len(program.events)
-    ]
+    running = [_waits(program, begun, rank) for rank, program in enumerate(programs)]
+    before: list[Event | None] = []
+    while (now := [next(waits, None) for waits in running]) != before:
+        before = now
+    blocked = [_why(programs, program, wait, begun) for program, wait in zip(programs, now, strict=True) if wait]
     if blocked:
-        how = "where a send waits for its receive" if rendezvous else "even where sends do not wait"
-        raise ScheduleError(f"the step never ends, {how}: {'; '.join(blocked)}")
+        raise ScheduleError(f"the step never ends, where a send waits for its receive: {'; '.join(blocked)}")
 
 
-def _advance(program: Program, rank: int, position: int, begun: Begun, rendezvous: bool) -> int:
-    """The event at which the rank must wait, having run those before it."""
-    events = program.events
-    while position < len(events):
-        event = events[position]
-        if isinstance(event, Begin):
-            begun[event.communicator][rank] += 1
-        elif (rendezvous or not event.rendezvous) and min(begun[event.communicator].values()) < event.number:
-            break
-        position += 1
-    return position
+def _waits(program: Program, begun: Begun, rank: int) -> Iterator[Event]:
+    """Run the program of a rank; gives the event at which it waits, for as long as it does."""
+    for event in program.events:
+        communicator, number, _ = event
+        counts = begun[communicator]
+        if number == 0:
+            counts[rank] += 1
+        else:
+            while min(counts.values()) < number:
+                yield event
 
 
-def _why(programs: Sequence[Program], event: Begin | Wait, name: str, begun: Begun) -> str:
-    assert isinstance(event, Wait)
-    missing = [programs[rank].name for rank, count in begun[event.communicator].items() if count < event.number]
-    return f"{name} at {event.at} waits for {' and '.join(missing)}"
+def _why(programs: Sequence[Program], program: Program, event: Event, begun: Begun) -> str:
+    communicator, number, at = event
+    missing = [programs[rank].name for rank, count in begun[communicator].items() if count < number]
+    return f"{program.name} at {program.say(at)} waits for {' and '.join(missing)}"
 
 
 def _matched(programs: Sequence[Program]) -> Begun:
     """No operation begun on any communicator, once all its ranks are known to begin the same ones."""
-    operations: dict[Communicator, dict[int, list[Begin]]] = {}
+    communicators: dict[Communicator, None] = {}
     for rank, program in enumerate(programs):
-        for event in program.events:
-            if isinstance(event, Begin):
-                members = operations.get(event.communicator)
-                if members is None:
-                    members = operations[event.communicator] = {member: [] for member in event.communicator.ranks}
-                if rank not in members:
-                    raise ScheduleError(f"{program.name} at {event.at} is no member of {event.communicator.ranks}")
-                members[rank].append(event)
-    for communicator, members in operations.items():
+        for communicator in program.begun:
+            if rank not in communicator.ranks:
+                raise ScheduleError(
+                    f"{program.name} at {program.at(communicator, 0)} is no member of {communicator.ranks}"
+                )
+            communicators[communicator] = None
+    for communicator in communicators:
         first, *others = communicator.ranks
         for other in others:
-            for mine, theirs in zip_longest(members[first], members[other]):
-                if mine is None or theirs is None or mine.operation != theirs.operation:
-                    raise ScheduleError(
-                        f"{programs[first].name} at {mine.at if mine else 'its end'} meets "
-                        f"{programs[other].name} at {theirs.at if theirs else 'its end'}"
-                    )
-    return {communicator: dict.fromkeys(communicator.ranks, 0) for communicator in operations}
+            _match(communicator, programs[first], programs[other])
+    return {communicator: dict.fromkeys(communicator.ranks, 0) for communicator in communicators}
+
+
+def _match(communicator: Communicator, one: Program, other: Program) -> None:
+    for number, (mine, theirs) in enumerate(zip_longest(one.begun[communicator], other.begun[communicator])):
+        if mine != theirs:
+            raise ScheduleError(
+                f"{one.name} at {one.at(communicator, number)} meets {other.name} at {other.at(communicator, number)}"
+            )

@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megalite.pipeline.stages import Stages
 
 Kind = Literal["F", "B", "I", "W", "R", "receive F", "send F", "free F", "receive B", "send B", "free B"]
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One thing that a rank does with one micro-batch in one of its chunks.
 
     F runs the stage forward. B runs it backward; or I does so for its input alone, and W gives the gradients of its

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
 
 from megalite.pipeline.messages import Message, given, needed
 from megalite.pipeline.schedules import Action, Kind
@@ -17,8 +18,7 @@ class ScheduleError(ValueError):
     """A step that would not end, or not compute what it should; the message names ranks and actions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """An action and when it ran, in any unit."""
 
     action: Action
@@ -32,6 +32,34 @@ def durations(forward: float = 1.0, backward_input: float = 1.0, backward_weight
     return lambda stage, kind: table.get(kind, 0.0)
 
 
+class Lanes(NamedTuple):
+    """Where the message of an action comes from and where it goes: the same for all micro-batches of a chunk.
+
+    A lane is all that one stage gives to the next, or to the one before; it has a number.
+    """
+
+    needs: int | None
+    gives: int | None
+    taker: int | None
+    """The rank to which the message goes; it may be the same."""
+
+
+def lanes(stages: Stages, rank: int) -> dict[tuple[Kind, int], Lanes]:
+    """Those of a rank's computations, by kind and chunk."""
+    kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
+    found = {}
+    for kind, chunk in product(kinds, range(stages.chunks)):
+        action = Action(kind, 0, chunk)
+        gives = given(stages, rank, action)
+        taker = None if gives is None else gives.route(stages)[1]
+        found[kind, chunk] = Lanes(_number(needed(stages, rank, action)), _number(gives), taker)
+    return found
+
+
+def _number(message: Message | None) -> int | None:
+    return None if message is None else 2 * message.stage + (message.kind == "B")
+
+
 def simulate(
     stages: Stages, orders: Sequence[Sequence[Action]], duration: Duration, transfer: float = 0.0
 ) -> list[list[Span]]:
@@ -41,24 +69,25 @@ def simulate(
     Raises ScheduleError where the orders wait for each other for ever.
     """
     spans: list[list[Span]] = [[] for _ in orders]
-    arrival: dict[tuple[Message, int], float] = {}
-    moving = True
-    while moving:
-        moving = False
-        for rank, order in enumerate(orders):
-            while len(spans[rank]) < len(order):
-                action = order[len(spans[rank])]
-                message = needed(stages, rank, action)
-                ready = 0.0 if message is None else arrival.get((message, rank))
-                if ready is None:
-                    break
-                start = max(spans[rank][-1].end if spans[rank] else 0.0, ready)
-                end = start + duration(stages.stage(rank, action.chunk), action.kind)
-                spans[rank].append(Span(action, start, end))
-                if (message := given(stages, rank, action)) is not None:
-                    taker = message.route(stages)[1]
-                    arrival[message, taker] = end + (transfer if taker != rank else 0.0)
-                moving = True
+    arrivals: list[dict[int, float]] = [{} for _ in range(2 * stages.count)]
+    ranks = []
+    for rank, order in enumerate(orders):
+        own = lanes(stages, rank)
+        table = {}
+        for kind, chunk in {(action.kind, action.chunk) for action in order}:
+            needs, gives, taker = own[kind, chunk]
+            table[kind, chunk] = _Turn(
+                None if needs is None else arrivals[needs],
+                None if gives is None else arrivals[gives],
+                duration(stages.stage(rank, chunk), kind),
+                transfer if taker != rank else 0.0,
+            )
+        ranks.append(_simulated(order, table, spans[rank]))
+    done, before = 0, -1
+    while done > before:
+        for actions in ranks:
+            next(actions, None)
+        done, before = sum(map(len, spans)), done
     blocked = [
         f"rank {rank} at {order[len(done)]}"
         for rank, (order, done) in enumerate(zip(orders, spans, strict=True))
@@ -67,6 +96,32 @@ def simulate(
     if blocked:
         raise ScheduleError(f"the schedule never ends: {'; '.join(blocked)}")
     return spans
+
+
+class _Turn(NamedTuple):
+    """How an action of one kind and chunk runs: lanes hold the times at which micro-batches arrive."""
+
+    needs: Mapping[int, float] | None
+    gives: dict[int, float] | None
+    lasts: float
+    travels: float
+
+
+def _simulated(order: Sequence[Action], table: Mapping[tuple[Kind, int], _Turn], spans: list[Span]) -> Iterator[None]:
+    """Run a rank's actions; pauses for as long as a message has not been given."""
+    now = 0.0
+    for action in order:
+        kind, micro_batch, chunk, _ = action
+        needs, gives, lasts, travels = table[kind, chunk]
+        start = now
+        if needs is not None:
+            while micro_batch not in needs:
+                yield
+            start = max(now, needs[micro_batch])
+        now = start + lasts
+        spans.append(Span(action, start, now))
+        if gives is not None:
+            gives[micro_batch] = now + travels
 
 
 def bubble(spans: Sequence[Sequence[Span]]) -> float:
@@ -82,7 +137,8 @@ def peak_in_flight(order: Sequence[Action], sizes: Sequence[int] | None = None) 
     """
     kept = peak = 0
     for action in order:
-        size = 1 if sizes is None else sizes[action.chunk]
-        kept += {"F": size, "B": -size, "W": -size}.get(action.kind, 0)
-        peak = max(peak, kept)
+        if action.kind in ("F", "B", "W"):
+            size = 1 if sizes is None else sizes[action.chunk]
+            kept += size if action.kind == "F" else -size
+            peak = max(peak, kept)
     return peak

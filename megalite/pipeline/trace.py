@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -58,7 +57,7 @@ def _events(time_line: TimeLine) -> Iterator[dict[str, object]]:
                 "tid": int(action.kind not in COMPUTATIONS),
                 "ts": span.start * MICROSECONDS,
                 "dur": (span.end - span.start) * MICROSECONDS,
-                "args": {**asdict(action), "stage": time_line.stages.stage(rank, action.chunk)},
+                "args": {**action._asdict(), "stage": time_line.stages.stage(rank, action.chunk)},
             }
 
 

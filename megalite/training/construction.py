@@ -22,7 +22,7 @@ from megalite.model.gpt import GPT
 from megalite.model.head import Loss
 from megalite.model.recompute import Recompute
 from megalite.optim import optimizer as optim
-from megalite.optim.buckets import DataParallel
+from megalite.optim.buckets import Bucket, DataParallel
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
@@ -35,7 +35,7 @@ from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.stages import Stages, TensorSpec
-from megalite.pipeline.steps import Steps
+from megalite.pipeline.steps import Inside, Steps
 from megalite.training.data import RunData
 
 
@@ -108,8 +108,9 @@ def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, optimizer:
     theirs together.
     """
     parallel, each = config.parallel, optimizer.reduces_each_micro_batch
-    gathers = ("gather of parameters",) if any(bucket.stage == 3 for bucket in optimizer.buckets) else ()
-    reduction = ("reduction of gradients",) if each else ()
+    gathers = _inside("gather of parameters", (bucket for bucket in optimizer.buckets if bucket.stage == 3))
+    reductions = _inside("reduction of gradients", optimizer.buckets)
+    reduction, at_the_end = (reductions, ()) if each else ((), reductions)
     return Steps(
         stages,
         mesh.coordinate("pp"),
@@ -117,10 +118,15 @@ def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, optimizer:
         group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
         reductions=Reductions(each, parallel.overlap_grad_reduce, parallel.align_grad_reduce),
         overlap=parallel.overlap_p2p_communication,
-        copies=mesh.size("dp"),
-        inside={"F": gathers, "B": (*gathers, *reduction), "I": gathers, "W": reduction},
+        inside={"F": gathers, "B": (*gathers, *reduction), "I": gathers, "W": reduction, "R": at_the_end},
         behind=_behind_the_lists(mesh, optimizer),
     )
+
+
+def _inside(name: str, buckets: Iterable[Bucket]) -> tuple[Inside, ...]:
+    """What copies do together with these buckets, once for each group."""
+    experts = {bucket.slots[0].parameter.sharding.expert: len(bucket.shard_group.ranks) for bucket in buckets}
+    return tuple(Inside(name, f"{size} of {'edp' if expert else 'dp x cp'}") for expert, size in experts.items())
 
 
 def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Collective]]:

@@ -77,8 +77,10 @@ class Trainer:
         self.terms = self.chunks[0].loss_terms
         self.optimizer = make_optimizer(config, self.chunks, mesh)
         self.engine = make_engine(config, self.chunks, mesh, stages)
-        self.steps = make_steps(config, mesh, stages, self.optimizer)
         self.batch_size = global_batch_size(config)
+        self.steps = make_steps(config, mesh, stages, self.optimizer)
+        sizes = [self.num_micro_batches(size) for size in self.batch_size.sizes]
+        self.steps.prove(sizes, sizes[-1:], mesh)
         self.rates = rate_schedules(
             config.optimizer,
             config.training,

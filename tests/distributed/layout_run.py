@@ -148,7 +148,7 @@ class Training:
             rank,
             schedule=cell.schedule_name,
             reductions=Reductions(self.optimizer.reduces_each_micro_batch, cell.overlap != "none", align=True),
-        )
+        ).prove([cell.samples // (cell.dp * cell.micro_batch_size)], mesh=mesh)
 
     def step(self, number: int) -> tuple[float, StepResult]:
         """One step on the samples of this number: the mean loss over the global batch, and the update."""
@@ -252,7 +252,8 @@ def accumulate_gradients(
 ) -> Tensor:
     """A step up to the optimizer's: all micro-batches forward and backward; the sum of their losses."""
     optimizer.begin_step(len(micro_batches))
-    actions = Steps(reductions=Reductions(optimizer.reduces_each_micro_batch)).training(len(micro_batches))
+    steps = Steps(reductions=Reductions(optimizer.reduces_each_micro_batch)).prove([len(micro_batches)])
+    actions = steps.training(len(micro_batches))
     return PipelineEngine([stage]).run(actions, micro_batches, {LOSS: factor}, optimizer)[LOSS]
 
 

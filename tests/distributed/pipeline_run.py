@@ -315,6 +315,7 @@ def make_engine(
     stages = passing_hidden(case.stages(mesh.world_size), (WIDTH, width))
     run = [as_stage(layer, last=layer.is_last) for layer in layers]
     steps = Steps(stages, mesh.rank, schedule=case.schedule, group=case.group, overlap=case.overlap)
+    steps.prove([case.micro_batches], [case.micro_batches], mesh)
     return PipelineEngine(run, stages, mesh.rank, links, mesh.device), steps
 
 

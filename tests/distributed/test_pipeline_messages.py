@@ -72,7 +72,7 @@ def trained(schedule: str, ranks: int, chunks: int) -> tuple[dict[str, float], d
     own = stages.of_rank(mesh.rank)
     layers, links = [Mixed(stage, stages) for stage in own], CountingLinks(make_links(mesh, stages))
     engine = PipelineEngine(layers, stages, mesh.rank, links, mesh.device)
-    actions = Steps(stages, mesh.rank, schedule=schedule).training(4)
+    actions = Steps(stages, mesh.rank, schedule=schedule).prove([4]).training(4)
     links.sent.clear()
     sums = engine.run(actions, inputs(), FACTORS, Gradients(layers))
     gradients = {stage: layer.weight.grad for stage, layer in zip(own, layers, strict=True)}

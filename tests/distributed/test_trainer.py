@@ -124,6 +124,16 @@ def test_a_run_is_the_plain_loop(flags: str, rank_pools: RankPools) -> None:
         assert_number_close(last, norm, "norm of the weights", 1e-9)
 
 
+def test_every_size_of_a_growing_batch_is_proved() -> None:
+    """Before the first step."""
+    flags = f"{FLAGS} --rampup-batch-size 1 1 12 --train-samples 40".replace(f"--train-iters {STEPS} ", "")
+    config = resolve(parse_arguments(flags.replace("-iters 2 --lr-decay", "-samples 2 --lr-decay").split()).config, 1)
+    trainer = Trainer(config, open_data(config), ParallelMesh(rank=0, world_size=1))
+    for micro_batches in range(1, BATCH + 1):
+        assert len(trainer.steps.training(micro_batches)) == 2 * micro_batches + 1
+    assert len(trainer.steps.evaluation(BATCH)) == BATCH
+
+
 def test_evaluations_drop_nothing_and_leave_no_trace() -> None:
     """Steps go on dropping, by the sample, as if there had been none."""
     flags = FLAGS.replace("dropout 0", "dropout 0.1")

@@ -51,6 +51,7 @@ class Run:
         self.engine = PipelineEngine(self.chunks, stages, rank, make_links(self.mesh, stages), self.mesh.device)
         reductions = Reductions(self.optimizer.reduces_each_micro_batch)
         self.steps = Steps(stages, rank, schedule=cell.schedule_name, reductions=reductions)
+        self.steps.prove([cell.samples // (cell.dp * cell.micro_batch_size)], mesh=self.mesh)
 
     def step(self, recording: Recording | None = None) -> None:
         micro_batches = list(local_micro_batches(self.cell, 0, self.mesh.coordinate("dp")))

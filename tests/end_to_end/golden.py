@@ -64,7 +64,7 @@ def _train(config: ModelConfig, dtype: torch.dtype) -> list[float]:
         maximum=1e-2, minimum=1e-3, warmup_samples=5 * BATCH, decay_samples=STEPS * BATCH, style="cosine"
     )
     dataset = MockDataset(VOCABULARY, SEQUENCE, SEED, STEPS * BATCH)
-    engine, actions = PipelineEngine([network]), Steps(reductions=Reductions()).training(2)
+    engine, actions = PipelineEngine([network]), Steps(reductions=Reductions()).prove([2]).training(2)
     means = []
     for step in range(STEPS):
         halves = [micro_batch(dataset, step * BATCH + half, dtype) for half in (0, BATCH // 2)]

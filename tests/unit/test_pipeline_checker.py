@@ -13,32 +13,20 @@ from hypothesis import strategies as st
 
 from megalite.pipeline.checker import Collective, Report, check
 from megalite.pipeline.lowering import Reductions
-from megalite.pipeline.rendezvous import Begin, Communicator, Program, Wait, run
+from megalite.pipeline.rendezvous import Communicator, Program, run
 from megalite.pipeline.schedules import Action, Kind
 from megalite.pipeline.simulator import ScheduleError, peak_in_flight
 from megalite.pipeline.stages import Stages
 from tests.harness.pipelines import CHUNKS, REDUCTIONS, Pipeline, every_pipeline, pipelines
 
-# As ZeRO 3 does: parameters are gathered before use, gradients reduced as they come.
-ZERO_3: dict[Kind, tuple[str, ...]] = {
-    "F": ("gather", "gather of the next block"),
-    "B": ("gather", "reduction"),
-    "I": ("gather",),
-    "W": ("reduction",),
-}
 
-
-def behind(pipeline: Pipeline, copies: int) -> list[list[Collective]]:
-    """What comes behind the list of each rank: the sum of a tied weight, the norm, the gather of parameters."""
-    world = tuple(range(copies * pipeline.ranks))
-    collectives: list[list[Collective]] = []
-    for number in world:
-        copy, rank = divmod(number, pipeline.ranks)
-        ends = (copy * pipeline.ranks, (copy + 1) * pipeline.ranks - 1)
-        tied = [Collective("sum of the tied weight", ends)] if pipeline.ranks > 1 and number in ends else []
-        gather = Collective("gather", tuple(range(rank, len(world), pipeline.ranks)))
-        collectives.append([*tied, Collective("norm", world), gather])
-    return collectives
+def behind(pipeline: Pipeline) -> list[list[Collective]]:
+    """What comes behind the list of each rank: the sum of a tied weight, the norm, a gather."""
+    every = tuple(range(pipeline.ranks))
+    ends = (0, pipeline.ranks - 1)
+    tied = [Collective("sum of the tied weight", ends)] if pipeline.ranks > 1 else []
+    rest = [Collective("norm", every), Collective("gather", every)]
+    return [[*tied, *rest] if rank in ends else list(rest) for rank in every]
 
 
 @pytest.mark.parametrize("schedule", sorted(CHUNKS))
@@ -50,19 +38,16 @@ def test_every_schedule_passes(schedule: str) -> None:
 
 
 @settings(max_examples=300)
-@given(pipeline=pipelines(), reductions=st.sampled_from(REDUCTIONS), copies=st.integers(1, 3), zero_3=st.booleans())
-def test_every_kind_of_step_passes(
-    pipeline: Pipeline, reductions: Reductions | None, copies: int, zero_3: bool
-) -> None:
+@given(pipeline=pipelines(), reductions=st.sampled_from(REDUCTIONS))
+def test_every_kind_of_step_passes(pipeline: Pipeline, reductions: Reductions | None) -> None:
     reductions = reductions if pipeline.backward else None
     check(
         pipeline.stages,
-        pipeline.lists(reductions) * copies,
+        pipeline.lists(reductions),
         pipeline.micro_batches,
         reductions,
         backward=pipeline.backward,
-        inside=ZERO_3 if zero_3 else None,
-        behind=behind(pipeline, copies),
+        behind=behind(pipeline),
     )
 
 
@@ -81,14 +66,14 @@ def test_the_report_counts_by_chunk() -> None:
 
 
 class Lists:
-    """A right step of three ranks in one or two copies, to be made wrong. `spot` finds an action of rank 1."""
+    """A right step of three ranks, to be made wrong. `spot` finds an action of rank 1."""
 
-    def __init__(self, schedule: str, reductions: Reductions, copies: int = 1) -> None:
+    def __init__(self, schedule: str, reductions: Reductions) -> None:
         chunks = {"interleaved-1f1b": 2, "zb-v": 2}.get(schedule, 1)
         self.pipeline = Pipeline(schedule, 3, chunks, 7)
         self.reductions = reductions
-        self.lists = [list(actions) for actions in self.pipeline.lists(reductions) * copies]
-        self.behind = behind(self.pipeline, copies)
+        self.lists = [list(actions) for actions in self.pipeline.lists(reductions)]
+        self.behind = behind(self.pipeline)
         self.split = schedule.startswith("zb")
         self.backward: Kind = "I" if self.split else "B"
         self.weights: Kind = "W" if self.split else "B"
@@ -141,7 +126,7 @@ def doubled(kind: Kind) -> Fault:
 def wrong(kind: Kind, **change: Any) -> Fault:
     def fault(lists: Lists) -> str:
         index = lists.spot(kind)
-        lists.one[index] = replace(lists.one[index], **change)
+        lists.one[index] = lists.one[index]._replace(**change)
         return f"rank 1 at {lists.one[index]}"
 
     return fault
@@ -341,26 +326,8 @@ def test_a_reduction_behind_the_next_micro_batch() -> None:
 
 def test_ranks_without_lists() -> None:
     pipeline = Pipeline("1f1b", 2, 1, 3)
-    with pytest.raises(ScheduleError, match="3 lists are not those of whole pipelines of 2 ranks"):
+    with pytest.raises(ScheduleError, match="3 lists are not those of a pipeline of 2 ranks"):
         check(pipeline.stages, [*pipeline.lists(), []], 3)
-
-
-def test_copies_that_reduce_in_different_order() -> None:
-    lists = Lists("interleaved-1f1b", Reductions(), copies=2)
-    lists.check()
-    actions = lists.lists[4]
-    first, second = [index for index, action in enumerate(actions) if action.kind == "R"]
-    actions[first], actions[second] = actions[second], actions[first]
-    with pytest.raises(ScheduleError, match=r"rank 1 of copy 0 at R of .* meets rank 1 of copy 1 at R of"):
-        lists.check()
-
-
-def test_copies_that_gather_go_in_one_order() -> None:
-    lists = [*Pipeline("1f1b", 2, 1, 3).lists(Reductions()), *Pipeline("gpipe", 2, 1, 3).lists(Reductions())]
-    check(Stages(2), lists, 3, Reductions())
-    message = r"rank 0 of copy 0 at B of micro-batch 0, .* meets rank 0 of copy 1 at F of micro-batch 2"
-    with pytest.raises(ScheduleError, match=message):
-        check(Stages(2), lists, 3, Reductions(), inside=ZERO_3)
 
 
 def test_collectives_that_wait_in_a_ring() -> None:
@@ -381,15 +348,12 @@ def test_a_collective_of_others() -> None:
         check(pipeline.stages, pipeline.lists(), 1, behind=behind)
 
 
-def _both_send_first() -> list[Program]:
-    there, back = Communicator((0, 1), edge=True), Communicator((1, 0), edge=True)
-    return [
-        Program("rank 0", [Begin(there, "x", "send x"), Wait(there, 1, "send x", True), Begin(back, "y", "receive y")]),
-        Program("rank 1", [Begin(back, "y", "send y"), Wait(back, 1, "send y", True), Begin(there, "x", "receive x")]),
-    ]
-
-
-def test_two_that_send_before_they_receive_end_only_where_sends_do_not_wait() -> None:
-    run(_both_send_first(), rendezvous=False)
-    with pytest.raises(ScheduleError, match="rank 0 at send x waits for rank 1; rank 1 at send y waits for rank 0"):
-        run(_both_send_first(), rendezvous=True)
+def test_two_that_send_to_each_other_before_they_receive_never_end() -> None:
+    """However little the backend buffers: each send waits for its receive."""
+    edges = Communicator((0, 1), edge=True), Communicator((1, 0), edge=True)
+    programs = [Program("rank 0"), Program("rank 1")]
+    for program, (there, back) in zip(programs, (edges, edges[::-1]), strict=True):
+        program.wait(there, program.begin(there, "x", "its send"), "its send")
+        program.begin(back, "x", "its receive")
+    with pytest.raises(ScheduleError, match="rank 0 at its send waits for rank 1; rank 1 at its send waits for rank 0"):
+        run(programs)

@@ -59,7 +59,7 @@ def test_a_send_stands_behind_what_gives_it_and_is_waited_for_behind_the_next_co
         computations = [index for index, action in enumerate(actions) if action.kind in COMPUTATIONS]
         for index, action in enumerate(actions):
             if action.kind.startswith("send"):
-                free = replace(action, kind=action.kind.replace("send", "free"))
+                free = action._replace(kind=action.kind.replace("send", "free"))
                 between = sum(index < other < actions.index(free) for other in computations)
                 assert between == (overlap and index < computations[-1])
 

@@ -264,7 +264,9 @@ def test_scores_of_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
 def test_losses_of_micro_batches_are_summed_exactly() -> None:
     """In fp32 2^24 + 1 is 2^24."""
     losses = [torch.tensor(float(2**24)), torch.tensor(1.0), torch.tensor(1.0), torch.tensor(2.0**-20)]
-    total = PipelineEngine([as_stage(lambda hidden, loss: loss, last=True)]).run(Steps().evaluation(4), losses)[LOSS]
+    total = PipelineEngine([as_stage(lambda hidden, loss: loss, last=True)]).run(
+        Steps().prove([], [4]).evaluation(4), losses
+    )[LOSS]
     assert total.dtype == torch.float64
     assert total.item() == 2**24 + 2 + 2.0**-20
 

@@ -1,0 +1,113 @@
+"""Proofs on real ranks: shared out over a pipeline, told to all of it, and compared with its copies."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from megalite.parallel.mesh import ParallelMesh
+from megalite.pipeline import steps as module
+from megalite.pipeline.checker import Collective
+from megalite.pipeline.lowering import Reductions, lower
+from megalite.pipeline.schedules import Action
+from megalite.pipeline.simulator import ScheduleError
+from megalite.pipeline.stages import Stages
+from megalite.pipeline.steps import Inside, Steps
+from tests.harness.rank_pool import RankPools
+
+TRAINING, EVALUATION = [2, 4, 6, 8], [8]
+
+
+def mesh_of(pipeline: int) -> ParallelMesh:
+    return ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size(), pipeline_parallel_size=pipeline)
+
+
+class Counted(Steps):
+    """Notes what this rank proves."""
+
+    def _digests(self, step: module._Step) -> list[str]:
+        self.__dict__.setdefault("own", []).append(str(step))
+        return super()._digests(step)
+
+
+def proved_here() -> list[str]:
+    mesh = mesh_of(2)
+    steps = Counted(Stages(2), mesh.coordinate("pp"), schedule="zb-h1").prove(TRAINING, EVALUATION, mesh)
+    for number in TRAINING:
+        assert steps.training(number)
+    assert steps.evaluation(8)
+    own: list[str] = steps.__dict__["own"]
+    return own
+
+
+def test_the_ranks_of_a_pipeline_share_the_proofs(rank_pools: RankPools) -> None:
+    """The last has the largest: the first has a screen to write to, too."""
+    first, second = rank_pools(2).run(proved_here)
+    assert second == ["step of 8 micro-batches", "step of 4 micro-batches", "step of 2 micro-batches"]
+    assert first == ["step of 6 micro-batches", "evaluation of 8 micro-batches"]
+
+
+def refusal(fault: str, faulty: int) -> str:
+    """What a rank is told where another is at fault."""
+    mesh = mesh_of(2)
+    both = [Collective("norm", (0, 1)), Collective("gather", (0, 1))]
+    odd = mesh.rank == faulty
+    wrong_behind = fault == "what comes behind the lists"
+    inside = Inside("gather of parameters", "dp x cp")
+    steps = Steps(
+        Stages(2),
+        mesh.coordinate("pp"),
+        behind=[both, both[::-1] if wrong_behind else both],
+        inside={"F": () if odd and fault == "inside" else (inside,)},
+        reductions=Reductions(each=odd and fault == "lists"),
+    )
+    try:
+        steps.prove([4], mesh=mesh).training(4)
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_does_something_else_inside_is_named_everywhere(rank_pools: RankPools) -> None:
+    """Of two copies of a pipeline, ranks 1 and 3; of which nobody knows who is right: the later is named."""
+    told = rank_pools(4).run(refusal, "inside", 3)
+    assert len(set(told)) == 1
+    assert told[0].startswith("rank 3: the steps, or what is done together inside them, are not those of the other")
+
+
+def test_copies_that_prove_other_lists_are_named(rank_pools: RankPools) -> None:
+    """What a pipeline's last rank proves is that of all its ranks."""
+    told = rank_pools(4).run(refusal, "lists", 3)
+    assert len(set(told)) == 1
+    assert told[0].startswith("rank 1, 3: the steps, or what")
+
+
+def test_a_proof_that_fails_is_told_to_all(rank_pools: RankPools) -> None:
+    """Though one rank alone proves it."""
+    told = rank_pools(2).run(refusal, "what comes behind the lists", 0)
+    assert told[0] == told[1] == "rank 0 at norm meets rank 1 at gather"
+
+
+def other_list() -> str:
+    """What each rank is told where the first lowers its list otherwise than it was proved by the last."""
+    mesh = mesh_of(2)
+    steps = Steps(Stages(2), mesh.coordinate("pp")).prove([4], mesh=mesh)
+
+    def swapped(*arguments: object, **options: object) -> list[list[Action]]:
+        (own,) = lower(*arguments, **options)  # type: ignore[arg-type]
+        return [[own[1], own[0], *own[2:]]]
+
+    if mesh.rank == 0:
+        module.lower = swapped  # type: ignore[assignment]
+    try:
+        steps.training(4)
+    except ScheduleError as error:
+        return str(error)
+    finally:
+        module.lower = lower
+    return ""
+
+
+def test_a_rank_compares_its_own_list_with_the_one_that_was_proved(rank_pools: RankPools) -> None:
+    first, last = rank_pools(2).run(other_list)
+    assert first.startswith("rank 0 of the pipeline: its list of the step of 4 micro-batches is not the one that was")
+    assert last == ""
