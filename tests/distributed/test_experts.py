@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite import checkpoint
-from megalite.checkpoint import Plan, TrainingState
+from megalite.checkpoint import Contents, Plan, TrainingState
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim import muon
-from megalite.optim.buckets import DataParallel, plan_buckets
-from megalite.optim.layout import BucketLayout
+from megalite.optim.buckets import DataParallel
 from megalite.optim.learning_rate import Rates
 from megalite.optim.muon import Muon
 from megalite.optim.optimizer import make_optimizer
@@ -171,11 +170,11 @@ class Training:
             set_values=lambda parameter: set_initial_values(parameter, seed=1),
         )
 
-        def layouts_at(mesh: ParallelMesh) -> list[BucketLayout]:
+        def contents_at(mesh: ParallelMesh) -> Contents:
             network = Network(mesh)
-            return plan_buckets([network], mesh, options, blocks=[list(network.layers)])
+            return Contents.of([network], mesh, options, blocks=[list(network.layers)])
 
-        self.plan = Plan(mesh, layouts_at, config, stage=options.stage, instances=options.instances)
+        self.plan = Plan(mesh, contents_at, config, stage=options.stage, instances=options.instances)
         self.norms: list[float] = []
 
     def step(self, number: int) -> None:

@@ -40,15 +40,16 @@ FAILS = """
 import os, runpy, signal, sys, time
 import torch
 from megalite.model.gpt import GPT
+from megalite.parallel.stage import StageOutput
 
 forward, calls = GPT.forward, 0
 
-def failing(self, hidden, micro_batch):
+def failing(self, inputs, micro_batch):
     global calls
     calls += 1
     if os.environ["RANK"] == os.environ["FAILING"] and calls == {call}:  # the first is the summary's
         {fault}
-    return forward(self, hidden, micro_batch)
+    return forward(self, inputs, micro_batch)
 
 GPT.forward = failing
 sys.argv[0] = {program!r}
@@ -100,12 +101,13 @@ def assert_names(error: str, stage: str) -> None:
 
 
 def test_a_stage_that_returns_another_shape_is_told_once(spawn: Spawn, tmp_path: Path) -> None:
-    fault = "return forward(self, hidden, micro_batch)[:, :, :8]"
+    narrow = "{name: tensor[:, :, :8] for name, tensor in forward(self, inputs, micro_batch).tensors.items()}"
+    fault = f"return StageOutput({narrow})"
     job = start_failing(spawn, tmp_path, fault, 1, "--pp", "3", "--decoder-first-pipeline-num-layers", "2")
     codes = job.wait(timeout=60)
     assert errors(job) == [
-        "error on rank 1: stage 1 returned (16, 1, 8) of torch.float32 for micro-batch 1, where the next stage expects "
-        "hidden states (16, 1, 16) of torch.float32"
+        "error on rank 1: stage 1 returned hidden states (16, 1, 8) of torch.float32 for micro-batch 1, where the next "
+        "stage expects (16, 1, 16) of torch.float32"
     ]
     assert len(set(codes)) == 1
     assert codes[0] not in (0, 85)

@@ -253,9 +253,8 @@ def test_a_message_may_be_waited_for_behind_its_own_backward(micro_batches: int,
     """So it is with one micro-batch, whose backward is the next computation: then its graph is gone."""
     first, links = First(), Mailbox()
     engine = PipelineEngine([as_stage(first, last=False)], passing_hidden(Stages(2), (2,)), 0, links, CPU)
-    engine.run(
-        Steps(Stages(2), 0, schedule=schedule).prove([micro_batches]).training(micro_batches), MICRO_BATCHES, FACTORS
-    )
+    actions = Steps(Stages(2), 0, schedule=schedule).prove([micro_batches]).training(micro_batches)
+    engine.run(actions, MICRO_BATCHES, FACTORS)
     slope = 1 - torch.tanh(torch.ones(2, dtype=torch.float64)) ** 2
     torch.testing.assert_close(first.weight.grad, micro_batches * slope)
     assert len(links.sent) == micro_batches
