@@ -91,7 +91,7 @@ def measured_memory(trainer: Trainer) -> memory.Memory:
     ones = torch.ones(shape, dtype=torch.promote_types(trainer.dtype, torch.float32), device=device)
     positions = torch.arange(shape[1], device=device).expand(shape)
     documents = zeros if trainer.config.data.reset_attention_mask else None
-    micro_batch = MicroBatch(zeros, positions, documents, zeros, ones, RandomKey(training.seed, 0))
+    micro_batch = MicroBatch(zeros, positions, documents, zeros, ones, RandomKey(training.seed, tuple(range(shape[0]))))
     hidden = hidden_states(trainer.config, trainer.mesh).empty().zero_().requires_grad_()
     forwards = [
         functools.partial(chunk.train(), None if chunk.part.embedding else hidden, micro_batch)

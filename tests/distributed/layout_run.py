@@ -46,6 +46,7 @@ from tests.distributed.layout_cell import (
     model_config,
     optimizer_config,
     rates,
+    sample_numbers,
 )
 
 SEED = 1234
@@ -238,7 +239,7 @@ def recording_losses(chunk: GPT, sample_losses: dict[int, Tensor]) -> Callable[[
     def stage(hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         output: Tensor = chunk(hidden, micro_batch)
         if chunk.part.loss:
-            sample_losses.setdefault(micro_batch.key.sample, output.detach().clone())
+            sample_losses.setdefault(micro_batch.key.samples[0], output.detach().clone())
         return output
 
     return stage
@@ -285,7 +286,7 @@ def local_micro_batches(cell: Cell, step: int, dp_rank: int) -> Iterator[MicroBa
             document_ids=None if whole.document_ids is None else whole.document_ids[own],
             labels=whole.labels[own],
             loss_mask=whole.loss_mask[own],
-            key=RandomKey(SEED, step * cell.samples + start),
+            key=RandomKey(SEED, tuple(sample_numbers(cell, step)[own])),
         )
 
 

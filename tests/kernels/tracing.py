@@ -50,7 +50,7 @@ def graphs_of_layers() -> int:
     network = GPT(model, ParallelMesh(device=device), dtype=torch.bfloat16)
     compile_layers([network], keep)
     tokens = torch.zeros(2, 8, dtype=torch.int64, device=device)
-    network(None, MicroBatch(tokens, tokens, None, tokens, torch.ones(2, 8, device=device), RandomKey(1, 2)))
+    network(None, MicroBatch(tokens, tokens, None, tokens, torch.ones(2, 8, device=device), RandomKey(1, (2, 3))))
     return len(graphs)
 
 
