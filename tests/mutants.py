@@ -93,6 +93,7 @@ _DOCTOR = "tests/unit/test_doctor.py::test_"
 _DOCTOR_OF_RANKS = "tests/end_to_end/test_doctor.py::test_"
 _TRAINER = "tests/distributed/test_trainer.py::test_a_run_is_the_plain_loop"
 _DROPOUT = "tests/distributed/test_layouts_dropout.py::test_dropout_is_the_oracles_however_samples_are_split"
+_DROPOUT_KERNEL = "tests/kernels/test_dropout.py::test_"
 _DRAWS = "tests/distributed/test_layouts_dropout.py::test_no_two_sites_draw_the_same"
 _PRECISION = "tests/unit/test_precision.py::test_"
 _REGIONS = "tests/distributed/test_parallel_regions.py::test_"
@@ -844,6 +845,27 @@ MUTANTS = (
         "[skipped : skipped + len(run) * width]",
         "[: len(run) * width]",
         f"{_UNIT}randomness.py::test_parts_of_a_batch_and_of_its_rows_are_those_of_the_whole[10]",
+    ),
+    Mutant(
+        "the kernel of dropout draws the same for all of a sample's parts",
+        "kernels/megalite_kernels/dropout.py",
+        "tl.philox(seed, offset + group,",
+        "tl.philox(seed, 1 + group,",
+        f"{_DROPOUT_KERNEL}the_kernel_drops_what_the_reference_drops",
+    ),
+    Mutant(
+        "the kernel of dropout leaves the layer out",
+        "kernels/megalite_kernels/dropout.py",
+        "zeros + layer, zeros + site)",
+        "zeros, zeros + site)",
+        f"{_DROPOUT_KERNEL}the_kernel_drops_what_the_reference_drops",
+    ),
+    Mutant(
+        "the start says nothing of an operator that drops by its own mask",
+        "megalite/training/summary.py",
+        "model.attention_dropout == 0.0 or not",
+        "model.attention_dropout or not",
+        "tests/unit/test_summary.py::test_an_operator_that_draws_its_own_masks_is_named",
     ),
     Mutant(
         "the mask of dropout is not that of the gradient",

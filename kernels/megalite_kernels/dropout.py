@@ -100,35 +100,26 @@ def _drop(
     row_stride: tl.int64,
     sample_stride: tl.int64,
     threshold: tl.tensor,
-    scale: tl.float32,
-    ALIGNED: tl.constexpr,
+    scale: tl.tensor,
     COUNTERS: tl.constexpr,
 ) -> None:
-    """Each program has the elements of so many counters of one sample.
+    """Each program has the elements of so many counters of one sample; rows begin where a counter does.
 
-    `offset`: the number of the first element in the sample's tensor. ALIGNED: rows begin where a counter does.
+    `offset`: the counter of the first element.
     """
     batch = tl.program_id(1).to(tl.int64)
-    counter = offset // 16 + tl.program_id(0).to(tl.int64) * COUNTERS + tl.arange(0, COUNTERS)
-    zeros = tl.zeros_like(counter)
-    a, b, c, d = tl.philox(seed, counter + 1, zeros + tl.load(samples + batch), zeros + layer, zeros + site)
+    group = tl.program_id(0).to(tl.int64) * COUNTERS + tl.arange(0, COUNTERS)
+    zeros = tl.zeros_like(group)
+    a, b, c, d = tl.philox(seed, offset + group, zeros + tl.load(samples + batch), zeros + layer, zeros + site)
     words = tl.join(tl.join(a, c), tl.join(b, d))
     low, high = tl.join(words & 0xFFFF, words >> 32 & 0xFFFF), tl.join(words >> 16 & 0xFFFF, words >> 48)
     drawn = tl.join(low, high).reshape(COUNTERS, 16).to(tl.int32)
-    begin = counter * 16 - offset
-    lane = tl.arange(0, 16)[None, :]
-    if ALIGNED:
-        row = begin // width
-        place = (row * row_stride + (begin - row * width))[:, None] + lane
-        inside = (begin < elements)[:, None]
-    else:
-        element = begin[:, None] + lane
-        row = element // width
-        place = row * row_stride + (element - row * width)
-        inside = (element >= 0) & (element < elements)
-    place += batch * sample_stride
+    row = group * 16 // width
+    begin = batch * sample_stride + row * row_stride + (group * 16 - row * width)
+    place = begin[:, None] + tl.arange(0, 16)[None, :]
+    inside = (group * 16 < elements)[:, None]
     x = tl.load(input + place, mask=inside, other=0.0).to(tl.float32)
-    found = x * tl.where(drawn < threshold, 0.0, scale)
+    found = x * tl.where(drawn < threshold, 0.0, tl.cast(scale, tl.float32))
     tl.store(output + place, found.to(output.dtype.element_ty), mask=inside)
 
 
@@ -138,6 +129,7 @@ def _on(device: torch.device, samples: tuple[int, ...]) -> Tensor:
 
 
 def _launch(input: Tensor, dimension: int, what: Dropout) -> Tensor:
+    """Of rows whose width is a multiple of GROUP."""
     input = input.contiguous()
     output = torch.empty_like(input)
     width = input.shape[-1]
@@ -147,12 +139,10 @@ def _launch(input: Tensor, dimension: int, what: Dropout) -> Tensor:
         if not elements:
             continue
         begin = here.start * row_stride
-        first = run.start * width
-        groups = -(-(first % GROUP + elements) // GROUP)
-        _drop[(-(-groups // COUNTERS), len(what.samples))](
+        _drop[(-(-elements // (GROUP * COUNTERS)), len(what.samples))](
             *(input.view(-1)[begin:], output.view(-1)[begin:], _on(input.device, what.samples)),
-            *(what.seed, what.layer, what.site, first, elements, width, row_stride, sample_stride),
-            *(what.threshold, what.scale, width % GROUP == 0, COUNTERS),
+            *(what.seed, what.layer, what.site, run.start * width // GROUP + 1, elements),
+            *(width, row_stride, sample_stride, what.threshold, what.scale, COUNTERS),
         )
     return output
 
@@ -164,7 +154,7 @@ class _Dropped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, dimension: int, what: Dropout) -> Tensor:
         ctx.dimension, ctx.what = dimension, what
-        ctx.in_kernel = runs_triton("dropout", input)
+        ctx.in_kernel = input.shape[-1] % GROUP == 0 and runs_triton("dropout", input)
         if ctx.in_kernel:
             return _launch(input, dimension, what)
         kept = kept_reference(input.shape, dimension, what).to(input.device)

@@ -25,7 +25,7 @@ Operation = Literal[
 ]
 Choice = Literal["auto", "triton", "reference"]
 # Arguments that differ from launch to launch: no kernel is compiled anew for their value.
-RUNTIME_SIZES = ("rows", "positions", "elements", "units", "seed", "offset")
+RUNTIME_SIZES = ("rows", "positions", "elements", "units", "seed", "offset", "layer", "site")
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _choice: Choice = "auto"
