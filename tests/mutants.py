@@ -826,6 +826,13 @@ MUTANTS = (
         "tests/distributed/test_layouts_dropout.py::test_recomputation_changes_no_bit[tp1-dp1-pp1-gpt2]",
     ),
     Mutant(
+        "an operator with a mask of its own draws it from a stream",
+        "megalite/model/attention.py",
+        "context.key.seed_site(self.site, query.device)",
+        "pass",
+        f"{_UNIT}model.py::test_an_operator_with_a_mask_of_its_own_draws_it_by_the_sample",
+    ),
+    Mutant(
         "all rows of a micro-batch are dropped as its first",
         "kernels/megalite_kernels/dropout.py",
         "[first, sample, what.layer, what.site]",

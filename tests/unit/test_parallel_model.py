@@ -271,6 +271,17 @@ def test_dropout_differs_from_sample_to_sample(config: ModelConfig, kind: str) -
     assert made(None, replace(batch, key=RandomKey(0, (*SAMPLES[:-1], 3)))).item() == losses[3]
 
 
+def test_an_operator_with_a_mask_of_its_own_draws_it_by_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; here torch's operator takes its numbers from the CPU's generator."""
+    for place in ("megalite.model.attention", "megalite_kernels.attention"):
+        monkeypatch.setattr(f"{place}.draws_its_own", lambda *arguments: True)
+    made = network(replace(GPT2, attention_dropout=0.1))
+    batch = micro_batch(documents=False)
+    numbers = (5, 6, 5)
+    losses = [made(None, replace(batch, key=RandomKey(0, (number, 8, 9)))).item() for number in numbers]
+    assert losses[0] == losses[2] != losses[1]
+
+
 def test_capped_scores_are_recomputed_with_the_same_dropout() -> None:
     """Against differences of the loss: one element of the query weights drops the same probabilities each time."""
     made = network(replace(GEMMA, attention_dropout=0.3))
