@@ -10,6 +10,7 @@ processes' CPU time, all threads: on a busy machine it is steadier than the cloc
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
@@ -74,9 +75,10 @@ def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: boo
     options = DataParallel(torch.float32, stage)
     optimizer = make_optimizer([model], mesh, OptimizerConfig(lr=1e-3), options, blocks=[model.blocks()])
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+    ones = torch.ones(BATCH, SEQUENCE)
     micro_batches = [
-        MicroBatch(tokens, positions, None, labels, torch.ones(BATCH, SEQUENCE), RandomKey(1, index))
-        for index, (tokens, labels) in enumerate(batches(vocabulary))
+        MicroBatch(tokens, positions, None, labels, ones, RandomKey(1, tuple(range(first, first + BATCH))))
+        for first, (tokens, labels) in zip(itertools.count(0, BATCH), batches(vocabulary), strict=False)
     ]
     engine = PipelineEngine([model], stages, rank, make_links(mesh, stages), mesh.device)
     reductions = Reductions(optimizer.reduces_each_micro_batch)

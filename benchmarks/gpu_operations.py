@@ -58,7 +58,7 @@ def check_attention() -> dict[str, float]:
         wide = [part.detach().double().requires_grad_() for part in parts]
         first, found = first_keys(2, 2048, window), []
         for inputs, mask in ((parts, block_mask(first)), (wide, dense_mask(first))):
-            mixed = attention(*inputs, mask, scale=None, cap=cap, dropout=0.0)
+            mixed = attention(*inputs, mask, scale=None, cap=cap, dropout=None)
             found.append([mixed, *torch.autograd.grad(mixed.square().sum(), inputs)])
         errors = [((ours - exact).norm() / exact.norm()).item() for ours, exact in zip(*found, strict=True)]
         error = max(errors) if all(map(math.isfinite, errors)) else math.inf
@@ -72,7 +72,7 @@ def check_attention() -> dict[str, float]:
         print(f"attention in blocks, {name}, 4096 tokens: {times[0] * 1e3:.1f} ms, dense {times[1] * 1e3:.1f} ms")
     before = counters["stats"]["unique_graphs"]
     for seed in range(2, 5):
-        attention(*parts, block_mask(first_keys(2, 4096, None, seed)), scale=None, cap=None, dropout=0.0)
+        attention(*parts, block_mask(first_keys(2, 4096, None, seed)), scale=None, cap=None, dropout=None)
     return worst | {"compiled anew": counters["stats"]["unique_graphs"] - before}
 
 
@@ -82,7 +82,7 @@ def time_attention(parts: list[Tensor], mask: Tensor | BlockMask, cap: float | N
     def once() -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        torch.autograd.grad(attention(*parts, mask, scale=None, cap=cap, dropout=0.0).sum(), parts)
+        torch.autograd.grad(attention(*parts, mask, scale=None, cap=cap, dropout=None).sum(), parts)
         stop.record()
         stop.synchronize()
         return start.elapsed_time(stop) / 1e3

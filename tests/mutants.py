@@ -96,6 +96,8 @@ _PICKLE = "tests/unit/test_conversion_restricted_pickle.py::test_"
 _DOCTOR = "tests/unit/test_doctor.py::test_"
 _DOCTOR_OF_RANKS = "tests/end_to_end/test_doctor.py::test_"
 _TRAINER = "tests/distributed/test_trainer.py::test_a_run_is_the_plain_loop"
+_DROPOUT = "tests/distributed/test_layouts_dropout.py::test_dropout_is_the_oracles_however_samples_are_split"
+_DROPOUT_KERNEL = "tests/kernels/test_dropout.py::test_"
 _DRAWS = "tests/distributed/test_layouts_dropout.py::test_no_two_sites_draw_the_same"
 _PRECISION = "tests/unit/test_precision.py::test_"
 _REGIONS = "tests/distributed/test_parallel_regions.py::test_"
@@ -471,9 +473,9 @@ MUTANTS = (
         "tests/distributed/test_compiled.py::test_every_layout_is_the_oracles_with_what_one_has_compiled",
     ),
     Mutant(
-        "the compiler draws the random numbers of dropout",
+        "layers are compiled anew for the numbers of their samples",
         "megalite/training/compiled.py",
-        '    (randomness, "drop"),\n',
+        '    (randomness, "drop_hidden"),\n',
         "",
         "tests/distributed/test_compiled.py::test_dropout_is_that_of_layers_which_are_not_compiled",
     ),
@@ -577,9 +579,9 @@ MUTANTS = (
     ),
     Mutant(
         "capped scores are recomputed with another dropout",
-        "megalite/model/attention.py",
-        "context.key.seed_site(self.site, query.device)",
-        "context.key.seed_site(self.site, query.device) if self.soft_cap is None else None",
+        "kernels/megalite_kernels/attention.py",
+        "drop(probabilities.flatten(1, 2), dropout, dimension=0).view_as(probabilities)",
+        "F.dropout(probabilities, dropout.probability)",
         "tests/unit/test_parallel_model.py::test_capped_scores_are_recomputed_with_the_same_dropout",
     ),
     Mutant(
@@ -808,25 +810,88 @@ MUTANTS = (
         _one_step("tp1-dp1"),
     ),
     Mutant(
-        "the dropout key forgets the shard",
+        "dropout masks every part of a split tensor as the first",
         "megalite/parallel/randomness.py",
-        "site.layer, site.shard)",
-        "site.layer, 0)",
-        f"{_UNIT}randomness.py::test_every_part_of_the_key_counts",
+        "(range(self.part * count, (self.part + 1) * count),)",
+        "(range(count),)",
+        f"{_UNIT}randomness.py::test_parts_of_a_batch_and_of_its_rows_are_those_of_the_whole",
     ),
     Mutant(
         "the dropout key forgets the sample",
-        "megalite/parallel/randomness.py",
-        "self.seed, self.sample, site.layer",
-        "self.seed, 0, site.layer",
+        "kernels/megalite_kernels/dropout.py",
+        "[first, sample, what.layer, what.site]",
+        "[first, 0, what.layer, what.site]",
         f"{_UNIT}model.py::test_dropout_differs_from_sample_to_sample[config0-hidden_dropout]",
     ),
     Mutant(
         "attention's dropout draws from a stream, which recomputation does not find again",
+        "kernels/megalite_kernels/attention.py",
+        "or (dropout is not None and not draws_its_own(query.device, query.dtype, cap)):",
+        ":",
+        "tests/distributed/test_layouts_dropout.py::test_recomputation_changes_no_bit[tp1-dp1-pp1-gpt2]",
+    ),
+    Mutant(
+        "an operator with a mask of its own draws it from a stream",
         "megalite/model/attention.py",
         "context.key.seed_site(self.site, query.device)",
         "pass",
-        "tests/distributed/test_layouts_dropout.py::test_recomputation_changes_no_bit[tp1-dp1-pp1-gpt2]",
+        f"{_UNIT}model.py::test_an_operator_with_a_mask_of_its_own_draws_it_by_the_sample",
+    ),
+    Mutant(
+        "all rows of a micro-batch are dropped as its first",
+        "kernels/megalite_kernels/dropout.py",
+        "[first, sample, what.layer, what.site]",
+        "[first, what.samples[0], what.layer, what.site]",
+        f"{_DROPOUT}[tp2-dp2-gpt2]",
+    ),
+    Mutant(
+        "dropout draws every row of a sample's tensor from its beginning",
+        "kernels/megalite_kernels/dropout.py",
+        "divmod(run.start * width, GROUP)",
+        "divmod(0, GROUP)",
+        f"{_DROPOUT}[tp2-sp-gpt2]",
+    ),
+    Mutant(
+        "dropout forgets the elements before a part that share its first random number",
+        "kernels/megalite_kernels/dropout.py",
+        "[skipped : skipped + len(run) * width]",
+        "[: len(run) * width]",
+        f"{_UNIT}randomness.py::test_parts_of_a_batch_and_of_its_rows_are_those_of_the_whole[10]",
+    ),
+    Mutant(
+        "the kernel of dropout draws the same for all of a sample's parts",
+        "kernels/megalite_kernels/dropout.py",
+        "tl.philox(seed, offset + group,",
+        "tl.philox(seed, 1 + group,",
+        f"{_DROPOUT_KERNEL}the_kernel_drops_what_the_reference_drops",
+    ),
+    Mutant(
+        "the kernel of dropout leaves the layer out",
+        "kernels/megalite_kernels/dropout.py",
+        "zeros + layer, zeros + site)",
+        "zeros, zeros + site)",
+        f"{_DROPOUT_KERNEL}the_kernel_drops_what_the_reference_drops",
+    ),
+    Mutant(
+        "the start says nothing of an operator that drops by its own mask",
+        "megalite/training/summary.py",
+        "model.attention_dropout == 0.0 or not",
+        "model.attention_dropout or not",
+        "tests/unit/test_summary.py::test_an_operator_that_draws_its_own_masks_is_named",
+    ),
+    Mutant(
+        "the mask of dropout is not that of the gradient",
+        "kernels/megalite_kernels/dropout.py",
+        "return _masked(grad_output, kept, ctx.what), None, None",
+        "return grad_output, None, None",
+        f"{_UNIT}randomness.py::test_dropout_scales_what_it_keeps_and_is_the_identity_at_zero",
+    ),
+    Mutant(
+        "samples are numbered within their micro-batch",
+        "megalite/data/loader.py",
+        "sample_ids=samples,",
+        "sample_ids=range(len(samples)),",
+        f"{_DATA}loader.py::test_micro_batches_hold_the_samplers_samples",
     ),
     Mutant(
         "gradients are not summed over data-parallel ranks",
@@ -3643,8 +3708,8 @@ MUTANTS = (
     Mutant(
         "all micro-batches of a run draw the same",
         "megalite/training/batches.py",
-        'key=RandomKey(seed, fields["sample_id"])',
-        "key=RandomKey(seed, 0)",
+        'key=RandomKey(seed, tuple(fields["sample_ids"]))',
+        "key=RandomKey(seed, (0, 1))",
         f"{_PRECISION}the_tokens_that_count_are_counted_exactly",
     ),
     Mutant(

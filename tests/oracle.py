@@ -14,13 +14,15 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
     final_norm.weight|bias [hidden]                     output [vocabulary, hidden] (untied only)
 
 What a weight's presence or shape tells (biases, qk-norm, tying, numbers of heads, of layers) is not said again.
-Everything is computed in the dtype of the weights; rotary angles in float64.
+Everything is computed in the dtype of the weights; rotary angles in float64. What is dropped follows the rule of
+docs/invariants.md, written here once more in Python's integers.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +30,59 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Weights = Mapping[str, Tensor]
+MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """What is dropped of a batch whose rows are these samples of the run."""
+
+    seed: int
+    samples: Sequence[int]
+    hidden: float
+    attention: float
+
+    def embedding(self, hidden: Tensor) -> Tensor:
+        return self.drop(hidden, self.hidden, 0, 0)
+
+    def probabilities(self, layer: int, probabilities: Tensor) -> Tensor:
+        return self.drop(probabilities, self.attention, layer, 1)
+
+    def attended(self, layer: int, hidden: Tensor) -> Tensor:
+        return self.drop(hidden, self.hidden, layer, 2)
+
+    def transformed(self, layer: int, hidden: Tensor) -> Tensor:
+        return self.drop(hidden, self.hidden, layer, 3)
+
+    def drop(self, whole: Tensor, probability: float, layer: int, site: int) -> Tensor:
+        """Of `[batch, ...]`, in which nothing is split."""
+        if probability == 0.0:
+            return whole
+        limit = round(65536 * probability)
+        drawn = [random_bits(self.seed, sample, layer, site, whole[0].numel()) for sample in self.samples]
+        kept = torch.tensor(drawn).view(whole.shape) >= limit
+        return whole * kept / ((65536 - limit) / 65536)
+
+
+@functools.cache
+def random_bits(seed: int, sample: int, layer: int, site: int, count: int) -> list[int]:
+    """So many numbers of 16 bits for a site, of which each counter gives 16."""
+    numbers: list[int] = []
+    for counter in range(1, count // 16 + 2):
+        for word in philox((counter, sample, layer, site), (seed, 0)):
+            numbers += [word >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
+    return numbers[:count]
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox-4x64-10 (Salmon, Moraes, Dror, Shaw, SC'11, section 3.3)."""
+    first, second, third, fourth = counter
+    for turn in range(10):
+        one, other = 0xD2E7470EE14C6C93 * first, 0xCA5A826395121157 * third
+        low, high = key[0] + turn * 0x9E3779B97F4A7C15 & MASK, key[1] + turn * 0xBB67AE8584CAA73B & MASK
+        first, second = (other >> 64) ^ second ^ low, other & MASK
+        third, fourth = (one >> 64) ^ fourth ^ high, one & MASK
+    return first, second, third, fourth
 
 
 @dataclass(frozen=True)
@@ -61,11 +116,19 @@ class Oracle:
     yarn_mscales: tuple[float, float] = (1.0, 0.0)
     yarn_attention_factor: float | None = None
 
-    def logits(self, weights: Weights, tokens: Tensor, positions: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    def logits(
+        self,
+        weights: Weights,
+        tokens: Tensor,
+        positions: Tensor,
+        document_ids: Tensor | None = None,
+        dropout: Dropout | None = None,
+    ) -> Tensor:
         """`[batch, sequence, vocabulary]` from tokens, positions and document ids, each `[batch, sequence]`.
 
         A token sees itself and what comes before it, in its own document if `document_ids` are given.
         """
+        dropout = dropout or Dropout(0, (), 0.0, 0.0)
         sequence = tokens.shape[1]
         visible = torch.ones(sequence, sequence, dtype=torch.bool).tril().expand(len(tokens), 1, -1, -1)
         if document_ids is not None:
@@ -73,6 +136,7 @@ class Oracle:
         hidden = weights["embedding.word"][tokens] * self.embedding_scale
         if self.position_embedding_type == "learned_absolute":
             hidden = hidden + weights["embedding.position"][positions]
+        hidden = dropout.embedding(hidden)
         layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
         for layer, window in zip(range(layers), self.windows or [None] * layers, strict=True):
             apart = torch.arange(sequence)[:, None] - torch.arange(sequence)
@@ -80,7 +144,7 @@ class Oracle:
             model = (
                 self if window is None or self.window_rotary_base is None else self.in_windows(self.window_rotary_base)
             )
-            hidden = model.block(weights, f"layers.{layer}.", hidden, positions, near)
+            hidden = model.block(weights, layer, hidden, positions, near, dropout)
         hidden = self.norm(weights, "final_norm", hidden)
         return capped(F.linear(hidden, weights.get("output", weights["embedding.word"])), self.logit_cap)
 
@@ -89,18 +153,23 @@ class Oracle:
         plain = {"position_embedding_type": "rope", "interpolation": 1.0, "use_rope_scaling": False}
         return replace(self, rotary_base=rotary_base, **plain)
 
-    def block(self, weights: Weights, layer: str, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+    def block(
+        self, weights: Weights, number: int, hidden: Tensor, positions: Tensor, visible: Tensor, dropout: Dropout
+    ) -> Tensor:
         """One layer; hidden `[batch, sequence, hidden]`, visible `[batch, 1, sequence, sequence]`."""
+        layer = f"layers.{number}."
         normed = self.norm(weights, layer + "input_norm", hidden)
-        attended = self.attention(weights, layer + "attention.", normed, positions, visible)
+        dropped = functools.partial(dropout.probabilities, number)
+        attended = self.attention(weights, layer + "attention.", normed, positions, visible, dropped)
         sandwich = layer + "attention_output_norm.weight" in weights
         if sandwich:
             attended = self.norm(weights, layer + "attention_output_norm", attended)
+        attended = dropout.attended(number, attended)
         read = hidden if self.parallel_residual else hidden + attended
         transformed = self.mlp(weights, layer + "mlp.", self.norm(weights, layer + "mlp_norm", read))
         if sandwich:
             transformed = self.norm(weights, layer + "mlp_output_norm", transformed)
-        return hidden + attended + transformed
+        return hidden + attended + dropout.transformed(number, transformed)
 
     def norm(self, weights: Weights, name: str, hidden: Tensor) -> Tensor:
         """Over the last dimension."""
@@ -109,7 +178,15 @@ class Oracle:
             return F.layer_norm(hidden, weight.shape, weight, bias, self.norm_epsilon)
         return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.norm_epsilon) * weight
 
-    def attention(self, weights: Weights, name: str, hidden: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+    def attention(
+        self,
+        weights: Weights,
+        name: str,
+        hidden: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        dropped: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """Softmax attention written out; head h reads the keys and values of group h // (heads / groups)."""
         heads, head_dim, _ = weights[name + "query"].shape
         query = project(weights, name + "query", hidden)  # [batch, sequence, heads, head_dim]
@@ -123,7 +200,7 @@ class Oracle:
         scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / (self.score_divisor or math.sqrt(head_dim))
         scores = capped(scores, self.score_cap)
         probabilities = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1)
-        context = torch.einsum("bhqk,bkhd->bqhd", probabilities, value)
+        context = torch.einsum("bhqk,bkhd->bqhd", dropped(probabilities), value)
         output = F.linear(context.flatten(2), weights[name + "output"].flatten(1))
         return output + weights.get(name + "output_bias", 0)
 

@@ -1,8 +1,10 @@
 """Causal attention in which each query sees the keys from a first one on: inside its document, inside a window.
 
 Scores are query @ key * scale, bent to cap * tanh(score / cap) where there is a cap; the softmax is in fp32 or wider.
-The mask decides what runs: with a dense one torch's scaled_dot_product_attention, which under a cap is written out;
-with one of blocks FlexAttention (arXiv:2412.05496), which leaves out the blocks of scores that no query sees.
+The mask decides what runs: with a dense one torch's scaled_dot_product_attention, and with one of blocks FlexAttention
+(arXiv:2412.05496), which leaves out the blocks of scores that no query sees. Under a cap, or where probabilities are
+dropped by place (`dropout`), attention over a dense mask is written out; a GPU's fused operator drops by a mask of its
+own (`draws_its_own`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megalite_kernels.activation import soft_cap
+from megalite_kernels.dropout import Dropout, drop
 
 BLOCK = 128
 """Queries of a block, and keys."""
@@ -68,6 +71,13 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(dim=-1, dtype=torch.int32).unsqueeze(1), order.int().unsqueeze(1)
 
 
+def draws_its_own(device: torch.device, dtype: torch.dtype, cap: float | None) -> bool:
+    """Whether what is dropped follows from the state of the device's generator: there a fused operator runs, and takes
+    no mask from others. On a CPU there is none, nor for fp64 and for capped scores.
+    """
+    return device.type == "cuda" and dtype != torch.float64 and cap is None
+
+
 def keeps_scores(mask: Tensor | BlockMask | None, cap: float | None) -> bool:
     """Whether backward finds every score kept, which to compute again is the better deal."""
     return cap is not None and not isinstance(mask, BlockMask)
@@ -81,36 +91,47 @@ def attention(
     *,
     scale: float | None,
     cap: float | None,
-    dropout: float,
+    dropout: Dropout | None,
 ) -> Tensor:
     """[batch, heads, sequence, width] to the same, over keys and values [batch, groups, sequence, width].
 
     Consecutive heads share a group. `mask`: None is causal; with blocks there is no dropout (`goes_in_blocks`).
-    `scale`: None is 1 / the root of the width.
+    `scale`: None is 1 / the root of the width. `dropout`: of the probabilities, whose rows are [heads * sequence].
     """
     shared = key.shape[1] != query.shape[1]
     if isinstance(mask, BlockMask):
         bend = None if cap is None else _bend(cap)
         return _flex_attention()(query, key, value, score_mod=bend, block_mask=mask, scale=scale, enable_gqa=shared)
-    if cap is not None:
-        return _capped(query, key, value, mask, scale, cap, dropout)
+    if cap is not None or (dropout is not None and not draws_its_own(query.device, query.dtype, cap)):
+        return _written_out(query, key, value, mask, scale, cap, dropout)
+    chance = 0.0 if dropout is None else dropout.probability
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scale, enable_gqa=shared
+        query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=chance, scale=scale, enable_gqa=shared
     )
 
 
-def _capped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, cap: float, dropout: float
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    cap: float | None,
+    dropout: Dropout | None,
 ) -> Tensor:
-    """Written out, for scaled_dot_product_attention bends no scores."""
+    """For scaled_dot_product_attention bends no scores, and takes no mask of what to drop."""
     heads, sequence, width = query.shape[1:]
     key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
     scale = 1.0 / math.sqrt(width) if scale is None else scale
     scores = (query @ key.transpose(2, 3)).to(torch.promote_types(query.dtype, torch.float32)) * scale
     if mask is None:
         mask = torch.ones(sequence, sequence, dtype=torch.bool, device=query.device).tril()
-    scores = soft_cap(scores, cap).masked_fill(~mask, -math.inf)
-    return F.dropout(torch.softmax(scores, dim=-1).to(value.dtype), dropout) @ value
+    if cap is not None:
+        scores = soft_cap(scores, cap)
+    probabilities = torch.softmax(scores.masked_fill(~mask, -math.inf), dim=-1).to(value.dtype)
+    if dropout is not None:
+        probabilities = drop(probabilities.flatten(1, 2), dropout, dimension=0).view_as(probabilities)
+    return probabilities @ value
 
 
 @functools.cache  # one function for all layers and steps: the compiled kernel is of this one

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
 from megalite_kernels.cross_entropy import Columns, Terms, gradient_, statistics
+from megalite_kernels.dropout import Dropout, drop
 from megalite_kernels.l2_norm import sums_of_squares
 from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 from megalite_kernels.optimizer_cases import FLAT, updates
@@ -224,10 +225,24 @@ def _quantization_traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -
     return 2 * (inputs[0].nbytes + inputs[0].numel()), 0
 
 
+def _dropped(values: Tensor) -> Tensor:
+    """The second half of a sample."""
+    tokens = len(values)
+    what = Dropout(0.1, seed=1, layer=2, site=3, samples=(4,), rows=(range(tokens, 2 * tokens),))
+    return drop(values.unsqueeze(1), what, dimension=1)
+
+
+def _dropouts() -> Iterator[Case]:
+    for width, dtypes in itertools.product((4096, 12288), DTYPES[::3]):
+        inputs = partial(_rows_and_vectors, width, 1, 0, dtypes)
+        yield Case("dropout", f"drop {width} {_dtypes(*dtypes)}", width, inputs, _dropped, keeps_inputs=False)
+
+
 def cases() -> Iterator[Case]:
     yield from _norms()
     yield from _updates()
     yield from _cross_entropies()
     yield from _activations()
     yield from _rotations()
+    yield from _dropouts()
     yield from _quantizations()

@@ -20,10 +20,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-Operation = Literal["norm", "residual_norm", "gelu", "swiglu", "rotary", "cross_entropy", "optimizer", "quantization"]
+Operation = Literal[
+    "norm", "residual_norm", "gelu", "swiglu", "rotary", "cross_entropy", "optimizer", "quantization", "dropout"
+]
 Choice = Literal["auto", "triton", "reference"]
 # Arguments that differ from launch to launch: no kernel is compiled anew for their value.
-RUNTIME_SIZES = ("rows", "positions", "elements", "units", "seed", "offset")
+RUNTIME_SIZES = ("rows", "positions", "elements", "units", "seed", "offset", "layer", "site")
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _choice: Choice = "auto"

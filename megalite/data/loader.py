@@ -18,10 +18,10 @@ class MicroBatchArrays(SampleFields):
     """The fields of the samples of a micro-batch, each [micro_batch_size, sequence_length].
 
     Attributes:
-        sample_id: the global number of the first sample.
+        sample_ids: the global number of each sample: its place in the order in which the run consumes them.
     """
 
-    sample_id: int
+    sample_ids: range
 
 
 class MicroBatchLoader:
@@ -108,7 +108,7 @@ class MicroBatchLoader:
             loss_mask=np.stack([row["loss_mask"] for row in rows]),
             positions=np.stack([row["positions"] for row in rows]),
             document_ids=np.stack(documents) if documents else None,
-            sample_id=samples.start,
+            sample_ids=samples,
         )
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from megalite.parallel.mesh import Group
 from megalite.parallel.placement import stacked
 from megalite.parallel.randomness import Site
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal, Piece, Sharding
-from megalite_kernels.attention import attention, keeps_scores
+from megalite_kernels.attention import attention, draws_its_own, keeps_scores
 from megalite_kernels.rotary import rotary_embedding
 
 
@@ -174,8 +174,11 @@ class Attention(nn.Module):
         even = self.key_value_of_head == [head * groups // self.heads for head in range(self.heads)]
         if not even or self.heads % groups:
             key, value = key[:, :, self.key_value_of_head], value[:, :, self.key_value_of_head]
+        drop = None
         if dropout > 0.0:
-            context.key.seed_site(self.site, query.device)
+            drop = context.key.dropout(dropout, self.site, rows=self.heads * query.shape[0])
+            if draws_its_own(query.device, query.dtype, self.soft_cap):
+                context.key.seed_site(self.site, query.device)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        mixed = attention(query, key, value, mask, scale=self.score_scale, cap=self.soft_cap, dropout=dropout)
+        mixed = attention(query, key, value, mask, scale=self.score_scale, cap=self.soft_cap, dropout=drop)
         return mixed.permute(2, 0, 1, 3).flatten(2)

@@ -43,7 +43,7 @@ class Embedding(nn.Module):
             self.scale = torch.tensor(math.sqrt(config.hidden_size), dtype=context.dtype).item()
         self.dropout = config.hidden_dropout
         self.shard, self.shards = context.shard, context.shards
-        self.site = Site(-1, "embedding", self.shard)
+        self.site = Site(0, "embedding", self.shard)
 
     def forward(self, tokens: Tensor, positions: Tensor, key: RandomKey) -> Tensor:
         """tokens and positions [batch, sequence] to [sequence (/ size under sequence parallelism), batch, hidden]."""

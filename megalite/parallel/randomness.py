@@ -1,7 +1,8 @@
-"""Keyed randomness: before each random site the generator is seeded from what names the site.
+"""Keyed randomness: what is drawn follows from the seed and from what it is drawn for, and from nothing else.
 
-No random state is carried or saved. The same bits come out whatever the layout of pipeline and data-parallel ranks, the
-schedule and the recomputation; where a tensor is split over ranks, the shard is part of the key.
+A random site masks a tensor of each sample, and knows which box of it is on this rank. Neither the rank nor the split
+is part of the key, and no random state is carried or saved: so the same elements are dropped on every layout, at every
+micro-batch size, under every schedule and in every recomputation. The rule: `megalite_kernels.dropout`.
 """
 
 from __future__ import annotations
@@ -11,21 +12,32 @@ import struct
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.parallel.device import default_generator
+from megalite_kernels.dropout import Dropout, drop
+
+SITES = {"embedding": 0, "attention": 1, "attention output": 2, "mlp output": 3}
+"""Of a layer, by the number that the rule knows them by: no two layers' and no two sites' numbers may be the same."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A place in the model that draws random numbers."""
+    """A place in the model that draws random numbers, and this rank's box of the tensor that it masks.
+
+    The tensor of a sample is [positions, hidden], or [heads * queries, keys] of attention's probabilities.
+    """
 
     layer: int
-    """Global index of the layer; -1 for the embedding."""
+    """Global index of the layer; 0 for the embedding."""
     name: str
-    shard: int = 0
-    """Index of this rank's part where the tensor is split over ranks, else 0."""
+    """One of SITES."""
+    part: int = 0
+    """Which of the equal, consecutive parts of the tensor's rows this rank has."""
+
+    def rows(self, count: int) -> tuple[range, ...]:
+        """Which rows this rank's `count` are, as runs."""
+        return (range(self.part * count, (self.part + 1) * count),)
 
 
 @dataclass(frozen=True)
@@ -33,24 +45,27 @@ class RandomKey:
     """What the random numbers of one micro-batch depend on, beside the site."""
 
     seed: int
-    sample: int
-    """Global id of the micro-batch's first sample."""
+    samples: tuple[int, ...]
+    """The number of each row's sample in the run's order."""
+
+    def dropout(self, probability: float, site: Site, rows: int) -> Dropout:
+        """What `site` drops of this rank's `rows`, of each sample."""
+        return Dropout(probability, self.seed, site.layer, SITES[site.name], self.samples, site.rows(rows))
 
     def seed_site(self, site: Site, device: torch.device) -> None:
-        """Seed the device's default generator for the draws of `site`."""
-        packed = struct.pack("<qqqq", self.seed, self.sample, site.layer, site.shard)
-        digest = hashlib.blake2b(packed, digest_size=8, key=site.name.encode()).digest()
+        """Seed the device's default generator for a fused operator that draws by itself, which follows no rule."""
+        packed = struct.pack("<qqqqq", self.seed, self.samples[0], site.layer, SITES[site.name], site.part)
+        digest = hashlib.blake2b(packed, digest_size=8).digest()
         default_generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def dropout(input: Tensor, probability: float, key: RandomKey, site: Site) -> Tensor:
-    """Zero elements with `probability` and scale the rest by 1 / (1 - probability); the identity at 0."""
+    """Zero elements of [sequence, batch, hidden] with `probability` and scale the rest; the identity at 0."""
     if probability == 0.0:
         return input
-    return drop(input, probability, key, site)
+    return drop_hidden(input, probability, key, site)
 
 
-def drop(input: Tensor, probability: float, key: RandomKey, site: Site) -> Tensor:
+def drop_hidden(input: Tensor, probability: float, key: RandomKey, site: Site) -> Tensor:
     """As `dropout`, at a probability above 0."""
-    key.seed_site(site, input.device)
-    return F.dropout(input, probability)
+    return drop(input, key.dropout(probability, site, input.shape[0]), dimension=1)

@@ -28,7 +28,7 @@ def to_micro_batches(
             document_ids=None if fields["document_ids"] is None else moved(fields["document_ids"]),
             labels=moved(fields["labels"]),
             loss_mask=moved(fields["loss_mask"]).to(torch.promote_types(dtype, torch.float32)),
-            key=RandomKey(seed, fields["sample_id"]),
+            key=RandomKey(seed, tuple(fields["sample_ids"])),
         )
         for fields in arrays
     ]

@@ -1,7 +1,7 @@
 """Layers under torch.compile: what is between their matrix products and attention.
 
 The parallel products stay as they are: they communicate, and in backward they hand their weights' gradients over.
-Attention is a kernel of its own; and the compiler would draw other random numbers than their key gives. What runs
+Attention is a kernel of its own; and dropout would be compiled anew for the numbers of each micro-batch. What runs
 around the first use of a parameter, to make it whole, is not traced either. All layers share the compiled code.
 """
 
@@ -29,7 +29,7 @@ _UNTRACED: tuple[tuple[type | ModuleType, str], ...] = (
     (ColumnParallelLinear, "forward"),
     (RowParallelLinear, "forward"),
     (Attention, "attend"),
-    (randomness, "drop"),
+    (randomness, "drop_hidden"),
     (Bucket, "finish_parameter_gather"),
 )
 

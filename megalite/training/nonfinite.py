@@ -130,8 +130,8 @@ def _second_run(search: Search, step: SkippedStep, optimizer: Optimizer) -> _Sec
     if search.first is None:
         return _SecondRun(None, (), *rest)
     micro_batch = step.micro_batches[search.first.micro_batch]
-    sample = micro_batch.key.sample
-    return _SecondRun(asdict(search.first), (sample, sample + micro_batch.tokens.shape[0] - 1), *rest)
+    samples = micro_batch.key.samples
+    return _SecondRun(asdict(search.first), (samples[0], samples[-1]), *rest)
 
 
 def _parameters(bucket: Bucket) -> Iterator[str]:

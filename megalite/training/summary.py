@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import layout_lines
 from megalite.model.batch import MicroBatch
 from megalite.optim.layout import ParameterGroup
@@ -19,6 +20,7 @@ from megalite.training import memory
 from megalite.training.construction import count_kinds, count_parameters, make_recompute
 from megalite.training.trainer import Trainer
 from megalite_kernels import implementation
+from megalite_kernels.attention import draws_its_own
 
 _MATRICES = "matrices of layers"
 
@@ -46,6 +48,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
         "layout": f"{parallel.layout(mesh.world_size)}, {zero}, {micro_batches} a rank",
         **_pipeline(trainer),
         **_optimizer(trainer),
+        **masks_of_an_operator(model, mesh.device, trainer.dtype),
         "precision": config.training.dtype,
         "kernels": implementation.description(mesh.device, trainer.dtype)
         + (", layers compiled" if config.kernels.compile else ""),
@@ -76,6 +79,16 @@ def _optimizer(trainer: Trainer) -> dict[str, object]:
     return {"optimizer": f"muon for {matrices:,} parameters in {_MATRICES}; adam for {counts.total():,}: {rest}"}
 
 
+def masks_of_an_operator(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
+    """Name the operator that drops otherwise than on another layout."""
+    if model.attention_dropout == 0.0 or not draws_its_own(device, dtype, model.attn_logit_softcapping):
+        return {}
+    return {
+        "dropout": "attention's fused operator (scaled_dot_product_attention) draws its own mask: another layout, "
+        "micro-batch size or GPU drops others of its probabilities; --attention-dropout 0 keeps them all"
+    }
+
+
 def _seen_by_muon(parameter: Parameter, tensor: LogicalTensor) -> str:
     group = ParameterGroup.of(parameter)
     if group.matrices:
@@ -91,7 +104,7 @@ def measured_memory(trainer: Trainer) -> memory.Memory:
     ones = torch.ones(shape, dtype=torch.promote_types(trainer.dtype, torch.float32), device=device)
     positions = torch.arange(shape[1], device=device).expand(shape)
     documents = zeros if trainer.config.data.reset_attention_mask else None
-    micro_batch = MicroBatch(zeros, positions, documents, zeros, ones, RandomKey(training.seed, 0))
+    micro_batch = MicroBatch(zeros, positions, documents, zeros, ones, RandomKey(training.seed, tuple(range(shape[0]))))
     passed = {
         spec.name: torch.zeros(spec.shape or (), dtype=spec.dtype, device=device, requires_grad=spec.gradient)
         for spec in trainer.steps.stages.passes(0)

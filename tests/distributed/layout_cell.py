@@ -18,7 +18,7 @@ from megalite.optim.learning_rate import Rates
 from megalite.pipeline.stages import Stages
 from tests.harness.covering_array import Row
 from tests.initial_weights import Network
-from tests.oracle import Oracle
+from tests.oracle import Dropout, Oracle
 
 SEQUENCE = 12
 LAYERS = 4
@@ -309,6 +309,17 @@ def oracle(cell: Cell) -> Oracle:
         score_cap=2.0,
         logit_cap=3.0,
     )
+
+
+def sample_numbers(cell: Cell, step: int) -> range:
+    """Of the step's samples, in the run."""
+    return range(step * cell.samples, (step + 1) * cell.samples)
+
+
+def dropout(cell: Cell, step: int, seed: int) -> Dropout:
+    """What the oracle drops in a step."""
+    config = model_config(cell)
+    return Dropout(seed, sample_numbers(cell, step), config.hidden_dropout, config.attention_dropout)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.sharding import Box
-from tests.distributed.layout_cell import Cell, batch, loss_terms, network, optimizer_config, oracle, rates
+from tests.distributed.layout_cell import (
+    Cell,
+    batch,
+    dropout,
+    loss_terms,
+    network,
+    optimizer_config,
+    oracle,
+    rates,
+)
 from tests.distributed.layout_run import SEED, Held, RankResult, run_cells
 from tests.harness.close import (
     assert_bits_equal,
@@ -129,7 +138,8 @@ def expected(alone: Cell) -> Expected:
     losses, norms, gradients = [], [], {}
     for step in alone.step_numbers:
         whole = batch(alone, step)
-        logits = oracle(alone).logits(weights, whole.tokens, whole.positions, whole.document_ids)
+        fields = (whole.tokens, whole.positions, whole.document_ids)
+        logits = oracle(alone).logits(weights, *fields, dropout(alone, step, SEED))
         total, count = loss_sum_and_count(logits, whole.labels, whole.loss_mask, **loss_terms(alone))
         loss = total / count.clamp(min=1.0)
         for weight in weights.values():

@@ -46,6 +46,7 @@ from tests.distributed.layout_cell import (
     model_config,
     optimizer_config,
     rates,
+    sample_numbers,
 )
 from tests.harness.stages import LOSS, passing_hidden
 
@@ -238,7 +239,7 @@ def recording_losses(chunk: GPT, sample_losses: dict[int, Tensor]) -> Stage[Micr
     def stage(inputs: Mapping[str, Tensor], micro_batch: MicroBatch) -> StageOutput:
         output: StageOutput = chunk(inputs, micro_batch)
         if chunk.part.loss:
-            sample_losses.setdefault(micro_batch.key.sample, output.terms[LOSS].detach().clone())
+            sample_losses.setdefault(micro_batch.key.samples[0], output.terms[LOSS].detach().clone())
         return output
 
     return stage
@@ -286,7 +287,7 @@ def local_micro_batches(cell: Cell, step: int, dp_rank: int) -> Iterator[MicroBa
             document_ids=None if whole.document_ids is None else whole.document_ids[own],
             labels=whole.labels[own],
             loss_mask=whole.loss_mask[own],
-            key=RandomKey(SEED, step * cell.samples + start),
+            key=RandomKey(SEED, tuple(sample_numbers(cell, step)[own])),
         )
 
 

@@ -25,7 +25,7 @@ from megalite.parallel.parameter import named_pieces
 from tests.distributed.layout_cell import LAYOUT_FACTORS, MODEL_FACTORS, Cell, make_cell, rates, valid
 from tests.distributed.layout_expected import Tensors, expected, on_ranks
 from tests.distributed.layout_run import SEED, Training, assert_padding_is_zero, initialized_chunks, make_meshes
-from tests.distributed.test_layouts import PLAINEST
+from tests.distributed.test_layouts import DROPOUT, PLAINEST
 from tests.harness.checkpoints import read
 from tests.harness.close import assert_bits_equal, assert_number_close, assert_parameter_close
 from tests.harness.covering_array import Row, Valid
@@ -123,7 +123,8 @@ def random_pairs(count: int, seed: int, can_run: Valid) -> list[Pair]:
         shared = math.lcm(saving["dp"], loading["dp"])
         samples = shared * -(-4 // shared)
         if samples <= 12:
-            pairs.append(Pair(make_cell(saving, samples=samples), make_cell(loading, samples=samples)))
+            rest = {"samples": samples, "dropout": DROPOUT[len(pairs) % 2]}
+            pairs.append(Pair(make_cell(saving, **rest), make_cell(loading, **rest)))
     return pairs
 
 

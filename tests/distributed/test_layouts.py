@@ -23,7 +23,11 @@ COMMUNICATION = ("zero", "instances", "overlap")
 VARIANT_FACTORS = MODEL_FACTORS | {
     name: LAYOUT_FACTORS[name] for name in ("recompute", "micro_batch_size", "fused_loss")
 }
-VARIANTS = covering_array(VARIANT_FACTORS, lambda row: True)
+DROPOUT = (0.0, 0.1)
+VARIANTS = [
+    row | {"dropout": DROPOUT[number % 2]}
+    for number, row in enumerate(covering_array(VARIANT_FACTORS, lambda row: True))
+]
 
 
 PLAINEST = {name: values[0] for name, values in (LAYOUT_FACTORS | MODEL_FACTORS).items()}
@@ -108,6 +112,12 @@ def test_one_step_is_the_oracles_in_the_full_product(layout: Row, rank_pools: Ra
     rest = product(*RANKS, *COMMUNICATION, "recompute", "family", "key_values")
     variants = itertools.cycle(VARIANTS)
     check(rank_pools, [in_turn(row, variants) for row in rest if row | layout == row])
+
+
+def test_dropout_meets_what_must_not_change_it() -> None:
+    few = [cell for layout in LAYOUTS for cell in few_of(layout) if cell.dropout]
+    for name in (*RANKS, *COMMUNICATION, "family", *VARIANT_FACTORS):
+        assert {getattr(cell, name) for cell in few} == set((LAYOUT_FACTORS | MODEL_FACTORS)[name]), name
 
 
 def test_the_variants_meet_in_pairs() -> None:

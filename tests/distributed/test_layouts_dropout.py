@@ -1,22 +1,20 @@
-"""Keyed randomness in whole runs: dropout depends on the sample, the layer and the site, not on who computes it when.
+"""Keyed randomness in whole runs: dropout depends on the sample, the layer and the place, not on who computes it when.
 
 docs/invariants.md: I10.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tests.distributed.layout_cell import LAYOUT_FACTORS, RECOMPUTE, Cell, make_cell
-from tests.distributed.layout_expected import Result, on_ranks, run
+from megalite_kernels.dropout import Dropout, kept_reference
+from tests.distributed.layout_cell import LAYERS, LAYOUT_FACTORS, RECOMPUTE, SEQUENCE, Cell, make_cell
+from tests.distributed.layout_expected import Result, assert_as_expected, on_ranks, run
 from tests.distributed.layout_run import initialized_chunks, local_micro_batches, make_meshes
 from tests.harness.close import assert_bits_equal, assert_gradient_close, assert_number_close
 from tests.harness.rank_pool import RankPools
@@ -93,31 +91,35 @@ def test_dropout_is_the_same_over_pipelines(pp: int, schedule: str, rank_pools: 
         assert_bits_equal(split.gradients[name], gradient, f"gradient of {name}")
 
 
-def test_hidden_dropout_is_the_same_on_replicated_activations(rank_pools: RankPools) -> None:
-    """Without sequence parallelism every tensor-parallel rank drops the same elements, those that one rank drops."""
-    cell = Cell(dropout=0.1, attention_dropout=0.0)
-    (alone,) = run(rank_pools, [cell])
-    (split,) = run(rank_pools, [replace(cell, tp=2)])
-    assert_same_dropout(split, alone)
+SPLITS = {
+    "tp2": {"tp": 2},
+    "tp4": {"tp": 4, "micro_batch_size": 2},
+    "tp2-sp": {"tp": 2, "sequence_parallel": True, "micro_batch_size": 4},
+    "tp2-dp2": {"tp": 2, "dp": 2, "micro_batch_size": 2},
+    "tp4-sp": {"tp": 4, "sequence_parallel": True},
+    "tp2-sp-pp2": {"tp": 2, "sequence_parallel": True, "pp": 2, "schedule": "zb-h1", "recompute": "selective"},
+}
 
 
-def draws(cell: Cell) -> list[tuple[float, bytes]]:
-    """List, for each random site over all micro-batches, its probability and what it draws its numbers from."""
+@pytest.mark.parametrize("family", ["gpt2", "gemma"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_dropout_is_the_oracles_however_samples_are_split(split: str, family: str, rank_pools: RankPools) -> None:
+    """In the second step too, whose samples are others."""
+    cell = make_cell({"dp": 1} | SPLITS[split], family=family, dropout=0.1, attention_dropout=0.3, steps=2)
+    (result,) = run(rank_pools, [cell])
+    assert_as_expected(cell, result)
+
+
+def draws(cell: Cell) -> list[Dropout]:
+    """What each random site drops, over all micro-batches."""
     (chunk,) = initialized_chunks(make_meshes([cell])[cell.tp, cell.pp], cell)
-    seen: list[tuple[float, bytes]] = []
+    seen: list[Dropout] = []
 
-    def noted(function: Callable[..., Tensor], probability: str, position: int) -> Callable[..., Tensor]:
-        def call(*arguments: Any, **named: Any) -> Tensor:
-            chance = named[probability] if probability in named else arguments[position]
-            if chance:
-                seen.append((chance, torch.get_rng_state().numpy().tobytes()))
-            return function(*arguments, **named)
+    def noted(shape: torch.Size, dimension: int, what: Dropout) -> Tensor:
+        seen.append(what)
+        return kept_reference(shape, dimension, what)
 
-        return call
-
-    attention = noted(F.scaled_dot_product_attention, "dropout_p", 4)
-    replaced = {"dropout": noted(F.dropout, "p", 1), "scaled_dot_product_attention": attention}
-    with mock.patch.multiple(F, **replaced), torch.no_grad():
+    with mock.patch("megalite_kernels.dropout.kept_reference", noted), torch.no_grad():
         for micro_batch in local_micro_batches(cell, 0, 0):
             chunk({}, micro_batch)
         chunk.eval()
@@ -125,22 +127,24 @@ def draws(cell: Cell) -> list[tuple[float, bytes]]:
     return seen
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma"])  # attention by torch, and written out
+@pytest.mark.parametrize("family", ["gpt2", "gemma"])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 def test_no_two_sites_draw_the_same(tp: int, sequence_parallel: bool, family: str, rank_pools: RankPools) -> None:
-    """Nor two layers, micro-batches or parts of what is split over ranks; what is whole on several draws the same. And
-    none draws in evaluation.
+    """Nor two layers or samples. Ranks that share a tensor draw the parts of it, others the same. And none draws in
+    evaluation.
     """
     cell = Cell(
         family=family, tp=tp, sequence_parallel=sequence_parallel, dropout=0.1, attention_dropout=0.2, samples=4
     )
     ranks = on_ranks(rank_pools, tp, draws, cell)
     for seen in ranks:
-        assert [chance for chance, _ in seen] == [0.1, *[0.2, 0.1, 0.1] * 4] * 4  # the embedding's, then the layers'
-        assert len({state for _, state in seen}) == len(seen)
-    for sites in zip(*ranks, strict=True):
-        split = sequence_parallel or sites[0][0] == 0.2
-        assert len(set(sites)) == (tp if split else 1)
+        assert [what.probability for what in seen] == [0.1, *[0.2, 0.1, 0.1] * LAYERS] * 4  # first the embedding's
+        assert len({(what.layer, what.site, what.samples) for what in seen}) == len(seen)
+    for parts in zip(*ranks, strict=True):
+        rows = [row for what in parts for run in what.rows for row in run]
+        whole = list(range(4 * SEQUENCE if parts[0].probability == 0.2 else SEQUENCE))
+        split = sequence_parallel or parts[0].probability == 0.2
+        assert rows == (whole if split else whole * tp)
 
 
 def test_dropout_acts_in_these_tests(rank_pools: RankPools) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tests.distributed.layout_cell import FAMILIES, make_cell
 from tests.distributed.layout_expected import assert_as_expected, run
+from tests.distributed.test_layouts import DROPOUT
 from tests.harness.covering_array import Row
 from tests.harness.rank_pool import RankPools
 
@@ -29,6 +30,7 @@ LAYOUTS: dict[str, Row] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES[2:])
 def test_one_step_is_the_oracles(family: str, layout: str, rank_pools: RankPools) -> None:
-    cell = make_cell(LAYOUTS[layout] | {"family": family})
+    turn = FAMILIES.index(family) + list(LAYOUTS).index(layout)
+    cell = make_cell(LAYOUTS[layout] | {"family": family}, dropout=DROPOUT[turn % 2])
     (result,) = run(rank_pools, [cell])
     assert_as_expected(cell, result)

@@ -50,9 +50,10 @@ CASES = [
 def test_a_loss_mask_counts_the_same_whatever_the_split(layout: dict, rank_pools: RankPools) -> None:
     """Samples 0 and 3 of 8 are masked out: some micro-batches, and with 8 ranks some ranks, have no token."""
     sizes = [size for size in (1, 2, 4, 8) if 8 % (layout["dp"] * size) == 0]
-    cells = [make_cell(layout | {"micro_batch_size": size}, loss_mask="random", samples=8) for size in sizes]
+    rest = {"loss_mask": "random", "samples": 8, "dropout": 0.1}
+    cells = [make_cell(layout | {"micro_batch_size": size}, **rest) for size in sizes]
     for cell, result in zip(cells, run(rank_pools, cells), strict=True):
-        assert cell.alone() == Cell(loss_mask="random", samples=8)  # all are held against the same numbers
+        assert cell.alone() == Cell(**rest)  # all are held against the same numbers
         assert_as_expected(cell, result)
 
 
@@ -76,7 +77,7 @@ def test_an_infinity_on_one_rank_makes_all_skip(layout: dict, rank_pools: RankPo
     """The first step is skipped, and the second one goes as if it were the first."""
     world_size = layout["tp"] * layout["dp"] * layout.get("pp", 1)
     size = 2 if layout["dp"] <= 2 else 1  # several micro-batches
-    clean = make_cell(layout, optimizer="adam", samples=8, micro_batch_size=size, first_step=1)
+    clean = make_cell(layout, optimizer="adam", samples=8, micro_batch_size=size, first_step=1, dropout=0.1)
     ranks = sorted({0, world_size // 2, world_size - 1})
     infected = [replace(clean, first_step=0, steps=2, infinity_on=rank) for rank in ranks]
     expected, *results = run(rank_pools, [clean, *infected])

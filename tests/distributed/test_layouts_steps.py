@@ -14,7 +14,7 @@ import pytest
 
 from tests.distributed.layout_cell import FAMILIES, LAYOUT_FACTORS, MODEL_FACTORS, Cell, make_cell, valid
 from tests.distributed.layout_expected import assert_as_expected, assert_same_bits, run
-from tests.distributed.test_layouts import PLAINEST
+from tests.distributed.test_layouts import DROPOUT, PLAINEST
 from tests.harness.close import assert_number_close
 from tests.harness.covering_array import Row, covering_array, every_value_once, uncovered
 from tests.harness.rank_pool import RankPools
@@ -50,7 +50,7 @@ def test_every_pair_of_factors_is_met() -> None:
 
 
 def check(rank_pools: RankPools, rows: Sequence[Row], steps: int) -> None:
-    cells = [make_cell(row, steps=steps) for row in rows]
+    cells = [make_cell(row, steps=steps, dropout=DROPOUT[number % 2]) for number, row in enumerate(rows)]
     for cell, result in zip(cells, run(rank_pools, cells), strict=True):
         assert_as_expected(cell, result)
 

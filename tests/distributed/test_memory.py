@@ -189,7 +189,7 @@ def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[
         config = OptimizerConfig(lr=0.01, optimizer="muon" if dtype == torch.bfloat16 else "adam")
         optimizer = make_optimizer([network], mesh, config, options, blocks=[network.blocks()])
         positions = torch.arange(TOKENS[1]).expand(TOKENS)
-        batch = MicroBatch(zeros, positions, None, zeros, torch.ones(TOKENS), RandomKey(1, 0))
+        batch = MicroBatch(zeros, positions, None, zeros, torch.ones(TOKENS), RandomKey(1, ()))
         seen = memory.measured(optimizer, [functools.partial(network, None, batch)])
         activations = memory.activation_bytes(
             model,

@@ -65,7 +65,7 @@ def _spoiled(tensor: Tensor, value: float | None) -> Tensor:
 
 def _sample(arguments: tuple[Any, ...]) -> int:
     keys = (getattr(argument, "key", argument) for argument in arguments)
-    return next(key.sample for key in keys if isinstance(key, RandomKey))
+    return next(key.samples[0] for key in keys if isinstance(key, RandomKey))
 
 
 def _layers(chunks: Iterable[GPT]) -> dict[int, nn.Module]:
@@ -117,7 +117,7 @@ def _plant_in_parameter(fault: Fault, layer: nn.Module) -> Callable[[], object]:
 
 
 def _masked(fault: Fault, micro_batch: MicroBatch) -> MicroBatch:
-    if micro_batch.key.sample != fault.sample:
+    if micro_batch.key.samples[0] != fault.sample:
         return micro_batch
     return replace(micro_batch, loss_mask=_spoiled(micro_batch.loss_mask, fault.value))
 

@@ -20,7 +20,7 @@ from tests.distributed.layout_expected import on_ranks
 from tests.harness.close import assert_number_close
 from tests.harness.rank_pool import RankPools
 from tests.initial_weights import Network
-from tests.oracle import Oracle, loss_sum_and_count
+from tests.oracle import Dropout, Oracle, loss_sum_and_count
 
 STEPS, BATCH, LENGTH, VOCABULARY = 5, 4, 12, 29
 FLAGS = f"""--fp64 --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1}
@@ -29,6 +29,7 @@ FLAGS = f"""--fp64 --mock-data --tokenizer-type NullTokenizer --vocab-size {VOCA
 --micro-batch-size 1 --global-batch-size {BATCH} --train-iters {STEPS} --eval-iters 2 --eval-interval 3 --eod-mask-loss
 --lr 0.02 --min-lr 0.002 --lr-warmup-iters 2 --lr-decay-style cosine --weight-decay 0.1 --clip-grad 0.5
 --adam-eps 1e-6 --seed 77"""
+DROPPING = FLAGS.replace("dropout 0", "dropout 0.1")
 NETWORK = Network(
     layers=2, hidden=16, heads=2, groups=2, head_dim=8, ffn=24, vocabulary=VOCABULARY, std=0.2, positions=LENGTH
 )
@@ -78,15 +79,17 @@ def expected() -> tuple[list[tuple[float, float, float]], list[float], float]:
     groups = [{"params": [w], "weight_decay": decay[name in NETWORK.drawn()]} for name, w in weights.items()]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-6)
 
-    def mean_loss(samples: Any, numbers: range) -> Tensor:
+    def mean_loss(samples: Any, numbers: range, dropout: float) -> Tensor:
         tokens, labels, mask = batch(samples, numbers)
         positions = torch.arange(LENGTH).expand_as(tokens)
-        total, count = loss_sum_and_count(Oracle().logits(weights, tokens, positions), labels, mask)
+        dropped = Dropout(77, numbers, dropout, dropout)
+        logits = Oracle().logits(weights, tokens, positions, dropout=dropped)
+        total, count = loss_sum_and_count(logits, labels, mask)
         return total / count
 
     steps, evaluations = [], []
     for step in range(STEPS):
-        loss = mean_loss(data.train, range(step * BATCH, (step + 1) * BATCH))
+        loss = mean_loss(data.train, range(step * BATCH, (step + 1) * BATCH), 0.1)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(weights.values(), 0.5).item()
@@ -95,20 +98,20 @@ def expected() -> tuple[list[tuple[float, float, float]], list[float], float]:
         optimizer.step()
         steps.append((loss.item(), norm, expected_rate(step * BATCH)))
         with torch.no_grad():
-            evaluations.append(mean_loss(data.valid, range(2 * BATCH)).item())
+            evaluations.append(mean_loss(data.valid, range(2 * BATCH), 0.0).item())
     return steps, evaluations, math.sqrt(sum(w.detach().square().sum().item() for w in weights.values()))
 
 
 @pytest.mark.parametrize(
     "flags",
-    ["", "--use-distributed-optimizer --overlap-grad-reduce", "--tp 2 --sequence-parallel", "--pp 2"],
-    ids=["alone", "copies", "parts", "stages"],
+    ["", "--use-distributed-optimizer --overlap-grad-reduce", "--tp 2 --sequence-parallel", "--pp 2", "--tp 2"],
+    ids=["alone", "copies", "parts", "stages", "heads"],
 )
 def test_a_run_is_the_plain_loop(flags: str, rank_pools: RankPools) -> None:
-    """Ranks of two copies count different numbers of tokens; norms are above the limit."""
+    """With dropout. Ranks of two copies count different numbers of tokens; norms are above the limit."""
     wanted, losses, norm = expected()
     assert {step[1] > 0.5 for step in wanted} == {True}
-    for steps, evaluations, last in on_ranks(rank_pools, 2 if flags else 1, run, f"{FLAGS} {flags}"):
+    for steps, evaluations, last in on_ranks(rank_pools, 2 if flags else 1, run, f"{DROPPING} {flags}"):
         for number, (step, (loss, gradient_norm, rate)) in enumerate(zip(steps, wanted, strict=True)):
             assert_number_close(step.lm_loss, loss, f"loss {number}", 1e-9)
             assert_number_close(step.grad_norm, gradient_norm, f"gradient norm {number}", 1e-7)
@@ -136,10 +139,9 @@ def test_every_size_of_a_growing_batch_is_proved() -> None:
 
 def test_evaluations_drop_nothing_and_leave_no_trace() -> None:
     """Steps go on dropping, by the sample, as if there had been none."""
-    flags = FLAGS.replace("dropout 0", "dropout 0.1")
-    (with_evaluations, found, _), (without, _, _) = run(flags), run(flags, evaluates=False)
+    (with_evaluations, found, _), (without, _, _) = run(DROPPING), run(DROPPING, evaluates=False)
     assert [step.lm_loss for step in with_evaluations] == [step.lm_loss for step in without]
-    still = run(flags.replace("--lr 0.02 --min-lr 0.002", "--lr 0 --min-lr 0"))
+    still = run(DROPPING.replace("--lr 0.02 --min-lr 0.002", "--lr 0 --min-lr 0"))
     assert len(set(still[1])) == 1
     assert still[1][0] == run(FLAGS.replace("--lr 0.02 --min-lr 0.002", "--lr 0 --min-lr 0"))[1][0]
     assert found[0] == still[1][0]  # the first step of a warm-up moves nothing

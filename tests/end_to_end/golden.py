@@ -85,7 +85,7 @@ def micro_batch(dataset: MockDataset, first: int, dtype: torch.dtype) -> MicroBa
         document_ids=None,
         labels=text[:, 1:],
         loss_mask=torch.ones(len(text), SEQUENCE, dtype=dtype),
-        key=RandomKey(SEED, first),
+        key=RandomKey(SEED, tuple(range(first, first + len(text)))),
     )
 
 

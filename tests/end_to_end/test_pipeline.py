@@ -184,7 +184,7 @@ CHANGES = [("pp2 interleaved", "tp2"), ("pp4 zb-v", "one"), ("one", "pp2 dp2 zer
 
 def test_a_run_resumed_on_another_pipeline_is_the_same_run(run: Run, tmp_path: Path) -> None:
     """I9. Evaluation's figures, too."""
-    flags = [*EIGHT_LAYERS, *EVALUATED, "--train-iters", 4]
+    flags = [*EIGHT_LAYERS, *EVALUATED, "--train-iters", 4, "--hidden-dropout", 0.1, "--attention-dropout", 0.1]
     whole = tmp_path / "whole"
     run(*flags, "--save", whole)
     for before, after in CHANGES:

@@ -39,7 +39,7 @@ def loss_and_gradients(config: ModelConfig) -> tuple[list[Tensor], set[str]]:
     initialize(network, 1234)
     text = torch.randint(VOCABULARY, (1, TOKENS + 1), generator=torch.Generator().manual_seed(0))
     positions, mask = torch.arange(TOKENS)[None], torch.ones(1, TOKENS)
-    loss = loss_of(network, MicroBatch(text[:, :-1], positions, None, text[:, 1:], mask, RandomKey(0, 0)))
+    loss = loss_of(network, MicroBatch(text[:, :-1], positions, None, text[:, 1:], mask, RandomKey(0, (0,))))
     nodes, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()

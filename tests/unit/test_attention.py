@@ -27,7 +27,7 @@ def micro_batch(sequence: int, seed: int = 0, *, documents: bool = True) -> Micr
     ends = torch.rand(BATCH, sequence, generator=generator) < 5 / sequence
     positions = torch.arange(sequence).expand(BATCH, -1)
     mask = torch.ones(BATCH, sequence, dtype=torch.float64)
-    return MicroBatch(tokens, positions, ends.cumsum(1) if documents else None, tokens, mask, RandomKey(0, 0))
+    return MicroBatch(tokens, positions, ends.cumsum(1) if documents else None, tokens, mask, RandomKey(0, ()))
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_attention_in_blocks_is_the_dense_one(
             masks = kernel.block_mask(first), kernel.dense_mask(first)
             found = []
             for mask in masks:
-                mixed = kernel.attention(*parts, mask, scale=scale, cap=cap, dropout=0.0)
+                mixed = kernel.attention(*parts, mask, scale=scale, cap=cap, dropout=None)
                 found.append([mixed, *torch.autograd.grad(mixed.sin().sum(), parts)])
             for ours, reference in zip(*found, strict=True):
                 torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-12)

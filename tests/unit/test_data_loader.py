@@ -65,9 +65,9 @@ def test_micro_batches_hold_the_samplers_samples(num_workers: int) -> None:
     with loader(dataset, num_workers) as batches:
         for consumed in (0, 12, 24, 12, 60):  # on, on, back, elsewhere
             loaded = batches.micro_batches(consumed, 3)
-            assert [batch["sample_id"] for batch in loaded] == [consumed + 2, consumed + 6, consumed + 10]
+            assert [batch["sample_ids"][0] for batch in loaded] == [consumed + 2, consumed + 6, consumed + 10]
             for batch in loaded:
-                rows = [dataset[batch["sample_id"] + i] for i in range(2)]
+                rows = [dataset[sample] for sample in batch["sample_ids"]]
                 assert np.array_equal(batch["tokens"], np.stack(rows)[:, :-1])
                 assert np.array_equal(batch["labels"], np.stack(rows)[:, 1:])
                 assert np.array_equal(batch["loss_mask"], batch["tokens"] != 49)
@@ -81,7 +81,7 @@ def test_the_number_of_micro_batches_may_change() -> None:
             for a, b in zip(
                 threaded.micro_batches(consumed, count), direct.micro_batches(consumed, count), strict=True
             ):
-                assert a["sample_id"] == b["sample_id"]
+                assert a["sample_ids"] == b["sample_ids"]
                 assert np.array_equal(a["tokens"], b["tokens"])
 
 
@@ -204,7 +204,7 @@ def global_batch(consumed: int, size: int, micro: int, ranks: int, num_workers: 
     for rank in range(ranks):
         with loader(Numbered(), num_workers, data_parallel_rank=rank, **arguments) as batches:
             loaded = batches.micro_batches(consumed, size // (micro * ranks))
-            assert all(batch["sample_id"] == batch["tokens"][0, 0] for batch in loaded)
+            assert all(list(batch["sample_ids"]) == batch["tokens"][:, 0].tolist() for batch in loaded)
             of_ranks.append([batch["tokens"][:, 0].tolist() for batch in loaded])
     return [sample for of_each in zip(*of_ranks, strict=True) for samples in of_each for sample in samples]
 
@@ -238,5 +238,5 @@ def test_workers_load_the_same_in_the_same_order() -> None:
     for other in loaded[1:]:
         for steps in zip(loaded[0], other, strict=True):
             for a, b in zip(*steps, strict=True):
-                assert a["sample_id"] == b["sample_id"]
+                assert a["sample_ids"] == b["sample_ids"]
                 assert np.array_equal(a["tokens"], b["tokens"])

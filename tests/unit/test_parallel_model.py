@@ -29,6 +29,7 @@ from tests.harness.stages import LOSS, logits_of, loss_of
 from tests.oracle import Oracle, loss_sum_and_count
 
 BATCH, SEQUENCE, VOCABULARY = 3, 11, 19
+SAMPLES = (5, 6, 7)
 
 GPT2 = ModelConfig(
     num_layers=2, hidden_size=16, num_attention_heads=4, ffn_hidden_size=20, max_position_embeddings=16,
@@ -188,7 +189,8 @@ def micro_batch(*, documents: bool, far: int = 0) -> MicroBatch:
     document_ids = torch.tensor([[0] * 4 + [1] * 5 + [2] * 2]).expand(BATCH, -1) if documents else None
     positions = torch.tensor([[*range(4), *range(5), *range(2)]]) if documents else torch.arange(SEQUENCE)[None]
     mask = torch.rand(BATCH, SEQUENCE, generator=generator, dtype=torch.float64)
-    return MicroBatch(text[:, :-1], positions.expand(BATCH, -1) + far, document_ids, text[:, 1:], mask, RandomKey(0, 0))
+    key = RandomKey(0, SAMPLES)
+    return MicroBatch(text[:, :-1], positions.expand(BATCH, -1) + far, document_ids, text[:, 1:], mask, key)
 
 
 def test_what_the_network_does_not_serve_it_refuses() -> None:
@@ -265,9 +267,20 @@ def test_dropout_differs_from_sample_to_sample(config: ModelConfig, kind: str) -
     """Of one text under many keys."""
     made = network(replace(config, **{kind: 0.1}))
     batch = micro_batch(documents=False)
-    losses = [loss_of(made, replace(batch, key=RandomKey(0, sample))).item() for sample in range(8)]
+    losses = [loss_of(made, replace(batch, key=RandomKey(0, (*SAMPLES[:-1], sample)))).item() for sample in range(8)]
     assert len(set(losses)) == 8
-    assert loss_of(made, replace(batch, key=RandomKey(0, 3))).item() == losses[3]
+    assert loss_of(made, replace(batch, key=RandomKey(0, (*SAMPLES[:-1], 3)))).item() == losses[3]
+
+
+def test_an_operator_with_a_mask_of_its_own_draws_it_by_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; here torch's operator takes its numbers from the CPU's generator."""
+    for place in ("megalite.model.attention", "megalite_kernels.attention"):
+        monkeypatch.setattr(f"{place}.draws_its_own", lambda *arguments: True)
+    made = network(replace(GPT2, attention_dropout=0.1))
+    batch = micro_batch(documents=False)
+    numbers = (5, 6, 5)
+    losses = [loss_of(made, replace(batch, key=RandomKey(0, (number, 8, 9)))).item() for number in numbers]
+    assert losses[0] == losses[2] != losses[1]
 
 
 def test_capped_scores_are_recomputed_with_the_same_dropout() -> None:

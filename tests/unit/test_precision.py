@@ -102,7 +102,7 @@ def test_the_scale_of_embeddings_is_rounded_to_the_weights(dtype: torch.dtype) -
     initialize(network, seed=1)
     tokens = torch.arange(11)[None]
     assert network.embedding is not None
-    found = network.embedding(tokens, tokens, RandomKey(1, 0))[:, 0]
+    found = network.embedding(tokens, tokens, RandomKey(1, ()))[:, 0]
     scale = {torch.bfloat16: 6.9375, torch.float16: 6.9296875}[dtype]
     assert_rounded_once(found, network.embedding.word.weight.detach()[:11].double() * scale)
 
@@ -160,7 +160,7 @@ def test_a_model_turns_by_the_exact_angles(dtype: torch.dtype, monkeypatch: pyte
     network = GPT(MODEL, MESH, dtype=dtype)
     initialize(network, seed=1)
     tokens = torch.zeros_like(POSITIONS)
-    network({}, MicroBatch(tokens, POSITIONS, None, None, None, RandomKey(1, 0)))
+    network({}, MicroBatch(tokens, POSITIONS, None, None, None, RandomKey(1, ())))
     ((cosine, sine),) = seen
     assert_tables_are_near((cosine, sine), exact_tables(Oracle(), POSITIONS, 32), POSITIONS)
 
@@ -196,7 +196,7 @@ def test_softmax_of_attention(cap: float | None, dtype: torch.dtype) -> None:
     channels = torch.arange(64) % 32
     query = F.one_hot(channels, 32).to(dtype).view(1, 1, 64, 32)
     key, value = (8.0 * numbers(1, 1, 64, 32)).to(dtype), torch.eye(64, dtype=dtype).view(1, 1, 64, 64)
-    found = attention(query, key, value, None, scale=0.7, cap=cap, dropout=0.0)
+    found = attention(query, key, value, None, scale=0.7, cap=cap, dropout=None)
     scores = 0.7 * key[0, 0, :, channels].double().t()
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
     hidden = torch.ones(64, 64, dtype=torch.bool).triu(1)
@@ -277,13 +277,14 @@ def test_the_tokens_that_count_are_counted_exactly() -> None:
     masks = [np.array([[0.3, 1.0], [1.0, 2.0**24]], np.float32), np.array([[1.0, 0.0], [2.0**-20, 1.0]], np.float32)]
     names = ("tokens", "labels", "positions")
     arrays: Any = [
-        {**dict.fromkeys(names, tokens), "loss_mask": mask, "document_ids": None, "sample_id": 2} for mask in masks
+        {**dict.fromkeys(names, tokens), "loss_mask": mask, "document_ids": None, "sample_ids": range(2, 4)}
+        for mask in masks
     ]
     batches = to_micro_batches(arrays, 1, torch.bfloat16, torch.device("cpu"))
     for batch, mask in zip(batches, masks, strict=True):
         assert batch.loss_mask is not None
         assert torch.equal(batch.loss_mask, torch.from_numpy(mask))
-        assert batch.key == RandomKey(1, 2)
+        assert batch.key == RandomKey(1, (2, 3))
     expected = sum(float(value) for mask in masks for value in mask.flat)
     assert counted((LM_LOSS,), batches)[LOSS].item() == expected
 

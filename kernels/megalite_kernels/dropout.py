@@ -1,0 +1,190 @@
+"""Dropout by place: whether an element is dropped follows from where it stands in its sample, not from who holds it.
+
+Each sample has a tensor [rows, width] at each random site of each layer. Its element i, row by row, is dropped where
+the i-th 16 bits, little end first, of these numbers are below round(65536 * probability): the outputs of Philox-4x64-10
+(Salmon et al., SC'11) with the key (seed, 0) for the counters (1, sample, layer, site), (2, sample, layer, site) and so
+on, as numpy's Philox gives them. What is kept is divided by the share that is kept on average.
+
+So the bits are the same on every device and in every dtype, and a part of the tensor is drawn without the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalite_kernels.implementation import kernel, runs_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+GROUP = 16
+"""Elements that share a counter."""
+LEVELS = 1 << 16
+COUNTERS = 256
+"""Of a program."""
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """How often, and of what, elements are dropped.
+
+    Attributes:
+        probability: below 1; met to 1 / 65536.
+        samples: the number of each sample of the batch.
+        rows: which rows of a sample's tensor are there, as runs, in order.
+    """
+
+    probability: float
+    seed: int
+    layer: int
+    site: int
+    samples: tuple[int, ...]
+    rows: tuple[range, ...]
+
+    @property
+    def threshold(self) -> int:
+        return min(round(LEVELS * self.probability), LEVELS - 1)
+
+    @property
+    def scale(self) -> float:
+        return LEVELS / (LEVELS - self.threshold)
+
+    def runs(self) -> Iterator[tuple[slice, range]]:
+        """Where in the batch each run of rows is, and which it is."""
+        begin = 0
+        for run in self.rows:
+            yield slice(begin, begin + len(run)), run
+            begin += len(run)
+
+
+# ------------------------------------------------------------------------------------------------- the reference
+
+
+def kept_reference(shape: torch.Size, dimension: int, what: Dropout) -> Tensor:
+    """1 where an element of such a batch is kept, else 0, in uint8 on the CPU; `dimension`: that of the samples."""
+    kept = np.empty(shape, dtype=np.bool_)
+    width = shape[-1]
+    by_sample = np.moveaxis(kept, dimension, 0)
+    for sample, mask in zip(what.samples, by_sample, strict=True):
+        for here, run in what.runs():
+            first, skipped = divmod(run.start * width, GROUP)
+            counter = np.array([first, sample, what.layer, what.site], dtype=np.uint64)  # one before the first
+            source = np.random.Philox(counter=counter, key=np.array([what.seed, 0], dtype=np.uint64))
+            groups = -(-(skipped + len(run) * width) // GROUP)
+            drawn = source.random_raw(groups * GROUP // 4).view(np.uint16)[skipped : skipped + len(run) * width]
+            np.greater_equal(drawn.reshape(len(run), width), what.threshold, out=mask[here])
+    return torch.from_numpy(kept.view(np.uint8))
+
+
+# ------------------------------------------------------------------------------------------------- the kernel
+
+
+@kernel
+def _drop(
+    input: tl.tensor,
+    output: tl.tensor,
+    samples: tl.tensor,
+    seed: tl.int64,
+    layer: tl.int64,
+    site: tl.int64,
+    offset: tl.int64,
+    elements: tl.int64,
+    width: tl.int64,
+    row_stride: tl.int64,
+    sample_stride: tl.int64,
+    threshold: tl.tensor,
+    scale: tl.tensor,
+    COUNTERS: tl.constexpr,
+) -> None:
+    """Each program has the elements of so many counters of one sample; rows begin where a counter does.
+
+    `offset`: the counter of the first element.
+    """
+    batch = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(0).to(tl.int64) * COUNTERS + tl.arange(0, COUNTERS)
+    zeros = tl.zeros_like(group)
+    a, b, c, d = tl.philox(seed, offset + group, zeros + tl.load(samples + batch), zeros + layer, zeros + site)
+    words = tl.join(tl.join(a, c), tl.join(b, d))
+    low, high = tl.join(words & 0xFFFF, words >> 32 & 0xFFFF), tl.join(words >> 16 & 0xFFFF, words >> 48)
+    drawn = tl.join(low, high).reshape(COUNTERS, 16).to(tl.int32)
+    row = group * 16 // width
+    begin = batch * sample_stride + row * row_stride + (group * 16 - row * width)
+    place = begin[:, None] + tl.arange(0, 16)[None, :]
+    inside = (group * 16 < elements)[:, None]
+    x = tl.load(input + place, mask=inside, other=0.0).to(tl.float32)
+    found = x * tl.where(drawn < threshold, 0.0, tl.cast(scale, tl.float32))
+    tl.store(output + place, found.to(output.dtype.element_ty), mask=inside)
+
+
+@lru_cache(maxsize=256)  # a copy to a GPU for each micro-batch under way, not for each site
+def _on(device: torch.device, samples: tuple[int, ...]) -> Tensor:
+    return torch.tensor(samples, dtype=torch.int64, device=device)
+
+
+def _launch(input: Tensor, dimension: int, what: Dropout) -> Tensor:
+    """Of rows whose width is a multiple of GROUP."""
+    input = input.contiguous()
+    output = torch.empty_like(input)
+    width = input.shape[-1]
+    row_stride, sample_stride = input.stride(1 - dimension), input.stride(dimension)
+    for here, run in what.runs():
+        elements = len(run) * width
+        if not elements:
+            continue
+        begin = here.start * row_stride
+        _drop[(-(-elements // (GROUP * COUNTERS)), len(what.samples))](
+            *(input.view(-1)[begin:], output.view(-1)[begin:], _on(input.device, what.samples)),
+            *(what.seed, what.layer, what.site, run.start * width // GROUP + 1, elements),
+            *(width, row_stride, sample_stride, what.threshold, what.scale, COUNTERS),
+        )
+    return output
+
+
+# ------------------------------------------------------------------------------------------------- what is called
+
+
+class _Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, dimension: int, what: Dropout) -> Tensor:
+        ctx.dimension, ctx.what = dimension, what
+        ctx.in_kernel = input.shape[-1] % GROUP == 0 and runs_triton("dropout", input)
+        if ctx.in_kernel:
+            return _launch(input, dimension, what)
+        kept = kept_reference(input.shape, dimension, what).to(input.device)
+        ctx.save_for_backward(kept)
+        return _masked(input, kept, what)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.in_kernel:  # which draws again
+            return _launch(grad_output, ctx.dimension, ctx.what), None, None
+        (kept,) = ctx.saved_tensors
+        return _masked(grad_output, kept, ctx.what), None, None
+
+
+def _masked(input: Tensor, kept: Tensor, what: Dropout) -> Tensor:
+    # Scaled last, for the scale is none of bf16's numbers.
+    return kept.to(input.dtype).mul_(input).mul_(what.scale)
+
+
+def drop(input: Tensor, what: Dropout, *, dimension: int) -> Tensor:
+    """Zero some elements of [rows, samples, width], or [samples, rows, width], and scale the rest; `dimension`: that of
+    the samples, 1 or 0.
+
+    Raises:
+        ValueError: the rows or samples are not as many as are said to be there.
+    """
+    if sum(map(len, what.rows)) != input.shape[1 - dimension] or len(what.samples) != input.shape[dimension]:
+        raise ValueError(
+            f"{len(what.samples)} samples and the rows {what.rows} for a tensor {list(input.shape)} of samples along "
+            f"dimension {dimension}"
+        )
+    dropped: Tensor = _Dropped.apply(input, dimension, what)
+    return dropped

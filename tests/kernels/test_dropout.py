@@ -1,0 +1,81 @@
+"""What is dropped: the kernel's is the reference's bit for bit, and this is what numpy draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megalite_kernels.dropout import COUNTERS, GROUP, LEVELS, Dropout, drop, kept_reference
+from megalite_kernels.implementation import choose
+from tests.harness.close import assert_bits_equal
+from tests.kernels.interpreter import only_programs
+
+WHAT = Dropout(0.3, seed=2**32 - 1, layer=5, site=3, samples=(7, 2**40, 8), rows=(range(3, 5), range(9, 16)))
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+
+
+def dropped(input: Tensor, gradient: Tensor, what: Dropout, dimension: int) -> tuple[Tensor, Tensor]:
+    input = input.detach().requires_grad_()
+    output = drop(input, what, dimension=dimension)
+    return output.detach(), torch.autograd.grad(output, input, gradient)[0]
+
+
+def check(input: Tensor, gradient: Tensor, dimension: int, what: Dropout = WHAT) -> None:
+    found = dropped(input, gradient, what, dimension)
+    choose("reference")
+    expected = dropped(input, gradient, what, dimension)
+    choose("triton")
+    for ours, reference in zip(found, expected, strict=True):
+        assert ours.dtype == reference.dtype == input.dtype
+        assert_bits_equal(ours, reference, "dropped")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [GROUP, 5 * GROUP, COUNTERS * GROUP // 2])
+def test_the_kernel_drops_what_the_reference_drops(width: int, dtype: torch.dtype) -> None:
+    """Of two runs of rows, over one program and several, the samples second and first."""
+    check(numbers(9, 3, width).to(dtype), numbers(9, 3, width).to(dtype), 1)
+    check(numbers(3, 9, width).to(dtype), numbers(3, 9, width).to(dtype), 0)
+
+
+def test_any_strides_and_widths_may_be() -> None:
+    check(numbers(3, 9, 32).transpose(0, 1), numbers(1, 1, 1).expand(9, 3, 32), 1)
+    check(numbers(9, 3, 7), numbers(9, 3, 7), 1)
+    check(numbers(0, 3, 32), numbers(0, 3, 32), 1, Dropout(0.3, 1, 0, 0, (1, 2, 3), ()))
+
+
+def test_the_numbers_are_numpys() -> None:
+    """The stream of a key and a counter, from the beginning of the sample's tensor."""
+    kept = kept_reference(torch.Size((9, 3, 24)), 1, WHAT)
+    for number, sample in enumerate(WHAT.samples):
+        counter, key = np.array([0, sample, 5, 3], np.uint64), np.array([2**32 - 1, 0], np.uint64)
+        stream = np.random.Philox(counter=counter, key=key).random_raw(16 * 24 // 4)
+        drawn = torch.tensor([word >> shift & 0xFFFF for word in stream.tolist() for shift in (0, 16, 32, 48)])
+        expected = (drawn >= round(0.3 * 65536)).view(16, 24)[[3, 4, *range(9, 16)]]
+        assert torch.equal(kept[:, number].bool(), expected)
+
+
+@pytest.mark.parametrize("probability", [1e-7, 0.5, 1 - 1e-9])
+def test_every_probability_below_one_keeps_the_mean(probability: float) -> None:
+    what = Dropout(probability, 1, 2, 3, (4,), (range(4096),))
+    kept = kept_reference(torch.Size((4096, 1, 256)), 1, what).double().mean().item()
+    assert kept == pytest.approx((LEVELS - what.threshold) / LEVELS, abs=2e-3)
+    assert what.scale * (LEVELS - what.threshold) / LEVELS == 1.0
+
+
+def test_elements_lie_beyond_2_to_the_31() -> None:
+    """Memory is taken only where it is touched."""
+    torch.use_deterministic_algorithms(False)  # fresh memory is left alone
+    rows, width = 2**15 + 1, 2**16
+    values = torch.empty(rows, 1, width, dtype=torch.bfloat16)
+    values[-1] = numbers(1, width).bfloat16()
+    what = Dropout(0.3, 1, 2, 3, (4,), (range(rows),))
+    with only_programs(-1):
+        found = drop(values, what, dimension=1)[-1, 0, -COUNTERS * GROUP :]
+    last = Dropout(0.3, 1, 2, 3, (4,), (range(rows - 1, rows),))
+    assert torch.equal(found, drop(values[-1:].clone(), last, dimension=1)[0, 0, -COUNTERS * GROUP :])
