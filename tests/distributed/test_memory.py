@@ -190,7 +190,7 @@ def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[
         optimizer = make_optimizer([network], mesh, config, options, blocks=[network.blocks()])
         positions = torch.arange(TOKENS[1]).expand(TOKENS)
         batch = MicroBatch(zeros, positions, None, zeros, torch.ones(TOKENS), RandomKey(1, ()))
-        seen = memory.measured(optimizer, [functools.partial(network, None, batch)])
+        seen = memory.measured(optimizer, [functools.partial(network, {}, batch)])
         activations = memory.activation_bytes(
             model,
             tokens=zeros.numel(),
