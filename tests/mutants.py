@@ -587,8 +587,8 @@ MUTANTS = (
     Mutant(
         "a window is short of its last key",
         "megalite/model/batch.py",
-        "(tokens - before).clamp",
-        "(tokens - before + 1).clamp",
+        "(places - before).clamp",
+        "(places - before + 1).clamp",
         _network("gpt2, windows"),
     ),
     Mutant(
@@ -811,9 +811,9 @@ MUTANTS = (
     ),
     Mutant(
         "dropout masks every part of a split tensor as the first",
-        "megalite/parallel/randomness.py",
-        "(range(self.part * count, (self.part + 1) * count),)",
-        "(range(count),)",
+        "megalite/parallel/sequence.py",
+        "begin, found = number * tokens, []",
+        "begin, found = 0, []",
         f"{_UNIT}randomness.py::test_parts_of_a_batch_and_of_its_rows_are_those_of_the_whole",
     ),
     Mutant(
@@ -833,7 +833,7 @@ MUTANTS = (
     Mutant(
         "an operator with a mask of its own draws it from a stream",
         "megalite/model/attention.py",
-        "context.key.seed_site(self.site, query.device)",
+        "context.key.seed_site(self.site, rows[0].start, query.device)",
         "pass",
         f"{_UNIT}model.py::test_an_operator_with_a_mask_of_its_own_draws_it_by_the_sample",
     ),
@@ -1580,8 +1580,8 @@ MUTANTS = (
     Mutant(
         "tokens see other documents",
         "megalite/model/batch.py",
-        "(tokens * begins)",
-        "(tokens * begins * 0)",
+        "(places * begins)",
+        "(places * begins * 0)",
         f"{_UNIT}model.py::test_no_token_sees_another_document_or_the_future[llama]",
     ),
     Mutant(
@@ -3343,22 +3343,36 @@ MUTANTS = (
     Mutant(
         "two random sites of a layer draw the same",
         "megalite/model/block.py",
-        'Site(layer, "mlp output", context.shard)',
-        'Site(layer, "attention output", context.shard)',
+        'Site(layer, "mlp output")',
+        'Site(layer, "attention output")',
         f"{_DRAWS}[1-False-gpt2]",
     ),
     Mutant(
         "two layers draw the same",
         "megalite/model/block.py",
-        'Site(layer, "attention output", context.shard)',
-        'Site(0, "attention output", context.shard)',
+        'Site(layer, "attention output")',
+        'Site(0, "attention output")',
         f"{_DRAWS}[1-False-gpt2]",
+    ),
+    Mutant(
+        "a sequence in two runs is taken for one that follows the first",
+        "megalite/parallel/sequence.py",
+        "begin -= len(run)",
+        "begin = 0",
+        "tests/unit/test_parallel_randomness.py::test_a_sequence_that_lies_in_two_runs_drops_what_the_whole_drops",
+    ),
+    Mutant(
+        "the network takes a part of a sample for the whole",
+        "megalite/model/gpt.py",
+        "if not micro_batch.layout.is_whole:",
+        "if False:",
+        "tests/unit/test_parallel_model.py::test_what_the_network_does_not_serve_it_refuses",
     ),
     Mutant(
         "the heads of all ranks draw the same",
         "megalite/model/attention.py",
-        'Site(layer, "attention", group.rank)',
-        'Site(layer, "attention")',
+        "rows = context.layout.rows_of(self.own_heads)",
+        "rows = context.layout.rows_of(range(self.heads))",
         f"{_DRAWS}[2-False-gpt2]",
     ),
     Mutant(

@@ -91,7 +91,7 @@ def logits(model: OpenedModel, tokens: Tensor) -> Tensor:
     network = GPT(model.config, mesh).eval()
     load_weights(model.source, model.what, network, None, mesh)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    batch = MicroBatch(tokens, positions, document_ids=None, labels=None, loss_mask=None, key=RandomKey(0, ()))
+    batch = MicroBatch(tokens, positions, first_keys=None, labels=None, loss_mask=None, key=RandomKey(0, ()))
     found: Tensor = network({}, batch).tensors[LOGITS]
     return found.transpose(0, 1)[..., : network.vocab_size]
 

@@ -55,7 +55,7 @@ class Network:
             shape = (tokens.shape[1], tokens.shape[0], self.config.hidden_size)
             arriving = torch.empty(shape, dtype=self.stage.dtype, device=self.mesh.device)
             hidden = self.links.receive(arriving, rank - 1).wait(f"stage {rank} waited for hidden states")
-        batch = MicroBatch(tokens, positions, document_ids=None, labels=None, loss_mask=None, key=RandomKey(0, ()))
+        batch = MicroBatch(tokens, positions, first_keys=None, labels=None, loss_mask=None, key=RandomKey(0, ()))
         hidden, _ = self.stage.hidden_states(hidden, batch, cache)
         if self.stage.head is None:
             self._sent.wait(f"stage {rank} waited until its hidden states had arrived")

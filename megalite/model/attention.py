@@ -76,7 +76,8 @@ class Attention(nn.Module):
         self.score_scale = None if scalar is None else 1.0 / math.sqrt(scalar)
         self.rotary_interleaved = config.rotary_interleaved
         self.dropout, self.recompute = config.attention_dropout, recompute
-        self.site = Site(layer, "attention", group.rank)
+        self.site = Site(layer, "attention")
+        self.own_heads = range(group.rank * self.heads, (group.rank + 1) * self.heads)
         name = f"layers.{layer}.attention"
         draw = Normal(config.init_method_std)
         query = LogicalTensor(
@@ -176,9 +177,10 @@ class Attention(nn.Module):
             key, value = key[:, :, self.key_value_of_head], value[:, :, self.key_value_of_head]
         drop = None
         if dropout > 0.0:
-            drop = context.key.dropout(dropout, self.site, rows=self.heads * query.shape[0])
+            rows = context.layout.rows_of(self.own_heads)
+            drop = context.key.dropout(dropout, self.site, rows)
             if draws_its_own(query.device, query.dtype, self.soft_cap):
-                context.key.seed_site(self.site, query.device)
+                context.key.seed_site(self.site, rows[0].start, query.device)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
         mixed = attention(query, key, value, mask, scale=self.score_scale, cap=self.soft_cap, dropout=drop)
         return mixed.permute(2, 0, 1, 3).flatten(2)

@@ -11,23 +11,32 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from megalite.model.cache import KeyValueCache
 from megalite.parallel.randomness import RandomKey
+from megalite.parallel.sequence import Runs, SequenceLayout
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The samples of one forward pass. Every position is explicit: no module derives one from a local index."""
+    """The samples of one forward pass. It tells where each token stands: no module derives that from a local index."""
 
     tokens: Tensor
     """[batch, sequence] int64"""
     positions: Tensor
     """[batch, sequence] int64, counted from the start of the sample, or of the document"""
-    document_ids: Tensor | None
-    """[batch, sequence] int64; tokens attend inside their document only. None: across the whole sample"""
+    first_keys: Tensor | None
+    """[batch, sequence] int64, the place in the sample of the first key that each query sees, which is that of its
+    document's first token (`first_keys`); None: the sample's first"""
     labels: Tensor | None
     """[batch, sequence] int64; None where logits are wanted rather than a loss"""
     loss_mask: Tensor | None
     """[batch, sequence], the weight of each token's loss"""
     key: RandomKey
+    parts: SequenceLayout | None = None
+    """Where the tokens stand in their samples; None: they are whole samples"""
+
+    @property
+    def layout(self) -> SequenceLayout:
+        """Where the tokens stand in their samples."""
+        return SequenceLayout.whole(self.tokens.shape[1]) if self.parts is None else self.parts
 
 
 @dataclass(frozen=True)
@@ -44,16 +53,23 @@ class LayerContext:
     windowed_mask: Tensor | BlockMask | None
     """The same for layers with a sliding window"""
     key: RandomKey
+    layout: SequenceLayout
+    rows: Runs
+    """The places in the sample of what stands between layers: of a part of the tokens under sequence parallelism"""
     cache: KeyValueCache | None = None
     """Where the tokens before these are; None: nowhere"""
 
 
+def first_keys(document_ids: Tensor) -> Tensor:
+    """The place in the sample of each token's document's first token, [batch, sequence], from the number of each
+    token's document. Tokens see keys of their own document only."""
+    places = torch.arange(document_ids.shape[1], device=document_ids.device)
+    begins = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0))
+    return (places * begins).cummax(dim=1).values
+
+
 def first_visible(micro_batch: MicroBatch, before: int | None) -> Tensor:
     """The first key that each query sees, [batch or 1, sequence]: of its document, and of the `before` before it."""
-    tokens = torch.arange(micro_batch.tokens.shape[1], device=micro_batch.tokens.device)
-    near = torch.zeros_like(tokens) if before is None else (tokens - before).clamp(min=0)
-    documents = micro_batch.document_ids
-    if documents is None:
-        return near.unsqueeze(0)
-    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
-    return torch.maximum((tokens * begins).cummax(dim=1).values, near)
+    places = micro_batch.layout.places(micro_batch.tokens.device)
+    near = (torch.zeros_like(places) if before is None else (places - before).clamp(min=0)).unsqueeze(0)
+    return near if micro_batch.first_keys is None else torch.maximum(micro_batch.first_keys, near)

@@ -41,8 +41,8 @@ class Block(nn.Module):
         self.attention_output_norm = norm("attention_output_norm") if config.sandwich_norm else None
         self.mlp_output_norm = norm("mlp_output_norm") if config.sandwich_norm else None
         self.dropout, self.parallel_residual = config.hidden_dropout, config.use_parallel_residual
-        self.attention_site = Site(layer, "attention output", context.shard)
-        self.mlp_site = Site(layer, "mlp output", context.shard)
+        self.attention_site = Site(layer, "attention output")
+        self.mlp_site = Site(layer, "mlp output")
 
     def forward(self, hidden: Tensor, branch: Tensor | None, context: LayerContext) -> LayerOutput:
         """Hidden states, and what the layer before leaves to be added to them, to the same two.
@@ -54,7 +54,7 @@ class Block(nn.Module):
         attended = self.attention(normed, context)
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
-        attended = dropout(attended, probability, context.key, self.attention_site)
+        attended = dropout(attended, probability, context.key, self.attention_site, context.rows)
         if self.parallel_residual:
             normed, hidden = self.mlp_norm(hidden), hidden + attended
         else:
@@ -62,4 +62,4 @@ class Block(nn.Module):
         transformed = self.mlp(normed)
         if self.mlp_output_norm is not None:
             transformed = self.mlp_output_norm(transformed)
-        return LayerOutput(hidden, dropout(transformed, probability, context.key, self.mlp_site))
+        return LayerOutput(hidden, dropout(transformed, probability, context.key, self.mlp_site, context.rows))

@@ -13,6 +13,7 @@ from megalite.config.model import ModelConfig
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.embedding import VocabParallelEmbedding
 from megalite.parallel.randomness import RandomKey, Site, dropout
+from megalite.parallel.sequence import Runs
 from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
 
 
@@ -43,14 +44,17 @@ class Embedding(nn.Module):
             self.scale = torch.tensor(math.sqrt(config.hidden_size), dtype=context.dtype).item()
         self.dropout = config.hidden_dropout
         self.shard, self.shards = context.shard, context.shards
-        self.site = Site(0, "embedding", self.shard)
+        self.site = Site(0, "embedding")
 
-    def forward(self, tokens: Tensor, positions: Tensor, key: RandomKey) -> Tensor:
-        """tokens and positions [batch, sequence] to [sequence (/ size under sequence parallelism), batch, hidden]."""
+    def forward(self, tokens: Tensor, positions: Tensor, key: RandomKey, rows: Runs) -> Tensor:
+        """tokens and positions [batch, sequence] to [sequence (/ size under sequence parallelism), batch, hidden].
+
+        `rows`: where in the sample the tokens of the result stand.
+        """
         hidden: Tensor = self.word(tokens.t())
         if self.scale is not None:
             hidden = hidden * self.scale
         if self.position is not None:
             local = positions.t().chunk(self.shards)[self.shard]
             hidden = hidden + F.embedding(local, self.position)
-        return dropout(hidden, self.dropout if self.training else 0.0, key, self.site)
+        return dropout(hidden, self.dropout if self.training else 0.0, key, self.site, rows)

@@ -60,6 +60,7 @@ class GPT(nn.Module):
         context = ParallelContext(mesh, sequence_parallel and mesh.size("tp") > 1, dtype)
         self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute or Recompute()
         self.part, self.vocab_size = part, config.vocab_size
+        self.shard = context.shard, context.shards
         word = word_sharding(config, context, self.vocab_size, word_copies or (mesh.rank,))
         self.embedding = Embedding(config, context, word) if part.embedding else None
         self.layers = nn.ModuleList(
@@ -103,8 +104,11 @@ class GPT(nn.Module):
         self, hidden: Tensor | None, micro_batch: MicroBatch, cache: KeyValueCache | None = None
     ) -> tuple[Tensor, Terms]:
         """As forward, up to what leaves the last layer of the stage. With a cache, the tokens see those in it, too."""
+        if not micro_batch.layout.is_whole:
+            raise ValueError("the network needs whole samples, and the micro-batch has a part of each")
         if self.embedding is not None:
-            hidden = self.embedding(micro_batch.tokens, micro_batch.positions, micro_batch.key)
+            rows = micro_batch.layout.part(*self.shard)
+            hidden = self.embedding(micro_batch.tokens, micro_batch.positions, micro_batch.key, rows)
         if hidden is None:
             raise ValueError("a stage without the embedding needs hidden states")
         return self._run_layers(hidden, self._context(micro_batch, cache)) if len(self.layers) else (hidden, NO_TERMS)
@@ -123,17 +127,19 @@ class GPT(nn.Module):
         else:
             mask = self._mask(micro_batch, None)
             windowed = mask if self.window is None else self._mask(micro_batch, self.window)
-        return LayerContext(rotary, windowed_rotary, mask, windowed, micro_batch.key, cache)
+        layout = micro_batch.layout
+        rows = layout.part(*self.shard)
+        return LayerContext(rotary, windowed_rotary, mask, windowed, micro_batch.key, layout, rows, cache)
 
     def _mask(self, micro_batch: MicroBatch, window: int | None) -> Tensor | BlockMask | None:
         """Of layers with this window."""
-        config, (batch, sequence) = self.config, micro_batch.tokens.shape
-        whole = micro_batch.document_ids is None and (window is None or window >= sequence - 1)
-        if whole and config.attn_logit_softcapping is None:
+        config, batch, layout = self.config, micro_batch.tokens.shape[0], micro_batch.layout
+        causal = micro_batch.first_keys is None and (window is None or window >= layout.length - 1)
+        if causal and config.attn_logit_softcapping is None:
             return None
         first = first_visible(micro_batch, window)
         dropout = config.attention_dropout if self.training else 0.0
-        if goes_in_blocks(first.device, self.dtype, sequence, config.head_dim, dropout):
+        if goes_in_blocks(first.device, self.dtype, layout.length, config.head_dim, dropout):
             return block_mask(first.expand(batch, -1))
         return dense_mask(first)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.device import default_generator
+from megalite.parallel.sequence import Runs
 from megalite_kernels.dropout import Dropout, drop
 
 SITES = {"embedding": 0, "attention": 1, "attention output": 2, "mlp output": 3}
@@ -23,21 +24,15 @@ SITES = {"embedding": 0, "attention": 1, "attention output": 2, "mlp output": 3}
 
 @dataclass(frozen=True)
 class Site:
-    """A place in the model that draws random numbers, and this rank's box of the tensor that it masks.
+    """A place in the model that draws random numbers.
 
-    The tensor of a sample is [positions, hidden], or [heads * queries, keys] of attention's probabilities.
+    Of each sample it masks a tensor [positions, hidden], or the probabilities [heads * queries, keys] of attention.
     """
 
     layer: int
     """Global index of the layer; 0 for the embedding."""
     name: str
     """One of SITES."""
-    part: int = 0
-    """Which of the equal, consecutive parts of the tensor's rows this rank has."""
-
-    def rows(self, count: int) -> tuple[range, ...]:
-        """Which rows this rank's `count` are, as runs."""
-        return (range(self.part * count, (self.part + 1) * count),)
 
 
 @dataclass(frozen=True)
@@ -48,24 +43,28 @@ class RandomKey:
     samples: tuple[int, ...]
     """The number of each row's sample in the run's order."""
 
-    def dropout(self, probability: float, site: Site, rows: int) -> Dropout:
-        """What `site` drops of this rank's `rows`, of each sample."""
-        return Dropout(probability, self.seed, site.layer, SITES[site.name], self.samples, site.rows(rows))
+    def dropout(self, probability: float, site: Site, rows: Runs) -> Dropout:
+        """What `site` drops of these rows of its tensor, of each sample."""
+        return Dropout(probability, self.seed, site.layer, SITES[site.name], self.samples, rows)
 
-    def seed_site(self, site: Site, device: torch.device) -> None:
+    def seed_site(self, site: Site, first_row: int, device: torch.device) -> None:
         """Seed the device's default generator for a fused operator that draws by itself, which follows no rule."""
-        packed = struct.pack("<qqqqq", self.seed, self.samples[0], site.layer, SITES[site.name], site.part)
+        packed = struct.pack("<qqqqq", self.seed, self.samples[0], site.layer, SITES[site.name], first_row)
         digest = hashlib.blake2b(packed, digest_size=8).digest()
         default_generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def dropout(input: Tensor, probability: float, key: RandomKey, site: Site) -> Tensor:
-    """Zero elements of [sequence, batch, hidden] with `probability` and scale the rest; the identity at 0."""
+def dropout(input: Tensor, probability: float, key: RandomKey, site: Site, rows: Runs) -> Tensor:
+    """Zero elements of [sequence, batch, hidden] with `probability` and scale the rest; the identity at 0.
+
+    Args:
+        rows: the places in the sample of the sequence that is here.
+    """
     if probability == 0.0:
         return input
-    return drop_hidden(input, probability, key, site)
+    return drop_hidden(input, probability, key, site, rows)
 
 
-def drop_hidden(input: Tensor, probability: float, key: RandomKey, site: Site) -> Tensor:
+def drop_hidden(input: Tensor, probability: float, key: RandomKey, site: Site, rows: Runs) -> Tensor:
     """As `dropout`, at a probability above 0."""
-    return drop(input, key.dropout(probability, site, input.shape[0]), dimension=1)
+    return drop(input, key.dropout(probability, site, rows), dimension=1)

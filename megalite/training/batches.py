@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.data.loader import MicroBatchArrays
-from megalite.model.batch import MicroBatch
+from megalite.model.batch import MicroBatch, first_keys
 from megalite.parallel.randomness import RandomKey
 
 
@@ -25,7 +25,7 @@ def to_micro_batches(
         MicroBatch(
             tokens=moved(fields["tokens"]),
             positions=moved(fields["positions"]),
-            document_ids=None if fields["document_ids"] is None else moved(fields["document_ids"]),
+            first_keys=None if fields["document_ids"] is None else first_keys(moved(fields["document_ids"])),
             labels=moved(fields["labels"]),
             loss_mask=moved(fields["loss_mask"]).to(torch.promote_types(dtype, torch.float32)),
             key=RandomKey(seed, tuple(fields["sample_ids"])),

@@ -103,8 +103,8 @@ def measured_memory(trainer: Trainer) -> memory.Memory:
     zeros = torch.zeros(shape, dtype=torch.int64, device=device)
     ones = torch.ones(shape, dtype=torch.promote_types(trainer.dtype, torch.float32), device=device)
     positions = torch.arange(shape[1], device=device).expand(shape)
-    documents = zeros if trainer.config.data.reset_attention_mask else None
-    micro_batch = MicroBatch(zeros, positions, documents, zeros, ones, RandomKey(training.seed, tuple(range(shape[0]))))
+    first = zeros if trainer.config.data.reset_attention_mask else None
+    micro_batch = MicroBatch(zeros, positions, first, zeros, ones, RandomKey(training.seed, tuple(range(shape[0]))))
     passed = {
         spec.name: torch.zeros(spec.shape or (), dtype=spec.dtype, device=device, requires_grad=spec.gradient)
         for spec in trainer.steps.stages.passes(0)

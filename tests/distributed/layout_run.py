@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megalite import checkpoint
 from megalite.checkpoint import FORMATS, Contents, Plan, Saver, TrainingState
 from megalite.model import gpt
-from megalite.model.batch import MicroBatch
+from megalite.model.batch import MicroBatch, first_keys
 from megalite.model.gpt import GPT
 from megalite.model.head import Loss
 from megalite.optim import optimizer as optim
@@ -284,7 +284,7 @@ def local_micro_batches(cell: Cell, step: int, dp_rank: int) -> Iterator[MicroBa
         yield MicroBatch(
             tokens=whole.tokens[own],
             positions=whole.positions[own],
-            document_ids=None if whole.document_ids is None else whole.document_ids[own],
+            first_keys=None if whole.document_ids is None else first_keys(whole.document_ids[own]),
             labels=whole.labels[own],
             loss_mask=whole.loss_mask[own],
             key=RandomKey(SEED, tuple(sample_numbers(cell, step)[own])),

@@ -82,7 +82,7 @@ def micro_batch(dataset: MockDataset, first: int, dtype: torch.dtype) -> MicroBa
     return MicroBatch(
         tokens=text[:, :-1],
         positions=torch.arange(SEQUENCE).expand(len(text), -1),
-        document_ids=None,
+        first_keys=None,
         labels=text[:, 1:],
         loss_mask=torch.ones(len(text), SEQUENCE, dtype=dtype),
         key=RandomKey(SEED, tuple(range(first, first + len(text)))),

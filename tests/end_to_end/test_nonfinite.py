@@ -23,15 +23,17 @@ first, last = map(int, os.environ["SAMPLES"].split())
 rank, where = os.environ["RANK"], os.environ["WHERE"]
 
 def spoil(output, key, own=True):
-    amiss = own and rank == os.environ["ON_RANK"] and first <= key.sample <= last
+    amiss = own and rank == os.environ["ON_RANK"] and first <= key.samples[0] <= last
     return output + float("nan") if amiss else output
 
 def attention(self, hidden, context):
     own = where == "attention" and self.site.layer == 1
     return spoil(attend(self, hidden, context), context.key, own)
 
-def loss(self, hidden, micro_batch):
-    return spoil(network(self, hidden, micro_batch), micro_batch.key, where == "loss")
+def loss(self, inputs, micro_batch):
+    output = network(self, inputs, micro_batch)
+    spoiled = {name: spoil(term, micro_batch.key, where == "loss") for name, term in output.terms.items()}
+    return output._replace(terms=spoiled)
 
 Attention.forward, GPT.forward = attention, loss
 sys.argv = sys.argv[1:]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from megalite.model.batch import MicroBatch, first_visible
+from megalite.model.batch import MicroBatch, first_keys, first_visible
 from megalite.model.recompute import Recompute
 from megalite.parallel.randomness import RandomKey
 from megalite_kernels import attention as kernel
@@ -27,7 +27,9 @@ def micro_batch(sequence: int, seed: int = 0, *, documents: bool = True) -> Micr
     ends = torch.rand(BATCH, sequence, generator=generator) < 5 / sequence
     positions = torch.arange(sequence).expand(BATCH, -1)
     mask = torch.ones(BATCH, sequence, dtype=torch.float64)
-    return MicroBatch(tokens, positions, ends.cumsum(1) if documents else None, tokens, mask, RandomKey(0, ()))
+    return MicroBatch(
+        tokens, positions, first_keys(ends.cumsum(1)) if documents else None, tokens, mask, RandomKey(0, ())
+    )
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ def test_blocks_are_for_gpus_and_what_flex_attention_does() -> None:
 
 
 def test_first_visible() -> None:
-    batch = replace(micro_batch(6), document_ids=torch.tensor([[0, 0, 1, 1, 1, 2], [5, 5, 5, 5, 5, 5]]))
+    batch = replace(micro_batch(6), first_keys=first_keys(torch.tensor([[0, 0, 1, 1, 1, 2], [5, 5, 5, 5, 5, 5]])))
     assert first_visible(batch, None).tolist() == [[0, 0, 2, 2, 2, 5], [0] * 6]
     assert first_visible(batch, 1).tolist() == [[0, 0, 2, 2, 3, 5], [0, 0, 1, 2, 3, 4]]
-    assert first_visible(replace(batch, document_ids=None), 2).tolist() == [[0, 0, 0, 1, 2, 3]]
+    assert first_visible(replace(batch, first_keys=None), 2).tolist() == [[0, 0, 0, 1, 2, 3]]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
-from megalite.model.batch import MicroBatch
+from megalite.model.batch import MicroBatch, first_keys
 from megalite.model.gpt import GPT
 from megalite.model.head import Loss
 from megalite.model.norm import Norm
@@ -22,6 +22,7 @@ from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.randomness import RandomKey
+from megalite.parallel.sequence import SequenceLayout
 from tests.distributed.layout_expected import one_thread
 from tests.distributed.layout_run import perturb_constants
 from tests.harness.close import assert_gradient_close
@@ -182,21 +183,27 @@ def oracle(config: ModelConfig) -> Oracle:
     )
 
 
+DOCUMENTS = torch.tensor([[0] * 4 + [1] * 5 + [2] * 2]).expand(BATCH, -1)
+
+
 def micro_batch(*, documents: bool, far: int = 0) -> MicroBatch:
     """`far`: positions as if the sample began there."""
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
-    document_ids = torch.tensor([[0] * 4 + [1] * 5 + [2] * 2]).expand(BATCH, -1) if documents else None
+    first = first_keys(DOCUMENTS) if documents else None
     positions = torch.tensor([[*range(4), *range(5), *range(2)]]) if documents else torch.arange(SEQUENCE)[None]
     mask = torch.rand(BATCH, SEQUENCE, generator=generator, dtype=torch.float64)
     key = RandomKey(0, SAMPLES)
-    return MicroBatch(text[:, :-1], positions.expand(BATCH, -1) + far, document_ids, text[:, 1:], mask, key)
+    return MicroBatch(text[:, :-1], positions.expand(BATCH, -1) + far, first, text[:, 1:], mask, key)
 
 
 def test_what_the_network_does_not_serve_it_refuses() -> None:
     """Half a sequence on each of two ranks had wrong logits, and nothing said so."""
     with pytest.raises(ValueError, match="cannot have context-parallel ranks"):
         GPT(LLAMA, ParallelMesh(world_size=2, context_parallel_size=2))
+    half = replace(micro_batch(documents=False), parts=SequenceLayout(2 * SEQUENCE, (range(SEQUENCE),)))
+    with pytest.raises(ValueError, match="needs whole samples"):
+        network(LLAMA)({}, half)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -206,7 +213,7 @@ def test_loss_gradients_and_logits_are_the_oracles(name: str, documents: bool) -
     made = network(config)
     batch = micro_batch(documents=documents, far=10_000 if config.rotary else 0)
     expected_weights = weights(made)
-    logits = oracle(config).logits(expected_weights, batch.tokens, batch.positions, batch.document_ids)
+    logits = oracle(config).logits(expected_weights, batch.tokens, batch.positions, DOCUMENTS if documents else None)
     assert batch.labels is not None
     assert batch.loss_mask is not None
     expected, _ = loss_sum_and_count(logits, batch.labels, batch.loss_mask)
@@ -231,7 +238,7 @@ def test_no_token_sees_another_document_or_the_future(name: str) -> None:
     mask = torch.zeros(1, SEQUENCE, dtype=torch.float64)
     mask[0, 6] = 1.0  # the third token of the second document
     one = MicroBatch(
-        torch.arange(SEQUENCE)[None], batch.positions[:1], batch.document_ids[:1], torch.zeros(1, SEQUENCE).long(),
+        torch.arange(SEQUENCE)[None], batch.positions[:1], batch.first_keys[:1], torch.zeros(1, SEQUENCE).long(),
         mask, batch.key,
     )  # fmt: skip
     loss_of(made, one).backward()
@@ -328,7 +335,7 @@ def test_embeddings_are_scaled_in_the_precision_of_the_weights() -> None:
     words = made.embedding.word.weight[batch.tokens.t()]
     scale = torch.tensor(math.sqrt(12), dtype=torch.bfloat16)
     assert scale.item() != math.sqrt(12)
-    assert torch.equal(made.embedding(batch.tokens, batch.positions, batch.key), words * scale)
+    assert torch.equal(made.embedding(batch.tokens, batch.positions, batch.key, batch.layout.runs), words * scale)
 
 
 def test_recompute_spans() -> None:

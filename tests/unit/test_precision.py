@@ -102,7 +102,7 @@ def test_the_scale_of_embeddings_is_rounded_to_the_weights(dtype: torch.dtype) -
     initialize(network, seed=1)
     tokens = torch.arange(11)[None]
     assert network.embedding is not None
-    found = network.embedding(tokens, tokens, RandomKey(1, ()))[:, 0]
+    found = network.embedding(tokens, tokens, RandomKey(1, ()), ())[:, 0]
     scale = {torch.bfloat16: 6.9375, torch.float16: 6.9296875}[dtype]
     assert_rounded_once(found, network.embedding.word.weight.detach()[:11].double() * scale)
 
