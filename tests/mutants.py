@@ -3848,8 +3848,8 @@ MUTANTS = (
     Mutant(
         "a stage has the windows of the first layers",
         "megalite/model/gpt.py",
-        "windows = config.keys_before[part.first_layer : part.first_layer + part.layers]",
-        "windows = config.keys_before[: part.layers]",
+        "layers = config.layers[part.first_layer : part.first_layer + part.layers]",
+        "layers = config.layers[: part.layers]",
         "tests/unit/test_parallel_model.py::test_a_stage_has_the_windows_of_its_own_layers",
     ),
     Mutant(

@@ -82,7 +82,7 @@ def function_of(model: ModelConfig) -> dict[str, Any]:
     values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in _NOT_THE_FUNCTION}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim
-    values["window_size"] = None if model.window_size is None else list(model.keys_before)
+    values["window_size"] = None if model.window_size is None else [layer.keys_before for layer in model.layers]
     if model.window_size is None:
         values["window_rotary_base"] = None
     del values["group_query_attention"], values["window_attn_skip_freq"]

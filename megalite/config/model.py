@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
 from megalite.config.activations import FLAGS, Activation, activation_of
 from megalite.config.attention_windows import keys_before
+from megalite.config.layers import LayerSpec
 from megalite.errors import ConfigurationError
 
 
@@ -123,10 +124,11 @@ class ModelConfig:
         """Whether queries and keys are turned by their position."""
         return self.position_embedding_type in ("rope", "yarn")
 
-    @property
-    def keys_before(self) -> Sequence[int | None]:
-        """How many keys before its own a token of each layer sees; None: all. Raises ConfigurationError."""
-        return keys_before(self.window_size, self.window_attn_skip_freq, self.num_layers)
+    @functools.cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer is. Raises ConfigurationError where a flag does not tell it."""
+        windows = keys_before(self.window_size, self.window_attn_skip_freq, self.num_layers)
+        return tuple(LayerSpec(keys_before=before) for before in windows)
 
     @property
     def head_dim(self) -> int:

@@ -307,7 +307,7 @@ def _model(model: ModelConfig) -> Iterator[str]:
     if model.window_rotary_base is not None and model.window_size is None:
         yield "--window-rotary-base needs --window-size"
     try:
-        _ = model.keys_before
+        _ = model.layers
     except ConfigurationError as error:
         yield str(error)
     yield from _rotary(model)

@@ -135,7 +135,7 @@ def _indivisible(model: ModelConfig) -> Iterator[str]:
     if model.rotary and (rotated < 2 or rotated % 2):
         yield f"{rotated} channels of each head are rotated, where pairs of them are"
     try:
-        _ = model.keys_before
+        _ = model.layers
     except ConfigurationError as error:
         yield str(error)
 

@@ -176,7 +176,7 @@ def arguments_of(
     """
     arguments: dict[str, Any] = {name: getattr(model, name) for name in _SAME.split()}
     arguments |= {other: getattr(model, name) for name, other in _OTHER_NAMES.items()}
-    windows = model.keys_before
+    windows = [layer.keys_before for layer in model.layers]
     arguments |= {
         "ffn_hidden_size": model.ffn_size,
         "kv_channels": model.head_dim,

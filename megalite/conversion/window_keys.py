@@ -21,12 +21,12 @@ def _window_fields(size: int | None, windowed: list[bool]) -> dict[str, Any]:
 
 
 def _window(model: ModelConfig) -> int | None:
-    before = next((before for before in model.keys_before if before is not None), None)
+    before = next((layer.keys_before for layer in model.layers if layer.keys_before is not None), None)
     return None if before is None else before + 1
 
 
 def _layer_types(model: ModelConfig) -> list[str]:
-    return ["full_attention" if before is None else "sliding_attention" for before in model.keys_before]
+    return ["full_attention" if layer.keys_before is None else "sliding_attention" for layer in model.layers]
 
 
 def _windowed(config: Json, otherwise: Callable[[int], bool]) -> list[bool]:
@@ -61,7 +61,9 @@ def window_from_layer() -> Keys:
         return _window_fields(size, _windowed(config, lambda layer: layer >= config.get("max_window_layers", 28)))
 
     def write(model: ModelConfig) -> dict[str, Any]:
-        first = next((layer for layer, before in enumerate(model.keys_before) if before is not None), model.num_layers)
+        first = next(
+            (number for number, layer in enumerate(model.layers) if layer.keys_before is not None), model.num_layers
+        )
         size = _window(model)
         return {
             "use_sliding_window": size is not None,

@@ -71,7 +71,7 @@ class Attention(nn.Module):
         )  # fmt: skip
         group = context.group("heads")
         self.head_dim, self.heads = width, heads // group.size
-        self.windowed = config.keys_before[layer] is not None
+        self.windowed = config.layers[layer].keys_before is not None
         self.soft_cap, scalar = config.attn_logit_softcapping, config.query_pre_attn_scalar
         self.score_scale = None if scalar is None else 1.0 / math.sqrt(scalar)
         self.rotary_interleaved = config.rotary_interleaved

@@ -5,10 +5,12 @@ With sandwich norms, norm(attention(...)) and norm(mlp(...)) stand in the place 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from megalite.config.layers import FeedForward, Mixer
 from megalite.config.model import ModelConfig
 from megalite.model.attention import Attention
 from megalite.model.batch import LayerContext
@@ -17,6 +19,11 @@ from megalite.model.norm import Norm
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
 from megalite.parallel.stage import NO_TERMS, Terms
+
+MIXERS: Mapping[Mixer, type[Attention]] = {"attention": Attention}
+"""From [sequence (/ size under sequence parallelism), batch, hidden], and what layers share, to the same."""
+FEED_FORWARDS: Mapping[FeedForward, type[MLP]] = {"dense": MLP}
+"""From the same to the same, and terms of the loss."""
 
 
 class LayerOutput(NamedTuple):
@@ -35,9 +42,10 @@ class Block(nn.Module):
             return Norm(config, context, f"layers.{layer}.{name}", config.hidden_size)
 
         self.input_norm = norm("input_norm")
-        self.attention = Attention(config, context, layer, recompute=recompute_attention)
+        spec = config.layers[layer]
+        self.attention = MIXERS[spec.mixer](config, context, layer, recompute=recompute_attention)
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = MLP(config, context, layer)
+        self.mlp = FEED_FORWARDS[spec.feed_forward](config, context, layer)
         self.attention_output_norm = norm("attention_output_norm") if config.sandwich_norm else None
         self.mlp_output_norm = norm("mlp_output_norm") if config.sandwich_norm else None
         self.dropout, self.parallel_residual = config.hidden_dropout, config.use_parallel_residual
@@ -59,7 +67,7 @@ class Block(nn.Module):
             normed, hidden = self.mlp_norm(hidden), hidden + attended
         else:
             normed, hidden = self.mlp_norm(attended, hidden)
-        transformed = self.mlp(normed)
+        transformed, terms = self.mlp(normed)
         if self.mlp_output_norm is not None:
             transformed = self.mlp_output_norm(transformed)
-        return LayerOutput(hidden, dropout(transformed, probability, context.key, self.mlp_site, context.rows))
+        return LayerOutput(hidden, dropout(transformed, probability, context.key, self.mlp_site, context.rows), terms)

@@ -67,8 +67,8 @@ class GPT(nn.Module):
             Block(config, context, layer, recompute_attention=self.recompute.attention)
             for layer in range(part.first_layer, part.first_layer + part.layers)
         )
-        windows = config.keys_before[part.first_layer : part.first_layer + part.layers]
-        self.window = next((before for before in windows if before is not None), None)
+        layers = config.layers[part.first_layer : part.first_layer + part.layers]
+        self.window = next((layer.keys_before for layer in layers if layer.keys_before is not None), None)
         self.head = None
         if part.loss:
             own = self.embedding.word.weight if self.embedding is not None else tied

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megalite.config import ModelConfig
+    from megalite.config.layers import LayerSpec
 
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_AND_ADD = 2
@@ -42,12 +43,15 @@ def flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length:
     query_size = model.num_attention_heads * model.head_dim
     key_value_size = 2 * model.kv_groups * model.head_dim
     projections = model.hidden_size * (query_size + key_value_size) + query_size * model.hidden_size
-    seen = [_attended(sequence_length, before) if causal else sequence_length for before in model.keys_before]
-    scores_and_context = 2 * query_size * sum(seen)
-    feed_forward = model.activation.matrices * model.hidden_size * model.ffn_size
+
+    def mixer(layer: LayerSpec) -> float:
+        seen = _attended(sequence_length, layer.keys_before) if causal else sequence_length
+        return projections + 2 * query_size * seen  # scores and context
+
+    feed_forward = {"dense": model.activation.matrices * model.hidden_size * model.ffn_size}
+    layers = sum(mixer(layer) + feed_forward[layer.feed_forward] for layer in model.layers)
     logits = model.hidden_size * padded_vocab_size
-    products = model.num_layers * (projections + feed_forward) + scores_and_context + logits
-    return float(_FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * products)
+    return float(_FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (layers + logits))
 
 
 def _attended(sequence_length: int, keys_before: int | None) -> float:

@@ -156,20 +156,22 @@ def activation_bytes(
     core = query * item
     if not recompute.attention and model.attn_logit_softcapping is None:
         core += heads / tp * wide
-    feed_forward = model.activation.matrices * model.ffn_size / tp * item
-    if model.sandwich_norm:  # two more norms, whose outputs nothing reads again
-        feed_forward += 2 * (norm - hidden * item / sp)
+    feed_forward = {"dense": model.activation.matrices * model.ffn_size / tp * item}
+    more_norms = 2 * (norm - hidden * item / sp) if model.sandwich_norm else 0  # whose outputs nothing reads again
     shared = hidden * item / sp if model.use_parallel_residual else 0  # both norms read one tensor
-    layer = 2 * norm - shared + projected + core + feed_forward
+    around = 2 * norm - shared + projected + core + more_norms
     part = part or StageLayers(0, model.num_layers, embedding=True, loss=True)
+    layers = model.layers[part.first_layer : part.first_layer + part.layers]
     spans = recompute.spans(part.layers)
-    kept = sum(hidden / sp * item if again else (stop - start) * layer for start, stop, again in spans)
+    kept = 0.0
+    for start, stop, again in spans:
+        whole = sum(around + feed_forward[layer.feed_forward] for layer in layers[start:stop])
+        kept += hidden / sp * item if again else whole
     logits = 0 if fused_loss else model.padded_vocab_size(tp) / tp * item
     labels = 8 + wide + wide  # log-sum and loss mask
     loss = (norm + logits + labels) if part.loss else 0
     words = (8 + 1 if rotary else 8 + 1 + 8) if part.embedding else 0
-    windows = model.keys_before[part.first_layer : part.first_layer + part.layers]
-    own_base = [before is not None and model.window_rotary_base is not None for before in windows]
+    own_base = [layer.keys_before is not None and model.window_rotary_base is not None for layer in layers]
     kinds_of_tables = {kind for start, stop, again in spans if not again for kind in own_base[start:stop]}
     tables = len(kinds_of_tables) * model.head_dim * model.rotary_percent * wide if rotary else 0
     return round(tokens * (kept + loss + words + tables))

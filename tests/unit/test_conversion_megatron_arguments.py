@@ -106,7 +106,7 @@ def test_tensors_that_the_network_has_not_are_refused_and_the_optimizers_left_as
 def test_windows_are_read(arguments: dict[str, Any], window: tuple[str | None, str | None]) -> None:
     model = model_of(SMALL | {"position_embedding_type": "rope"} | arguments)
     assert (model.window_size, model.window_attn_skip_freq) == window
-    assert model_of(vars(arguments_of(model, {}, 8, 8))).keys_before == model.keys_before
+    assert model_of(vars(arguments_of(model, {}, 8, 8))).layers == model.layers
 
 
 def test_the_tokenizer_is_told_and_a_null_tokenizer_has_one_token_more(tmp_path: Path) -> None:
