@@ -22,6 +22,7 @@ from megalite.model.rotary import in_windows, rotary_tables
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
+from megalite.parallel.sharding import Use
 from megalite.parallel.stage import NO_TERMS, LossTerm, StageOutput, Terms, add_terms
 from megalite_kernels.attention import block_mask, dense_mask, goes_in_blocks
 
@@ -73,7 +74,7 @@ class GPT(nn.Module):
         if part.loss:
             own = self.embedding.word.weight if self.embedding is not None else tied
             if own is not None and not config.untie_embeddings_and_output_weights:
-                own.sharding = replace(own.sharding, uses=2)
+                own.sharding = replace(own.sharding, uses=(Use(), Use(chunk=int(self.embedding is None))))
             weight = None if config.untie_embeddings_and_output_weights else own if own is not None else word
             self.head = Head(config, context, self.vocab_size, weight, loss or Loss())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -34,19 +34,20 @@ class Accumulator:
         in_flight: list[Accumulator],
         *,
         chunk: int,
-        uses: Sequence[int],
+        uses: Mapping[int, int],
         stage: int,
         overlap: bool,
         dtype: torch.dtype,
     ) -> None:
-        """`in_flight` lists, for all buckets together, those of ZeRO 2 and 3 that are being reduced; `overlap`: reduce
-        as soon as the last gradient has arrived.
+        """`uses`: the numbers of those in the chunk, each with its gradients a micro-batch. `in_flight` lists, for all
+        buckets together, those of ZeRO 2 and 3 that are being reduced; `overlap`: reduce as soon as the last gradient
+        has arrived.
         """
         device = layout.slots[0].parameter.device
-        self.chunk, self.reduction = chunk, reduction
+        self.chunk, self.reduction, self._times = chunk, reduction, dict(uses)
         self.flats = {use: torch.zeros(layout.length, dtype=dtype, device=device) for use in uses}
         """The sum of each use."""
-        self.gradients = self.flats[uses[0]]
+        self.gradients = next(iter(self.flats.values()))
         """The sum of the first use; of all once the reduction has begun."""
         self.gradient_shard = owned(self.gradients, shard_group)
         """This rank's slice."""
@@ -66,8 +67,8 @@ class Accumulator:
 
     @property
     def gradients_a_micro_batch(self) -> int:
-        """One for each parameter and use."""
-        return len(self._slot_of) * len(self.flats)
+        """Of all parameters and uses."""
+        return len(self._slot_of) * sum(self._times.values())
 
     def gradient(self, parameter: Parameter, use: int) -> Tensor:
         """The sum of one use's gradients of one of the bucket's parameters, in its shape."""
@@ -75,7 +76,7 @@ class Accumulator:
         return self.flats[use][slot.start : slot.stop].view(parameter.shape)
 
     def begin_step(self, micro_batches: int) -> None:
-        """Expect a gradient for each use of each parameter in each of `micro_batches`."""
+        """Expect the gradients of each use of each parameter in each of `micro_batches`."""
         self._rounds, self._rounds_due = 0, micro_batches if self._stage >= 2 else 1
         self._micro_batches_a_round = micro_batches // self._rounds_due
         self._begin_round()
@@ -88,17 +89,21 @@ class Accumulator:
         """Add a gradient. With the last that is due in a round the reduction starts where it overlaps backward, or
         where the next round needs the room.
         """
-        key, due = (id(parameter), use), self._micro_batches_a_round
+        key, due = (id(parameter), use), self._due(use)
         if self._arrived[key] == due:
             name = parameter.sharding.name
             raise MegaliteError(f"{name} received more than the {due} gradients due: its `uses` is wrong")
-        if self._stage >= 2 and self._outstanding == self.gradients_a_micro_batch * due:
+        if self._stage >= 2 and self._outstanding == self.gradients_a_micro_batch * self._micro_batches_a_round:
             self._make_room()
         gradient.add_to(self.gradient(parameter, use), overwrite=self._arrived[key] == 0)
         self._arrived[key] += 1
         self._outstanding -= 1
         if self._outstanding == 0 and (self._overlap or self._stage >= 2):
             self._begin_reduction()
+
+    def _due(self, use: int) -> int:
+        """Gradients of a parameter in a round."""
+        return self._times[use] * self._micro_batches_a_round
 
     def _make_room(self) -> None:
         self._finish_round()
@@ -108,9 +113,9 @@ class Accumulator:
                 flat[start:stop].zero_()
 
     def _begin_reduction(self) -> None:
-        for (parameter, _), arrived in self._arrived.items():
-            if arrived != self._micro_batches_a_round:
-                name, due = self._slot_of[parameter].parameter.sharding.name, self._micro_batches_a_round
+        for (parameter, use), arrived in self._arrived.items():
+            if arrived != (due := self._due(use)):
+                name = self._slot_of[parameter].parameter.sharding.name
                 raise MegaliteError(f"{name} received {arrived} of the {due} gradients due: is it used in forward?")
         _, *later = self.flats.values()
         for flat in later:

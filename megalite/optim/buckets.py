@@ -21,6 +21,7 @@ from megalite.optim.reduction import Collective, ReduceScatter, Reduction
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, Parameter, hand_over
+from megalite.parallel.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,13 @@ class Bucket:
         shard_group: Group,
         reduction: Reduction,
         *,
-        uses: Mapping[int, Sequence[int]],
+        uses: Mapping[int, Mapping[int, int]],
         in_flight: list[Accumulator],
         set_values: Callable[[Parameter], None] | None = None,
     ) -> None:
-        """`uses`: by chunk, which uses of the parameters are there. `set_values` gives a parameter its values in its
+        """`uses`: by chunk, which uses of the parameters are there, and how many gradients a micro-batch each has.
+
+        `set_values` gives a parameter its values in its
         place here; None: it brings them.
 
         `in_flight` lists, for all buckets together, those of ZeRO 2 and 3 that are being reduced.
@@ -223,6 +226,7 @@ def plan_buckets(
     several chunks stands with the lowest.
     """
     layouts: list[BucketLayout] = []
+    chunks_of = _chunks_by_parameter(networks)
     dealt: set[int] = set()
     by_chunk = [unique_parameters(network) for network in networks]
     for chunk in reversed(range(len(networks))):
@@ -230,7 +234,7 @@ def plan_buckets(
         for part in [*(reversed(blocks[chunk]) if blocks and options.stage >= 2 else ()), networks[chunk]]:
             parameters = [parameter for parameter in unique_parameters(part) if id(parameter) not in dealt | in_lower]
             dealt.update(map(id, parameters))
-            layouts += bucket_layouts(parameters, mesh, options.bucket_size)
+            layouts += bucket_layouts(parameters, mesh, options.bucket_size, chunks_of)
     return layouts
 
 
@@ -253,7 +257,7 @@ def _make_bucket(
         options,
         shard_group,
         ReduceScatter(shard_group, instance_group, replica_group),
-        uses=_uses_by_chunk(record.uses, chunks_of[id(first)]),
+        uses=_uses_by_chunk(record, chunks_of[id(first)]),
         in_flight=in_flight,
         set_values=set_values,
     )
@@ -268,12 +272,17 @@ def _chunks_by_parameter(networks: Sequence[nn.Module]) -> dict[int, list[int]]:
     return chunks
 
 
-def _uses_by_chunk(uses: int, chunks: Sequence[int]) -> dict[int, list[int]]:
-    """One use in each of the chunks that hold a parameter; all in the one where there is but one."""
-    found: dict[int, list[int]] = {}
-    for use in range(uses):
-        found.setdefault(chunks[min(use, len(chunks) - 1)], []).append(use)
-    return found
+def _uses_by_chunk(record: Sharding, chunks: Sequence[int]) -> dict[int, dict[int, int]]:
+    """By chunk the numbers of the uses there, each with its gradients a micro-batch.
+
+    Raises ValueError where a chunk holds the parameter and has no use of it, or the other way round.
+    """
+    if {use.chunk for use in record.uses} != set(range(len(chunks))):
+        raise ValueError(f"{record.name} is held by {len(chunks)} chunks; its uses are {record.uses}")
+    return {
+        chunk: {number: use.times for number, use in enumerate(record.uses) if use.chunk == position}
+        for position, chunk in enumerate(chunks)
+    }
 
 
 def _instance(mesh: ParallelMesh, ranks: tuple[int, ...], instances: int) -> tuple[Group, Group]:

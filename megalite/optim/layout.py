@@ -1,6 +1,6 @@
 """How parameters are dealt into flat buckets: a pure function of their sizes and records.
 
-Parameters of one kind (dtype, data-parallel peers, copies, uses) stand one behind the other in reverse order of
+Parameters of one kind (dtype, data-parallel peers, copies, uses, chunks) stand one behind the other in reverse order of
 registration, about the order in which backward reaches them. All members of a shard group or a replica group get the
 same layout.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -111,12 +111,20 @@ def bucket_length(places: Sequence[tuple[int, int, int]], shards: int) -> int:
     return _round_up(places[-1][2], shards * ALIGNMENT)
 
 
-def bucket_layouts(parameters: Sequence[Parameter], mesh: ParallelMesh, bucket_size: int | None) -> list[BucketLayout]:
-    """The buckets of parameters given in order of registration, in about backward's order."""
+def bucket_layouts(
+    parameters: Sequence[Parameter],
+    mesh: ParallelMesh,
+    bucket_size: int | None,
+    chunks_of: Mapping[int, Sequence[int]],
+) -> list[BucketLayout]:
+    """The buckets of parameters given in order of registration, in about backward's order.
+
+    `chunks_of`: by a parameter's id, the chunks that hold it.
+    """
     kinds: dict[tuple[object, ...], list[Parameter]] = {}
     for parameter in reversed(parameters):
         record = parameter.sharding
-        kind = (parameter.dtype, record.expert, record.copies, record.summed, record.uses)
+        kind = (parameter.dtype, record.expert, record.copies, record.summed, record.uses, *chunks_of[id(parameter)])
         kinds.setdefault(kind, []).append(parameter)
     layouts: list[BucketLayout] = []
     for alike in kinds.values():

@@ -160,11 +160,19 @@ def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> l
     """Flat parts, one for each rank, to what the ranks had for this one: from rank i so many elements as sizes[i]."""
     if group.size == 1:
         return list(parts)
-    sent = torch.cat(list(parts))
-    received = sent.new_empty(sum(sizes))
-    process_group, counts = group.process_group, [part.numel() for part in parts]
-    work = begun(dist.all_to_all_single, received, sent, list(sizes), counts, group=process_group, async_op=True)
-    return list(Pending(work, lambda: received, group.waits).wait().split(list(sizes)))
+    received = all_to_all_rows(torch.cat(list(parts)), [part.numel() for part in parts], sizes, group)
+    return list(received.split(list(sizes)))
+
+
+def all_to_all_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """[n, ...] to [m, ...]: the next sent[i] rows are for rank i, and received[i] come from it, in rank order."""
+    if group.size == 1:
+        return rows
+    rows = rows.contiguous()
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    process_group = group.process_group
+    work = begun(dist.all_to_all_single, result, rows, list(received), list(sent), group=process_group, async_op=True)
+    return Pending(work, lambda: result, group.waits).wait()
 
 
 def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None) -> Pending:

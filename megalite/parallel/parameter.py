@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -50,6 +51,28 @@ class ProductGradient:
             torch.addmm(target, transposed, self.input, out_dtype=target.dtype, beta=beta, out=target)
         else:
             DenseGradient(transposed @ self.input).add_to(target, overwrite=overwrite)
+
+
+@dataclass(frozen=True)
+class GroupedProductGradient:
+    """The weight gradient of a grouped linear product: a `ProductGradient` for each expert, over its rows."""
+
+    output_gradient: Tensor
+    """[rows, out], sorted by expert."""
+    input: Tensor
+    """[rows, in]"""
+    offsets: Sequence[int]
+    """[experts + 1]: expert e has the rows from offsets[e] to offsets[e + 1], perhaps none."""
+
+    def add_to(self, target: Tensor, *, overwrite: bool) -> None:
+        """Add to `target`, experts x out x in elements in that order."""
+        matrices = target.view(len(self.offsets) - 1, self.output_gradient.shape[1], self.input.shape[1])
+        for matrix, (start, stop) in zip(matrices, pairwise(self.offsets), strict=True):
+            if start < stop:
+                product = ProductGradient(self.output_gradient[start:stop], self.input[start:stop])
+                product.add_to(matrix, overwrite=overwrite)
+            elif overwrite:
+                matrix.zero_()
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,18 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Use:
+    """A place of the network that uses a weight. The gradients of each have a sum of their own, and its number."""
+
+    times: int = 1
+    """Gradients of it that a micro-batch hands over: 1 + n for an output layer that n further depths of prediction use.
+    Those that autograd adds up by itself are one.
+    """
+    chunk: int = 0
+    """Among those of the rank's chunks that hold the weight, the lowest first."""
+
+
+@dataclass(frozen=True)
 class Sharding:
     """What a rank holds of one or more logical tensors in one local parameter.
 
@@ -193,8 +205,8 @@ class Sharding:
     """Whether each copy sees only its part of the gradient, so that it must still be summed over `copies`."""
     expert: bool = False
     """Whether its data-parallel peers are those of the expert view."""
-    uses: int = 1
-    """How many times a forward pass uses it: 2 for a weight tied to another use on the same rank."""
+    uses: tuple[Use, ...] = (Use(),)
+    """By their numbers: two for a weight that two layers share."""
 
     @property
     def replica_group(self) -> tuple[int, ...]:

@@ -59,9 +59,9 @@ def trained(
             drawn = torch.zeros(parameter.shape)
             for piece in parameter.sharding.pieces:
                 values = torch.randn(piece.box.size, generator=generator)
-                gradients[-1][piece.tensor.name] = values * parameter.sharding.uses
+                gradients[-1][piece.tensor.name] = values * len(parameter.sharding.uses)
                 piece.view(drawn).copy_(values)
-            for use in range(parameter.sharding.uses):
+            for use in range(len(parameter.sharding.uses)):
                 hand_over(parameter, DenseGradient(drawn), use)
         optimizer.reduce(0, 1)
         optimizer.step(RATES)

@@ -55,7 +55,7 @@ def step(optimizer: Optimizer, generator: torch.Generator, rates: Rates, *, infi
     for bucket in optimizer.buckets:
         for slot in bucket.slots:
             gradient = torch.randn(slot.parameter.shape, generator=generator)
-            for use in range(slot.parameter.sharding.uses):
+            for use in range(len(slot.parameter.sharding.uses)):
                 bucket.accumulate(slot.parameter, DenseGradient(gradient / (0.0 if infinite else 1.0)), use)
     optimizer.reduce(0, 1)
     assert optimizer.step(rates).skipped is infinite
@@ -102,7 +102,7 @@ def test_a_loss_scale_leaves_norm_and_clipped_update_alone(backend: str) -> None
         optimizer.begin_step(1)
         for number, parameter in enumerate(network.parameters()):
             gradient = torch.full_like(parameter, 0.01 * (1 + number)) * scale
-            for use in range(parameter.sharding.uses):  # type: ignore[attr-defined]
+            for use in range(len(parameter.sharding.uses)):  # type: ignore[attr-defined]
                 parameter.gradient_buffer.accumulate(parameter, DenseGradient(gradient), use)  # type: ignore[attr-defined]
         optimizer.reduce(0, 1)
         norm = optimizer.step(Rates(0.1, 0.1, 0.1), scale).gradient_norm

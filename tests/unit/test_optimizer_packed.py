@@ -50,7 +50,7 @@ class Run:
             self.optimizer.begin_step(1)
             for bucket in self.optimizer.buckets:
                 for slot in bucket.slots:
-                    for use in range(slot.parameter.sharding.uses):
+                    for use in range(len(slot.parameter.sharding.uses)):
                         gradient = torch.randn(slot.parameter.shape, generator=generator)
                         bucket.accumulate(slot.parameter, DenseGradient(gradient), use)
             self.optimizer.reduce(0, 1)

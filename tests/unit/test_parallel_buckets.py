@@ -27,7 +27,7 @@ from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, RowsGradient, hand_over
 from megalite.parallel.placement import replicated, split
-from megalite.parallel.sharding import LogicalTensor, Normal
+from megalite.parallel.sharding import LogicalTensor, Normal, Use
 from tests.distributed.layout_cell import Cell, model_config
 from tests.distributed.layout_run import accumulate_gradients, local_micro_batches
 
@@ -123,7 +123,7 @@ def test_an_ordinary_gradient_comes_through_the_same_door() -> None:
 
 
 class Chunk(nn.Module):
-    def __init__(self, tied: Parameter | None, uses: int) -> None:
+    def __init__(self, tied: Parameter | None, uses: tuple[Use, ...] = ()) -> None:
         super().__init__()
         if tied is None:
             self.own, self.tied = Two().first, Two().second
@@ -134,8 +134,8 @@ class Chunk(nn.Module):
 
 def test_chunks_share_no_bucket_and_are_reduced_apart() -> None:
     """What two chunks use stands with the lower, with a sum for each."""
-    lower = Chunk(None, uses=2)
-    upper = Chunk(lower.tied, uses=2)
+    lower = Chunk(None, uses=(Use(), Use(chunk=1)))
+    upper = Chunk(lower.tied)
     optimizer = make_optimizer([lower, upper], ParallelMesh(), OptimizerConfig(lr=0.1), DataParallel(torch.float32))
     parameters = [[slot.parameter for slot in bucket.slots] for bucket in optimizer.buckets]
     assert [[id(p) for p in bucket] for bucket in parameters] == [[id(upper.own)], [id(lower.tied)], [id(lower.own)]]

@@ -361,7 +361,7 @@ def masters(config: OptimizerConfig, dtype: torch.dtype, gradient_dtype: torch.d
         for bucket in optimizer.buckets:
             for index, slot in enumerate(bucket.slots):
                 gradient = 0.1 * numbers(*slot.parameter.shape, seed=100 * number + index).bfloat16()
-                for use in range(slot.parameter.sharding.uses):
+                for use in range(len(slot.parameter.sharding.uses)):
                     bucket.accumulate(slot.parameter, DenseGradient(gradient.to(dtype)), use)
         optimizer.reduce(0, 1)
         optimizer.step(Rates(1e-5, 1e-5, weight_decay=0.1), loss_scale=3.0)

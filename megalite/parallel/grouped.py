@@ -1,0 +1,67 @@
+"""A linear product in groups: rows sorted by expert, each expert's rows times its own matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.parallel.parameter import GroupedProductGradient, Parameter, hand_over
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Parameter, offsets: tuple[int, ...], use: int) -> Tensor:
+        # The parameter is kept as it is: a saved tensor would lose its buffer.
+        ctx.weight, ctx.offsets, ctx.use = weight, offsets, use
+        ctx.save_for_backward(input)
+        matrices = _matrices(weight, input, offsets)
+        output = input.new_empty(len(input), matrices.shape[1])
+        for matrix, rows in zip(matrices, _rows(offsets), strict=True):
+            torch.mm(input[rows], matrix.t(), out=output[rows])
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        input, (gradient,) = ctx.saved_tensors[0].detach(), gradients  # what is kept has no graph
+        input_gradient = torch.empty_like(input, memory_format=torch.contiguous_format)
+        for matrix, rows in zip(_matrices(ctx.weight, input, ctx.offsets), _rows(ctx.offsets), strict=True):
+            torch.mm(gradient[rows], matrix, out=input_gradient[rows])
+        # Last: with the last gradient that is handed over the weight may go.
+        product = GroupedProductGradient(gradient, input, ctx.offsets)
+        return input_gradient, hand_over(ctx.weight, product, ctx.use), None, None
+
+
+def grouped_linear(input: Tensor, weight: Parameter, offsets: Sequence[int], use: int = 0) -> Tensor:
+    """The rows of each expert times its matrix, transposed.
+
+    The weight's gradient is handed over once, for all experts, with rows or without.
+
+    Args:
+        input: [rows, in], sorted by expert.
+        weight: experts x out x in elements in that order.
+        offsets: [experts + 1], from 0 to all rows: expert e has those from offsets[e] to offsets[e + 1].
+        use: of the weight, where it is tied: this one's number.
+
+    Returns:
+        [rows, out].
+
+    Raises:
+        ValueError: the offsets do not deal all rows.
+    """
+    if not offsets or offsets[0] != 0 or offsets[-1] != len(input) or any(b < a for a, b in pairwise(offsets)):
+        raise ValueError(f"the offsets {list(offsets)[:9]} ... do not rise from 0 to the {len(input)} rows")
+    found: Tensor = _GroupedLinear.apply(input, weight, tuple(offsets), use)
+    return found
+
+
+def _matrices(weight: Tensor, input: Tensor, offsets: Sequence[int]) -> Tensor:
+    """[experts, out, in]"""
+    return weight.view(len(offsets) - 1, -1, input.shape[1])
+
+
+def _rows(offsets: Sequence[int]) -> Iterator[slice]:
+    return (slice(start, stop) for start, stop in pairwise(offsets))
