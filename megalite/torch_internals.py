@@ -85,8 +85,7 @@ def profiler_looks_on() -> bool:
 
 def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
     """Do as `torch.autograd.backward` does, less its checks of shapes in Python: two fifths of what a call costs."""
-    options = {"allow_unreachable": True, "accumulate_grad": True}
-    _engine_run_backward(tuple(edges), tuple(gradients), False, False, (), **options)
+    _engine_run_backward(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def make_subclass(kind: type[Made], data: Tensor) -> Made:

@@ -145,6 +145,7 @@ class _Chunk(Generic[MicroBatch]):
                 raise ValueError(f"an engine with several stages needs the shape and dtype of {spec.name}")
         self.gives_back = [spec for spec in self.takes if spec.gradient]
         self.gets_back = [spec for spec in self.passes if spec.gradient]
+        """The tensors whose gradients go to the stage before, and come from the next one."""
         self.next_here = self._here(stages, rank, self.stage + 1)
         self.previous_here = self._here(stages, rank, self.stage - 1)
         """The chunk of this same rank that is the next stage, or the one before."""
