@@ -3124,8 +3124,8 @@ MUTANTS = (
     Mutant(
         "actions of the pipeline have no name in a trace",
         "megalite/pipeline/engine.py",
-        "with named(str(action)) if naming",
-        "with nullcontext() if naming",
+        "                if naming:\n",
+        "                if not actions:\n",
         f"{_PROFILES}chosen_steps_of_chosen_ranks_are_traced_by_flags[--save]",
     ),
     Mutant(

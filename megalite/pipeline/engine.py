@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -122,14 +123,15 @@ class PipelineEngine(Generic[MicroBatch]):
             CommunicationError: a neighbour has gone or does not answer.
         """
         step = _Step(self, micro_batches, factors or {}, gradients)
-        actions, naming, unnamed = list(actions), profiler_looks_on(), nullcontext()
+        execute = step.execute if observer is None else partial(observer.execute, step=step)
+        actions, naming = list(actions), profiler_looks_on()
         with torch.set_grad_enabled(any(action.kind in ("B", "I") for action in actions)):
             for action in actions:
-                with named(str(action)) if naming else unnamed:
-                    if observer is None:
-                        step.execute(action)
-                    else:
-                        observer.execute(action, step)
+                if naming:
+                    with named(str(action)):
+                        execute(action)
+                else:
+                    execute(action)
         return step.sums
 
 
