@@ -5,8 +5,8 @@
 Stages that compute next to nothing, on gloo ranks with one thread each: what is left is the engine, autograd's part and
 the messages. Counted is the CPU time of each rank's main thread (`time.thread_time`), so that waiting and other
 processes do not count, divided by the rank's forwards and backwards; messages and their waits are in it. Below stands
-what the messages alone cost, as many by bare isend and irecv. The engines step in turn,
-round by round; figures are medians over rounds of the mean over ranks, with quartiles.
+what the messages alone cost, as many sent and received with nothing between. The engines step in turn, round by round;
+figures are medians over rounds of the mean over ranks, with quartiles.
 """
 
 from __future__ import annotations

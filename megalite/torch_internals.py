@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore as HashStore  # torch.distribut
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.distributed import distributed_c10d as c10d
 
 Made = TypeVar("Made", bound=Tensor)
@@ -80,6 +81,11 @@ def sequence_number(group: Any) -> int:
 def profiler_looks_on() -> bool:
     """Whether a profiler of torch's, or nsys with its ranges, is on: `record_function` costs time without one, too."""
     return bool(torch._C._autograd._profiler_enabled())
+
+
+def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """Do as `torch.autograd.backward` does, less its checks of shapes in Python: two fifths of what a call costs."""
+    _engine_run_backward(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def make_subclass(kind: type[Made], data: Tensor) -> Made:

@@ -1796,8 +1796,8 @@ MUTANTS = (
     Mutant(
         "engine: gradients go back for tensors that have none",
         "megalite/pipeline/engine.py",
-        "    return [spec for spec in specs if spec.gradient]",
-        "    return list(specs)",
+        "self.gives_back = [spec for spec in self.takes if spec.gradient]",
+        "self.gives_back = list(self.takes)",
         f"{_MESSAGES}[1f1b-2-1]",
     ),
     Mutant(
@@ -1853,7 +1853,7 @@ MUTANTS = (
     Mutant(
         "engine: a send is not waited for",
         "megalite/pipeline/engine.py",
-        """pending.wait(f"stage {stage}, {action}: waited until it had arrived")""",
+        """pending.wait("stage %d, %s: waited until it had arrived", stage, action)""",
         """vars(self.engine.links).setdefault("on_their_way", []).append(pending)""",
         f"{_ENGINE}a_stage_may_end_in_any_operation[tanh]",
     ),
@@ -3257,8 +3257,8 @@ MUTANTS = (
     Mutant(
         "actions of the pipeline have no name in a trace",
         "megalite/pipeline/engine.py",
-        "with named(str(action)) if naming",
-        "with nullcontext() if naming",
+        "                if naming:\n",
+        "                if not actions:\n",
         f"{_PROFILES}chosen_steps_of_chosen_ranks_are_traced_by_flags[--save]",
     ),
     Mutant(
@@ -3967,8 +3967,8 @@ MUTANTS = (
     Mutant(
         "waiting for a neighbour's message counts as own work",
         "megalite/pipeline/point_to_point.py",
-        "group_src=0), lambda: tensor, group.waits)",
-        "group_src=0), lambda: tensor)",
+        "[tensor], 0, 0), lambda: tensor, group.waits)",
+        "[tensor], 0, 0), lambda: tensor)",
         "tests/distributed/test_parallel_mesh.py::test_waiting_for_a_neighbour_is_added_up_and_has_the_same_limit",
     ),
     Mutant(

@@ -38,16 +38,16 @@ class Pending:
     waits: Waits | None = None
     """What the time spent waiting is added to."""
 
-    def wait(self, what: str = "a collective failed") -> Tensor:
-        """The result. Raises CommunicationError, which begins with `what`, where a rank of the group has gone or does
-        not answer.
+    def wait(self, what: str = "a collective failed", *details: object) -> Tensor:
+        """The result. Raises CommunicationError, which begins with `what % details`, where a rank of the group has gone
+        or does not answer.
         """
         if self.work is not None:
             began = time.perf_counter()
             try:
                 self.work.wait()
             except RuntimeError as error:
-                raise CommunicationError(f"{what}: {_LOST}{str(error).splitlines()[0]}") from error
+                raise CommunicationError(f"{what % details}: {_LOST}{str(error).splitlines()[0]}") from error
             if self.waits is not None:
                 self.waits.seconds += time.perf_counter() - began
         return self.finish()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from megalite.pipeline.point_to_point import Links
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import Span
 from megalite.pipeline.stages import Stages, TensorSpec
-from megalite.torch_internals import profiler_looks_on
+from megalite.torch_internals import profiler_looks_on, run_backward
 
 MicroBatch = TypeVar("MicroBatch")
 Stage = Callable[[Mapping[str, Tensor], MicroBatch], StageOutput]
@@ -122,14 +123,15 @@ class PipelineEngine(Generic[MicroBatch]):
             CommunicationError: a neighbour has gone or does not answer.
         """
         step = _Step(self, micro_batches, factors or {}, gradients)
+        execute = step.execute if observer is None else partial(observer.execute, step=step)
         actions, naming = list(actions), profiler_looks_on()
         with torch.set_grad_enabled(any(action.kind in ("B", "I") for action in actions)):
             for action in actions:
-                with named(str(action)) if naming else nullcontext():
-                    if observer is None:
-                        step.execute(action)
-                    else:
-                        observer.execute(action, step)
+                if naming:
+                    with named(str(action)):
+                        execute(action)
+                else:
+                    execute(action)
         return step.sums
 
 
@@ -143,6 +145,9 @@ class _Chunk(Generic[MicroBatch]):
         for spec in (*self.takes, *self.passes):
             if spec.shape is None or spec.dtype is None:
                 raise ValueError(f"an engine with several stages needs the shape and dtype of {spec.name}")
+        self.gives_back = [spec for spec in self.takes if spec.gradient]
+        self.gets_back = [spec for spec in self.passes if spec.gradient]
+        """The tensors whose gradients go to the stage before, and come from the next one."""
         self.next_here = self._here(stages, rank, self.stage + 1)
         self.previous_here = self._here(stages, rank, self.stage - 1)
         """The chunk of this same rank that is the next stage, or the one before."""
@@ -160,7 +165,7 @@ class _Chunk(Generic[MicroBatch]):
             if spec.name not in tensors:
                 raise MegaliteError(f"stage {self.stage} did not return {_words(spec)} for micro-batch {micro_batch}")
             output = tensors[spec.name]
-            if tuple(output.shape) != spec.shape or output.dtype != spec.dtype:
+            if output.shape != spec.shape or output.dtype != spec.dtype:
                 raise MegaliteError(
                     f"stage {self.stage} returned {_words(spec)} {tuple(output.shape)} of {output.dtype} for "
                     f"micro-batch {micro_batch}, where the next stage expects {spec.shape} of {spec.dtype}"
@@ -170,10 +175,6 @@ class _Chunk(Generic[MicroBatch]):
 
 def _words(spec: TensorSpec) -> str:
     return spec.name.replace("_", " ")
-
-
-def _specs_with_gradient(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    return [spec for spec in specs if spec.gradient]
 
 
 def _with_gradient(specs: Iterable[TensorSpec], tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -258,10 +259,10 @@ class _Step(Generic[MicroBatch]):
             edges.append(get_gradient_edge(term))
             gradients.append(torch.full_like(term, self.factors[name]))
         if edges:
-            torch.autograd.backward(edges, gradients)
+            run_backward(edges, gradients)
         if inputs:
             back = []
-            for spec, tensor in zip(_specs_with_gradient(chunk.takes), inputs, strict=True):
+            for spec, tensor in zip(chunk.gives_back, inputs, strict=True):
                 if tensor.grad is None:
                     raise MegaliteError(
                         f"stage {chunk.stage} did not use its input for micro-batch {action.micro_batch}: "
@@ -284,8 +285,11 @@ class _Step(Generic[MicroBatch]):
         """The tensors (F) or the gradients (B) that a computation needs."""
         arriving = self._arriving.pop((kind, action.chunk, action.micro_batch))
         stage = self.engine.chunks[action.chunk].stage
-        what = f"tensors of stage {stage - 1}" if kind == "F" else f"gradients of stage {stage + 1}"
-        return [pending.wait(f"stage {stage}, {action}: waited for the {what}") for pending in arriving]
+        what, neighbour = ("tensors", stage - 1) if kind == "F" else ("gradients", stage + 1)
+        return [
+            pending.wait("stage %d, %s: waited for the %s of stage %d", stage, action, what, neighbour)
+            for pending in arriving
+        ]
 
     def _pass_on(self, kind: str, action: Action, tensors: list[Tensor], here: int | None) -> None:
         """To a stage of this rank at once; to another rank when the list says so."""
@@ -297,7 +301,7 @@ class _Step(Generic[MicroBatch]):
     def _receive(self, action: Action) -> None:
         assert action.peer is not None
         chunk, kind = self.engine.chunks[action.chunk], action.kind[-1]
-        specs = chunk.takes if kind == "F" else _specs_with_gradient(chunk.passes)
+        specs = chunk.takes if kind == "F" else chunk.gets_back
         buffers = [torch.empty(spec.shape or (), dtype=spec.dtype, device=self.engine.device) for spec in specs]
         pending = [self.engine.links.receive(buffer, action.peer) for buffer in buffers]
         self._arriving[kind, action.chunk, action.micro_batch] = pending
@@ -312,4 +316,4 @@ class _Step(Generic[MicroBatch]):
         """Wait until a message has left, and let go of what it was."""
         stage = self.engine.chunks[action.chunk].stage
         for pending in self._sending.pop((action.kind[-1], action.chunk, action.micro_batch)):
-            pending.wait(f"stage {stage}, {action}: waited until it had arrived")
+            pending.wait("stage %d, %s: waited until it had arrived", stage, action)

@@ -74,12 +74,18 @@ def counted(sent: Bytes, name: str, original: Callable[..., Any], part: Callable
 def sent_in_a_step(cell: Cell) -> dict[str, Any]:
     run, sent = Run(cell), Bytes()
     gather = counted(sent, "gathered", collectives._all_gather_single, lambda tensor, size: tensor.nbytes * (size - 1))
+    original = dist.ProcessGroup.send
+
+    def send(group: dist.ProcessGroup, tensors: list[Tensor], *arguments: int) -> Any:
+        sent["sent", tuple(dist.get_process_group_ranks(group))] += tensors[0].nbytes
+        return original(group, tensors, *arguments)
+
     scatter = counted(sent, "scattered", dist.all_to_all_single, lambda t, size: t.nbytes * (size - 1) // size)
     with (
         mock.patch.object(collectives, "_all_gather_single", gather),
         mock.patch.object(dist, "all_to_all_single", scatter),
         mock.patch.object(dist, "all_reduce", counted(sent, "reduced", dist.all_reduce, lambda t, _: t.nbytes)),
-        mock.patch.object(dist, "isend", counted(sent, "sent", dist.isend, lambda tensor, _: tensor.nbytes)),
+        mock.patch.object(dist.ProcessGroup, "send", send),
     ):
         run.step()
     used = [bucket.length * len(bucket.accumulators) for bucket in run.optimizer.buckets]

@@ -50,6 +50,16 @@ def test_a_profiler_is_noticed() -> None:
         assert internals.profiler_looks_on(), VERSION
 
 
+def test_a_graph_is_differentiated_from_its_edges() -> None:
+    leaf = torch.tensor([1.0, 2.0], requires_grad=True)
+    unused = torch.tensor(3.0, requires_grad=True)
+    edges = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in (leaf.square(), leaf.sum(), unused)]
+    internals.run_backward(edges, [torch.tensor([1.0, 0.5]), torch.tensor(3.0), torch.tensor(2.0)])
+    assert leaf.grad is not None, VERSION
+    assert unused.grad is not None, VERSION
+    assert (leaf.grad.tolist(), unused.grad.item()) == ([5.0, 5.0], 2.0), VERSION
+
+
 def test_a_tensor_of_another_class_shares_its_memory() -> None:
     class Ours(nn.Parameter):
         pass
