@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 from typing import get_args
@@ -123,7 +124,8 @@ def test_triton_is_not_imported_before_it_is_needed() -> None:
         "import sys, torch, pretrain_gpt, megalite_kernels.cases as cases; cases.rms_norm(torch.ones(2, 8), "
         "torch.ones(8), 1e-5); sys.exit('triton' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_triton_may_come_in_a_package_of_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
