@@ -30,9 +30,10 @@ from torch import Tensor
 from benchmarks.bar_chart import bar_chart
 from benchmarks.kernel_rivals import RIVALS, Functions, available, function_for, rival_step
 from benchmarks.results import RESULTS, write_results
-from megalite_kernels import cases, implementation
+from megalite_kernels import cases
 from megalite_kernels.cases import Case
 from megalite_kernels.cross_entropy import Columns, Terms, gradient_, losses, statistics
+from megalite_kernels.implementation import Kernels, current, use
 from megalite_kernels.measure import ELEMENTS, REPEATS, Step, Traffic, case_step, copy_rate, interleaved, traffic
 
 TARGET = 0.85
@@ -215,13 +216,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if flags.device == "cuda" and not torch.cuda.is_available():
         print("there is no GPU here: --device cpu --tokens 8 tries the command", file=sys.stderr)
         return 2
-    implementation.choose("auto")
+    use(Kernels())
     device, notes, begin = torch.device(flags.device), list[str](), time.monotonic()
     rivals = available(flags.rivals, notes)
     copy = copy_rate(device, 2**30 if flags.device == "cuda" else 2**20)
     figures: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if flags.device == "cuda" else "CPU",
-        "megalite": implementation.description(device, torch.bfloat16),
+        "megalite": current().description(device, torch.bfloat16),
         "copy_gigabytes_per_second": copy / 1e9,
         "clocks_before": clocks(),
     }

@@ -1,1 +1,4 @@
-"""The fused operations of a training step, one file an op; which implementation runs is decided here alone."""
+"""The fused operations of a training step, one file an op with its kernels beside it.
+
+Which implementation runs is decided here alone.
+"""

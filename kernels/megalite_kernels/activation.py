@@ -16,13 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels import activation_kernels
-from megalite_kernels.implementation import Operation, runs_triton
-from megalite_kernels.launch import as_rows, looping_programs, tile
+from megalite_kernels.implementation import Operation, current
 from megalite_kernels.products import product_into
-
-COLUMNS = 4096  # a wider row is shared by several programs
-
 
 # ------------------------------------------------------------------------------------------------- the references
 
@@ -88,55 +83,15 @@ def _exact_geglu(gate_up: Tensor) -> Tensor:
     return output
 
 
-# ------------------------------------------------------------------------------------------------- around the kernels
-
-
-class _Activation(torch.autograd.Function):
-    """Keeps the input and the bias."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, bias: Tensor | None, function: str, gated: bool) -> Tensor:
-        flat, width = as_rows(input), input.shape[-1] // (1 + gated)
-        rows, shape = flat.shape[0], tile(width, largest=COLUMNS)
-        output = torch.empty((rows, width), dtype=input.dtype, device=input.device)
-        if rows:
-            activation_kernels.activate[(-(-rows // shape.rows), -(-width // shape.columns))](
-                *(flat, None if bias is None else bias.contiguous(), output, rows, flat.stride(0)),
-                *(function, gated, width, shape.rows, shape.columns),
-                num_warps=shape.warps,
-            )
-        ctx.save_for_backward(input, bias)
-        ctx.function, ctx.gated = function, gated
-        return output.view(*input.shape[:-1], width)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        input, bias = ctx.saved_tensors
-        flat, gradient = as_rows(input), as_rows(gradients[0])
-        rows, width = gradient.shape
-        shape = tile(width, largest=COLUMNS)
-        programs, blocks = max(-(-rows // shape.rows), 1), -(-width // shape.columns)
-        sums = None
-        if bias is not None:
-            programs = max(looping_programs(programs * blocks, shape.warps, input.device) // blocks, 1)
-            sums = torch.empty((programs, flat.shape[1]), dtype=torch.float32, device=input.device)
-        input_gradient = torch.empty(flat.shape, dtype=input.dtype, device=input.device)
-        activation_kernels.activate_backward[(programs, blocks)](
-            *(gradient, flat, None if bias is None else bias.contiguous(), input_gradient, sums),
-            *(rows, gradient.stride(0), flat.stride(0), ctx.function, ctx.gated, width, shape.rows, shape.columns),
-            num_warps=shape.warps,
-        )
-        bias_gradient = None if sums is None else sums.sum(dim=0).to(bias.dtype)
-        return input_gradient.view(input.shape), bias_gradient, None, None
-
-
 def _activate(
     operation: Operation, function: str, reference: Callable[[Tensor], Tensor], input: Tensor, bias: Tensor | None
 ) -> Tensor:
-    if runs_triton(operation, input, *(() if bias is None else (bias,))):
-        output: Tensor = _Activation.apply(input, bias, function, operation == "swiglu")
-        return output
-    return reference(input if bias is None else input + bias)
+    if not current().runs_triton(operation, input, *(() if bias is None else (bias,))):
+        return reference(input if bias is None else input + bias)
+    from megalite_kernels.activation_kernels import Activation
+
+    output: Tensor = Activation.apply(input, bias, function, operation == "swiglu")
+    return output
 
 
 # ------------------------------------------------------------------------------------------------- what is called

@@ -1,4 +1,4 @@
-"""The Triton kernels of the activations, one pair for all. What they compute: see activation.py.
+"""The Triton kernels of the activations, one pair for all, and what launches them: see activation.py.
 
 Each takes tiles of ROWS rows and COLUMNS columns of the output. Of a gated activation the input has the gate at the
 output's column and the up projection WIDTH columns after it.
@@ -6,15 +6,21 @@ output's column and the up projection WIDTH columns after it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
-from megalite_kernels.implementation import kernel
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import triton.language as tl
+from megalite_kernels.launch import as_rows, looping_programs, tile
+
+COLUMNS = 4096  # a wider row is shared by several programs
+
+# ------------------------------------------------------------------------------------------------- the kernels
 
 
-@kernel
+@triton.jit
 def _value_and_slope(x: tl.tensor, FUNCTION: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """Of the function at x, in fp32."""
     if FUNCTION == "squared_relu":
@@ -36,7 +42,7 @@ def _value_and_slope(x: tl.tensor, FUNCTION: tl.constexpr) -> tuple[tl.tensor, t
     return value, slope
 
 
-@kernel
+@triton.jit
 def _load_with_bias(
     input: tl.tensor, bias: tl.tensor, row: tl.tensor, column: tl.tensor, stride: tl.tensor, inside: tl.tensor
 ) -> tl.tensor:
@@ -46,7 +52,7 @@ def _load_with_bias(
     return x
 
 
-@kernel
+@triton.jit(do_not_specialize=["rows"])
 def activate(
     input: tl.tensor,
     bias: tl.tensor,
@@ -68,7 +74,7 @@ def activate(
     tl.store(output + row[:, None] * WIDTH + column[None, :], value.to(output.dtype.element_ty), mask=inside)
 
 
-@kernel
+@triton.jit(do_not_specialize=["rows"])
 def activate_backward(
     gradient: tl.tensor,
     input: tl.tensor,
@@ -112,3 +118,45 @@ def activate_backward(
         tl.store(place, tl.sum(gate_sum, 0), mask=column < WIDTH)
         if GATED:
             tl.store(place + WIDTH, tl.sum(up_sum, 0), mask=column < WIDTH)
+
+
+# ------------------------------------------------------------------------------------------------- what launches them
+
+
+class Activation(torch.autograd.Function):
+    """Keeps the input and the bias."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, bias: Tensor | None, function: str, gated: bool) -> Tensor:
+        flat, width = as_rows(input), input.shape[-1] // (1 + gated)
+        rows, shape = flat.shape[0], tile(width, largest=COLUMNS)
+        output = torch.empty((rows, width), dtype=input.dtype, device=input.device)
+        if rows:
+            activate[(-(-rows // shape.rows), -(-width // shape.columns))](
+                *(flat, None if bias is None else bias.contiguous(), output, rows, flat.stride(0)),
+                *(function, gated, width, shape.rows, shape.columns),
+                num_warps=shape.warps,
+            )
+        ctx.save_for_backward(input, bias)
+        ctx.function, ctx.gated = function, gated
+        return output.view(*input.shape[:-1], width)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        input, bias = ctx.saved_tensors
+        flat, gradient = as_rows(input), as_rows(gradients[0])
+        rows, width = gradient.shape
+        shape = tile(width, largest=COLUMNS)
+        programs, blocks = max(-(-rows // shape.rows), 1), -(-width // shape.columns)
+        sums = None
+        if bias is not None:
+            programs = max(looping_programs(programs * blocks, shape.warps, input.device) // blocks, 1)
+            sums = torch.empty((programs, flat.shape[1]), dtype=torch.float32, device=input.device)
+        input_gradient = torch.empty(flat.shape, dtype=input.dtype, device=input.device)
+        activate_backward[(programs, blocks)](
+            *(gradient, flat, None if bias is None else bias.contiguous(), input_gradient, sums),
+            *(rows, gradient.stride(0), flat.stride(0), ctx.function, ctx.gated, width, shape.rows, shape.columns),
+            num_warps=shape.warps,
+        )
+        bias_gradient = None if sums is None else sums.sum(dim=0).to(bias.dtype)
+        return input_gradient.view(input.shape), bias_gradient, None, None

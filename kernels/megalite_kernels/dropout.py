@@ -12,23 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megalite_kernels.implementation import kernel, runs_triton
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from megalite_kernels.implementation import current
 
 GROUP = 16
 """Elements that share a counter."""
 LEVELS = 1 << 16
-COUNTERS = 256
-"""Of a program."""
 
 
 @dataclass(frozen=True)
@@ -83,88 +77,16 @@ def kept_reference(shape: torch.Size, dimension: int, what: Dropout) -> Tensor:
     return torch.from_numpy(kept.view(np.uint8))
 
 
-# ------------------------------------------------------------------------------------------------- the kernel
-
-
-@kernel
-def _drop(
-    input: tl.tensor,
-    output: tl.tensor,
-    samples: tl.tensor,
-    seed: tl.int64,
-    layer: tl.int64,
-    site: tl.int64,
-    offset: tl.int64,
-    elements: tl.int64,
-    width: tl.int64,
-    row_stride: tl.int64,
-    sample_stride: tl.int64,
-    threshold: tl.tensor,
-    scale: tl.tensor,
-    COUNTERS: tl.constexpr,
-) -> None:
-    """Each program has the elements of so many counters of one sample; rows begin where a counter does.
-
-    `offset`: the counter of the first element.
-    """
-    batch = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0).to(tl.int64) * COUNTERS + tl.arange(0, COUNTERS)
-    zeros = tl.zeros_like(group)
-    a, b, c, d = tl.philox(seed, offset + group, zeros + tl.load(samples + batch), zeros + layer, zeros + site)
-    words = tl.join(tl.join(a, c), tl.join(b, d))
-    low, high = tl.join(words & 0xFFFF, words >> 32 & 0xFFFF), tl.join(words >> 16 & 0xFFFF, words >> 48)
-    drawn = tl.join(low, high).reshape(COUNTERS, 16).to(tl.int32)
-    row = group * 16 // width
-    begin = batch * sample_stride + row * row_stride + (group * 16 - row * width)
-    place = begin[:, None] + tl.arange(0, 16)[None, :]
-    inside = (group * 16 < elements)[:, None]
-    x = tl.load(input + place, mask=inside, other=0.0).to(tl.float32)
-    found = x * tl.where(drawn < threshold, 0.0, tl.cast(scale, tl.float32))
-    tl.store(output + place, found.to(output.dtype.element_ty), mask=inside)
-
-
-@lru_cache(maxsize=256)  # a copy to a GPU for each micro-batch under way, not for each site
-def _on(device: torch.device, samples: tuple[int, ...]) -> Tensor:
-    return torch.tensor(samples, dtype=torch.int64, device=device)
-
-
-def _launch(input: Tensor, dimension: int, what: Dropout) -> Tensor:
-    """Of rows whose width is a multiple of GROUP."""
-    input = input.contiguous()
-    output = torch.empty_like(input)
-    width = input.shape[-1]
-    row_stride, sample_stride = input.stride(1 - dimension), input.stride(dimension)
-    for here, run in what.runs():
-        elements = len(run) * width
-        if not elements:
-            continue
-        begin = here.start * row_stride
-        _drop[(-(-elements // (GROUP * COUNTERS)), len(what.samples))](
-            *(input.view(-1)[begin:], output.view(-1)[begin:], _on(input.device, what.samples)),
-            *(what.seed, what.layer, what.site, run.start * width // GROUP + 1, elements),
-            *(width, row_stride, sample_stride, what.threshold, what.scale, COUNTERS),
-        )
-    return output
-
-
-# ------------------------------------------------------------------------------------------------- what is called
-
-
-class _Dropped(torch.autograd.Function):
+class _DroppedReference(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, dimension: int, what: Dropout) -> Tensor:
-        ctx.dimension, ctx.what = dimension, what
-        ctx.in_kernel = input.shape[-1] % GROUP == 0 and runs_triton("dropout", input)
-        if ctx.in_kernel:
-            return _launch(input, dimension, what)
         kept = kept_reference(input.shape, dimension, what).to(input.device)
         ctx.save_for_backward(kept)
+        ctx.what = what
         return _masked(input, kept, what)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.in_kernel:  # which draws again
-            return _launch(grad_output, ctx.dimension, ctx.what), None, None
         (kept,) = ctx.saved_tensors
         return _masked(grad_output, kept, ctx.what), None, None
 
@@ -172,6 +94,9 @@ class _Dropped(torch.autograd.Function):
 def _masked(input: Tensor, kept: Tensor, what: Dropout) -> Tensor:
     # Scaled last, for the scale is none of bf16's numbers.
     return kept.to(input.dtype).mul_(input).mul_(what.scale)
+
+
+# ------------------------------------------------------------------------------------------------- what is called
 
 
 def drop(input: Tensor, what: Dropout, *, dimension: int) -> Tensor:
@@ -186,5 +111,10 @@ def drop(input: Tensor, what: Dropout, *, dimension: int) -> Tensor:
             f"{len(what.samples)} samples and the rows {what.rows} for a tensor {list(input.shape)} of samples along "
             f"dimension {dimension}"
         )
-    dropped: Tensor = _Dropped.apply(input, dimension, what)
+    if input.shape[-1] % GROUP == 0 and current().runs_triton("dropout", input):
+        from megalite_kernels.dropout_kernels import Dropped
+
+        dropped: Tensor = Dropped.apply(input, dimension, what)
+    else:
+        dropped = _DroppedReference.apply(input, dimension, what)
     return dropped

@@ -5,17 +5,19 @@
 `reference`: never Triton. The kernels compute in fp32: float64 has the reference under each of them. Single operations
 can be left to the reference, by their names (`Operation`).
 
-Triton is imported where the choice asks for it, or when the first operation needs it; until then a kernel is a plain
-function. torch.compile cannot trace that import: choose before it compiles what calls an operation.
+What a process uses is one object, set by `use` before its first operation. It is no argument of the operations, for
+they are called in forward, in backward and in an optimizer's step, far from who decides, and it changes only how
+something is computed; torch has its own such choices, of attention's kernels among others, in the same way.
+
+Kernels stand in files of their own, `..._kernels.py`, which alone import Triton. An operation imports its file where
+Triton has been decided for: a process that runs the references never imports it.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
-from collections.abc import Callable, Collection
-from types import FunctionType
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,91 +26,67 @@ Operation = Literal[
     "norm", "residual_norm", "gelu", "swiglu", "rotary", "cross_entropy", "optimizer", "quantization", "dropout"
 ]
 Choice = Literal["auto", "triton", "reference"]
-# Arguments that differ from launch to launch: no kernel is compiled anew for their value.
-RUNTIME_SIZES = ("rows", "positions", "elements", "units", "seed", "offset", "layer", "site")
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
-_choice: Choice = "auto"
-_to_reference: frozenset[str] = frozenset()  # operations that never run as Triton kernels
-_waiting: list[FunctionType] = []
 
 
-def choose(choice: Choice, *, to_reference: Collection[str] = ()) -> None:
-    """Decide for all operations of this process; those of `to_reference` run as their reference under each choice.
+@dataclass(frozen=True)
+class Kernels:
+    """A choice for all operations.
+
+    Attributes:
+        to_reference: operations that run as their reference under each choice.
 
     Raises:
         ValueError: there is no such choice, or no such operation.
         ModuleNotFoundError: `triton` was chosen and is not installed.
     """
-    global _choice, _to_reference
-    if choice not in get_args(Choice):
-        raise ValueError(f"there are no kernels named {choice!r}; choose one of {', '.join(get_args(Choice))}")
-    unknown = sorted(set(to_reference) - set(get_args(Operation)))
-    if unknown:
-        known = ", ".join(get_args(Operation))
-        raise ValueError(f"no operation is named {', '.join(unknown)}; choose of {known}")
-    if choice == "triton" and not _INSTALLED:
-        raise ModuleNotFoundError("Triton is not installed, and the chosen kernels need it: pip install triton")
-    _choice, _to_reference = choice, frozenset(to_reference)
-    if choice == "triton" or (choice == "auto" and _INSTALLED and torch.cuda.is_available()):
-        _import_triton()
+
+    choice: Choice = "auto"
+    to_reference: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.choice not in get_args(Choice):
+            raise ValueError(f"there are no kernels named {self.choice!r}; choose one of {', '.join(get_args(Choice))}")
+        unknown = sorted(set(self.to_reference) - set(get_args(Operation)))
+        if unknown:
+            known = ", ".join(get_args(Operation))
+            raise ValueError(f"no operation is named {', '.join(unknown)}; choose of {known}")
+        if self.choice == "triton" and not _INSTALLED:
+            raise ModuleNotFoundError("Triton is not installed, and the chosen kernels need it: pip install triton")
+
+    def runs_triton(self, operation: Operation, *tensors: Tensor) -> bool:
+        """Whether the operation on these tensors runs as Triton kernels."""
+        return operation not in self.to_reference and self._suit_triton(*tensors)
+
+    def _suit_triton(self, *tensors: Tensor) -> bool:
+        if self.choice == "reference" or any(tensor.dtype == torch.float64 for tensor in tensors):
+            return False
+        return self.choice == "triton" or (all(tensor.device.type == "cuda" for tensor in tensors) and _INSTALLED)
+
+    def description(self, device: torch.device, dtype: torch.dtype) -> str:
+        """For a person: what runs on tensors of this device and dtype, and why where one might have expected Triton."""
+        if self._suit_triton(torch.empty(0, device=device, dtype=dtype)):
+            import triton
+
+            left = f", but for {', '.join(sorted(self.to_reference))}" if self.to_reference else ""
+            return f"Triton {triton.__version__}{left}"  # its own: its package has another name on ROCm
+        if self.choice == "reference":
+            return "plain PyTorch, as chosen"
+        if dtype == torch.float64:
+            return "plain PyTorch: Triton's compute in fp32"
+        return "plain PyTorch" + (": Triton is not installed" if device.type == "cuda" else "")
 
 
-def chosen() -> Choice:
-    return _choice
+_current = Kernels()
 
 
-def runs_triton(operation: Operation, *tensors: Tensor) -> bool:
-    """Whether the operation on these tensors runs as Triton kernels, which are then ready."""
-    return operation not in _to_reference and _suit_triton(*tensors)
+def current() -> Kernels:
+    """What this process uses."""
+    return _current
 
 
-def _suit_triton(*tensors: Tensor) -> bool:
-    if _choice == "reference" or any(tensor.dtype == torch.float64 for tensor in tensors):
-        return False
-    if _choice == "auto" and not (all(tensor.device.type == "cuda" for tensor in tensors) and _INSTALLED):
-        return False
-    if _waiting:
-        _import_triton()
-    return True
-
-
-def description(device: torch.device, dtype: torch.dtype) -> str:
-    """For a person: what runs on tensors of this device and dtype, and why where one might have expected Triton."""
-    if _suit_triton(torch.empty(0, device=device, dtype=dtype)):
-        import triton
-
-        left = f", but for {', '.join(sorted(_to_reference))}" if _to_reference else ""
-        return f"Triton {triton.__version__}{left}"  # its own: its package has another name on ROCm
-    if _choice == "reference":
-        return "plain PyTorch, as chosen"
-    if dtype == torch.float64:
-        return "plain PyTorch: Triton's compute in fp32"
-    return "plain PyTorch" + (": Triton is not installed" if device.type == "cuda" else "")
-
-
-def kernel(function: Callable[..., Any]) -> Any:
-    """Mark a module's function as a Triton kernel, `function[grid](...)` once `runs_triton` has said yes.
-
-    In it, `tl` is triton.language, and other kernels may be called, also those of modules it imports them from.
-    Arguments named as RUNTIME_SIZES are not specialised.
-    """
-    assert isinstance(function, FunctionType)
-    _waiting.append(function)
-    return function
-
-
-def _import_triton() -> None:
-    """Put the compiled kernels in the place of the functions that wait, in each of their modules."""
-    import triton
-    import triton.language
-
-    compiled = {}
-    for function in _waiting:
-        sizes = [name for name in RUNTIME_SIZES if name in inspect.signature(function).parameters]
-        compiled[function] = triton.jit(function, do_not_specialize=sizes)
-    for function in _waiting:
-        names = function.__globals__
-        found = {name: value for name, value in names.items() if isinstance(value, FunctionType) and value in compiled}
-        names |= {"tl": triton.language} | {name: compiled[function] for name, function in found.items()}
-    _waiting.clear()
+def use(kernels: Kernels) -> None:
+    """Decide for all operations of this process. Layers that torch.compile has compiled keep what was used then."""
+    global _current
+    _current = kernels

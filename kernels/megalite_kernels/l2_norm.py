@@ -8,21 +8,14 @@ reference. An infinity or a NaN makes its block's sum one of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megalite_kernels import launch
-from megalite_kernels.implementation import kernel, runs_triton
-from megalite_kernels.launch import tile, unit
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from megalite_kernels.implementation import current
 
 BLOCK = 64
-BLOCKS = 64  # that a program adds up
 
 # ------------------------------------------------------------------------------------------------- the reference
 
@@ -38,34 +31,6 @@ def sums_of_squares_reference(values: Tensor) -> Tensor:
     return sums
 
 
-# ------------------------------------------------------------------------------------------------- the kernel
-
-
-@kernel
-def _sum_squares(
-    values: tl.tensor,
-    sums: tl.tensor,
-    scales: tl.tensor,
-    units: tl.tensor,
-    UNIT: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Each program writes its blocks' sums, of squares of elements times the block's scale, and the scales."""
-    first = tl.program_id(0).to(tl.int64) * BLOCKS
-    block = tl.arange(0, BLOCKS)
-    element = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    start = first * BLOCK
-    present = start // UNIT + element // UNIT < units
-    x = tl.load(values + start + element, mask=present, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(x), 1)  # which passes over NaN; the sum does not
-    scale = tl.where(largest > 2.0**40, 2.0**-90, tl.where(largest < 2.0**-40, 2.0**90, 1.0))
-    scaled = x * scale[:, None]
-    written = start // UNIT + block * BLOCK // UNIT < units
-    tl.store(sums + first + block, tl.sum(scaled * scaled, 1), mask=written)
-    tl.store(scales + first + block, scale, mask=written)
-
-
 # ------------------------------------------------------------------------------------------------- what is called
 
 
@@ -75,15 +40,10 @@ def sums_of_squares(values: Tensor) -> Tensor:
     Raises:
         ValueError: the elements do not lie side by side.
     """
-    if not runs_triton("optimizer", values):
+    if not current().runs_triton("optimizer", values):
         return sums_of_squares_reference(values)
     if not values.is_contiguous():
         raise ValueError("a flat buffer's elements lie side by side")
-    elements, each = values.numel(), unit(values.numel())
-    blocks = -(-elements // BLOCK)
-    sums, scales = (torch.empty(blocks, dtype=torch.float32, device=values.device) for _ in range(2))
-    if elements:
-        size = BLOCKS * BLOCK
-        programs, warps = -(-blocks // BLOCKS), tile(size, largest=size).warps
-        _sum_squares[(programs,)](values, sums, scales, elements // each, each, BLOCKS, BLOCK, num_warps=warps)
-    return sums.double() / scales.double().square_()
+    from megalite_kernels.l2_norm_kernels import launch_sums_of_squares
+
+    return launch_sums_of_squares(values)

@@ -7,15 +7,8 @@ the master to the bit. (Rounding halves to even leaves one number too many for 1
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-
-from megalite_kernels.implementation import kernel
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 NAN = 0x7FC00000  # the bits of one that rounding leaves one
 
@@ -63,31 +56,3 @@ def bits_of(parameters: Tensor, master: Tensor) -> Tensor:
 
 def _rounds_bits(parameters: Tensor, master: Tensor) -> bool:
     return parameters.dtype == torch.bfloat16 and master.dtype in (torch.float32, torch.int16)
-
-
-@kernel
-def load_master(master: tl.tensor, parameters: tl.tensor, place: tl.tensor, present: tl.tensor) -> tl.tensor:
-    """In fp32. A master of 16-bit integers is remainders."""
-    if master.dtype.element_ty == tl.int16:
-        bits = tl.load(parameters + place, mask=present, other=0).to(tl.int32) << 16
-        bits += tl.load(master + place, mask=present, other=0)
-        return bits.to(tl.float32, bitcast=True)
-    else:  # noqa: RET505  (one of the two is compiled)
-        return tl.load(master + place, mask=present, other=0.0).to(tl.float32)
-
-
-@kernel
-def store_master(
-    value: tl.tensor, master: tl.tensor, parameters: tl.tensor, place: tl.tensor, present: tl.tensor
-) -> None:
-    """And the parameters, where they are not their own masters."""
-    if parameters is not None and parameters.dtype.element_ty == tl.int16:
-        bits = tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)
-        upper = (bits + (1 << 15)) >> 16
-        tl.store(parameters + place, upper.to(tl.int16), mask=present)
-        if master.dtype.element_ty == tl.int16:
-            tl.store(master + place, (bits - (upper << 16)).to(tl.int16), mask=present)
-    elif parameters is not None:
-        tl.store(parameters + place, value.to(parameters.dtype.element_ty), mask=present)
-    if master.dtype.element_ty != tl.int16:
-        tl.store(master + place, value.to(master.dtype.element_ty), mask=present)

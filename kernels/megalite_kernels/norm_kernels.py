@@ -1,16 +1,26 @@
-"""The Triton kernels of the norms: of an input, or of its sum with a residual. What they compute: see norm.py."""
+"""The norms' Triton kernels, of an input or of its sum with a residual, and what launches them: see norm.py."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
-from megalite_kernels.implementation import kernel
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import triton.language as tl
+from megalite_kernels.launch import as_rows, looping_programs, tile
+
+FORWARD_COLUMNS = 16384  # a wider row is read again from the cache for each of its statistics
+BACKWARD_COLUMNS = 8192  # likewise
+# Backward's sums over rows stay in registers: a program of RMSNorm, or of LayerNorm, which has twice as many, takes
+# those of so many columns at most, or some spill; of fp32, whose columns take more registers, BACKWARD_COLUMNS.
+SUMMED_COLUMNS = {False: 16384, True: 12288}
+
+# ------------------------------------------------------------------------------------------------- the kernels
 
 
-@kernel
+@triton.jit
 def _sum_in_fp32(
     input: tl.tensor,
     residual: tl.tensor,
@@ -28,7 +38,7 @@ def _sum_in_fp32(
     return x
 
 
-@kernel
+@triton.jit(do_not_specialize=["rows"])
 def normalize(
     input: tl.tensor,
     residual: tl.tensor,
@@ -82,7 +92,7 @@ def normalize(
         tl.store(output + place, y.to(output.dtype.element_ty), mask=inside)
 
 
-@kernel
+@triton.jit(do_not_specialize=["rows"])
 def normalize_backward(
     gradient: tl.tensor,
     total_gradient: tl.tensor,
@@ -160,3 +170,67 @@ def normalize_backward(
         tl.store(weight_sums + place, tl.sum(weight_sum[start // COLUMNS], 0), mask=start + own_column < WIDTH)
         if CENTERED:
             tl.store(bias_sums + place, tl.sum(bias_sum[start // COLUMNS], 0), mask=start + own_column < WIDTH)
+
+
+# ------------------------------------------------------------------------------------------------- what launches them
+
+
+class Norm(torch.autograd.Function):
+    """LayerNorm, or RMSNorm where there is no bias, of the input; or of input + residual, and then that sum, too.
+
+    Keeps what is normalised and one or two numbers a token.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        flat, width, centered = as_rows(input), input.shape[-1], bias is not None
+        rows, added = flat.shape[0], None if residual is None else as_rows(residual)
+        output = torch.empty((rows, width), dtype=input.dtype, device=input.device)
+        total = None if residual is None else torch.empty_like(output)
+        inverses = torch.empty(rows, dtype=torch.float32, device=input.device)
+        means = torch.empty_like(inverses) if centered else None
+        if rows:
+            shape = tile(width, largest=FORWARD_COLUMNS)
+            normalize[(-(-rows // shape.rows),)](
+                *(flat, added, weight.contiguous(), None if bias is None else bias.contiguous()),
+                *(total, output, means, inverses, rows, flat.stride(0), 0 if added is None else added.stride(0)),
+                *(epsilon, width, centered, shape.rows, shape.columns),
+                num_warps=shape.warps,
+            )
+        ctx.set_materialize_grads(False)
+        if total is None:
+            ctx.save_for_backward(input, weight, bias, means, inverses)
+            return output.view(input.shape)
+        total = total.view(input.shape)
+        ctx.save_for_backward(total, weight, bias, means, inverses)
+        return output.view(input.shape), total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        input, weight, bias, means, inverses = ctx.saved_tensors
+        total_gradient = gradients[1] if len(gradients) == 2 else None
+        if gradients[0] is None:
+            return total_gradient, total_gradient, None, None, None
+        flat, gradient, width = as_rows(input), as_rows(gradients[0]), input.shape[-1]
+        rows, centered = flat.shape[0], bias is not None
+        added = None if total_gradient is None else as_rows(total_gradient)
+        shape = tile(width, largest=BACKWARD_COLUMNS)
+        most = BACKWARD_COLUMNS if input.dtype == torch.float32 else SUMMED_COLUMNS[centered]
+        parts = -(-width // most)
+        part = -(-width // (parts * shape.columns)) * shape.columns
+        programs = looping_programs(-(-rows // shape.rows), parts * shape.warps, input.device)
+        input_gradient = torch.empty((rows, width), dtype=input.dtype, device=input.device)
+        sums = torch.empty((1 + centered, programs, width), dtype=torch.float32, device=input.device)
+        normalize_backward[(programs, parts)](
+            *(gradient, added, flat, weight.contiguous(), means, inverses),
+            *(input_gradient, sums[0], sums[1] if centered else None),
+            *(rows, gradient.stride(0), 0 if added is None else added.stride(0), flat.stride(0)),
+            *(width, centered, shape.rows, shape.columns, part),
+            num_warps=shape.warps,
+        )
+        totals, input_gradient = sums.sum(dim=1), input_gradient.view(input.shape)
+        bias_gradient = None if bias is None else totals[1].to(bias.dtype)
+        residual_gradient = input_gradient if len(gradients) == 2 else None
+        return input_gradient, residual_gradient, totals[0].to(weight.dtype), bias_gradient, None

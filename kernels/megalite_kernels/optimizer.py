@@ -15,21 +15,16 @@ or in 8 bits (`moments`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalite_kernels import launch
-from megalite_kernels.implementation import kernel, runs_triton
-from megalite_kernels.launch import tile, unit
-from megalite_kernels.master_weights import bits_of, keep_weights_, load_master, store_master, wide_weights
-from megalite_kernels.moments import BLOCK, Quantized, load_moment, store_moment
-from megalite_kernels.quantization import FORMATS
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from megalite_kernels.implementation import current
+from megalite_kernels.master_weights import keep_weights_, wide_weights
+from megalite_kernels.moments import Quantized
 
 Moment = Tensor | Quantized
 
@@ -118,92 +113,6 @@ def _read(moment: Moment, start: int, stop: int) -> Tensor:
     return moment.read(start, stop) if isinstance(moment, Quantized) else moment[start:stop]
 
 
-# ------------------------------------------------------------------------------------------------- the kernels
-
-
-@kernel
-def _tile(
-    units: tl.tensor, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The program's rows, where their elements lie, and which are there: units that are so together or not at all."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    present = (row * (BLOCK // UNIT))[:, None] + (column // UNIT)[None, :] < units
-    return row, row[:, None] * BLOCK + column[None, :], present
-
-
-@kernel
-def _adamw(
-    parameters: tl.tensor,
-    master: tl.tensor,
-    gradients: tl.tensor,
-    average: tl.tensor,
-    average_scales: tl.tensor,
-    squares: tl.tensor,
-    squares_scales: tl.tensor,
-    units: tl.tensor,
-    seed: tl.int64,
-    offset: tl.int64,
-    factor: tl.tensor,
-    shrinking: tl.tensor,
-    rate: tl.tensor,
-    correction: tl.tensor,
-    beta2: tl.tensor,
-    new1: tl.tensor,
-    new2: tl.tensor,
-    epsilon: tl.tensor,
-    AVERAGE: tl.constexpr,
-    SQUARES: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """`shrinking`: what decay leaves of a weight; `rate`, over the first moment's correction; `correction`: the root of
-    the second's; `new1`, `new2`: one minus each beta."""
-    row, place, present = _tile(units, UNIT, ROWS, BLOCK)
-    g = tl.load(gradients + place, mask=present, other=0.0).to(tl.float32) * tl.cast(factor, tl.float32)
-    m = load_moment(average, average_scales, row, place, present, False, AVERAGE)
-    v = load_moment(squares, squares_scales, row, place, present, True, SQUARES)
-    w = load_master(master, parameters, place, present)
-    m += (g - m) * tl.cast(new1, tl.float32)
-    v = v * tl.cast(beta2, tl.float32) + g * g * tl.cast(new2, tl.float32)
-    root = tl.sqrt_rn(v) / tl.cast(correction, tl.float32) + tl.cast(epsilon, tl.float32)
-    w = w * tl.cast(shrinking, tl.float32) - tl.cast(rate, tl.float32) * (m / root)
-    store_moment(m, average, average_scales, row, place, present, seed, offset, False, AVERAGE)
-    store_moment(v, squares, squares_scales, row, place, present, seed + 1, offset, True, SQUARES)
-    store_master(w, master, parameters, place, present)
-
-
-@kernel
-def _sgd(
-    parameters: tl.tensor,
-    master: tl.tensor,
-    gradients: tl.tensor,
-    average: tl.tensor,
-    average_scales: tl.tensor,
-    units: tl.tensor,
-    seed: tl.int64,
-    offset: tl.int64,
-    factor: tl.tensor,
-    rate: tl.tensor,
-    decay: tl.tensor,
-    momentum: tl.tensor,
-    AVERAGE: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    row, place, present = _tile(units, UNIT, ROWS, BLOCK)
-    g = tl.load(gradients + place, mask=present, other=0.0).to(tl.float32) * tl.cast(factor, tl.float32)
-    w = load_master(master, parameters, place, present)
-    g += w * tl.cast(decay, tl.float32)
-    if average is not None:
-        m = load_moment(average, average_scales, row, place, present, False, AVERAGE)
-        g += m * tl.cast(momentum, tl.float32)
-        store_moment(g, average, average_scales, row, place, present, seed, offset, False, AVERAGE)
-    store_master(w - g * tl.cast(rate, tl.float32), master, parameters, place, present)
-
-
 # ------------------------------------------------------------------------------------------------- what is called
 
 
@@ -217,9 +126,9 @@ def adamw_(flat: Flat, average: Moment, squares: Moment, by: AdamW) -> None:
     if not _runs_triton(flat, average, squares):
         adamw_reference_(flat, average, squares, by)
         return
-    rate, correction = by.rate / (1.0 - by.beta1**by.step), math.sqrt(1.0 - by.beta2**by.step)
-    numbers = (1.0 - by.rate * by.decay, rate, correction, by.beta2, 1.0 - by.beta1, 1.0 - by.beta2, by.epsilon)
-    _launch(_adamw, flat, (average, squares), by.seed, (by.factor, *numbers))
+    from megalite_kernels.optimizer_kernels import launch_adamw_
+
+    launch_adamw_(flat, average, squares, by)
 
 
 @torch.no_grad()
@@ -232,7 +141,9 @@ def sgd_(flat: Flat, average: Moment | None, by: SGD) -> None:
     if not _runs_triton(flat, average):
         sgd_reference_(flat, average, by)
         return
-    _launch(_sgd, flat, (average,), by.seed, (by.factor, by.rate, by.decay, by.momentum))
+    from megalite_kernels.optimizer_kernels import launch_sgd_
+
+    launch_sgd_(flat, average, by)
 
 
 def _runs_triton(flat: Flat, *moments: Moment | None) -> bool:
@@ -241,21 +152,4 @@ def _runs_triton(flat: Flat, *moments: Moment | None) -> bool:
     for tensor in tensors:
         if tensor.dim() != 1 or not tensor.is_contiguous() or len(tensor) != len(flat.parameters):
             raise ValueError("an update is of flat tensors of one length, their elements side by side")
-    return runs_triton("optimizer", *tensors)
-
-
-def _launch(function: Any, flat: Flat, moments: Sequence[Moment | None], seed: int, numbers: Sequence[float]) -> None:
-    """One program a tile; the parameters are an argument where they are not their own masters."""
-    elements, shape = len(flat.parameters), tile(BLOCK, largest=BLOCK)
-    weights = (None, flat.parameters) if flat.master is None else (bits_of(flat.parameters, flat.master), flat.master)
-    kept: list[Tensor | None] = []
-    for moment in moments:
-        kept += [moment.bytes, moment.scales] if isinstance(moment, Quantized) else [moment, None]
-    formats = [FORMATS[moment.codes.dtype] if isinstance(moment, Quantized) else None for moment in moments]
-    each = unit(elements)
-    if elements:
-        function[(-(-elements // (shape.rows * BLOCK)),)](
-            *(*weights, flat.gradients, *kept, elements // each, seed, flat.first, *numbers),
-            *(*formats, each, shape.rows, BLOCK),
-            num_warps=shape.warps,
-        )
+    return current().runs_triton("optimizer", *tensors)

@@ -18,19 +18,14 @@ would be fp32's subnormal numbers comes back as zeros.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels.implementation import kernel, runs_triton
-from megalite_kernels.launch import tile
+from megalite_kernels.implementation import current
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-TILE = 2048  # elements, and the largest block
 GROUP = 8  # elements that share a counter
 
 
@@ -47,6 +42,12 @@ FORMATS = {
     torch.float8_e4m3fn: Format(3, -6, 448.0),
     torch.float8_e5m2: Format(2, -14, 57344.0),
 }
+
+
+def storage(format: torch.dtype) -> torch.dtype:
+    """What kernels see: Triton has fp8 on some GPUs alone, and codes are made of integers."""
+    return torch.int8 if format == torch.int8 else torch.uint8
+
 
 # ------------------------------------------------------------------------------------------------- the reference
 
@@ -100,118 +101,12 @@ def quantize_reference(
     codes = ((exponent - 127 - lowest) << mantissa) + steps
     negative = blocks.view(torch.int32) < 0
     codes = torch.where(negative, -codes, codes) if format == torch.int8 else codes | negative.int() << 7
-    kept = codes.flatten()[: len(flat)].to(_storage(format)).view(format)
+    kept = codes.flatten()[: len(flat)].to(storage(format)).view(format)
     return kept, torch.where(finite, scales, float("nan"))
 
 
 def dequantize_reference(codes: Tensor, scales: Tensor, block: int, dtype: torch.dtype) -> Tensor:
     return (codes.float() * scales.repeat_interleave(block)[: len(codes)]).to(dtype)
-
-
-# ------------------------------------------------------------------------------------------------- the kernels
-
-
-@kernel
-def quantized(
-    values: tl.tensor,
-    seed: tl.tensor,
-    first: tl.tensor,
-    MANTISSA: tl.constexpr,
-    LOWEST: tl.constexpr,
-    LARGEST: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Of fp32 [rows, block] in registers, codes in int32 [rows, block] and scales [rows].
-
-    `first`: the number of each row's first element in the whole, int64 [rows].
-    """
-    bits = values.to(tl.int32, bitcast=True)
-    top = tl.max(bits & 0x7FFFFFFF, 1)
-    finite = top < 0x7F800000
-    quotients = tl.div_rn(top.to(tl.float32, bitcast=True), LARGEST)
-    scales = (quotients.to(tl.int32, bitcast=True) & -128).to(tl.float32, bitcast=True)
-    scales = tl.where(scales >= 2.0 ** (MANTISSA - LOWEST - 126), scales, 0.0)
-    bits = tl.where(finite[:, None], bits, 0)
-    positive = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    inverses = tl.div_rn(1.0, tl.where(scales > 0.0, scales, float("inf")))
-    scaled = tl.minimum(positive * inverses[:, None], LARGEST)
-    exponent = tl.maximum(scaled.to(tl.int32, bitcast=True) >> 23, 127 + LOWEST)
-    unit = (exponent + (23 - MANTISSA - 14 * STOCHASTIC)) << 23
-    steps = (scaled + unit.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) - unit
-    if STOCHASTIC:
-        ROWS: tl.constexpr = values.shape[0]
-        BLOCK: tl.constexpr = values.shape[1]
-        counter = (first >> 3)[:, None] + tl.arange(0, BLOCK // 8)[None, :]
-        a, b, c, d = tl.randint4x(seed, counter)
-        words = tl.join(tl.join(a, c), tl.join(b, d))
-        random = tl.join(words & 0xFFFF, words >> 16).reshape(ROWS, BLOCK)
-        steps = (steps + (random >> 2).to(tl.int32)) >> 14
-    codes = ((exponent - (127 + LOWEST)) << MANTISSA) + steps
-    codes = tl.where(bits < 0, -codes if MANTISSA == 7 else codes | 0x80, codes)
-    return codes, tl.where(finite, scales, float("nan"))
-
-
-@kernel
-def dequantized(codes: tl.tensor, scales: tl.tensor, MANTISSA: tl.constexpr, LOWEST: tl.constexpr) -> tl.tensor:
-    """Of codes [rows, block] in registers, as they lie in memory, and scales [rows], fp32 [rows, block]."""
-    codes = codes.to(tl.int32)
-    if MANTISSA == 7:
-        return codes.to(tl.float32) * scales[:, None]
-    field = (codes & 0x7F) >> MANTISSA
-    steps = (codes & ((1 << MANTISSA) - 1)) + ((field > 0).to(tl.int32) << MANTISSA)
-    unit = ((tl.maximum(field, 1) + (126 + LOWEST - MANTISSA)) << 23).to(tl.float32, bitcast=True)
-    positive = steps.to(tl.float32) * unit * scales[:, None]
-    sign = (codes & 0x80) << 24  # also of zero, which a difference would lose
-    return (positive.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-@kernel
-def _quantize(
-    values: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    elements: tl.tensor,
-    seed: tl.int64,
-    offset: tl.int64,
-    MANTISSA: tl.constexpr,
-    LOWEST: tl.constexpr,
-    LARGEST: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Each program has ROWS blocks; the last of all is short where they are not WHOLE."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    present = row < tl.cdiv(elements, BLOCK)
-    inside = present[:, None] if WHOLE else place < elements
-    x = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
-    found, scale = quantized(x, seed, offset + row * BLOCK, MANTISSA, LOWEST, LARGEST, STOCHASTIC)
-    tl.store(codes + place, found.to(codes.dtype.element_ty), mask=inside)
-    tl.store(scales + row, scale, mask=present)
-
-
-@kernel
-def _dequantize(
-    codes: tl.tensor,
-    scales: tl.tensor,
-    values: tl.tensor,
-    elements: tl.tensor,
-    MANTISSA: tl.constexpr,
-    LOWEST: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Each program has ROWS blocks; the last of all is short where they are not WHOLE."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    present = row < tl.cdiv(elements, BLOCK)
-    inside = present[:, None] if WHOLE else place < elements
-    found = tl.load(codes + place, mask=inside, other=0)
-    x = dequantized(found, tl.load(scales + row, mask=present, other=0.0), MANTISSA, LOWEST)
-    tl.store(values + place, x.to(values.dtype.element_ty), mask=inside)
 
 
 # ------------------------------------------------------------------------------------------------- what is called
@@ -235,19 +130,11 @@ def quantize(
     _check(format, block)
     if offset % GROUP:
         raise ValueError(f"an offset of {offset}: {GROUP} elements share a random number, so it is a multiple of it")
-    if not runs_triton("quantization", values):
+    if not current().runs_triton("quantization", values):
         return quantize_reference(values, format, block, seed, offset)
-    flat = values.reshape(-1).contiguous()
-    blocks, shape = -(-len(flat) // block), tile(block, largest=TILE)
-    codes = torch.empty(len(flat), dtype=format, device=values.device)
-    scales = torch.empty(blocks, dtype=torch.float32, device=values.device)
-    if blocks:
-        _quantize[(-(-blocks // shape.rows),)](
-            *(flat, codes.view(_storage(format)), scales, len(flat), _signed(seed or 0), offset, *FORMATS[format]),
-            *(seed is not None, len(flat) % block == 0, shape.rows, block),
-            num_warps=shape.warps,
-        )
-    return codes, scales
+    from megalite_kernels.quantization_kernels import launch_quantize
+
+    return launch_quantize(values, format, block, seed, offset)
 
 
 def dequantize(codes: Tensor, scales: Tensor, block: int, dtype: torch.dtype) -> Tensor:
@@ -259,17 +146,11 @@ def dequantize(codes: Tensor, scales: Tensor, block: int, dtype: torch.dtype) ->
     _check(codes.dtype, block)
     if len(scales) != -(-len(codes) // block):
         raise ValueError(f"{len(scales)} scales for {len(codes)} codes in blocks of {block}")
-    if dtype == torch.float64 or not runs_triton("quantization", codes, scales):
+    if dtype == torch.float64 or not current().runs_triton("quantization", codes, scales):
         return dequantize_reference(codes, scales, block, dtype)
-    shape = tile(block, largest=TILE)
-    values = torch.empty(len(codes), dtype=dtype, device=codes.device)
-    if len(codes):
-        _dequantize[(-(-len(scales) // shape.rows),)](
-            *(codes.contiguous().view(_storage(codes.dtype)), scales.contiguous(), values, len(codes)),
-            *(*FORMATS[codes.dtype][:2], len(codes) % block == 0, shape.rows, block),
-            num_warps=shape.warps,
-        )
-    return values
+    from megalite_kernels.quantization_kernels import launch_dequantize
+
+    return launch_dequantize(codes, scales, block, dtype)
 
 
 def _check(format: torch.dtype, block: int) -> None:
@@ -277,13 +158,3 @@ def _check(format: torch.dtype, block: int) -> None:
         raise ValueError(f"{format} is no format of codes; choose one of {', '.join(map(str, FORMATS))}")
     if block not in (128, 256, 512, 1024, 2048):
         raise ValueError(f"blocks of {block} elements; choose a power of two from 128 to 2048")
-
-
-def _storage(format: torch.dtype) -> torch.dtype:
-    """What kernels see: Triton has fp8 on some GPUs alone, and codes are made of integers."""
-    return torch.int8 if format == torch.int8 else torch.uint8
-
-
-def _signed(seed: int) -> int:
-    """The same 64 bits as a number of int64."""
-    return (seed + 2**63) % 2**64 - 2**63

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megalite_kernels import cases
 from megalite_kernels.cases import Case
-from megalite_kernels.implementation import choose
+from megalite_kernels.implementation import Kernels, use
 from megalite_kernels.measure import ELEMENTS, copy_rate, time_case, traffic
 
 TOLERANCE = {torch.float64: 5e-7, torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
@@ -91,7 +91,7 @@ class Numbers:
 
 
 def check_numbers(chosen: Sequence[Case], device: str) -> Iterator[Numbers]:
-    choose("triton")
+    use(Kernels("triton"))
     for case in chosen:
         try:
             yield Numbers(case, max(largest_error(case, tokens, device) for tokens in TOKENS[device]))
@@ -116,7 +116,7 @@ class Speed:
 
 def check_speed(chosen: Sequence[Case], device: str, elements: int = ELEMENTS) -> Iterator[Speed]:
     """`elements`: of the largest input."""
-    choose("triton")
+    use(Kernels("triton"))
     for case in chosen:
         torch.manual_seed(0)
         inputs = case.make_inputs(max(elements // case.width, 1), device)

@@ -17,7 +17,7 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import ConfigurationError
 from megalite.optim.learning_rate import Rates
 from megalite.optim.shard import Run
-from megalite_kernels.implementation import runs_triton
+from megalite_kernels.implementation import current
 from megalite_kernels.moments import Quantized
 from megalite_kernels.optimizer import SGD, AdamW, Flat, adamw_, sgd_
 
@@ -46,7 +46,7 @@ def elementwise_rule(runs: Sequence[Run], config: OptimizerConfig) -> FusedRule 
     """The rule of --optimizer-backend; auto: Triton's kernels where they run, else torch's where they can keep all."""
     backend = config.optimizer_backend
     if backend == "auto":
-        triton = bool(runs) and runs_triton("optimizer", *(run.master for run in runs))
+        triton = bool(runs) and current().runs_triton("optimizer", *(run.master for run in runs))
         backend = "torch" if all(map(_is_wide, runs)) and not triton else "megalite"
     return FlatRule(runs, config) if backend == "megalite" else FusedRule(runs, config)
 

@@ -9,7 +9,7 @@ import torch
 from megalite.config.kernels import KernelsConfig
 from megalite.errors import ConfigurationError
 from megalite.training.compiled import require_compiler
-from megalite_kernels import implementation
+from megalite_kernels.implementation import Kernels, use
 
 
 def choose_kernels(config: KernelsConfig) -> None:
@@ -17,7 +17,7 @@ def choose_kernels(config: KernelsConfig) -> None:
     if config.compile:
         require_compiler()
     try:
-        implementation.choose(config.kernels, to_reference=config.to_reference)
+        use(Kernels(config.kernels, config.to_reference))
     except ModuleNotFoundError as error:
         raise ConfigurationError(f"--kernels {config.kernels}: {error}") from error
     if config.kernels == "triton" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":

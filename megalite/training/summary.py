@@ -19,8 +19,8 @@ from megalite.pipeline.simulator import peak_in_flight
 from megalite.training import memory
 from megalite.training.construction import count_kinds, count_parameters, make_recompute
 from megalite.training.trainer import Trainer
-from megalite_kernels import implementation
 from megalite_kernels.attention import draws_its_own
+from megalite_kernels.implementation import current
 
 _MATRICES = "matrices of layers"
 
@@ -50,7 +50,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
         **_optimizer(trainer),
         **masks_of_an_operator(model, mesh.device, trainer.dtype),
         "precision": config.training.dtype,
-        "kernels": implementation.description(mesh.device, trainer.dtype)
+        "kernels": current().description(mesh.device, trainer.dtype)
         + (", layers compiled" if config.kernels.compile else ""),
         "memory": f"{memory.in_words(measured.total)} {whose}, {memory.in_words(formula.total)} by formula",
         **{f"  {kind}": line for kind, line in kinds.items()},

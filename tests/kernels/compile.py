@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 
 from megalite_kernels import launch
 from megalite_kernels.cases import Case, cases
-from megalite_kernels.implementation import choose
+from megalite_kernels.implementation import Kernels, use
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -89,7 +89,7 @@ class _Driver:
 
 def compile_only(name: str) -> list[Any]:
     """From now on a launch in this process compiles for the target of this name. Returns the list that they join."""
-    choose("triton")
+    use(Kernels("triton"))
     launch.LANES = TARGETS[name].warp_size
     driver.set_active(_Driver(name))
     launched: list[Any] = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megalite_kernels.implementation import choose, chosen
+from megalite_kernels.implementation import Kernels, current, use
 
 if sys.platform == "linux":
     from tests.kernels.interpreter import hardened
@@ -17,8 +17,8 @@ else:  # Triton exists for Linux alone
 
 @pytest.fixture(autouse=True)
 def _interpreted_kernels() -> Iterator[None]:
-    before = chosen()
-    choose("triton")
+    before = current()
+    use(Kernels("triton"))
     with hardened():
         yield
-    choose(before)
+    use(before)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite_kernels import cross_entropy
 from megalite_kernels.cross_entropy import Columns, Terms, combined, gradient_, losses, statistics
-from megalite_kernels.implementation import choose
+from megalite_kernels.implementation import Kernels, use
 from tests.kernels.interpreter import only_programs
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the log of what a rank of padding has
@@ -109,9 +109,9 @@ def test_each_statistic_is_the_references() -> None:
     for rank, terms in itertools.product(range(4), (Terms(), EVERYTHING)):
         part, columns = logits[:, 8 * rank : 8 * rank + 8], Columns.of_rank(rank, 8, 20)
         found = statistics(part, labels, columns, terms)
-        choose("reference")
+        use(Kernels("reference"))
         wanted = statistics(part, labels, columns, terms)
-        choose("triton")
+        use(Kernels("triton"))
         assert found.shape == wanted.shape == (3 if terms.label_smoothing else 2, 3)
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
         assert bool((found[0] == -math.inf).all()) is (rank == 3)

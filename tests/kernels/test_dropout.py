@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite_kernels.dropout import COUNTERS, GROUP, LEVELS, Dropout, drop, kept_reference
-from megalite_kernels.implementation import choose
+from megalite_kernels.dropout import GROUP, LEVELS, Dropout, drop, kept_reference
+from megalite_kernels.dropout_kernels import COUNTERS
+from megalite_kernels.implementation import Kernels, use
 from tests.harness.close import assert_bits_equal
 from tests.kernels.interpreter import only_programs
 
@@ -27,9 +28,9 @@ def dropped(input: Tensor, gradient: Tensor, what: Dropout, dimension: int) -> t
 
 def check(input: Tensor, gradient: Tensor, dimension: int, what: Dropout = WHAT) -> None:
     found = dropped(input, gradient, what, dimension)
-    choose("reference")
+    use(Kernels("reference"))
     expected = dropped(input, gradient, what, dimension)
-    choose("triton")
+    use(Kernels("triton"))
     for ours, reference in zip(found, expected, strict=True):
         assert ours.dtype == reference.dtype == input.dtype
         assert_bits_equal(ours, reference, "dropped")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 from typing import get_args
@@ -17,7 +18,7 @@ from megalite.config.parse import parse_arguments
 from megalite.errors import ConfigurationError
 from megalite.training.kernels import choose_kernels
 from megalite_kernels import implementation
-from megalite_kernels.implementation import Choice, Operation, choose, description, runs_triton
+from megalite_kernels.implementation import Choice, Kernels, Operation, current, use
 from megalite_kernels.norm import rms_norm
 
 SIZES = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
@@ -33,22 +34,22 @@ def graph_node(dtype: torch.dtype = torch.float32) -> str:
 
 
 def test_the_choice_decides_which_implementation_runs() -> None:
-    assert graph_node() == "_NormBackward"
+    assert graph_node() == "NormBackward"
     for choice in ("auto", "reference"):
-        choose(choice)
+        use(Kernels(choice))
         assert graph_node() == "_RMSNormReferenceBackward"
 
 
 def test_an_operation_can_be_left_to_the_reference() -> None:
-    choose("triton", to_reference=["norm"])
+    use(Kernels("triton", to_reference=("norm",)))
     assert graph_node() == "_RMSNormReferenceBackward"
-    choose("triton", to_reference=["rotary"])
-    assert graph_node() == "_NormBackward"
+    use(Kernels("triton", to_reference=("rotary",)))
+    assert graph_node() == "NormBackward"
 
 
 def test_an_unknown_operation_is_refused() -> None:
     with pytest.raises(ValueError, match="no operation is named rope; choose of norm, residual_norm, "):
-        choose("triton", to_reference=["norm", "rope"])
+        Kernels("triton", to_reference=("norm", "rope"))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,9 @@ def test_flags_leave_operations_to_the_reference(
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     choose_kernels(parsed(f"--kernels triton {flag}"))
-    assert left == tuple(operation for operation in get_args(Operation) if not runs_triton(operation, torch.empty(0)))
+    assert left == tuple(
+        operation for operation in get_args(Operation) if not current().runs_triton(operation, torch.empty(0))
+    )
 
 
 def test_float64_has_the_reference() -> None:
@@ -76,21 +79,20 @@ def test_float64_has_the_reference() -> None:
 
 
 def test_a_tensor_on_a_gpu_has_triton_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose("auto")
+    kernels = Kernels()
     on_gpu = torch.empty(0, device="meta")
     monkeypatch.setattr(torch.Tensor, "device", property(lambda tensor: torch.device("cuda")))
-    assert runs_triton("norm", on_gpu)
+    assert kernels.runs_triton("norm", on_gpu)
     monkeypatch.setattr(implementation, "_INSTALLED", False)
-    assert not runs_triton("norm", on_gpu)
+    assert not kernels.runs_triton("norm", on_gpu)
 
 
 def test_the_choice_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(choice: Choice, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **left: list[str]) -> str:
-        choose(choice, **left)
-        return description(torch.device(device), dtype)
+    def told(choice: Choice, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **left: tuple[str, ...]) -> str:
+        return Kernels(choice, **left).description(torch.device(device), dtype)
 
     assert told("triton").startswith("Triton 3.")
-    assert told("triton", to_reference=["rotary", "norm"]).endswith(", but for norm, rotary")
+    assert told("triton", to_reference=("rotary", "norm")).endswith(", but for norm, rotary")
     assert told("triton", torch.float64) == "plain PyTorch: Triton's compute in fp32"
     assert told("reference") == "plain PyTorch, as chosen"
     assert told("auto") == "plain PyTorch"
@@ -102,7 +104,7 @@ def test_the_choice_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> 
 def test_triton_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implementation, "_INSTALLED", False)
     with pytest.raises(ModuleNotFoundError, match="pip install triton"):
-        choose("triton")
+        Kernels("triton")
     with pytest.raises(ConfigurationError, match=r"^--kernels triton: Triton is not installed.*pip install triton"):
         choose_kernels(parsed("--kernels triton"))
 
@@ -114,12 +116,16 @@ def test_triton_without_a_gpu_is_refused() -> None:
 
 def test_an_unknown_choice_is_refused() -> None:
     with pytest.raises(ValueError, match="'cuda'; choose one of auto, triton, reference"):
-        choose("cuda")
+        Kernels("cuda")
 
 
 def test_triton_is_not_imported_before_it_is_needed() -> None:
-    code = "import sys, pretrain_gpt, megalite_kernels.norm; sys.exit('triton' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code = (
+        "import sys, torch, pretrain_gpt, megalite_kernels.cases as cases; cases.rms_norm(torch.ones(2, 8), "
+        "torch.ones(8), 1e-5); sys.exit('triton' in sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def test_triton_may_come_in_a_package_of_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,5 +135,4 @@ def test_triton_may_come_in_a_package_of_another_name(monkeypatch: pytest.Monkey
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    choose("triton")
-    assert description(torch.device("cpu"), torch.float32) == f"Triton {triton.__version__}"
+    assert Kernels("triton").description(torch.device("cpu"), torch.float32) == f"Triton {triton.__version__}"

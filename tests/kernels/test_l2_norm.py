@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megalite_kernels.implementation import choose
+from megalite_kernels.implementation import Kernels, use
 from megalite_kernels.l2_norm import sums_of_squares
 from tests.kernels.interpreter import nan_is_written, only_programs
 
@@ -35,14 +35,14 @@ def assert_sums(values: torch.Tensor, relative: float = 5e-7) -> None:  # a tree
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 def test_each_block_of_64_has_its_sum(dtype: torch.dtype, elements: int) -> None:
     assert_sums(drawn(elements, dtype))
-    choose("reference")
+    use(Kernels("reference"))
     assert_sums(drawn(elements, dtype), relative=1e-14)
 
 
 @pytest.mark.parametrize("choice", ["triton", "reference"])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=lambda dtype: str(dtype)[6:])
 def test_a_block_has_the_same_bits_wherever_it_stands(dtype: torch.dtype, choice: str) -> None:
-    choose(choice)
+    use(Kernels(choice))
     values = drawn(3 * PROGRAM, dtype) * torch.logspace(-8, 4, 3 * PROGRAM).to(dtype)
     whole = sums_of_squares(values)
     for begin, end in ((0, 1), (1, 2), (7, 30), (63, 65), (100, 192), (5, 191)):

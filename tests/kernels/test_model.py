@@ -14,7 +14,7 @@ from megalite.model.gpt import GPT
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
-from megalite_kernels.implementation import choose
+from megalite_kernels.implementation import Kernels, use
 from tests.harness.close import assert_gradient_close, assert_number_close
 from tests.harness.stages import loss_of
 
@@ -30,7 +30,7 @@ LLAMA = replace(
 )  # fmt: skip
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "geglu": replace(GPT2, geglu=True, use_parallel_residual=True)}
 OPERATIONS = ("norm", "residual_norm", "gelu", "swiglu", "rotary", "cross_entropy")
-NODES = {"norm": "_NormBackward", "gelu": "_ActivationBackward", "swiglu": "_ActivationBackward"}
+NODES = {"norm": "NormBackward", "gelu": "ActivationBackward", "swiglu": "ActivationBackward"}
 
 
 def loss_and_gradients(config: ModelConfig) -> tuple[list[Tensor], set[str]]:
@@ -55,10 +55,10 @@ def loss_and_gradients(config: ModelConfig) -> tuple[list[Tensor], set[str]]:
 def test_the_kernels_give_the_references_loss_and_gradients(name: str, left: str) -> None:
     """Also where one operation is left to the reference."""
     config = CONFIGS[name]
-    choose("reference")
+    use(Kernels("reference"))
     (expected, *gradients), nodes = loss_and_gradients(config)
     assert not nodes & set(NODES.values())
-    choose("triton", to_reference=[left] if left in OPERATIONS else [])
+    use(Kernels("triton", to_reference=(left,) if left in OPERATIONS else ()))
     (loss, *found), nodes = loss_and_gradients(config)
     activation = "swiglu" if config.swiglu or config.geglu else "gelu"
     assert nodes & set(NODES.values()) == {NODES[operation] for operation in ("norm", activation) if operation != left}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels.implementation import choose
+from megalite_kernels.implementation import Kernels, use
 from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 from tests.kernels.interpreter import only_programs
 from tests.kernels.strides import each_view
@@ -133,7 +133,7 @@ def test_what_needs_no_gradient_changes_nothing() -> None:
 def test_the_fused_addition_changes_no_bit(dtype: torch.dtype, norm: Function) -> None:
     parts = inputs((7, 72), dtype, norm)
     fused = with_gradients(norm, parts, gradients_of(parts, norm))
-    choose("triton", to_reference=["residual_norm"])
+    use(Kernels("triton", to_reference=("residual_norm",)))
     apart = with_gradients(norm, parts, gradients_of(parts, norm))
     assert type(outputs(norm, parts)[1].grad_fn).__name__ == "AddBackward0"
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(fused, apart, strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels import optimizer
-from megalite_kernels.implementation import choose
+from megalite_kernels.implementation import Kernels, use
 from megalite_kernels.master_weights import joined, split_
 from megalite_kernels.moments import Quantized
 from megalite_kernels.optimizer import SGD, AdamW, Flat, adamw_, sgd_
@@ -166,7 +166,7 @@ def test_the_reference_has_the_kernels_codes(
     monkeypatch.setattr(optimizer.launch, "chunk_elements", lambda _: 512)
     found = []
     for choice, part in (("triton", 0), ("reference", 0), ("triton", 512)):
-        choose(choice)  # type: ignore[arg-type]
+        use(Kernels(choice))  # type: ignore[arg-type]
         state = drawn(1300)
         state.flat.gradients[::2] *= 1e-6  # less than the least code
         flat = Flat(state.flat.parameters[part:], state.flat.gradients[part:], first=64 + part)
@@ -210,7 +210,7 @@ def test_squares_in_8_bits_come_back_and_none_is_lost(format: torch.dtype, magni
 
 def test_an_average_that_grows_in_small_steps_grows_in_8_bits() -> None:
     """Each step is a tenth of the distance of two codes, which rounding to nearest would lose each time."""
-    choose("reference")
+    use(Kernels("reference"))
     flat = Flat(torch.zeros(256), torch.full((256,), 1e-3))
     flat.gradients[0] = 1.0
     average, squares = (Quantized.zeros(256, torch.int8, torch.device("cpu"), root=root) for root in (False, True))
@@ -232,7 +232,7 @@ def test_kernels_and_reference_agree_to_the_rounding_of_fp32() -> None:
     """And the reference has torch's numbers, which it is compared with where it computes in float64."""
     states = [drawn(3000), drawn(3000)]
     for choice, state in zip(("triton", "reference"), states, strict=True):
-        choose(choice)
+        use(Kernels(choice))
         for step in range(1, 6):
             adamw_(state.flat, state.average, state.squares, ADAMW._replace(step=step))
     for ours, theirs in zip(states[0].tensors(), states[1].tensors(), strict=True):
@@ -254,7 +254,7 @@ def test_float64_is_torchs_to_its_own_rounding(monkeypatch: pytest.MonkeyPatch) 
 def test_remainders_change_no_bit() -> None:
     """Of weights, parameters or moments; and so does the reference among itself."""
     for choice in ("triton", "reference"):
-        choose(choice)  # type: ignore[arg-type]
+        use(Kernels(choice))  # type: ignore[arg-type]
         states = [drawn(5000, "bf16, fp32 masters"), drawn(5000, "bf16, remainders")]
         with nan_is_written():  # a remainder may be the largest number
             for step, state in itertools.product(range(1, 5), states):
@@ -285,7 +285,7 @@ def test_a_weight_that_is_no_number_stays_none(masters: str) -> None:
 
 @pytest.mark.parametrize("choice", ["triton", "reference"])
 def test_a_slice_is_updated_alone_and_twice_the_same(choice: str) -> None:
-    choose(choice)  # type: ignore[arg-type]
+    use(Kernels(choice))  # type: ignore[arg-type]
     whole, again, apart = (drawn(1000, "bf16, fp32 masters") for _ in range(3))
     for state in (whole, again):
         flat = Flat(*(tensor[33:870] for tensor in state.flat[:3] if tensor is not None))

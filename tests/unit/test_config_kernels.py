@@ -33,7 +33,9 @@ def test_tools_refuse_tritons_kernels_where_there_is_no_gpu(
     tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(implementation, "_choice", implementation.chosen())  # what the tool chooses ends with the test
+    monkeypatch.setattr(
+        implementation, "_current", implementation.current()
+    )  # what the tool chooses ends with the test
     more = ("--prompt", "a") if tool == "generate" else ("--data-path", tmp_path / "data")
     ended = run_tool(f"tools.{tool}", "--load", tmp_path, "--kernels", "triton", *more)
     assert ended.code == 64

@@ -1,0 +1,95 @@
+"""The Triton kernel of dropout, and what launches it: see dropout.py."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalite_kernels.dropout import GROUP, Dropout
+
+COUNTERS = 256
+"""Of a program."""
+
+# ------------------------------------------------------------------------------------------------- the kernel
+
+
+@triton.jit(do_not_specialize=["elements", "seed", "offset", "layer", "site"])
+def _drop(
+    input: tl.tensor,
+    output: tl.tensor,
+    samples: tl.tensor,
+    seed: tl.int64,
+    layer: tl.int64,
+    site: tl.int64,
+    offset: tl.int64,
+    elements: tl.int64,
+    width: tl.int64,
+    row_stride: tl.int64,
+    sample_stride: tl.int64,
+    threshold: tl.tensor,
+    scale: tl.tensor,
+    COUNTERS: tl.constexpr,
+) -> None:
+    """Each program has the elements of so many counters of one sample; rows begin where a counter does.
+
+    `offset`: the counter of the first element.
+    """
+    batch = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(0).to(tl.int64) * COUNTERS + tl.arange(0, COUNTERS)
+    zeros = tl.zeros_like(group)
+    a, b, c, d = tl.philox(seed, offset + group, zeros + tl.load(samples + batch), zeros + layer, zeros + site)
+    words = tl.join(tl.join(a, c), tl.join(b, d))
+    low, high = tl.join(words & 0xFFFF, words >> 32 & 0xFFFF), tl.join(words >> 16 & 0xFFFF, words >> 48)
+    drawn = tl.join(low, high).reshape(COUNTERS, 16).to(tl.int32)
+    row = group * 16 // width
+    begin = batch * sample_stride + row * row_stride + (group * 16 - row * width)
+    place = begin[:, None] + tl.arange(0, 16)[None, :]
+    inside = (group * 16 < elements)[:, None]
+    x = tl.load(input + place, mask=inside, other=0.0).to(tl.float32)
+    found = x * tl.where(drawn < threshold, 0.0, tl.cast(scale, tl.float32))
+    tl.store(output + place, found.to(output.dtype.element_ty), mask=inside)
+
+
+# ------------------------------------------------------------------------------------------------- what launches it
+
+
+class Dropped(torch.autograd.Function):
+    """Keeps nothing: backward draws again."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, dimension: int, what: Dropout) -> Tensor:
+        ctx.dimension, ctx.what = dimension, what
+        return _launch(input, dimension, what)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        return _launch(grad_output, ctx.dimension, ctx.what), None, None
+
+
+@lru_cache(maxsize=256)  # a copy to a GPU for each micro-batch under way, not for each site
+def _on(device: torch.device, samples: tuple[int, ...]) -> Tensor:
+    return torch.tensor(samples, dtype=torch.int64, device=device)
+
+
+def _launch(input: Tensor, dimension: int, what: Dropout) -> Tensor:
+    """Of rows whose width is a multiple of GROUP."""
+    input = input.contiguous()
+    output = torch.empty_like(input)
+    width = input.shape[-1]
+    row_stride, sample_stride = input.stride(1 - dimension), input.stride(dimension)
+    for here, run in what.runs():
+        elements = len(run) * width
+        if not elements:
+            continue
+        begin = here.start * row_stride
+        _drop[(-(-elements // (GROUP * COUNTERS)), len(what.samples))](
+            *(input.view(-1)[begin:], output.view(-1)[begin:], _on(input.device, what.samples)),
+            *(what.seed, what.layer, what.site, run.start * width // GROUP + 1, elements),
+            *(width, row_stride, sample_stride, what.threshold, what.scale, COUNTERS),
+        )
+    return output
