@@ -61,10 +61,8 @@ class Bucket:
     ) -> None:
         """`uses`: by chunk, which uses of the parameters are there, and how many gradients a micro-batch each has.
 
-        `set_values` gives a parameter its values in its
-        place here; None: it brings them.
-
-        `in_flight` lists, for all buckets together, those of ZeRO 2 and 3 that are being reduced.
+        `set_values` gives a parameter its values in its place here; None: it brings them. `in_flight` lists, for all
+        buckets together, those of ZeRO 2 and 3 that are being reduced.
         """
         layout = place.layout
         self.place, self.layout, self.slots, self.length = place, layout, layout.slots, layout.length
