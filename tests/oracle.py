@@ -14,75 +14,24 @@ It imports nothing of megalite, so that no mistake can be shared, and takes its 
     final_norm.weight|bias [hidden]                     output [vocabulary, hidden] (untied only)
 
 What a weight's presence or shape tells (biases, qk-norm, tying, numbers of heads, of layers) is not said again.
-Everything is computed in the dtype of the weights; rotary angles in float64. What is dropped follows the rule of
-docs/invariants.md, written here once more in Python's integers.
+Everything is computed in the dtype of the weights; rotary angles in float64. What is dropped: `dropout_rule.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.dropout_rule import Dropout as Dropout
+
 Weights = Mapping[str, Tensor]
-MASK = 2**64 - 1
-
-
-@dataclass(frozen=True)
-class Dropout:
-    """What is dropped of a batch whose rows are these samples of the run."""
-
-    seed: int
-    samples: Sequence[int]
-    hidden: float
-    attention: float
-
-    def embedding(self, hidden: Tensor) -> Tensor:
-        return self.drop(hidden, self.hidden, 0, 0)
-
-    def probabilities(self, layer: int, probabilities: Tensor) -> Tensor:
-        return self.drop(probabilities, self.attention, layer, 1)
-
-    def attended(self, layer: int, hidden: Tensor) -> Tensor:
-        return self.drop(hidden, self.hidden, layer, 2)
-
-    def transformed(self, layer: int, hidden: Tensor) -> Tensor:
-        return self.drop(hidden, self.hidden, layer, 3)
-
-    def drop(self, whole: Tensor, probability: float, layer: int, site: int) -> Tensor:
-        """Of `[batch, ...]`, in which nothing is split."""
-        if probability == 0.0:
-            return whole
-        limit = round(65536 * probability)
-        drawn = [random_bits(self.seed, sample, layer, site, whole[0].numel()) for sample in self.samples]
-        kept = torch.tensor(drawn).view(whole.shape) >= limit
-        return whole * kept / ((65536 - limit) / 65536)
-
-
-@functools.cache
-def random_bits(seed: int, sample: int, layer: int, site: int, count: int) -> list[int]:
-    """So many numbers of 16 bits for a site, of which each counter gives 16."""
-    numbers: list[int] = []
-    for counter in range(1, count // 16 + 2):
-        for word in philox((counter, sample, layer, site), (seed, 0)):
-            numbers += [word >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
-    return numbers[:count]
-
-
-def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox-4x64-10 (Salmon, Moraes, Dror, Shaw, SC'11, section 3.3)."""
-    first, second, third, fourth = counter
-    for turn in range(10):
-        one, other = 0xD2E7470EE14C6C93 * first, 0xCA5A826395121157 * third
-        low, high = key[0] + turn * 0x9E3779B97F4A7C15 & MASK, key[1] + turn * 0xBB67AE8584CAA73B & MASK
-        first, second = (other >> 64) ^ second ^ low, other & MASK
-        third, fourth = (one >> 64) ^ fourth ^ high, one & MASK
-    return first, second, third, fourth
+NOTHING_DROPPED = Dropout(0, (), 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -122,13 +71,12 @@ class Oracle:
         tokens: Tensor,
         positions: Tensor,
         document_ids: Tensor | None = None,
-        dropout: Dropout | None = None,
+        dropout: Dropout = NOTHING_DROPPED,
     ) -> Tensor:
         """`[batch, sequence, vocabulary]` from tokens, positions and document ids, each `[batch, sequence]`.
 
         A token sees itself and what comes before it, in its own document if `document_ids` are given.
         """
-        dropout = dropout or Dropout(0, (), 0.0, 0.0)
         sequence = tokens.shape[1]
         visible = torch.ones(sequence, sequence, dtype=torch.bool).tril().expand(len(tokens), 1, -1, -1)
         if document_ids is not None:
@@ -154,7 +102,13 @@ class Oracle:
         return replace(self, rotary_base=rotary_base, **plain)
 
     def block(
-        self, weights: Weights, number: int, hidden: Tensor, positions: Tensor, visible: Tensor, dropout: Dropout
+        self,
+        weights: Weights,
+        number: int,
+        hidden: Tensor,
+        positions: Tensor,
+        visible: Tensor,
+        dropout: Dropout = NOTHING_DROPPED,
     ) -> Tensor:
         """One layer; hidden `[batch, sequence, hidden]`, visible `[batch, 1, sequence, sequence]`."""
         layer = f"layers.{number}."

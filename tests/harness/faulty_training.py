@@ -136,7 +136,9 @@ def in_backward() -> None:
     backward = _Step._backward
 
     def disturbed_backward(step: Any, action: Any) -> None:
-        step._outputs[action.chunk, action.micro_batch].register_hook(lambda gradient: reach("backward"))
+        edges, terms = step._outputs[action.chunk, action.micro_batch]
+        for node in (*(edge.node for edge in edges), *(term.grad_fn for term in terms.values())):
+            node.register_prehook(lambda gradients: reach("backward"))
         backward(step, action)
 
     _Step._backward = disturbed_backward  # type: ignore[method-assign]
