@@ -81,7 +81,7 @@ def _judge(names: list[str], folder: Path) -> dict[str, str | None]:
     from tests.fuzz import child
 
     child.adopt_orphans()
-    child.IDLE_SECONDS, child.SECONDS, child.MEMORY = 0.4, 0.5, child.usage(os.getpid())[2] + (1 << 28)
+    child.IDLE_SECONDS, child.SECONDS, child.MEMORY = 0.8, 2.0, child.usage(os.getpid())[2] + (1 << 28)
     found = {}
     for name in names:
         base = folder / name
