@@ -72,7 +72,7 @@ PROGRAMS: dict[str, tuple[Callable[[], object], str | None]] = {
     "a child": (_leave_a_child, "a process was left behind"),
     "memory": (_fill, "too much resident memory"),
     "waiting": (lambda: time.sleep(60), "no end: it waits for what does not come"),
-    "work without end": (lambda: all(iter(int, 1)) or [None for _ in iter(int, 1)], "no end"),
+    "work without end": (lambda: any(iter(int, 1)), "no end"),
     "what its format forbids": (lambda: Path("../out/forbidden").touch(), "accepted what is wrong"),
 }
 
