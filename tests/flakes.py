@@ -1,7 +1,7 @@
 """Which tests fail now and then: `make flakes` runs those of processes, signals, sockets and time again and again.
 
 Each file ten times beside one busy process, as where one works, and three times beside eight, as where others do; two
-files at a time, since tests wait. Of a test that failed, the last failure is shown and how often it failed.
+files at a time, since tests wait. Each failure is shown at once, and in the end how often each test failed.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ def main() -> None:
     parser.add_argument("files", nargs="*", help="of all that have processes or wait, only these")
     files = parser.parse_args().files or delicate_files()
     counts: Counter[tuple[str, int]] = Counter()
-    last: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="flakes_") as folder:
         for busy, times in RUNS:
 
@@ -86,14 +85,13 @@ def main() -> None:
                 for _ in range(times):
                     found = failures(file, Path(folder) / f"report{number}.xml")
                     counts.update((name, busy) for name in found)
-                    last.update(found)
                     failed += len(found)
+                    for name, message in found.items():  # at once, for the whole takes hours
+                        print(f"\n{name}\n{message}\n", flush=True)
                 print(f"{file}: {failed} failures in {times} runs beside {busy}", flush=True)
 
             with load(busy), ThreadPoolExecutor(AT_A_TIME) as pool:
                 list(pool.map(repeat, range(len(files))))
-    for name, message in last.items():
-        print(f"\n{name}\n{message}")
     for (name, busy), count in counts.most_common():
         print(f"{count} of {dict(RUNS)[busy]} beside {busy}  {name}")
     sys.exit(bool(counts))
