@@ -126,7 +126,7 @@ class ModelConfig:
 
     @functools.cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """What each layer is. Raises ConfigurationError where a flag does not tell it."""
+        """The layers, one by one. Raises ConfigurationError if a flag does not tell what they are."""
         windows = keys_before(self.window_size, self.window_attn_skip_freq, self.num_layers)
         return tuple(LayerSpec(keys_before=before) for before in windows)
 

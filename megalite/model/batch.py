@@ -31,11 +31,11 @@ class MicroBatch:
     """[batch, sequence], the weight of each token's loss"""
     key: RandomKey
     parts: SequenceLayout | None = None
-    """Where the tokens stand in their samples; None: they are whole samples"""
+    """The places of the tokens in their samples; None: they are whole samples"""
 
     @property
     def layout(self) -> SequenceLayout:
-        """Where the tokens stand in their samples."""
+        """The places of the tokens in their samples."""
         return SequenceLayout.whole(self.tokens.shape[1]) if self.parts is None else self.parts
 
 

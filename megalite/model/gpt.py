@@ -28,7 +28,7 @@ from megalite_kernels.attention import block_mask, dense_mask, goes_in_blocks
 
 HIDDEN_STATES = "hidden_states"
 LOGITS = "logits"
-"""What a stage passes on, and what the last one gives where there are no labels."""
+"""Names of the tensors that a stage passes on, and that the last one gives where there are no labels."""
 
 
 class GPT(nn.Module):

@@ -22,7 +22,7 @@ def gather_around_forward(network: nn.Module, blocks: Sequence[nn.Module], bucke
 
 
 Outputs = Tensor | tuple[Tensor | Mapping[str, Tensor], ...]
-"""What a block returns: one tensor, or some and its terms of the loss."""
+"""The results of a block: one tensor, or some and its terms of the loss."""
 
 
 class BlockGathers:

@@ -44,7 +44,7 @@ class RandomKey:
     """The number of each row's sample in the run's order."""
 
     def dropout(self, probability: float, site: Site, rows: Runs) -> Dropout:
-        """What `site` drops of these rows of its tensor, of each sample."""
+        """Tell what `site` drops of these rows of its tensor, of each sample."""
         return Dropout(probability, self.seed, site.layer, SITES[site.name], self.samples, rows)
 
     def seed_site(self, site: Site, first_row: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Where the tokens that a rank has stand in their samples."""
+"""Places of a rank's tokens in their samples."""
 
 from __future__ import annotations
 

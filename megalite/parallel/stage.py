@@ -1,4 +1,4 @@
-"""What a stage of a network gives: tensors for the next stage, and terms of the loss.
+"""The output of a network's stage: tensors for the next stage, and terms of the loss.
 
 This is all that a network and the engine that runs it know of each other.
 """
@@ -17,7 +17,7 @@ NO_TERMS: Terms = MappingProxyType({})
 
 
 class StageOutput(NamedTuple):
-    """What a stage gives for one micro-batch.
+    """The output of a stage for one micro-batch.
 
     Attributes:
         tensors: for the next stage, by name; of the last stage, what it has instead of a loss, as logits.

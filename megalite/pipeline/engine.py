@@ -160,7 +160,7 @@ class _Chunk(Generic[MicroBatch]):
         return chunk if holder == rank else None
 
     def passed_on(self, tensors: Mapping[str, Tensor], micro_batch: int) -> list[Tensor]:
-        """What the next stage expects, in the order of its declaration. Raises MegaliteError where it is not there."""
+        """Pick what the next stage expects, in the declared order. Raises MegaliteError if it is not there."""
         for spec in self.passes:
             if spec.name not in tensors:
                 raise MegaliteError(f"stage {self.stage} did not return {_words(spec)} for micro-batch {micro_batch}")
@@ -182,7 +182,7 @@ def _with_gradient(specs: Iterable[TensorSpec], tensors: Iterable[Tensor]) -> li
 
 
 class _Step(Generic[MicroBatch]):
-    """What is under way in one step. Everything is let go of by its last reader."""
+    """A step under way. Everything is let go of by its last reader."""
 
     def __init__(
         self,

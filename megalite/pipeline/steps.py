@@ -51,7 +51,7 @@ class _Step(NamedTuple):
 
 
 class Steps:
-    """What the rank of a pipeline does in a step of training and of evaluation."""
+    """The lists of a pipeline's rank for steps of training and of evaluation."""
 
     def __init__(
         self,

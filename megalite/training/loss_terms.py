@@ -45,7 +45,7 @@ def summed(terms: Sequence[LossTerm], own: Terms, mesh: ParallelMesh, *, over_st
 
 
 def factors(terms: Sequence[LossTerm], counts: Totals, loss_scale: float) -> Totals:
-    """What each term's sum is multiplied by before it is differentiated; 0 where there is nothing to count."""
+    """Factors of the terms' sums, at which they are differentiated; 0 where there is nothing to count."""
     return {term.name: loss_scale * term.weight / counts[term.name] if counts[term.name] else 0.0 for term in terms}
 
 
