@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ class SequenceLayout:
 
     def places(self, device: torch.device) -> Tensor:
         """The place of each token, [tokens] int64."""
-        return torch.tensor(list(chain(*self.runs)), dtype=torch.int64, device=device)
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs])
 
     def part(self, number: int, parts: int) -> Runs:
         """The places of one of the equal parts into which the rank's tokens are cut in their order."""

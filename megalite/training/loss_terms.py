@@ -33,10 +33,10 @@ def summed(terms: Sequence[LossTerm], own: Terms, mesh: ParallelMesh, *, over_st
         own: this rank's, fp64.
         over_stages: the stages of a pipeline have parts of the sum, too.
     """
-    zero, found = torch.zeros((), dtype=torch.float64, device=mesh.device), dict[str, float]()
+    zero, found = torch.zeros((), dtype=torch.float64), dict[str, float]()
     for axes in dict.fromkeys(term.axes for term in terms):
         names = [term.name for term in terms if term.axes == axes]
-        totals = torch.stack([own.get(name, zero) for name in names])
+        totals = torch.stack([own.get(name, zero).to(mesh.device) for name in names])
         totals = collectives.all_reduce_(totals, mesh.group(*axes))
         if over_stages:
             totals = collectives.all_reduce_(totals, mesh.group("pp"))
@@ -51,4 +51,4 @@ def factors(terms: Sequence[LossTerm], counts: Totals, loss_scale: float) -> Tot
 
 def means(sums: Totals, counts: Totals) -> Totals:
     """The mean of each term, unweighted; 0 where there is nothing to count."""
-    return {name: total / max(counts[name], 1.0) for name, total in sums.items()}
+    return {name: total / counts[name] if counts[name] else 0.0 for name, total in sums.items()}

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import layout_lines
@@ -16,6 +17,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sharding import LogicalTensor
 from megalite.pipeline.simulator import peak_in_flight
+from megalite.pipeline.stages import Stages
 from megalite.training import memory
 from megalite.training.construction import count_kinds, count_parameters, make_recompute
 from megalite.training.trainer import Trainer
@@ -105,15 +107,21 @@ def measured_memory(trainer: Trainer) -> memory.Memory:
     positions = torch.arange(shape[1], device=device).expand(shape)
     first = zeros if trainer.config.data.reset_attention_mask else None
     micro_batch = MicroBatch(zeros, positions, first, zeros, ones, RandomKey(training.seed, tuple(range(shape[0]))))
-    passed = {
-        spec.name: torch.zeros(spec.shape or (), dtype=spec.dtype, device=device, requires_grad=spec.gradient)
-        for spec in trainer.steps.stages.passes(0)
-    }
+    stages = trainer.steps.stages
+    own = stages.of_rank(trainer.mesh.coordinate("pp"))
     forwards = [
-        functools.partial(chunk.train(), {} if chunk.part.embedding else passed, micro_batch)
-        for chunk in trainer.chunks
+        functools.partial(chunk.train(), _inputs(stages, stage, device), micro_batch)
+        for stage, chunk in zip(own, trainer.chunks, strict=True)
     ]
     return memory.measured(trainer.optimizer, forwards, functools.partial(_peak, trainer))
+
+
+def _inputs(stages: Stages, stage: int, device: torch.device) -> dict[str, Tensor]:
+    """Zeros in place of the tensors that the stage before passes on."""
+    return {
+        spec.name: torch.zeros(spec.shape or (), dtype=spec.dtype, device=device, requires_grad=spec.gradient)
+        for spec in (stages.passes(stage - 1) if stage else ())
+    }
 
 
 def _peak(trainer: Trainer, sizes: Sequence[int]) -> int:
