@@ -1780,6 +1780,13 @@ MUTANTS = (
         "tests/unit/test_pipeline_checker.py::test_faults_are_refused",
     ),
     Mutant(
+        "a rank whose stages are empty reduces nothing after a micro-batch",
+        "megalite/optim/optimizer.py",
+        "reduces_each_micro_batch=each or any(",
+        "reduces_each_micro_batch=any(",
+        "tests/unit/test_parallel_buckets.py::test_a_rank_without_parameters_reduces_when_the_others_do",
+    ),
+    Mutant(
         "engine: a term of the loss that stages share counts once",
         "megalite/pipeline/engine.py",
         "self.sums[name] + value if name in self.sums else value",

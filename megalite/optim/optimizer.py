@@ -55,13 +55,18 @@ class Optimizer:
         config: OptimizerConfig,
         *,
         overlap_gather: bool,
+        reduces_each_micro_batch: bool = False,
         module_states: Sequence[State] = (),
     ) -> None:
-        """`overlap_gather`: leave the gather of the parameters running into the next forward."""
+        """`overlap_gather`: leave the gather of the parameters running into the next forward.
+        `reduces_each_micro_batch`: gradients are reduced after each (ZeRO 2 and 3), else once a step. It is the same on
+        all ranks, also on one whose stages are empty.
+        """
         self.buckets, self.mesh, self.config = buckets, mesh, config
         self.module_states = module_states
         """State of the network's modules; no update changes it."""
         self._overlap_gather = overlap_gather
+        self.reduces_each_micro_batch = reduces_each_micro_batch
         self.steps = 0
         """Updates made; a skipped step is none. A checkpoint sets it with the state."""
         self.shards = [Shard(bucket, mesh, config) for bucket in buckets]
@@ -95,11 +100,6 @@ class Optimizer:
             for shard in self.shards:
                 stack.enter_context(shard.unpacked())
             yield
-
-    @property
-    def reduces_each_micro_batch(self) -> bool:
-        """Whether gradients are reduced behind each micro-batch (ZeRO 2 and 3), or once a step."""
-        return any(bucket.stage >= 2 for bucket in self.buckets)
 
     def begin_step(self, micro_batches: int) -> None:
         """Expect the gradients of so many micro-batches."""
@@ -226,5 +226,12 @@ def make_optimizer(
     buckets = make_buckets(networks, mesh, options, blocks=blocks, set_values=set_values)
     for chunk, network in enumerate(networks):
         gather_around_forward(network, blocks[chunk] if blocks else (), buckets)
-    states = list(states_of(nn.ModuleList(networks)))
-    return Optimizer(buckets, mesh, config, overlap_gather=options.overlap_gather, module_states=states)
+    each = options.stage >= 2 and mesh.size("dp", "cp") > options.instances
+    return Optimizer(
+        buckets,
+        mesh,
+        config,
+        overlap_gather=options.overlap_gather,
+        reduces_each_micro_batch=each or any(bucket.stage >= 2 for bucket in buckets),
+        module_states=list(states_of(nn.ModuleList(networks))),
+    )

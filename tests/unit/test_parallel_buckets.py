@@ -236,3 +236,11 @@ def test_a_bucket_of_one_rank_is_not_copied_onto_itself(stage: int) -> None:
         bucket.finish_parameter_gather()
         bucket.gradient_gather().run().wait()
     assert copies.count == 0
+
+
+@pytest.mark.parametrize(("stage", "each"), [(0, False), (1, False), (2, True), (3, True)])
+def test_a_rank_without_parameters_reduces_when_the_others_do(stage: int, each: bool) -> None:
+    """An empty stage of a pipeline: its list of actions is proved with those of the others."""
+    mesh = ParallelMesh(rank=0, world_size=2)
+    empty = make_optimizer([torch.nn.Module()], mesh, OptimizerConfig(lr=0.1), DataParallel(torch.float32, stage))
+    assert empty.reduces_each_micro_batch is each
