@@ -1797,7 +1797,7 @@ MUTANTS = (
         "engine: terms of the loss before the last stage are not differentiated",
         "megalite/pipeline/engine.py",
         "        for name, term in terms.items():\n            if name not in self.factors:",
-        "        for name, term in terms.items() if chunk.last else ():\n            if name not in self.factors:",
+        "        for name, term in () if chunk.passes else terms.items():\n            if name not in self.factors:",
         _TERMS_OF_STAGES,
     ),
     Mutant(
@@ -1820,6 +1820,15 @@ MUTANTS = (
         "            terms = add_terms(terms, own)\n        return hidden, terms",
         "            terms = terms if recomputed else add_terms(terms, own)\n        return hidden, terms",
         f"{_LOSS_TERMS}[recomputed]",
+    ),
+    Mutant(
+        "a term of the loss gathers its block's parameters again when they have been freed",
+        "megalite/optim/gathering.py",
+        "            if last.requires_grad:",
+        "            for term in outputs[-1].values() if isinstance(outputs, tuple) else ():\n"
+        "                term.register_hook(lambda gradient: self._make_whole(index, following=index - 1))\n"
+        "            if last.requires_grad:",
+        f"{_LOSS_TERMS}[whole parameters kept for backward]",
     ),
     Mutant(
         "a layer's terms of the loss replace those of the layers before",

@@ -72,7 +72,7 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draws_its_own(device: torch.device, dtype: torch.dtype, cap: float | None) -> bool:
-    """Whether what is dropped follows from the state of the device's generator: there a fused operator runs, and takes
+    """Tell if what is dropped follows from the state of the device's generator: there a fused operator runs, and takes
     no mask from others. On a CPU there is none, nor for fp64 and for capped scores.
     """
     return device.type == "cuda" and dtype != torch.float64 and cap is None

@@ -156,5 +156,5 @@ def launch_gradient_(
 
 
 def _tile(width: int, largest: int) -> Tile:
-    """Of one row, at most `largest` columns of it: each is read once, so that a thread may hold as many as it can."""
+    """Tile one row, at most `largest` columns at a time: each is read once, so a thread may hold many."""
     return tile(min(width, largest), largest=largest)

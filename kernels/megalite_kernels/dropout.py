@@ -27,7 +27,7 @@ LEVELS = 1 << 16
 
 @dataclass(frozen=True)
 class Dropout:
-    """How often, and of what, elements are dropped.
+    """Elements to drop: how often, and of what.
 
     Attributes:
         probability: below 1; met to 1 / 65536.
@@ -51,7 +51,7 @@ class Dropout:
         return LEVELS / (LEVELS - self.threshold)
 
     def runs(self) -> Iterator[tuple[slice, range]]:
-        """Where in the batch each run of rows is, and which it is."""
+        """Tell where in the batch each run of rows is, and which it is."""
         begin = 0
         for run in self.rows:
             yield slice(begin, begin + len(run)), run

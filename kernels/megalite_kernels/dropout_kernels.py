@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite_kernels.dropout import GROUP, Dropout
 
 COUNTERS = 256
-"""Of a program."""
+"""Counters of a program."""
 
 # ------------------------------------------------------------------------------------------------- the kernel
 
@@ -77,7 +77,7 @@ def _on(device: torch.device, samples: tuple[int, ...]) -> Tensor:
 
 
 def _launch(input: Tensor, dimension: int, what: Dropout) -> Tensor:
-    """Of rows whose width is a multiple of GROUP."""
+    """Drop from rows whose width is a multiple of GROUP."""
     input = input.contiguous()
     output = torch.empty_like(input)
     width = input.shape[-1]

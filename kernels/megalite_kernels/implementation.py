@@ -56,7 +56,7 @@ class Kernels:
             raise ModuleNotFoundError("Triton is not installed, and the chosen kernels need it: pip install triton")
 
     def runs_triton(self, operation: Operation, *tensors: Tensor) -> bool:
-        """Whether the operation on these tensors runs as Triton kernels."""
+        """Tell whether the operation on these tensors runs as Triton kernels."""
         return operation not in self.to_reference and self._suit_triton(*tensors)
 
     def _suit_triton(self, *tensors: Tensor) -> bool:
@@ -82,7 +82,7 @@ _current = Kernels()
 
 
 def current() -> Kernels:
-    """What this process uses."""
+    """The choice of this process."""
     return _current
 
 

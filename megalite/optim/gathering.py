@@ -63,9 +63,11 @@ class BlockGathers:
                 return
             for bucket in self._buckets[index]:
                 bucket.free_parameters()
-            for output in _reached_first(outputs):
-                if output.requires_grad:
-                    output.register_hook(lambda gradient: self._make_whole(index, following=index - 1))
+            # Backward comes to the last tensor before it comes to what has computed it, and so to any parameter. A term
+            # of the loss tells nothing: one of the block's input comes last, when the parameters have been freed again.
+            last = outputs if isinstance(outputs, Tensor) else [o for o in outputs if isinstance(o, Tensor)][-1]
+            if last.requires_grad:
+                last.register_hook(lambda gradient: self._make_whole(index, following=index - 1))
 
         return hook
 
@@ -78,17 +80,6 @@ class BlockGathers:
                     bucket.begin_parameter_gather()
         for bucket in self._buckets[index]:
             bucket.finish_parameter_gather()
-
-
-def _reached_first(outputs: Outputs) -> Iterator[Tensor]:
-    """Those of a block's outputs that backward may come to first: each term of the loss, and the last tensor."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-        return
-    yield [output for output in outputs if isinstance(output, Tensor)][-1]
-    for output in outputs:
-        if isinstance(output, Mapping):
-            yield from output.values()
 
 
 def _wait_before_use(network: nn.Module, buckets: Sequence[Bucket]) -> None:

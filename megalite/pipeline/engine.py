@@ -141,7 +141,7 @@ class _Chunk(Generic[MicroBatch]):
     def __init__(self, stages: Stages, rank: int, index: int, stage: Stage[MicroBatch]) -> None:
         self.run, self.stage = stage, stages.stage(rank, index)
         self.takes = stages.passes(self.stage - 1) if self.stage else ()
-        self.passes, self.last = stages.passes(self.stage), self.stage == stages.count - 1
+        self.passes = stages.passes(self.stage)
         for spec in (*self.takes, *self.passes):
             if spec.shape is None or spec.dtype is None:
                 raise ValueError(f"an engine with several stages needs the shape and dtype of {spec.name}")

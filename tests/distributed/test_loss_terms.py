@@ -26,7 +26,8 @@ from tests.distributed.layout_expected import on_ranks
 from tests.harness.close import assert_number_close
 from tests.harness.rank_pool import RankPools
 
-STEPS, BATCH, LENGTH, WEIGHT = 3, 4, 8, 0.3
+STEPS, BATCH, LENGTH = 3, 4, 8
+WEIGHTS = {"squares": 0.3, "inputs": 0.1}
 FLAGS = f"""--fp64 --mock-data --tokenizer-type NullTokenizer --vocab-size 28 --make-vocab-size-divisible-by 4
 --num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length {LENGTH} --max-position-embeddings {LENGTH}
 --init-method-std 0.2 --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --global-batch-size {BATCH}
@@ -35,23 +36,26 @@ FLAGS = f"""--fp64 --mock-data --tokenizer-type NullTokenizer --vocab-size 28 --
 
 
 class WithSquares(Block):
-    """A layer that also wants the squares of what it adds to be small, more so in later layers."""
+    """A layer that also wants the squares of its input and of what it adds to be small, these more in later layers."""
 
     def __init__(self, config: Any, context: Any, layer: int, **more: Any) -> None:
         super().__init__(config, context, layer, **more)
         self.number = layer
 
     def forward(self, hidden: Tensor, branch: Tensor | None, context: LayerContext) -> LayerOutput:
+        input = hidden if branch is None else hidden + branch
+        inputs = input.square().sum()  # in the graph before anything else of the layer
         output = super().forward(hidden, branch, context)
-        return output._replace(terms={"squares": (self.number + 1) * output.branch.square().sum()})
+        squares = (self.number + 1) * output.branch.square().sum()
+        return output._replace(terms={"squares": squares, "inputs": inputs})
 
 
 def tokens(micro_batch: MicroBatch) -> Tensor:
     return torch.tensor(float(micro_batch.tokens.numel()))
 
 
-def trained(flags: str) -> list[tuple[float, float, float]]:
-    """Each step's language-model loss, mean squares and gradient norm."""
+def trained(flags: str) -> list[tuple[float, ...]]:
+    """Each step's language-model loss, mean squares, of layers' inputs, too, and gradient norm."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = resolve(parse_arguments(flags.split()).config, size)
     parallel = config.parallel
@@ -67,15 +71,16 @@ def trained(flags: str) -> list[tuple[float, float, float]]:
     def own_tokens(micro_batch: MicroBatch) -> Tensor:
         return tokens(micro_batch) / split
 
-    declared = property(lambda self: (LM_LOSS, LossTerm("squares", own_tokens, WEIGHT, axes)))
+    more = [LossTerm(name, own_tokens, weight, axes) for name, weight in WEIGHTS.items()]
+    declared = property(lambda self: (LM_LOSS, *more))
     with mock.patch.object(gpt, "Block", WithSquares), mock.patch.object(gpt.GPT, "loss_terms", declared):
         trainer = Trainer(config, open_data(config), mesh)
         with trainer.loader:
             steps = [trainer.step() for _ in range(STEPS)]
-    return [(step.lm_loss, step.extra["squares"], step.grad_norm) for step in steps]
+    return [(step.lm_loss, step.extra["squares"], step.extra["inputs"], step.grad_norm) for step in steps]
 
 
-def expected() -> list[tuple[float, float, float]]:
+def expected() -> list[tuple[float, ...]]:
     """The whole batch at once, differentiated and updated by torch alone."""
     config = resolve(parse_arguments(FLAGS.split()).config, 1)
     with mock.patch.object(gpt, "Block", WithSquares):
@@ -88,17 +93,18 @@ def expected() -> list[tuple[float, float, float]]:
         with trainer.loader:
             arrays = trainer.loader.micro_batches(step * BATCH, BATCH)
         micro_batches = to_micro_batches(arrays, config.training.seed, torch.float64, torch.device("cpu"))
-        loss, squares, count = (torch.zeros((), dtype=torch.float64) for _ in range(3))
+        loss, squares, inputs, count = (torch.zeros((), dtype=torch.float64) for _ in range(4))
         for micro_batch in micro_batches:
             output = network({}, micro_batch)
             loss, squares = loss + output.terms["lm_loss"], squares + output.terms["squares"]
+            inputs = inputs + output.terms["inputs"]
             count += micro_batch.loss_mask.sum()
-        loss, squares = loss / count, squares / (BATCH * LENGTH)
+        loss, squares, inputs = loss / count, squares / (BATCH * LENGTH), inputs / (BATCH * LENGTH)
         optimizer.zero_grad()
-        (loss + WEIGHT * squares).backward()
+        (loss + WEIGHTS["squares"] * squares + WEIGHTS["inputs"] * inputs).backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        found.append((loss.item(), squares.item(), norm.item()))
+        found.append((loss.item(), squares.item(), inputs.item(), norm.item()))
     return found
 
 
@@ -108,6 +114,7 @@ LAYOUTS = {
     "recomputed": f"{RECOMPUTED} 3",
     "copies": "--use-distributed-optimizer --overlap-grad-reduce",
     "whole parameters gathered": f"--data-parallel-sharding-strategy optim_grads_params {RECOMPUTED} 1",
+    "whole parameters kept for backward": "--data-parallel-sharding-strategy optim_grads_params",
     "tensors": "--tp 2",
     "parts": f"--tp 2 --sequence-parallel {RECOMPUTED} 1",
     "stages": "--pp 2",
@@ -121,5 +128,5 @@ def test_a_term_of_every_layer_is_trained_on_and_recorded(layout: str, rank_pool
     ranks = 1 if layout in ("alone", "recomputed") else 2
     for steps in on_ranks(rank_pools, ranks, trained, f"{FLAGS} {LAYOUTS[layout]}"):
         for number, (ours, theirs) in enumerate(zip(steps, wanted, strict=True)):
-            for name, one, other in zip(("loss", "squares", "norm"), ours, theirs, strict=True):
+            for name, one, other in zip(("loss", "squares", "inputs", "norm"), ours, theirs, strict=True):
                 assert_number_close(one, other, f"{name} of step {number}", 1e-10)
