@@ -2334,15 +2334,15 @@ MUTANTS = (
     Mutant(
         "a manifest's tensor has axes without end",
         "megalite/checkpoint/manifest.py",
-        "len(values) > _MOST_AXES or not",
-        "not",
+        "not isinstance(values, list) or len(values) > _MOST_AXES:",
+        "not isinstance(values, list):",
         "tests/unit/test_checkpoint_manifest.py::test_a_manifest_that_cannot_be_read_is_a_reason_to_fall_back",
     ),
     Mutant(
         "a manifest's box has sizes that are none",
         "megalite/checkpoint/manifest.py",
-        " or not all(type(value) is int for value in values):",
-        ":",
+        "    if {*map(type, (*offset, *size, *shape, start))} != {int} or not",
+        "    if not",
         "tests/unit/test_checkpoint_manifest.py::test_a_manifest_that_cannot_be_read_is_a_reason_to_fall_back",
     ),
     Mutant(

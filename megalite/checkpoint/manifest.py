@@ -373,7 +373,7 @@ def _box_from_json(name: str, dtype: torch.dtype, fields: dict[str, Any]) -> Sav
 
 
 def _axes(name: str, values: Any) -> tuple[int, ...]:
-    """Check that there are few and that they are numbers, before anything multiplies them."""
-    if not isinstance(values, list) or len(values) > _MOST_AXES or not all(type(value) is int for value in values):
+    """Check that they are a list of few; that they are numbers, `from_json` checks before anything multiplies them."""
+    if not isinstance(values, list) or len(values) > _MOST_AXES:
         raise TypeError(f"{shown(name)} has {shown(values)} for a shape, or for the offset or size of a box")
     return tuple(values)

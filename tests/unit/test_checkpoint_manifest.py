@@ -76,10 +76,12 @@ def fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def of(shape: list[Any], size: list[Any] | None) -> dict[str, Any]:
-    """A tensor of a manifest, with a box of a size if there is one."""
-    box = {"offset": [0] * len(size or ()), "size": size, "file": "a", "start": 0, "checksums": ""}
-    return {"shape": shape, "dtype": "float32", "boxes": [box] if size else []}
+def add_tensor(path: Path, shape: list[Any], size: list[Any] | None) -> None:
+    """Give a manifest a tensor, with a box of a size if there is one, in a file of sixteen bytes."""
+    file = "rank_00000.safetensors"
+    box = {"offset": [0] * len(size or ()), "size": size, "file": file, "start": 0, "checksums": "0" * 8}
+    fields = changed(path, "files", **{file: {"size": 16, "checksum": 0}})
+    write(path, fields | {"tensors": {"a": {"shape": shape, "dtype": "float32", "boxes": [box] if size else []}}})
 
 
 def endless(path: Path) -> None:
@@ -103,8 +105,8 @@ def endless(path: Path) -> None:
             path.parent, changed(path.parent, "tensors", a={"shape": "9", "dtype": "int8", "boxes": []})
         ),
         *(
-            lambda path, shape=shape, size=size: write(path.parent, changed(path.parent, "tensors", a=of(shape, size)))
-            for shape, size in (([1] * 65, None), ([1], [1] * 65), ([4], ["1111", 2**62]))
+            lambda path, shape=shape, size=size: add_tensor(path.parent, shape, size)
+            for shape, size in (([1] * 65, None), ([1], [1] * 65), ([4], ["1111", 2**62]), ([4], [4.0]), ([1], [True]))
         ),
         lambda path: write(path.parent, changed(path.parent, "config") | {"config": None}),
         lambda path: write(path.parent, changed(path.parent, "config", model=[])),
@@ -115,6 +117,11 @@ def test_a_manifest_that_cannot_be_read_is_a_reason_to_fall_back(path: Path, dam
     with pytest.raises(DamagedCheckpointError) as raised:
         checkpoint.read_manifest(path)
     assert len(str(raised.value)) < 600
+
+
+def test_a_manifest_of_sound_boxes_is_read(path: Path) -> None:
+    add_tensor(path, [4], [4])
+    assert checkpoint.read_manifest(path).tensors["a"].boxes[0].stop == 16
 
 
 TENSOR = {"shape": [1], "dtype": "float32", "boxes": []}
