@@ -25,6 +25,7 @@ COST = {"unit": 1, "kernels": 2, "distributed": 2, "end_to_end": 8}
 """What a test takes, about, by the folder that it is in."""
 TESTS_FAILED = 1  # pytest's exit code; anything else but 0 is a broken run, which proves nothing
 SECONDS = 180
+"""Of the tests that one mutant must fail."""
 
 
 @dataclass(frozen=True)
@@ -4099,8 +4100,8 @@ def main() -> None:
         chosen = sample(chosen, arguments.sample, version())
     tests = sorted({mutant.test for mutant in chosen})
     with _copy() as tree:
-        if _pytest(tree, *tests).returncode != 0:
-            sys.exit("the named tests do not pass on the tree as it is")
+        if (whole := _pytest(tree, *tests, seconds=SECONDS * len(tests))).returncode != 0:
+            sys.exit(f"the named tests do not pass on the tree as it is\n{whole.stdout}")
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
         verdicts = []
         for mutant, verdict in zip(chosen, workers.map(_verdict, chosen), strict=True):
@@ -4156,12 +4157,12 @@ def _copy() -> Iterator[Path]:
         yield Path(directory)
 
 
-def _pytest(tree: Path, *tests: str) -> subprocess.CompletedProcess[str]:
-    """Run tests of `tree`; what it prints is shown where they are expected to pass."""
+def _pytest(tree: Path, *tests: str, seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
+    """Run tests of `tree`. Raises subprocess.TimeoutExpired if they take longer."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
-        command, cwd=tree, env=environment, timeout=SECONDS, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=tree, env=environment, timeout=seconds, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 
