@@ -40,7 +40,6 @@ from megalite.parallel.parameter import DenseGradient, Parameter, hand_over
 from megalite.parallel.placement import replicated, split
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal
 from megalite.parallel.state import State
-from megalite.training.load_report import state_notes
 from tests.harness.checkpoints import read
 from tests.harness.rank_pool import RankPools
 from tests.harness.tool import run_tool
@@ -401,29 +400,45 @@ def test_it_is_not_dropped_on_the_way_to_another_format(alone: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ what is missing
 
 
-def test_a_run_with_state_that_the_checkpoint_lacks_is_told_what_to_do(tmp_path: Path) -> None:
+def loads(run: Run, path: Path) -> dict[str, Callable[[], object]]:
+    """The ways to load weights from a checkpoint."""
+    return {
+        "to continue": lambda: run.load(path),
+        "with a new optimizer": lambda: run.load(path, state=False),
+        "for inference": lambda: checkpoint.load(path, run.network, None, run.mesh),
+    }
+
+
+WAYS = ["to continue", "with a new optimizer", "for inference"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_without_state_that_the_network_has_is_refused(tmp_path: Path, way: str) -> None:
     with factored():
         path = trained(Layout(), routed=False).save(tmp_path)
-        run = trained(Layout())
-        with pytest.raises(CheckpointError, match=r"state/toy.router.counts \[8\] is not in it: --no-load-optim and"):
-            run.load(path)
-        run.load(path, state=False)
-        counts, bias = run.network.routers[0].counts.values, run.network.routers[0].bias.values
-        assert torch.equal(counts, torch.full((8,), 3))
-        assert torch.equal(bias, torch.tensor([0.5] * 6 + [0.0] * 2))
-        missing = state_notes(checkpoint.read_manifest(path).tensors, run.network, run.mesh)
-        assert missing == (
-            "note: begun anew, since the checkpoint lacks it: state/toy.router.counts, state/toy.router.bias",
-        )
-        assert state_notes(OWN, run.network, run.mesh) == ()
+        load = loads(trained(Layout()), path)[way]
+        with pytest.raises(CheckpointError, match=r"state/toy.router.counts \[8\] is not in it: it is of another"):
+            load()
 
 
-def test_a_checkpoint_with_state_that_the_run_lacks_is_refused(alone: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_with_state_that_the_network_lacks_is_refused(alone: Path, way: str) -> None:
     with factored():
-        run = Run(Layout(), routed=False)
+        load = loads(Run(Layout(), routed=False), alone)[way]
         with pytest.raises(CheckpointError, match=r"state/toy.router.bias \[6\] has no place in this run's model"):
-            run.load(alone)
-        run.load(alone, state=False)
+            load()
+
+
+def test_inference_has_the_state_that_was_saved(alone: Path) -> None:
+    run = Run(Layout())
+    checkpoint.load(alone, run.network, None, run.mesh)
+    whole = read(alone)
+    (router,) = run.network.routers
+    assert torch.equal(router.counts.values, whole["state/toy.router.counts"])
+    assert torch.equal(router.bias.values[:6], whole["state/toy.router.bias"])
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(alone: Path) -> None:
     with pytest.raises(
         CheckpointError, match="holds column, momentum_buffer, row for the weights where this run needs"
     ):
@@ -455,13 +470,20 @@ class Given:
         values.copy_(self.values[name][box.slices()])
 
 
-def test_with_the_weights_of_others_all_state_begins_anew() -> None:
+def test_with_the_weights_of_others_the_optimizer_begins_anew_and_no_state_is_made_up() -> None:
+    weights = {tensor.name: torch.ones(tensor.shape) for tensor in (WEIGHT, NORM)}
+    given = {"state/toy.router.counts": torch.arange(8), "state/toy.router.bias": torch.linspace(1, 2, 6)}
     with factored():
-        run, fresh = trained(Layout()), Run(Layout()).held()
-        source = Given({tensor.name: torch.ones(tensor.shape) for tensor in (WEIGHT, NORM)})
-        checkpoint.load_weights(source, "a source", run.network, run.optimizer, run.mesh)
+        run = trained(Layout())
+
+        def load(tensors: dict[str, Tensor]) -> None:
+            checkpoint.load_weights(Given(tensors), "a source", run.network, run.optimizer, run.mesh)
+
+        with pytest.raises(CheckpointError, match=r"of another model:\n  state/toy.router.counts \[8\] is not in it"):
+            load(weights)
+        load(weights | given)
         for name, (_, values) in run.held().items():
-            assert torch.equal(values, fresh[name][1])
+            assert torch.equal(values, given.get(name, torch.zeros_like(values))), name
 
 
 def test_state_begins_as_a_constant() -> None:
