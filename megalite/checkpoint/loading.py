@@ -13,6 +13,10 @@ from megalite.checkpoint.agreement import all_gather_text, check_all_see, togeth
 from megalite.checkpoint.container import Part
 from megalite.checkpoint.fetching import Dealt, Target, deal, fetch, needed_blocks
 from megalite.checkpoint.manifest import (
+    MASTER,
+    MODEL,
+    OPTIMIZER,
+    STATE,
     Block,
     Manifest,
     SavedBox,
@@ -21,19 +25,9 @@ from megalite.checkpoint.manifest import (
     dtype_name,
     read_manifest,
 )
-from megalite.checkpoint.plan import (
-    MASTER,
-    MODEL,
-    OPTIMIZER,
-    STATE,
-    Plan,
-    Region,
-    boxes,
-    held_regions,
-    held_slices,
-    held_states,
-)
-from megalite.checkpoint.source import Source
+from megalite.checkpoint.plan import Plan, Region, boxes, held_regions, held_slices, held_states
+from megalite.checkpoint.reader import dtype_of
+from megalite.checkpoint.source import Kind, Source
 from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
@@ -140,13 +134,9 @@ def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimi
     with optimizer.unpacked() if optimizer is not None else nullcontext(), together(mesh, f"loading {what}"):
         regions = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER, STATE))]
         held = [(r.part.name.removeprefix(MODEL).removeprefix(MASTER), r) for r in regions]
-        problems = dict.fromkeys(
-            f"{name} {list(region.part.shape)} is not in it"
-            for name, region in held
-            if (kind := source.tensors.get(name)) is None or kind.shape != region.part.shape
-        )
-        if problems:
-            raise CheckpointError(f"it is of another model:\n{_listed(list(problems))}")
+        different = (_difference(name, source.tensors.get(name), region.part) for name, region in held)
+        if problems := dict.fromkeys(problem for problem in different if problem):
+            raise CheckpointError(f"it does not fit this run:\n{_listed(list(problems))}")
         _zero_the_rest(module, optimizer, state=False)
         for name, region in held:
             source.fill(name, region.part.box, region.values)
@@ -239,10 +229,9 @@ def _check_fits(manifest: Manifest, chosen: Iterable[tuple[str, Part]], casts: b
 def _mismatch(manifest: Manifest, name: str, part: Part, casts: bool) -> str | None:
     """Why a part cannot be read from the tensor of a name, or None."""
     saved = manifest.tensors.get(name)
-    if saved is None:
-        return f"{name} {list(part.shape)} is not in it: it is of another model"
-    if saved.shape != part.shape:
-        return f"{name} has shape {list(saved.shape)} in it and {list(part.shape)} in this run's model"
+    different = _difference(name, None if saved is None else Kind(saved.shape, dtype_of(saved)), part)
+    if saved is None or different is not None:
+        return different
     dtype = dtype_name(part.dtype)
     if saved.dtype != dtype and not casts:
         flags = f"start the run {_PRECISION_FLAGS[saved.dtype]}, or " if saved.dtype in _PRECISION_FLAGS else ""
@@ -256,6 +245,18 @@ def _mismatch(manifest: Manifest, name: str, part: Part, casts: bool) -> str | N
         )
     if not covers((box.box for box in saved.boxes), part.box):
         return f"{name} is incomplete in it: its boxes do not hold {part.box} exactly once"
+    return None
+
+
+def _difference(name: str, saved: Kind | None, part: Part) -> str | None:
+    """Why a part cannot be read from a tensor, whatever is cast, or None."""
+    if saved is None:
+        return f"{name} {list(part.shape)} is not in it: it is of another model"
+    if saved.shape != part.shape:
+        return f"{name} has shape {list(saved.shape)} in it and {list(part.shape)} in this run's model"
+    if saved.dtype.is_floating_point != part.dtype.is_floating_point:
+        ours, theirs = dtype_name(part.dtype), dtype_name(saved.dtype)
+        return f"{name} is {theirs} in it and {ours} in this run: whole numbers are never cast; load another checkpoint"
     return None
 
 
