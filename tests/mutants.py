@@ -105,6 +105,7 @@ _DATA = "tests/unit/test_data_"
 _APART = f"{_DATA}index_cache.py::test_"
 _CHECKPOINT = "tests/unit/test_checkpoint.py::test_"
 _STATE = "tests/distributed/test_checkpoint_state.py::test_"
+_EXPERT_RULES = "tests/unit/test_conversion_experts.py::test_"
 _NOT_OTHERS = "do_not_come_from_the_indices_of_others"
 
 MUTANTS = (
@@ -1629,6 +1630,34 @@ MUTANTS = (
         "if saved.dtype.is_floating_point != part.dtype.is_floating_point:",
         "if False:",
         f"{_STATE}whole_numbers_are_never_cast[state/toy.router.bias]",
+    ),
+    Mutant(
+        "all experts of files are the first",
+        "megalite/conversion/mapping.py",
+        "Box((expert, *box.offset), (1, *box.size))",
+        "Box((0, *box.offset), (1, *box.size))",
+        f"{_EXPERT_RULES}experts_are_read_in_their_order_any_box_of_them[a tensor of each]",
+    ),
+    Mutant(
+        "experts of files are counted from one",
+        "megalite/conversion/mapping.py",
+        "rule.file.format(layer=layer, expert=expert)",
+        "rule.file.format(layer=layer, expert=expert + 1)",
+        f"{_EXPERT_RULES}experts_are_written_as_they_were_read[a tensor of each]",
+    ),
+    Mutant(
+        "a tensor of an expert that the files lack is passed over",
+        "megalite/conversion/mapping.py",
+        "            if kind is None or kind.shape != tensor.shape:\n",
+        "            if kind is None:\n                continue\n            if kind.shape != tensor.shape:\n",
+        f"{_EXPERT_RULES}a_tensor_of_an_expert_that_is_missing_too_many_or_of_another_shape_is_named",
+    ),
+    Mutant(
+        "a tensor of whole numbers is converted to a weight",
+        "megalite/conversion/mapping.py",
+        "if not kind.dtype.is_floating_point:",
+        "if False:",
+        f"{_EXPERT_RULES}a_weight_is_of_no_whole_numbers",
     ),
     Mutant(
         "an optimizer's state of another shape is cut as its weight",
