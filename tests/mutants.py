@@ -106,6 +106,7 @@ _DATA = "tests/unit/test_data_"
 _APART = f"{_DATA}index_cache.py::test_"
 _CHECKPOINT = "tests/unit/test_checkpoint.py::test_"
 _STATE = "tests/distributed/test_checkpoint_state.py::test_"
+_EXPERT_RULES = "tests/unit/test_conversion_experts.py::test_"
 _NOT_OTHERS = "do_not_come_from_the_indices_of_others"
 
 MUTANTS = (
@@ -1562,17 +1563,17 @@ MUTANTS = (
         f"{_STATE}a_new_optimizer_leaves_the_modules_their_state",
     ),
     Mutant(
-        "a checkpoint without a module's state is loaded without a word",
+        "a checkpoint without a module's state is loaded for inference without a word",
         "megalite/checkpoint/loading.py",
-        "return part.name if state or part.name in manifest.tensors else None",
-        "return part.name if part.name in manifest.tensors else None",
-        f"{_STATE}a_run_with_state_that_the_checkpoint_lacks_is_told_what_to_do",
+        "regions = held_regions(module, optimizer)\n",
+        "regions = [r for r in held_regions(module, optimizer) if optimizer or r.part.name.startswith(MODEL)]\n",
+        f"{_STATE}a_checkpoint_without_state_that_the_network_has_is_refused[for inference]",
     ),
     Mutant(
         "a new optimizer takes the modules' state along",
         "megalite/checkpoint/loading.py",
-        "return part.name if state or part.name in manifest.tensors else None",
-        "return part.name if state else None",
+        "return name if state or name.startswith((MODEL, STATE)) or",
+        "return name if state or name.startswith(MODEL) or",
         f"{_STATE}a_new_optimizer_leaves_the_modules_their_state",
     ),
     Mutant(
@@ -1580,26 +1581,89 @@ MUTANTS = (
         "megalite/checkpoint/loading.py",
         "        own.begin()\n",
         "        pass\n",
-        f"{_STATE}with_the_weights_of_others_all_state_begins_anew",
+        f"{_STATE}with_the_weights_of_others_the_optimizer_begins_anew_and_no_state_is_made_up",
     ),
     Mutant(
         "a module's state that the run lacks is left out",
         "megalite/checkpoint/loading.py",
         "kinds = (MODEL, STATE, OPTIMIZER) if",
         "kinds = (MODEL, OPTIMIZER) if",
-        f"{_STATE}a_checkpoint_with_state_that_the_run_lacks_is_refused",
+        f"{_STATE}a_checkpoint_with_state_that_the_network_lacks_is_refused[to continue]",
     ),
     Mutant(
-        "nobody is told of state that begins anew",
-        "megalite/training/load_report.py",
-        "[name for name in held if name not in saved]",
-        "[]",
-        f"{_STATE}a_run_with_state_that_the_checkpoint_lacks_is_told_what_to_do",
+        "inference and a new optimizer leave a module's state out",
+        "megalite/checkpoint/loading.py",
+        "else (MODEL, STATE)\n",
+        "else (MODEL,)\n",
+        f"{_STATE}a_checkpoint_with_state_that_the_network_lacks_is_refused[for inference]",
+    ),
+    Mutant(
+        "state begins anew with the weights of others",
+        "megalite/checkpoint/loading.py",
+        "r.part.name.startswith((MODEL, MASTER, STATE))]",
+        "r.part.name.startswith((MODEL, MASTER))]",
+        f"{_STATE}with_the_weights_of_others_the_optimizer_begins_anew_and_no_state_is_made_up",
+    ),
+    Mutant(
+        "state is taken for the weight of its name where files are cut",
+        "megalite/checkpoint/manifest.py",
+        "return MODEL + split_name(tensor)[1] if tensor.startswith(OPTIMIZER) else tensor\n",
+        "return MODEL + split_name(tensor)[1]\n",
+        f"{_STATE}state_and_a_weight_of_one_name_are_two[True]",
+    ),
+    Mutant(
+        "state is taken for the weight of its name where weights of others are loaded",
+        "megalite/checkpoint/loading.py",
+        "r.part.name.removeprefix(MODEL).removeprefix(MASTER), r)",
+        "r.part.name.removeprefix(MODEL).removeprefix(MASTER).removeprefix(STATE), r)",
+        f"{_STATE}with_the_weights_of_others_the_optimizer_begins_anew_and_no_state_is_made_up",
+    ),
+    Mutant(
+        "a weight of whole numbers is read",
+        "megalite/checkpoint/manifest.py",
+        "if not dtype.is_floating_point and name",
+        "if False and name",
+        "tests/unit/test_checkpoint_manifest.py::test_a_weight_is_of_no_whole_numbers[model/a]",
+    ),
+    Mutant(
+        "whole numbers are cast where casts are asked for",
+        "megalite/checkpoint/loading.py",
+        "if saved.dtype.is_floating_point != part.dtype.is_floating_point:",
+        "if False:",
+        f"{_STATE}whole_numbers_are_never_cast[state/toy.router.bias]",
+    ),
+    Mutant(
+        "all experts of files are the first",
+        "megalite/conversion/mapping.py",
+        "Box((expert, *box.offset), (1, *box.size))",
+        "Box((0, *box.offset), (1, *box.size))",
+        f"{_EXPERT_RULES}experts_are_read_in_their_order_any_box_of_them[a tensor of each]",
+    ),
+    Mutant(
+        "experts of files are counted from one",
+        "megalite/conversion/mapping.py",
+        "rule.file.format(layer=layer, expert=expert)",
+        "rule.file.format(layer=layer, expert=expert + 1)",
+        f"{_EXPERT_RULES}experts_are_written_as_they_were_read[a tensor of each]",
+    ),
+    Mutant(
+        "a tensor of an expert that the files lack is passed over",
+        "megalite/conversion/mapping.py",
+        "            if kind is None or kind.shape != tensor.shape:\n",
+        "            if kind is None:\n                continue\n            if kind.shape != tensor.shape:\n",
+        f"{_EXPERT_RULES}a_tensor_of_an_expert_that_is_missing_too_many_or_of_another_shape_is_named",
+    ),
+    Mutant(
+        "a tensor of whole numbers is converted to a weight",
+        "megalite/conversion/mapping.py",
+        "if not kind.dtype.is_floating_point:",
+        "if False:",
+        f"{_EXPERT_RULES}a_weight_is_of_no_whole_numbers",
     ),
     Mutant(
         "an optimizer's state of another shape is cut as its weight",
         "megalite/checkpoint/resharding.py",
-        "(alike if kind.shape == weight.shape else others)",
+        "(alike if kind.shape == tensors.get(owner, kind).shape else others)",
         "alike",
         f"{_STATE}files_for_a_layout_have_what_its_ranks_hold",
     ),
@@ -2300,7 +2364,7 @@ MUTANTS = (
     Mutant(
         "a tensor of a safetensors file has axes without end",
         "megalite/conversion/huggingface_files.py",
-        " or len(values) > _MOST_AXES:",
+        " or len(values) > MOST_AXES:",
         ":",
         "tests/unit/test_conversion_safetensors.py::test_what_the_format_forbids_is_refused[many axes]",
     ),
@@ -3907,8 +3971,8 @@ MUTANTS = (
     Mutant(
         "weights of others leave the masters as they are",
         "megalite/checkpoint/loading.py",
-        "r.part.name.startswith((MODEL, MASTER))]",
-        "r.part.name.startswith(MODEL)]",
+        "r.part.name.startswith((MODEL, MASTER, STATE))]",
+        "r.part.name.startswith((MODEL, STATE))]",
         f"{_CHECKPOINT}weights_of_others_are_rounded_and_their_masters_are_not[masters]",
     ),
     Mutant(

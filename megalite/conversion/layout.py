@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from megalite.checkpoint import Contents, Plan
-from megalite.checkpoint.plan import OPTIMIZER
+from megalite.checkpoint.manifest import OPTIMIZER
 from megalite.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megalite.config.pipeline_layout import stage_layers, virtual_stages
 from megalite.errors import ConfigurationError

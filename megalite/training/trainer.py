@@ -41,7 +41,7 @@ from megalite.training.construction import (
 from megalite.training.data import RunData, global_batch_size, last_iteration, order_note, seen_samples, vocab_size
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
-from megalite.training.load_report import load_notes, rounding_notes, state_notes
+from megalite.training.load_report import load_notes, rounding_notes
 from megalite.training.loss_terms import Totals, counted, factors, means, summed
 from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
@@ -225,8 +225,6 @@ class Trainer:
         self._load_notes = load_notes(
             described.config, self.config, state, position=origin.position, optimizer=origin.optimizer
         )
-        if not origin.optimizer:
-            self._load_notes += state_notes(described.tensors, self.network, self.mesh)
         if origin.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
         if origin.position:
