@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megalite_kernels.activation import soft_cap
-from megalite_kernels.dropout import Dropout, drop
+from megalite_kernels.dropout import DropoutMask, drop
 
 BLOCK = 128
 """Queries of a block, and keys."""
@@ -91,7 +91,7 @@ def attention(
     *,
     scale: float | None,
     cap: float | None,
-    dropout: Dropout | None,
+    dropout: DropoutMask | None,
 ) -> Tensor:
     """[batch, heads, sequence, width] to the same, over keys and values [batch, groups, sequence, width].
 
@@ -117,7 +117,7 @@ def _written_out(
     mask: Tensor | None,
     scale: float | None,
     cap: float | None,
-    dropout: Dropout | None,
+    dropout: DropoutMask | None,
 ) -> Tensor:
     """For scaled_dot_product_attention bends no scores, and takes no mask of what to drop."""
     heads, sequence, width = query.shape[1:]

@@ -13,6 +13,8 @@ from megalite.model.cache import KeyValueCache
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
 
+_WHOLE = SequenceLayout(0, ())  # stands for all of the tokens, whose number a default cannot know
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -30,13 +32,12 @@ class MicroBatch:
     loss_mask: Tensor | None
     """[batch, sequence], the weight of each token's loss"""
     key: RandomKey
-    parts: SequenceLayout | None = None
-    """The places of the tokens in their samples; None: they are whole samples"""
+    layout: SequenceLayout = _WHOLE
+    """The places of the tokens in their samples; by default they are whole samples"""
 
-    @property
-    def layout(self) -> SequenceLayout:
-        """The places of the tokens in their samples."""
-        return SequenceLayout.whole(self.tokens.shape[1]) if self.parts is None else self.parts
+    def __post_init__(self) -> None:
+        if self.layout is _WHOLE:
+            object.__setattr__(self, "layout", SequenceLayout.whole(self.tokens.shape[1]))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _UNTRACED: tuple[tuple[type | ModuleType, str], ...] = (
     (ColumnParallelLinear, "forward"),
     (RowParallelLinear, "forward"),
     (Attention, "attend"),
-    (randomness, "drop_hidden"),
+    (randomness, "drop_by_key"),
     (Bucket, "finish_parameter_gather"),
 )
 
