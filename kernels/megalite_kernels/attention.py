@@ -27,7 +27,7 @@ _WIDTHS = (16, 32, 64, 128, 256)
 
 
 def goes_in_blocks(device: torch.device, dtype: torch.dtype, sequence: int, width: int, dropout: float) -> bool:
-    """Whether FlexAttention is for heads of `width` channels there.
+    """Tell if FlexAttention is for heads of `width` channels there.
 
     It has no dropout and no fp64, and its gradients are sound for whole blocks alone
     (github.com/pytorch/pytorch/issues/153799).
@@ -79,7 +79,7 @@ def draws_its_own(device: torch.device, dtype: torch.dtype, cap: float | None) -
 
 
 def keeps_scores(mask: Tensor | BlockMask | None, cap: float | None) -> bool:
-    """Whether backward finds every score kept, which to compute again is the better deal."""
+    """Tell if backward would keep every score, so that computing the scores again is the better deal."""
     return cap is not None and not isinstance(mask, BlockMask)
 
 

@@ -54,7 +54,7 @@ class Case:
     operation: str
     """The name by which it can be left to the reference."""
     name: str
-    """Of the function, and its sizes and dtypes."""
+    """Name of the function, with its sizes and dtypes."""
     width: int
     """Elements of a token in the largest input."""
     make_inputs: Callable[[int, str], list[Tensor]]
@@ -62,13 +62,13 @@ class Case:
     run: Callable[..., Tensor | tuple[Tensor, ...]]
     """The operation on the inputs, which it may write over. In float64 it is what the kernels are compared with."""
     keeps_inputs: bool = True
-    """Whether backward reads the inputs again: they count as traffic there."""
+    """True if backward reads the inputs again: they count as traffic there."""
     traffic: Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[int, int]] | None = None
     """Bytes that forward and backward cannot but move, of inputs and outputs; None: as `measure.traffic` says."""
     tolerance: float | None = None
-    """Of the error's norm over the result's; None: that of each output's dtype, as `selftest` has it."""
+    """Largest norm of the error over the result's; None: that of each output's dtype, as `selftest` has it."""
     timed: Callable[[Sequence[Tensor]], Callable[[], object]] | None = None
-    """Where `run` does more than the operation: gives what is timed, from inputs that it may write over."""
+    """Maker of the call to time, if `run` does more than the operation; the call may write over its inputs."""
 
     def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         found = self.run(*inputs)

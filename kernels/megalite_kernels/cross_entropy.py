@@ -40,7 +40,7 @@ class Columns:
 
     @staticmethod
     def of_rank(rank: int, width: int, vocab_size: int) -> Columns:
-        """Where each rank has `width` columns, in rank order."""
+        """Return a rank's columns if each rank has `width` of them, in rank order."""
         return Columns(rank * width, min(max(vocab_size - rank * width, 0), width), vocab_size)
 
 
@@ -107,7 +107,7 @@ def _capped(logits: Tensor, options: LossOptions) -> Tensor:
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """Of the tokens."""
+    """Cut the tokens into slices that are treated at once."""
     tokens, width = logits.shape
     step = max(CPU_CHUNK_ELEMENTS // width if logits.device.type == "cpu" else tokens, 1)
     return [slice(start, start + step) for start in range(0, tokens, step)]
@@ -117,7 +117,7 @@ def _chunks(logits: Tensor) -> list[slice]:
 
 
 def statistics(logits: Tensor, labels: Tensor, columns: Columns, options: LossOptions) -> Tensor:
-    """Of each token over this rank's columns: log of the sum of exponentials, the label's logit (0 where another rank
+    """For each token, over this rank's columns: log of the sum of exponentials, the label's logit (0 where another rank
     has it) and, where labels are smoothed, the sum of the logits. Of no column the log is minus infinity.
 
     logits [tokens, width], labels [tokens] in int64, ids of the whole vocabulary; [2 or 3, tokens] in fp32 or wider.

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: its Triton kernels, or its reference in plain PyTorch.
+"""Choice of an operation's implementation: its Triton kernels, or its reference in plain PyTorch.
 
 `auto`: Triton where the tensors are on a CUDA or ROCm device and Triton is installed, the reference elsewhere;
 `triton`: Triton on every device, which fits a GPU, Triton's interpreter, and compilation on the meta device;

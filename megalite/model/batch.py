@@ -1,4 +1,4 @@
-"""What a stage computes on, and what its layers need to know of it."""
+"""Micro-batches that a stage computes on, and facts about them that its layers share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What every layer of a stage shares for one micro-batch."""
+    """Facts that every layer of a stage shares for one micro-batch."""
 
     rotary: tuple[Tensor, Tensor] | None
     """cosine and sine [sequence, batch, 1, rotated / 2]"""
@@ -58,7 +58,7 @@ class LayerContext:
     rows: Runs
     """The places in the sample of what stands between layers: of a part of the tokens under sequence parallelism"""
     cache: KeyValueCache | None = None
-    """Where the tokens before these are; None: nowhere"""
+    """Keys and values of the tokens before these; None: there are none"""
 
 
 def first_keys(document_ids: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ LM_LOSS = LossTerm("lm_loss", _valid_tokens)
 
 @dataclass(frozen=True)
 class Loss:
-    """What is trained on beside the cross entropy, and how it is computed."""
+    """Options of the loss: what is trained on beside the cross entropy, and how it is computed."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0

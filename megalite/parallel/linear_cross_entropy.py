@@ -60,7 +60,7 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _LogitGradients:
-    """What the gradient of the logits is made from, chunk by chunk."""
+    """Inputs from which the gradient of the logits is made, chunk by chunk."""
 
     labels: Tensor
     log_sums: Tensor

@@ -19,7 +19,7 @@ from megalite.parallel.sequence import Runs
 from megalite_kernels.dropout import DropoutMask, drop
 
 SITES = {"embedding": 0, "attention": 1, "attention output": 2, "mlp output": 3}
-"""Of a layer, by the number that the rule knows them by: no two layers' and no two sites' numbers may be the same."""
+"""Number of each site in the rule: no two layers' and no two sites' numbers may be the same."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Site:
 
 @dataclass(frozen=True)
 class RandomKey:
-    """What the random numbers of one micro-batch depend on, beside the site."""
+    """Key of one micro-batch's random numbers, which depend on it and on the site alone."""
 
     seed: int
     samples: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""How a run computes, decided before its first operation."""
+"""Choice of a run's kernels, made before its first operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank keeps in memory, kind by kind: as measured at the start of a run, and by formula.
+"""Memory that a rank keeps, kind by kind: as measured at the start of a run, and by formula.
 
 Parameters and their gradients, the optimizer's state (moments, and fp32 masters of narrower parameters) and the
 activations that micro-batches keep from forward to backward, as many as are on their way at once. What is freed soon
@@ -32,7 +32,7 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
-    """Of the micro-batches in flight, at their peak."""
+    """Peak of the micro-batches in flight."""
 
     @property
     def total(self) -> int:
@@ -140,7 +140,7 @@ def activation_bytes(
     fused_loss: bool = False,
     part: StageLayers | None = None,
 ) -> int:
-    """What one micro-batch of `tokens` keeps for backward in a stage (None: in all), without dropout and masks of
+    """Bytes that one micro-batch of `tokens` keeps for backward in a stage (None: in all), without dropout and masks of
     documents and windows.
 
     Of each layer: both norms' inputs and outputs and their statistics; the fused projection (of which the values are
