@@ -104,7 +104,7 @@ class Muon:
             run.round_parameters()
 
     def collectives(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the collectives of each round: parts to ranks that orthogonalize, over their matrices' split, and back."""
+        """Yield each round's collectives: parts to ranks that orthogonalize, over their matrices' split, and back."""
         for matrices in self._rounds:
             group = matrices[0].shard_group
             if matrices[0].sharded:
