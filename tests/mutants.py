@@ -412,6 +412,34 @@ MUTANTS = (
         "tests/kernels/test_implementation.py::test_triton_is_not_imported_before_it_is_needed",
     ),
     Mutant(
+        "a broken Triton is found in the first step",
+        "megalite/training/kernels.py",
+        "        kernels.import_triton(on_gpu=torch.cuda.is_available())",
+        "        pass",
+        "tests/kernels/test_implementation.py::test_triton_that_is_broken_is_found_when_the_kernels_are_chosen[auto]",
+    ),
+    Mutant(
+        "the forward that measures memory at the start changes states of modules",
+        "megalite/training/memory.py",
+        "            state.copy_(values)",
+        "            pass",
+        "tests/unit/test_memory.py::test_a_forward_at_the_start_leaves_states_as_they_were",
+    ),
+    Mutant(
+        "states of modules are not in the memory at the start",
+        "megalite/training/memory.py",
+        "_storages([*flat, *states])",
+        "_storages(flat)",
+        "tests/unit/test_memory.py::test_states_of_modules_and_rules_are_counted",
+    ),
+    Mutant(
+        "states of modules and of update rules are not in the formula of the memory",
+        "megalite/training/memory.py",
+        "for states in (optimizer.module_states, (), own)]",
+        "for states in ((), (), ())]",
+        "tests/unit/test_memory.py::test_states_of_modules_and_rules_are_counted",
+    ),
+    Mutant(
         "float64 goes to kernels that compute in fp32",
         "kernels/megalite_kernels/implementation.py",
         'if self.choice == "reference" or any(tensor.dtype == torch.float64 for tensor in tensors):',
@@ -477,7 +505,7 @@ MUTANTS = (
     Mutant(
         "layers are compiled anew for the numbers of their samples",
         "megalite/training/compiled.py",
-        '    (randomness, "drop_hidden"),\n',
+        '    (randomness, "drop_by_key"),\n',
         "",
         "tests/distributed/test_compiled.py::test_dropout_is_that_of_layers_which_are_not_compiled",
     ),
@@ -715,8 +743,8 @@ MUTANTS = (
     Mutant(
         "the loss shares the smoothed part of a label among this rank's columns",
         "kernels/megalite_kernels/cross_entropy.py",
-        "gradient.sub_((scales[tokens] * (terms.label_smoothing / columns.vocab_size)).unsqueeze(1))",
-        "gradient.sub_((scales[tokens] * (terms.label_smoothing / columns.valid)).unsqueeze(1))",
+        "gradient.sub_((scales[tokens] * (options.label_smoothing / columns.vocab_size)).unsqueeze(1))",
+        "gradient.sub_((scales[tokens] * (options.label_smoothing / columns.valid)).unsqueeze(1))",
         f"{_OUTPUT}losses_and_gradients_are_torchs[2-False-apart-training]",
     ),
     Mutant(
@@ -821,8 +849,8 @@ MUTANTS = (
     Mutant(
         "the dropout key forgets the sample",
         "kernels/megalite_kernels/dropout.py",
-        "[first, sample, what.layer, what.site]",
-        "[first, 0, what.layer, what.site]",
+        "[first, sample, mask.layer, mask.site]",
+        "[first, 0, mask.layer, mask.site]",
         f"{_UNIT}model.py::test_dropout_differs_from_sample_to_sample[config0-hidden_dropout]",
     ),
     Mutant(
@@ -842,8 +870,8 @@ MUTANTS = (
     Mutant(
         "all rows of a micro-batch are dropped as its first",
         "kernels/megalite_kernels/dropout.py",
-        "[first, sample, what.layer, what.site]",
-        "[first, what.samples[0], what.layer, what.site]",
+        "[first, sample, mask.layer, mask.site]",
+        "[first, mask.samples[0], mask.layer, mask.site]",
         f"{_DROPOUT}[tp2-dp2-gpt2]",
     ),
     Mutant(
@@ -868,6 +896,20 @@ MUTANTS = (
         f"{_DROPOUT_KERNEL}the_kernel_drops_what_the_reference_drops",
     ),
     Mutant(
+        "the kernel of dropout reads its samples' numbers from a tensor, which is copied to the device in each forward",
+        "kernels/megalite_kernels/dropout_kernels.py",
+        "output.view(-1)[begin:], samples.start)",
+        "output.view(-1)[begin:], torch.tensor(samples.start))",
+        f"{_DROPOUT_KERNEL}consecutive_samples_are_one_launch_without_a_tensor_of_their_numbers",
+    ),
+    Mutant(
+        "the kernel of dropout takes samples for consecutive that are not",
+        "kernels/megalite_kernels/dropout.py",
+        "if i == 0 or sample != self.samples[i - 1] + 1]",
+        "if i == 0]",
+        f"{_DROPOUT_KERNEL}the_kernel_drops_what_the_reference_drops",
+    ),
+    Mutant(
         "the kernel of dropout leaves the layer out",
         "kernels/megalite_kernels/dropout_kernels.py",
         "zeros + layer, zeros + site)",
@@ -884,7 +926,7 @@ MUTANTS = (
     Mutant(
         "the mask of dropout is not that of the gradient",
         "kernels/megalite_kernels/dropout.py",
-        "return _masked(grad_output, kept, ctx.what), None, None",
+        "return _masked(grad_output, kept, ctx.mask), None, None",
         "return grad_output, None, None",
         f"{_UNIT}randomness.py::test_dropout_scales_what_it_keeps_and_is_the_identity_at_zero",
     ),
@@ -3645,8 +3687,8 @@ MUTANTS = (
     Mutant(
         "logits are capped in their own precision",
         "kernels/megalite_kernels/cross_entropy.py",
-        "valid = _capped(logits[tokens, : columns.valid].to(dtype), terms)",
-        "valid = _capped(logits[tokens, : columns.valid], terms).to(dtype)",
+        "valid = _capped(logits[tokens, : columns.valid].to(dtype), options)",
+        "valid = _capped(logits[tokens, : columns.valid], options).to(dtype)",
         f"{_PRECISION}losses_of_tokens[all terms-bfloat16]",
     ),
     Mutant(

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megalite_kernels.activation import soft_cap
-from megalite_kernels.dropout import Dropout, drop
+from megalite_kernels.dropout import DropoutMask, drop
 
 BLOCK = 128
 """Queries of a block, and keys."""
@@ -27,7 +27,7 @@ _WIDTHS = (16, 32, 64, 128, 256)
 
 
 def goes_in_blocks(device: torch.device, dtype: torch.dtype, sequence: int, width: int, dropout: float) -> bool:
-    """Whether FlexAttention is for heads of `width` channels there.
+    """Tell if FlexAttention is for heads of `width` channels there.
 
     It has no dropout and no fp64, and its gradients are sound for whole blocks alone
     (github.com/pytorch/pytorch/issues/153799).
@@ -79,7 +79,7 @@ def draws_its_own(device: torch.device, dtype: torch.dtype, cap: float | None) -
 
 
 def keeps_scores(mask: Tensor | BlockMask | None, cap: float | None) -> bool:
-    """Whether backward finds every score kept, which to compute again is the better deal."""
+    """Tell if backward would keep every score, so that computing the scores again is the better deal."""
     return cap is not None and not isinstance(mask, BlockMask)
 
 
@@ -91,7 +91,7 @@ def attention(
     *,
     scale: float | None,
     cap: float | None,
-    dropout: Dropout | None,
+    dropout: DropoutMask | None,
 ) -> Tensor:
     """[batch, heads, sequence, width] to the same, over keys and values [batch, groups, sequence, width].
 
@@ -117,7 +117,7 @@ def _written_out(
     mask: Tensor | None,
     scale: float | None,
     cap: float | None,
-    dropout: Dropout | None,
+    dropout: DropoutMask | None,
 ) -> Tensor:
     """For scaled_dot_product_attention bends no scores, and takes no mask of what to drop."""
     heads, sequence, width = query.shape[1:]

@@ -63,7 +63,7 @@ class Network:
         return hidden
 
     def share(self, values: Tensor) -> Tensor:
-        """What the last stage has, on every rank of the pipeline; the others give zeros."""
+        """Return what the last stage has, on every rank of the pipeline; the others give zeros."""
         return collectives.all_reduce_(values.contiguous(), self.mesh.group("pp"))
 
 
@@ -135,7 +135,7 @@ def logits(network: Network, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What the model says of each token but the first, after those before it; both [batch, sequence - 1]."""
+    """Scores of each token but the first, after those before it; both [batch, sequence - 1]."""
 
     log_probabilities: Tensor
     """Natural, in fp32 or wider."""

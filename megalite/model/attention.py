@@ -178,7 +178,7 @@ class Attention(nn.Module):
         drop = None
         if dropout > 0.0:
             rows = context.layout.rows_of(self.own_heads)
-            drop = context.key.dropout(dropout, self.site, rows)
+            drop = context.key.dropout_mask(dropout, self.site, rows)
             if draws_its_own(query.device, query.dtype, self.soft_cap):
                 context.key.seed_site(self.site, rows[0].start, query.device)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))

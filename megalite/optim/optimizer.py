@@ -41,7 +41,7 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether a gradient that is not finite, anywhere, made every rank skip the update."""
+        """True if a gradient that is not finite, anywhere, made every rank skip the update."""
         return not math.isfinite(self.gradient_norm)
 
 
@@ -88,7 +88,7 @@ class Optimizer:
             yield from shard.slices(*shard.bucket.place.held)
 
     def saved_slices(self) -> Iterator[StateSlice]:
-        """What this rank saves: over all ranks, each element of each global tensor once."""
+        """Yield what this rank saves: over all ranks, each element of each global tensor once."""
         for shard in self.shards:
             yield from shard.slices(*shard.bucket.place.saved)
 
@@ -144,7 +144,7 @@ class Optimizer:
         return result
 
     def collectives(self) -> list[tuple[str, tuple[int, ...]]]:
-        """What `step` does together with other ranks, in order, where it does not skip: names and ranks.
+        """Collectives of `step` with other ranks, in order, if it does not skip: names and ranks.
 
         Gathers of one kind are all begun before the first is waited for. What is waited for may have ended: under ZeRO
         2 and 3 most reductions end inside the list.

@@ -71,7 +71,7 @@ def make_loss(config: RunConfig) -> Loss:
 
 
 def make_stages(config: RunConfig) -> Stages:
-    """How the model's stages lie on the pipeline's ranks, and what they pass on."""
+    """Place the model's stages on the pipeline's ranks, with what they pass on."""
     parallel, chunks = config.parallel, virtual_stages(config.model, config.parallel)
     sequence = config.data.seq_length // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
     size = sequence, config.training.micro_batch_size, config.model.hidden_size
@@ -124,13 +124,13 @@ def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, optimizer:
 
 
 def _inside(name: str, buckets: Iterable[Bucket]) -> tuple[Inside, ...]:
-    """What copies do together with these buckets, once for each group."""
+    """List the collectives of copies with these buckets, once for each group."""
     experts = {bucket.slots[0].parameter.sharding.expert: len(bucket.shard_group.ranks) for bucket in buckets}
     return tuple(Inside(name, f"{size} of {'edp' if expert else 'dp x cp'}") for expert, size in experts.items())
 
 
 def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Collective]]:
-    """What the ranks of this pipeline do together once they have run their lists."""
+    """List the collectives of this pipeline's ranks once they have run their lists."""
     own = json.dumps(optimizer.collectives())
     numbers = {rank: number for number, rank in enumerate(mesh.ranks("pp"))}
     behind = []
@@ -141,7 +141,7 @@ def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Col
 
 
 def make_plan(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> Plan:
-    """What each rank holds and saves of the run's checkpoints."""
+    """Plan what each rank holds and saves of the run's checkpoints."""
 
     def contents_at(mesh: ParallelMesh) -> Contents:
         chunks = make_chunks(config, model, mesh, stages)
@@ -165,7 +165,7 @@ def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh)
 
 
 def data_parallel(config: RunConfig, mesh: ParallelMesh, chunks: int) -> DataParallel:
-    """What the flags say of the data-parallel ranks, where a rank has so many chunks."""
+    """Read from the flags how data-parallel ranks share the work, if a rank has so many chunks."""
     parallel, dtype = config.parallel, model_dtype(config)
     # The list then says when a chunk's reductions begin. Those behind each micro-batch, and on a V, are not aligned.
     looped = chunks > 1 and not shape(parallel).v_shaped

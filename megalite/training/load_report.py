@@ -1,4 +1,4 @@
-"""What a run tells of the checkpoint it has loaded: what was restored, and which of its flags are others now."""
+"""Report on the checkpoint that a run has loaded: what was restored, and which of its flags are others now."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_THE_MODEL = ("hidden_dropout", "attention_dropout")
 def load_notes(
     saved: Mapping[str, Any], config: RunConfig, state: TrainingState, *, position: bool, optimizer: bool
 ) -> tuple[str, ...]:
-    """What became of each part of a checkpoint, in a line, and a line for each flag that was another.
+    """Tell what became of each part of a checkpoint, in a line, and a line for each flag that was another.
 
     `saved` and `state` are the checkpoint's; `position` and `optimizer` say whether they were taken from it.
     """

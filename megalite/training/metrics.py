@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard.
+"""Record of a run: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard.
 
 Floats are written at full precision. JSON has no word for a float that is not finite: such a value is the string
 "NaN", "Infinity" or "-Infinity", as in protobuf's JSON mapping, which `float()` reads back. `null` says that a figure

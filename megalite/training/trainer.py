@@ -140,7 +140,7 @@ class Trainer:
         return self._metrics(losses, update, rates, loss_scale, batch_size, seconds)
 
     def locate_not_finite(self) -> str | None:
-        """Where the last step got NaN or infinity from, where that is to be told. All ranks call it together."""
+        """Return where the last step got NaN or infinity from, if that is to be told. All ranks call it together."""
         skipped, self._skipped = self._skipped, None
         if skipped is None or self.config.training.rerun_mode == "disabled":
             return None
@@ -148,7 +148,7 @@ class Trainer:
             return locate(skipped, self.chunks, self.engine, self.steps.stages, self.optimizer, self.mesh)
 
     def draw_time_line(self) -> str | None:
-        """Of the last step, where that is asked for: what to tell, on rank 0. All ranks call it together."""
+        """Draw the last step's time line if asked for. Returns what to tell, on rank 0. All ranks call it together."""
         recording, self._recording = self._recording, None
         if recording is None or not isinstance(self.directory, Path):
             return None
@@ -156,7 +156,7 @@ class Trainer:
             return write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)
 
     def _records_now(self) -> bool:
-        """Whether the step that begins is the one whose time line is asked for."""
+        """Tell if the step that begins is the one whose time line is asked for."""
         return self.iteration + 1 == self.config.profiling.profile_pipeline
 
     def num_micro_batches(self, batch_size: int) -> int:
@@ -164,7 +164,7 @@ class Trainer:
         return batch_size // (self.config.training.micro_batch_size * self.mesh.size("dp"))
 
     def evaluates_now(self) -> bool:
-        """Whether the validation data are due after the last step."""
+        """Tell if the validation data are due after the last step."""
         due = self.iteration % self.config.training.eval_interval == 0 or self.iteration == self.iterations
         return due and self.data.valid is not None
 
@@ -317,7 +317,7 @@ class Trainer:
         return figures
 
     def notes(self) -> tuple[str, ...]:
-        """What flags have made of the run, and what there is to tell of the checkpoint, a line each."""
+        """Return what flags have made of the run, and what there is to tell of the checkpoint, a line each."""
         profile = gone_by(self.config.profiling.profile_pipeline, self.iteration)
         rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()

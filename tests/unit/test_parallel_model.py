@@ -201,7 +201,7 @@ def test_what_the_network_does_not_serve_it_refuses() -> None:
     """Half a sequence on each of two ranks had wrong logits, and nothing said so."""
     with pytest.raises(ValueError, match="cannot have context-parallel ranks"):
         GPT(LLAMA, ParallelMesh(world_size=2, context_parallel_size=2))
-    half = replace(micro_batch(documents=False), parts=SequenceLayout(2 * SEQUENCE, (range(SEQUENCE),)))
+    half = replace(micro_batch(documents=False), layout=SequenceLayout(2 * SEQUENCE, (range(SEQUENCE),)))
     with pytest.raises(ValueError, match="needs whole samples"):
         network(LLAMA)({}, half)
 
