@@ -22,7 +22,7 @@ MOST_MARKS = 3_000_000
 DEEPEST = 64
 """Levels of lists and objects in each other; the deepest file of those that are read has eight."""
 MOST_AXES = 64
-"""Of a tensor, as torch has them: of sizes without end the product takes for ever."""
+"""The most axes of a tensor, as torch has them: the product of endless sizes would take for ever."""
 WHOLE_NUMBERS = range(-(2**63), 2**64)
 """Those of 64 bits, with a sign or without."""
 _BRIEF = reprlib.Repr()
