@@ -18,11 +18,12 @@ _EXPECTED = (OSError, SafetensorError, MegaliteError)  # anything else is a defe
 
 @contextmanager
 def together(mesh: ParallelMesh, doing: str, advice: str = "") -> Iterator[None]:
-    """Run the block on every rank; where it fails on one, no other waits for a rank that has gone.
+    """Run the block on every rank; if it fails on one rank, all ranks raise, so that none waits for a rank that has
+    gone.
 
-    Raises CheckpointError with the same message on every rank: what was being done (`doing`), on which rank, the lowest
-    that failed, and why, and `advice`; where every failure is damage, DamagedCheckpointError. A failure that is not
-    comes before those that are. The block itself must not communicate.
+    Raises the same CheckpointError on every rank. Its message says what was being done (`doing`), the lowest rank that
+    failed, why it failed, and `advice`. If every failure is damage, the error is a DamagedCheckpointError; a failure
+    that is not damage is reported before those that are. The block itself must not communicate.
     """
     failure: Exception | None = None
     try:
@@ -50,11 +51,11 @@ def _describe(failure: Exception) -> str:
 
 
 def check_all_see(what: str, path: AnyPath, mesh: ParallelMesh) -> None:
-    """Raise CheckpointError, on every rank, where a rank sees something else than the others."""
+    """Raise CheckpointError, on every rank, if ranks do not see the same thing at the path."""
     if len(set(all_gather_text(what, mesh))) > 1:
         raise CheckpointError(f"the ranks do not see the same files in {path}: it must be on a shared file system")
 
 
 def all_gather_text(text: str, mesh: ParallelMesh) -> list[str]:
-    """The text of every rank, in rank order, on every rank; it must not be empty."""
+    """Return the text of every rank, in rank order, on every rank; no text may be empty."""
     return collectives.all_gather_text(text, mesh.world(), mesh.device)

@@ -1,15 +1,16 @@
-"""One attempt to save: a checkpoint comes to be whole, or not at all.
+"""One attempt to save a checkpoint, which ends with a whole checkpoint or with none.
 
-On a file system it is written as `iter_0000100.tmp` and renamed. Where one of that iteration is there already (a run
-repeats steps after a crash), that one stands aside as `iter_0000100.replaced` until the new one has its name; so at
-every moment the last good one is there under one of the two.
+On a file system the checkpoint is written as `iter_0000100.tmp` and then renamed. If there is already a checkpoint of
+that iteration (a run repeats steps after a crash), the old one is renamed to `iter_0000100.replaced` until the new one
+has its name. So at every moment the last good checkpoint exists under one of the two names.
 
-An object store has no rename. Files have their final names at once, and a mark of their attempt in them
-(`rank_00000.3f9a2c01.safetensors`), so that they overwrite nothing that an earlier attempt has written, and nothing of
-one that is late overwrites them. The manifest comes last, as one object: with it they are the checkpoint, and what the
-manifest before it named is none any more. A folder without one holds an attempt that did not end.
+An object store has no rename. Files get their final names at once, with the mark of their attempt in the name
+(`rank_00000.3f9a2c01.safetensors`). So an attempt overwrites no files of an earlier attempt, and a late attempt
+overwrites no files of this one. The manifest comes last, as one object. The files that the manifest names are the
+checkpoint; files that only an earlier manifest named no longer belong to it. A folder without a manifest holds an
+attempt that did not end.
 
-In both, the tracker then names the iteration, and what is left over goes.
+In both cases the tracker is then set to the iteration, and leftover files are removed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _FILE = re.compile(r"(?:rank_\d+|__\d+_\d+)(?:\.([0-9a-f]{8}))?\.(?:safetensors|
 
 
 def new_attempt(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Attempt:
-    """To save an iteration into a run directory; the same on every rank. Every rank calls it, and one its methods."""
+    """Return an attempt to save an iteration, the same on every rank. Every rank calls this; one rank calls its
+    methods."""
     if isinstance(directory, Path):
         return FolderAttempt(directory, iteration)
     return ObjectAttempt(directory, iteration, mark=all_gather_text(secrets.token_hex(4), mesh)[0])
@@ -44,29 +46,30 @@ def new_attempt(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Attem
 
 @dataclass(frozen=True)
 class FolderAttempt:
-    """On a file system."""
+    """Attempt on a file system."""
 
     directory: Path
     iteration: int
 
     @property
     def path(self) -> Path:
-        """The checkpoint's folder, once it is one."""
+        """Final folder of the checkpoint."""
         return checkpoint_path(self.directory, self.iteration)
 
     @property
     def folder(self) -> Path:
-        """What is written into."""
+        """Folder that the files are written into."""
         return _temporary(self.path)
 
     def file(self, name: str) -> Path:
-        """Where to write the file of this name, as in `rank_00000.safetensors`; the manifest has it by the path's."""
+        """Return where to write a file such as `rank_00000.safetensors`; the manifest uses the name of the returned
+        path."""
         return self.folder / name
 
     def begin(self) -> None:
-        """Clear away what saves that did not end have left, and make the folder to write into.
+        """Remove what unfinished saves have left, and make the folder to write into.
 
-        Raises OSError, or CheckpointError where something else has the checkpoint's name.
+        Raises OSError, or CheckpointError if something else has the checkpoint's name.
         """
         clear_away(self.directory)
         if self.path.exists() and not is_ours(self.path):
@@ -74,10 +77,10 @@ class FolderAttempt:
         self.folder.mkdir(parents=True)
 
     def commit(self, manifest_text: str) -> None:
-        """Add the manifest, give the folder its name and point the tracker at it; all is on disk before it is relied
-        upon.
+        """Add the manifest, give the folder its final name and point the tracker at it; each stage is synced to disk
+        first.
 
-        Raises OSError where the disk does; all has its old name then, unless only the last sync failed.
+        Raises OSError if the disk fails; everything then keeps its old name, unless only the last sync failed.
         """
         aside = self.path.with_name(f"{self.path.name}.replaced")
         _write_synced(self.folder / manifest.NAME, manifest_text)
@@ -109,18 +112,18 @@ class FolderAttempt:
             raise
 
     def abandon(self) -> None:
-        """Remove what was written."""
+        """Remove all that was written."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class ObjectAttempt:
-    """On an object store. As above, but for what is said here."""
+    """Attempt on an object store. Its methods do what those of `FolderAttempt` do, except where they say otherwise."""
 
     directory: ObjectPath
     iteration: int
     mark: str
-    """In the names of its files."""
+    """Mark of this attempt in the names of its files."""
 
     @property
     def path(self) -> ObjectPath:
@@ -151,7 +154,8 @@ class ObjectAttempt:
             self.path.remove([name for name, mark in before.items() if mark != self.mark])
 
     def abandon(self) -> None:
-        """Remove what was written, unless the store has the manifest, whatever it has answered."""
+        """Remove all that was written, unless the store has the manifest: it may have stored it and answered with an
+        error."""
         with suppress(OSError):
             self.path.remove(_left_over(self.path))
 
@@ -160,7 +164,7 @@ Attempt = FolderAttempt | ObjectAttempt
 
 
 def clear_away(directory: Path) -> None:
-    """Remove what saves into a run directory that did not end have left. Raises OSError."""
+    """Remove what unfinished saves into a run directory have left. Raises OSError."""
     for path in directory.glob("iter_*"):
         if match := _LEFT_OVER.fullmatch(path.name):
             of_that = checkpoint_path(directory, int(match[1]))
@@ -173,7 +177,8 @@ def clear_away(directory: Path) -> None:
 
 
 def remove(path: AnyPath) -> None:
-    """Remove a checkpoint, so that a crash in between leaves none or what the next save clears away. Raises OSError."""
+    """Remove a checkpoint; a crash in between leaves no checkpoint, or leftovers that the next save removes. Raises
+    OSError."""
     if isinstance(path, Path):
         os.rename(path, _temporary(path))
         shutil.rmtree(_temporary(path))
@@ -191,12 +196,12 @@ def _foreign(path: AnyPath) -> CheckpointError:
 
 
 def _files(names: Iterable[str]) -> dict[str, str | None]:
-    """Of all names in a folder those of checkpoints' files, each with its attempt's mark; what was copied has none."""
+    """Return the names of checkpoint files among these, each with its attempt's mark, or None for a copied file."""
     return {name: match[1] for name in names if (match := _FILE.fullmatch(name))}
 
 
 def _left_over(folder: ObjectPath) -> Collection[str]:
-    """The files of attempts in a folder that are no part of a checkpoint."""
+    """Return the files of attempts in a folder that are not part of a checkpoint."""
     there = folder.listing()
     marks = _files(there)
     if manifest.NAME not in there:

@@ -1,4 +1,4 @@
-"""A file of boxes: written as a stream with its checksums, read by blocks that are compared with theirs."""
+"""Files of boxes, written as a stream with checksums, and read in blocks that are compared with their checksums."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _ALONE = 1 << 16  # bytes whose checksum takes less than handing them to another
 
 @dataclass(frozen=True)
 class Written:
-    """What became of a file."""
+    """Result of writing a file."""
 
     file: SavedFile
     checksums: list[tuple[int, ...]]
-    """Of each box's blocks, as in `SavedBox`."""
+    """Checksums of the blocks of each box, as in `SavedBox`."""
 
 
 def write(stream: Writer, boxes: Iterable[tuple[Place, Tensor]], closed: Event | None = None) -> Written:
-    """Write boxes in the order of their places; their checksums are taken by a second thread meanwhile.
+    """Write boxes in the order of their places; a second thread computes their checksums meanwhile.
 
-    Of a tensor on a device one block at a time is copied to the host. Raises OSError where the disk does, and
+    A tensor on a device is copied to the host one block at a time. Raises OSError if the disk fails, and
     CheckpointError once `closed` is set.
     """
     size, around = 0, 0
@@ -66,7 +66,7 @@ def write_bytes(stream: Writer, data: bytes) -> SavedFile:
 
 
 class _RunningChecksum:
-    """The CRC-32 of all bytes so far, behind each block of them; no more than one block waits to be summed up."""
+    """CRC-32 of all bytes so far, kept after each block; at most one block waits to be added."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self._thread = thread
@@ -99,7 +99,7 @@ def _blocks_of(values: Tensor) -> Iterator[memoryview]:
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Return the memory of a contiguous tensor on the CPU."""
     return values.view(-1).view(torch.uint8).numpy().data
 
 
@@ -107,24 +107,24 @@ def bytes_of(values: Tensor) -> memoryview:
 
 
 class OpenFile(Protocol):
-    """A file of a checkpoint, open to be read by any thread."""
+    """File of a checkpoint, open for reading by any thread."""
 
     @property
     def path(self) -> AnyPath: ...
 
     @property
     def piece(self) -> int:
-        """Bytes to read at a time."""
+        """Number of bytes to read at a time."""
 
     def read(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes from a position on. Raises Damage or CheckpointError."""
+        """Fill a buffer with the bytes that begin at a position. Raises Damage or CheckpointError."""
 
 
 @contextmanager
 def open_to_read(path: AnyPath, size: int) -> Iterator[OpenFile]:
-    """Gives a file, which should have `size` bytes.
+    """Yield an open file, which should have `size` bytes.
 
-    Raises Damage where it has not, or cannot be read any more; CheckpointError where it may not be.
+    Raises Damage if its size differs or it cannot be read any more, and CheckpointError if access to it is refused.
     """
     if isinstance(path, ObjectPath):
         yield _Object(path)
@@ -175,14 +175,15 @@ def _reported(path: AnyPath) -> Iterator[None]:
 
 
 def read_block(file: OpenFile, block: Block, buffer: memoryview) -> None:
-    """Fill a buffer of its size with a block. Raises Damage where it is not as it was written."""
+    """Fill a buffer, of the block's size, with a block. Raises Damage if its checksum is wrong."""
     if checksum_of(file, block.start, buffer, block.before) != block.checksum:
         where = f"bytes {block.start} to {block.stop} of the file"
         raise Damage(file.path, f"the checksum of {block.saved.entry} does not match, in {where}", block.saved.tensor)
 
 
 def checksum_of(file: OpenFile, start: int, buffer: memoryview, before: int = 0) -> int:
-    """Fill a buffer from a position of a file on; the CRC-32 of what was `before` and this."""
+    """Fill a buffer from a position of a file, and return the CRC-32 of all bytes so far; `before` is that of those
+    before."""
     for first in range(0, len(buffer), file.piece):
         piece = buffer[first : first + file.piece]
         file.read(start + first, piece)

@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from: the newest that is whole, the same for all ranks."""
+"""Choice of the checkpoint that a run starts from: the newest whole one, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megalite.errors import CheckpointError, ConfigurationError, DamagedCheckpoi
 from megalite.parallel.mesh import ParallelMesh
 
 ATTEMPTS = 2
-"""Damage is believed when so many readings have found it: one may have failed on its way."""
+"""Readings that must find damage before it is believed: a single reading may have failed on its way."""
 
 T = TypeVar("T")
 
 
 def find_candidates(directory: AnyPath, mesh: ParallelMesh) -> Candidates:
-    """`directory.candidates`, agreed by all ranks. Raises CheckpointError where they do not see the same files."""
+    """Return `directory.candidates`, agreed by all ranks. Raises CheckpointError if they do not see the same files."""
     with together(mesh, f"looking for a checkpoint in {directory}"):
         found = run_directory.candidates(directory)
     check_all_see(str(found), directory, mesh)
@@ -29,7 +29,7 @@ def find_candidates(directory: AnyPath, mesh: ParallelMesh) -> Candidates:
 
 
 def find_iteration(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Candidates:
-    """The checkpoint of one iteration alone. Raises ConfigurationError where there is none."""
+    """Return the checkpoint of one iteration as the only candidate. Raises ConfigurationError if there is none."""
     with together(mesh, f"looking for a checkpoint in {directory}"):
         there = run_directory.iterations(directory)
     check_all_see(str(there), directory, mesh)
@@ -40,9 +40,10 @@ def find_iteration(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Ca
 
 
 def check_whole(path: AnyPath, mesh: ParallelMesh) -> Manifest:
-    """The manifest of the checkpoint in folder `path`, once all its files are known to be there.
+    """Return the manifest of the checkpoint in folder `path`, after checking that all its files are there.
 
-    Raises DamagedCheckpointError, the same on every rank, where they are not; their bytes are checked as they are read.
+    Raises DamagedCheckpointError, the same on every rank, if a file is missing or has another size. The bytes
+    themselves are checked when they are read.
     """
     with together(mesh, f"reading {path}"):
         manifest = read_manifest(path)
@@ -54,7 +55,7 @@ def check_whole(path: AnyPath, mesh: ParallelMesh) -> Manifest:
 
 
 def check_sizes(path: AnyPath, manifest: Manifest, files: Iterable[str]) -> None:
-    """Raise DamagedCheckpointError where one of the files is missing or has not the size that the manifest says."""
+    """Raise DamagedCheckpointError if one of the files is missing or its size differs from the manifest's."""
     files = list(files)
     try:
         found = sizes(path, files)
@@ -67,10 +68,11 @@ def check_sizes(path: AnyPath, manifest: Manifest, files: Iterable[str]) -> None
 
 
 def newest_whole(paths: Iterable[AnyPath], use: Callable[[AnyPath], T]) -> tuple[AnyPath, T, tuple[str, ...]]:
-    """The first checkpoint that `use` does not find damaged, what it gave, and what was wrong with those before.
+    """Return the first checkpoint that `use` does not find damaged, the result of `use`, and the faults of those
+    before.
 
-    Every rank calls it, and `use` must fail on all or on none. What is damaged stays where it is. Raises
-    CheckpointError where none is whole; what is not damage, like a checkpoint of another model, is raised as it is.
+    Every rank calls it, and `use` must fail on all ranks or on none. Damaged checkpoints stay in place. Raises
+    CheckpointError if none is whole. Any error that is not damage, such as a checkpoint of another model, is passed on.
     """
     passed_over: list[str] = []
     for path in paths:
@@ -84,7 +86,7 @@ def newest_whole(paths: Iterable[AnyPath], use: Callable[[AnyPath], T]) -> tuple
 
 
 def fall_back_notes(first: AnyPath, chosen: AnyPath, passed_over: Iterable[str]) -> tuple[str, ...]:
-    """What to tell of checkpoints that were passed over, `first` the newest of them; nothing where none was."""
+    """Return notes on checkpoints that were passed over, of which `first` is the newest; empty if there was none."""
     problems = [f"  {problem}" for problem in passed_over]
     if not problems:
         return ()

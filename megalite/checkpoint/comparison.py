@@ -1,4 +1,4 @@
-"""How two checkpoints differ, whatever the layouts that saved them."""
+"""Comparison of two checkpoints, whatever layouts saved them."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ ABSENT = "(absent)"
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """How the values of a tensor differ; infinite where one of two is not finite."""
+    """Difference of the values of a tensor; infinite if only one of two elements is finite."""
 
     elements: int
     different: int
-    """Elements whose bits differ; where the dtypes differ, whose values do."""
+    """Number of elements whose bits differ or, if the dtypes differ, whose values do."""
     absolute: float
-    """The greatest |a - b|."""
+    """Greatest |a - b|."""
     relative: float
-    """The greatest |a - b| / max(|a|, |b|)."""
+    """Greatest |a - b| / max(|a|, |b|)."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs, the first checkpoint's before the second's."""
+    """Differences; in each pair the first checkpoint comes first."""
 
     training: dict[str, tuple[Any, Any]]
     config: dict[str, tuple[Any, Any]]
-    """By section.field."""
+    """Configuration values that differ, by section.field."""
     only_in_a: list[str]
     only_in_b: list[str]
     kinds: dict[str, tuple[str, str]]
-    """Dtype and shape, of tensors in which they differ."""
+    """Dtype and shape of tensors in which these differ."""
     values: dict[str, ValueDifference]
-    """Of tensors whose values differ."""
+    """Differences of the tensors whose values differ."""
     compared: int
-    """Tensors whose values were compared."""
+    """Number of tensors whose values were compared."""
 
     @property
     def same(self) -> bool:
@@ -53,16 +53,16 @@ class Comparison:
 
 
 def compared_bytes(a: CheckpointReader, b: CheckpointReader, names: Iterable[str]) -> int:
-    """How many bytes `compare` advances by."""
+    """Return the number of bytes that `compare` reports to `advance` in total."""
     return sum(size_in_bytes(a.manifest.tensors[name]) for name in _comparable(a, b, names))
 
 
 def compare(
     a: CheckpointReader, b: CheckpointReader, names: Iterable[str], workers: int, advance: Advance
 ) -> Comparison:
-    """Compare training state, configuration and the tensors of the names.
+    """Compare training state, configuration and the named tensors.
 
-    Raises Damage: nothing is compared before it is verified.
+    Raises Damage: nothing is compared before its checksum is verified.
     """
     ours, theirs, names = a.manifest.tensors, b.manifest.tensors, sorted(names)
     comparable = _comparable(a, b, names)
@@ -104,7 +104,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def compare_values(a: CheckpointReader, b: CheckpointReader, name: str, advance: Advance) -> ValueDifference:
-    """The values of a tensor of one shape in both, a part at a time. Raises Damage."""
+    """Compare the values of a tensor that has the same shape in both, a part at a time. Raises Damage."""
     tensor, other = a.manifest.tensors[name], b.manifest.tensors[name]
     different, absolute, relative = 0, 0.0, 0.0
     wider = max(dtype_of(tensor), dtype_of(other), key=lambda dtype: dtype.itemsize)
@@ -127,7 +127,7 @@ def _unequal(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _differences(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """The greatest absolute and relative difference."""
+    """Return the greatest absolute and the greatest relative difference."""
     absolute = (a - b).abs()
     relative = torch.where(absolute == 0, 0.0, absolute / torch.maximum(a.abs(), b.abs()))
     return _greatest(absolute), _greatest(relative)

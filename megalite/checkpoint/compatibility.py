@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of the network that a run describes: equal shapes do not make equal functions."""
+"""Check that a checkpoint is of the network that a run describes: equal shapes do not make equal functions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _NOT_THE_FUNCTION = {"init_method_std", "hidden_dropout", "attention_dropout", "
 
 
 def read_model_config(path: AnyPath) -> ModelConfig:
-    """The network that the checkpoint in folder `path` is of. Raises CheckpointError where this program lacks it."""
+    """Return the network's configuration from the checkpoint in folder `path`. Raises CheckpointError if it is unknown
+    here."""
     return model_config(path, read_config(path))
 
 
 def model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
-    """The same, from what the checkpoint has of the run that saved it, by section."""
+    """Return the network's configuration from the run's configuration, by section, that the checkpoint holds."""
     unknown = sorted(set(config.get("model", ())) - {field.name for field in fields(ModelConfig)})
     if unknown:
         raise CheckpointError(
@@ -39,10 +40,10 @@ def model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
 
 
 def saved_section(path: AnyPath, config: Mapping[str, Any], kind: type[Section]) -> Section:
-    """A section of what the checkpoint in folder `path` has of the run that saved it.
+    """Return a section of the run's configuration that the checkpoint in folder `path` holds.
 
-    Fields that only another version of this program has are left out, or as by default. Raises DamagedCheckpointError
-    where one is missing or holds what none of its kind can.
+    Fields that only another version of this program has are left out or set to their defaults. Raises
+    DamagedCheckpointError if a field is missing or has a value that no field of its kind can have.
     """
     (name,) = (name for name, each in section_types().items() if each is kind)
     kinds, saved = get_type_hints(kind), config.get(name, {})
@@ -59,15 +60,15 @@ def saved_section(path: AnyPath, config: Mapping[str, Any], kind: type[Section])
 
 
 def check_compatible(path: AnyPath, config: Mapping[str, Any], model: ModelConfig) -> None:
-    """Raise CheckpointError, listing each difference, where the checkpoint's network computes another function.
+    """Raise CheckpointError, listing each difference, if the checkpoint's network computes another function.
 
-    `config`: what the checkpoint in folder `path` has of the run that saved it, by section.
+    `config`: the configuration, by section, of the run that saved the checkpoint in folder `path`.
     """
     check_same_function(str(path), model_config(path, config), model)
 
 
 def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> None:
-    """Raise CheckpointError, listing each difference, where the network of `what` is not this run's `model`."""
+    """Raise CheckpointError, listing each difference, if the network of `what` is not this run's `model`."""
     theirs, ours = function_of(saved), function_of(model)
     different = [name for name in ours if theirs[name] != ours[name]]
     if different:
@@ -78,7 +79,7 @@ def check_same_function(what: str, saved: ModelConfig, model: ModelConfig) -> No
 
 
 def function_of(model: ModelConfig) -> dict[str, Any]:
-    """The fields that decide what the network computes, by flag, as they come out after defaults."""
+    """Return the fields that decide what the network computes, by flag, with defaults filled in."""
     values = {f.name: getattr(model, f.name) for f in fields(model) if f.name not in _NOT_THE_FUNCTION}
     values |= {"ffn_hidden_size": model.ffn_size, "kv_channels": model.head_dim, "num_query_groups": model.kv_groups}
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_dim

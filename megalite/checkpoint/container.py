@@ -1,7 +1,7 @@
-"""How boxes stand in a file: what of its bytes is theirs, and what the file's format puts around them.
+"""Places of boxes in a file: which bytes belong to a box, and which bytes the file's format puts around it.
 
-The layout of a file is a pure function of its parts: where each box will stand is known before anything is written, to
-whoever knows the parts. A writer streams `before`, the box's bytes and `after`, box by box.
+The layout of a file is a pure function of its parts: the place of each box is known before anything is written. A
+writer streams `before`, the box's bytes and `after`, box by box.
 """
 
 from __future__ import annotations
@@ -15,40 +15,41 @@ from megalite.parallel.sharding import Box
 
 
 def entry(tensor: str, box: Box) -> str:
-    """The name of a tensor's box, as in `model/norm@64`."""
+    """Return the name of a tensor's box, such as `model/norm@64`."""
     return f"{tensor}@{','.join(map(str, box.offset))}"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a global tensor."""
+    """Box of a global tensor."""
 
     name: str
-    """The tensor's."""
+    """Name of the tensor."""
     shape: tuple[int, ...]
-    """The whole tensor's."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
     box: Box
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.box.numel * self.dtype.itemsize
 
     @property
     def entry(self) -> str:
-        """What the box is called where a file names its boxes."""
+        """Name of the box, in files that name their boxes."""
         return entry(self.name, self.box)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the bytes of a part stand in its file."""
+    """Place of a part's bytes in its file."""
 
     before: bytes
-    """What stands in front of them, behind the part before."""
+    """Bytes directly in front of the box's bytes, after the previous part."""
     start: int
     stop: int
-    """Bytes [start, stop) of the file, the box's elements in row-major order."""
+    """End of bytes [start, stop) of the file, which are the box's elements in row-major order."""
     after: Callable[[int], bytes]
-    """What stands behind them, given their CRC-32; of one length whatever that is."""
+    """Function from the CRC-32 of the box's bytes to the bytes that follow them; the length does not depend on the
+    CRC-32."""

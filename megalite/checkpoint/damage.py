@@ -1,4 +1,4 @@
-"""What is said of files that are not as they were written."""
+"""Errors and checks for files that are not as they were written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megalite.errors import CheckpointError, DamagedCheckpointError
 
 
 class Damage(DamagedCheckpointError):
-    """A file of a checkpoint, or a tensor in it, is not as it was written."""
+    """File of a checkpoint, or a tensor in it, that is not as it was written."""
 
     def __init__(self, path: AnyPath, problem: str, tensor: str | None = None) -> None:
         advice = "Load another checkpoint; tools/checkpoint/inspect.py --verify lists all that is damaged"
@@ -18,8 +18,10 @@ class Damage(DamagedCheckpointError):
 
 
 def unreadable(path: AnyPath, error: OSError) -> CheckpointError:
-    """The error to raise where the system did not read a file: what the medium has lost or never had is damage; all
-    else, like a missing permission, may pass."""
+    """Return the error to raise when the system did not read a file.
+
+    Data that the medium has lost or never had is damage; any other error, such as a missing permission, may pass.
+    """
     if error.errno == errno.ENOENT:
         return Damage(path, "it is missing")
     problem = f"it cannot be read: {error.strerror or error}"
@@ -29,6 +31,6 @@ def unreadable(path: AnyPath, error: OSError) -> CheckpointError:
 
 
 def check_size(path: AnyPath, found: int, size: int) -> None:
-    """Raise Damage where a file has not the size that it should have."""
+    """Raise Damage if a file does not have the expected size."""
     if found != size:
         raise Damage(path, f"it has {found} bytes of {size}: it was cut off or replaced")

@@ -1,7 +1,7 @@
-"""The checkpoints of a run directory: their names, and which is the one to load.
+"""Checkpoints of a run directory: their names, and the choice of the one to load.
 
-`iter_0000100/` is a checkpoint, complete by construction (`attempt`); `iter_0000100.replaced`, too, where there is no
-other of that iteration. `latest_checkpointed_iteration.txt` holds the iteration of the one to load.
+`iter_0000100/` is a checkpoint and always complete (see `attempt`). So is `iter_0000100.replaced`, if there is no other
+of that iteration. `latest_checkpointed_iteration.txt` holds the iteration of the checkpoint to load.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def checkpoint_path(directory: Place, iteration: int) -> Place:
 
 
 def latest(directory: AnyPath) -> AnyPath | None:
-    """The folder of the checkpoint to load: the one that the tracker names; without a tracker the newest; or None.
+    """Return the folder of the checkpoint that the tracker names; without a tracker the newest; None if there is none.
 
-    Raises CheckpointError where the tracker names one that is not there.
+    Raises CheckpointError if the tracker names a checkpoint that is not there.
     """
     found, text = complete(directory), _tracked(directory)
     if text is None:
@@ -42,19 +42,20 @@ def latest(directory: AnyPath) -> AnyPath | None:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The checkpoints that a run may start from."""
+    """Checkpoints that a run may start from."""
 
     paths: tuple[AnyPath, ...] = ()
-    """The best first, which may be damaged or gone; the others are older."""
+    """Folders, the best first; that one may be damaged or missing. The others are older."""
     notes: tuple[str, ...] = ()
-    """Lines on what is not as it should be, or not as it may seem."""
+    """Lines for the user on anything wrong or surprising."""
 
 
 def candidates(directory: AnyPath) -> Candidates:
-    """The checkpoint that the tracker names and those before it; without a tracker all, the newest first.
+    """Return the checkpoint that the tracker names and all older ones; without a tracker all, the newest first.
 
-    What is newer than the tracker says was left behind on purpose (a run went back), and going on from it would mix
-    two runs. A tracker that holds no number says nothing. Raises CheckpointError where it does and there are none.
+    Checkpoints newer than the tracker's were left behind on purpose (a run went back), and loading them would mix two
+    runs. A tracker that holds no number is ignored. Raises CheckpointError if the tracker names a checkpoint and there
+    are none.
     """
     found, text = complete(directory), _tracked(directory)
     newest_first = sorted(found, reverse=True)
@@ -75,12 +76,12 @@ def candidates(directory: AnyPath) -> Candidates:
 
 
 def iterations(directory: AnyPath) -> list[int]:
-    """Of the checkpoints there are, in order."""
+    """Return the iterations of all checkpoints, in order."""
     return sorted(complete(directory))
 
 
 def iteration_of(path: AnyPath) -> int:
-    """The iteration that a checkpoint's folder is named after."""
+    """Return the iteration in the name of a checkpoint's folder."""
     match = _COMPLETE.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} has not the name of a checkpoint")
@@ -88,7 +89,8 @@ def iteration_of(path: AnyPath) -> int:
 
 
 def _tracked(directory: AnyPath) -> str | None:
-    """Read the tracker, or say why it holds no step; None where there is no tracker: no save has come to its end."""
+    """Read the tracker, or say why it holds no step; None if there is no tracker, which means that no save has
+    ended."""
     try:
         return read_small(directory / TRACKER, largest=1000).decode(errors="replace").strip()
     except FileNotFoundError:
@@ -106,9 +108,9 @@ def _names_none(directory: AnyPath, text: str, found: dict[int, AnyPath]) -> Che
 
 
 def resolve(path: AnyPath) -> AnyPath:
-    """A checkpoint's folder, from itself or from its run directory, whose latest it is.
+    """Return a checkpoint's folder, given that folder or a run directory, whose latest checkpoint is taken.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if there is no checkpoint.
     """
     found = path if _COMPLETE.fullmatch(path.name) or (path / manifest.NAME).is_file() else latest(path)
     if found is None:
@@ -117,7 +119,7 @@ def resolve(path: AnyPath) -> AnyPath:
 
 
 def complete(directory: AnyPath) -> dict[int, AnyPath]:
-    """The checkpoints by iteration, damaged ones too. Raises CheckpointError where the directory cannot be read."""
+    """Return the checkpoints by iteration, damaged ones too. Raises CheckpointError if the directory cannot be read."""
     found: dict[int, AnyPath] = {}
     try:
         for path in reversed(folders(directory)):  # so that iter_N overrules iter_N.replaced
@@ -129,7 +131,7 @@ def complete(directory: AnyPath) -> dict[int, AnyPath]:
 
 
 def folders(directory: Place) -> list[Place]:
-    """What has the name of a checkpoint in a run directory, by name. Raises OSError."""
+    """Return everything in a run directory that has the name of a checkpoint, sorted by name. Raises OSError."""
     try:
         found = [path for path in directory.iterdir() if _COMPLETE.fullmatch(path.name)]
     except (FileNotFoundError, NotADirectoryError):
@@ -138,5 +140,5 @@ def folders(directory: Place) -> list[Place]:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a folder is a checkpoint of this program, or what is left of one."""
+    """Tell whether a folder is a checkpoint of this program, or the rest of one."""
     return (path / manifest.NAME).is_file() or any(path.glob("rank_*.safetensors"))

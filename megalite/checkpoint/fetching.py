@@ -1,8 +1,8 @@
-"""Reading the blocks of a checkpoint into the memory of regions: only those that are needed, each verified.
+"""Reading of blocks of a checkpoint into memory: only the blocks that are needed, each verified.
 
-A block that one rank of a node needs it reads itself, straight into place where it lies there in one piece. One that
-several need is read by one of them and handed to the others in rounds of bounded memory. Who reads what every rank of
-the node knows from the plan.
+A block that only one rank of a node needs is read by that rank, directly into its destination if it is contiguous
+there. A block that several ranks need is read by one of them and sent to the others, in rounds of bounded memory. The
+plan tells every rank of the node who reads what.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from megalite.parallel.mesh import Group
 from megalite.parallel.sharding import Box
 
 THREADS = 4
-"""At most, of a rank that reads."""
+"""Largest number of reading threads on a rank."""
 ROUND = 4
-"""Blocks that a rank hands out at a time, if they are of full size."""
+"""Full-sized blocks that a rank sends to others in one round."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A box to fill from a tensor."""
+    """Box to fill from a tensor."""
 
     box: Box
     values: Tensor
-    """A view, of the box's shape."""
+    """View, of the box's shape, that is filled."""
 
 
 Wanted = Mapping[SavedBox, Sequence[Target]]
-"""What is to be filled from each saved box."""
+"""Targets to fill from each saved box."""
 
 Dealt = dict[int, list[Block]]
-"""By rank: the blocks that it reads for others."""
+"""Blocks that each rank reads for others, by rank."""
 
 
 def needed_blocks(saved: SavedBox, boxes: Iterable[Box]) -> Iterator[Block]:
-    """The blocks of a saved box in which there is some of one of the boxes."""
+    """Yield the blocks of a saved box that overlap one of the boxes."""
     meeting = [box for box in boxes if saved.box.intersection(box) is not None]
     whole = any(saved.box.intersection(box) == saved.box for box in meeting)
     for block in saved.blocks() if meeting else ():
@@ -58,9 +58,10 @@ def needed_blocks(saved: SavedBox, boxes: Iterable[Box]) -> Iterator[Block]:
 def fetch(
     path: AnyPath, described: Manifest, wanted: Wanted, dealt: Dealt, group: Group, place: torch.device
 ) -> Exception | None:
-    """Fill the targets. All ranks of the group take part, to the end even where one has failed; gives its failure.
+    """Fill the targets, and return this rank's failure, if any.
 
-    `dealt`: the blocks that several of them need; these travel on the device `place`.
+    All ranks of the group take part to the end, even if one has failed. `dealt`: the blocks that several of them need;
+    these blocks are sent from memory on the device `place`.
     """
     shared = {_place_of(block) for blocks in dealt.values() for block in blocks}
     own = [
@@ -79,7 +80,8 @@ def fetch(
 
 
 def read_block(path: AnyPath, described: Manifest, block: Block, buffer: memoryview) -> None:
-    """Fill a buffer with a block, verified. No file stays open: a checkpoint may have more than a process may open."""
+    """Fill a buffer with a verified block. No file stays open: a checkpoint may have more files than a process may
+    open."""
     name = block.saved.file
     with box_file.open_to_read(path / name, described.files[name].size) as file:
         box_file.read_block(file, block, buffer)
@@ -101,7 +103,8 @@ def _read_into_place(path: AnyPath, described: Manifest, wanted: Wanted, block: 
 
 
 def in_one_piece(block: Block, targets: Sequence[Target]) -> memoryview | None:
-    """The memory of a block in the one target that has it all, where it stands there as in the file."""
+    """Return the memory of a block in its target, if there is only one and the block is contiguous there as in the
+    file."""
     parts = block.parts()
     meeting = [target for target in targets if any(part.intersection(target.box) is not None for part, _ in parts)]
     if len(meeting) != 1:
@@ -118,7 +121,7 @@ def in_one_piece(block: Block, targets: Sequence[Target]) -> memoryview | None:
 
 @torch.no_grad()
 def put(block: Block, data: Tensor, targets: Sequence[Target]) -> None:
-    """Copy what the targets need out of a block's bytes."""
+    """Copy the parts that the targets need out of a block's bytes."""
     elements = data.view(block.saved.dtype)
     for part, position in block.parts():
         values = elements[position : position + part.numel].view(part.size)
@@ -132,9 +135,9 @@ def put(block: Block, data: Tensor, targets: Sequence[Target]) -> None:
 
 
 def deal(needs: Mapping[int, Iterable[Block]]) -> Dealt:
-    """Who reads the blocks that more than one rank needs: of these the one that has the fewest bytes to read so far.
+    """Choose who reads the blocks that several ranks need: each time the rank of these with the fewest bytes so far.
 
-    `needs`: by rank, the blocks of which it needs some.
+    `needs`: the blocks that each rank needs in part or in full, by rank.
     """
     needers: dict[tuple[str, int], list[int]] = {}
     blocks: dict[tuple[str, int], Block] = {}
@@ -153,7 +156,7 @@ def deal(needs: Mapping[int, Iterable[Block]]) -> Dealt:
 
 
 def _rounds(blocks: Iterable[Block]) -> list[list[Block]]:
-    """A rank's blocks in as many as it hands out at a time."""
+    """Split a rank's blocks into the groups that it sends in one round each."""
     rounds: list[list[Block]] = []
     room = 0
     for block in blocks:
@@ -174,8 +177,11 @@ def _exchange(
     place: torch.device,
     failure: Exception | None,
 ) -> Exception | None:
-    """Read this rank's of the dealt blocks, hand them out, and fill the targets from all. A rank that has failed, as
-    `failure` tells or here, hands out zeros: the others do not wait for it, and learn of it later."""
+    """Read this rank's share of the dealt blocks, send them to the others, and fill the targets from all.
+
+    A rank that has failed, before (`failure`) or here, sends zeros, so that the others do not wait for it; they learn
+    of the failure later.
+    """
     rounds = [_rounds(dealt[rank]) for rank in group.ranks] if dealt else []
     for number in range(max(map(len, rounds), default=0)):
         now = [mine[number] if number < len(mine) else [] for mine in rounds]
@@ -202,5 +208,5 @@ def _cut(data: Tensor, blocks: Iterable[Block]) -> Iterator[tuple[Block, Tensor]
 
 
 def _room(block: Block) -> int:
-    """The bytes that it takes among others, aligned for any dtype."""
+    """Return the bytes that a block takes in a shared buffer, aligned for any dtype."""
     return -(-block.size // 16) * 16

@@ -1,4 +1,4 @@
-"""Writing files of boxes from any source, in one process and in bounded memory."""
+"""Writing of files of boxes from any source, in one process and in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megalite.checkpoint.source import Source, numbers_as_numbers
 from megalite.parallel.sharding import Box
 
 Cut = Sequence[Sequence[tuple[str, Box]]]
-"""By file: the boxes that it is to hold, by tensor, in their order."""
+"""Boxes that each file will hold, by tensor and in their order."""
 
 
 @dataclass(frozen=True)
 class _Output:
-    """A box to write."""
+    """Box to write."""
 
     part: Part
     file: str
@@ -40,7 +40,7 @@ class FileWriter:
         self.source, self.folder, self.format, self.advance = source, folder, file_format, advance
         tensors = source.tensors
         self.outputs: dict[str, list[_Output]] = {}
-        """By file."""
+        """Boxes to write, by file."""
         for boxes in cut:
             parts = [Part(name, tensors[name].shape, tensors[name].dtype, box) for name, box in boxes]
             if parts:
@@ -59,7 +59,8 @@ class FileWriter:
                 stream.write(output.place.before)
 
     def write(self, workers: int) -> dict[str, SavedTensor]:
-        """Write all, by so many threads, and put it on disk. Raises OSError, and CheckpointError of the source."""
+        """Write all files, using this many threads, and sync them. Raises OSError, and CheckpointError of the
+        source."""
         names = sorted(self.by_tensor, key=numbers_as_numbers)
         tensors = dict(zip(names, in_threads(workers, self._copy, names), strict=True))
         in_threads(workers, self._sync, self.outputs)
@@ -95,11 +96,11 @@ class FileWriter:
             os.fsync(stream.fileno())
 
     def placed(self) -> Placed:
-        """What is in the files."""
+        """Parts in the files, with their places."""
         return {file: [(each.part, each.place) for each in outputs] for file, outputs in self.outputs.items()}
 
     def saved_files(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedFile]:
-        """The files, once the tensors are in them."""
+        """Return the records of the files, once the tensors are written."""
         checksums = {(box.file, box.start): box.checksums[-1] for tensor in tensors.values() for box in tensor.boxes}
         files: dict[str, SavedFile] = {}
         for file, outputs in self.outputs.items():

@@ -1,4 +1,4 @@
-"""The formats that checkpoints are written in. Whatever it is, the manifest says where the bytes of each box stand."""
+"""Formats that checkpoints are written in. In every format, the manifest says where the bytes of each box are."""
 
 from __future__ import annotations
 
@@ -12,26 +12,29 @@ from megalite.checkpoint import torch_file
 from megalite.checkpoint.container import Part, Place
 
 Placed = Mapping[str, Sequence[tuple[Part, Place]]]
-"""By file: its parts, and where they stand."""
+"""Parts of each file, and their places in it."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """A file format for boxes."""
+    """File format for boxes."""
 
     file: str
-    """The name of a writer's file, with {writer} for its number, or {number} for that counted from 1."""
+    """Name of a writer's file, with {writer} for its number, or {number} for its number counted from 1."""
     places: Callable[[Sequence[Part]], list[Place]]
-    """Where the parts of a file stand, in their order."""
+    """Function that returns the places of a file's parts, in their order."""
     index: Callable[[Placed], Mapping[str, bytes]]
-    """Files that others need to read these, by name; megalite reads none of them."""
+    """Function that returns files that other programs need to read these, by name; megalite reads none of them."""
     checksums: bool = True
-    """Whether anyone asks for checksums of the boxes."""
+    """Flag for computing checksums of the boxes."""
 
 
 def safetensors_places(parts: Sequence[Part], named: Callable[[Part], str] = lambda part: part.entry) -> list[Place]:
-    """Where parts stand in a safetensors file (https://huggingface.co/docs/safetensors): 8 bytes of header length, a
-    JSON header, then the tensors' bytes. `named`: what a part is called there."""
+    """Return the places of parts in a safetensors file (https://huggingface.co/docs/safetensors).
+
+    Such a file has 8 bytes of header length, a JSON header, and then the tensors' bytes. `named` gives a part's name
+    there.
+    """
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for part in parts:
@@ -69,4 +72,4 @@ FORMATS = {
         "__{writer}_0.distcp", torch_file.places, lambda placed: {".metadata": torch_file.metadata(placed)}
     ),
 }
-"""By the value of --ckpt-format."""
+"""Formats by the value of --ckpt-format."""

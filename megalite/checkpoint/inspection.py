@@ -1,4 +1,4 @@
-"""Looking into a checkpoint: what it holds, whether every byte is as it was written, and what its values are like."""
+"""Inspection of a checkpoint: its contents, the integrity of every byte, and statistics of its values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megalite.errors import CheckpointError
 
 
 def describe(reader: CheckpointReader, names: Iterable[str]) -> dict[str, Any]:
-    """What a checkpoint holds, as JSON values; of its tensors those of the names."""
+    """Return a checkpoint's contents, including the named tensors, as JSON values."""
     saved = reader.manifest
     return {
         "checkpoint": str(reader.path),
@@ -43,7 +43,7 @@ def _files(reader: CheckpointReader) -> dict[str, dict[str, int]]:
 
 
 def _totals(tensors: dict[str, SavedTensor]) -> dict[str, dict[str, int]]:
-    """By kind: the weights, the modules' state, and each state of the optimizer."""
+    """Return totals by kind: the weights, the modules' state, and each state of the optimizer."""
     totals: dict[str, dict[str, int]] = {}
     for name, tensor in tensors.items():
         kind = totals.setdefault(split_name(name)[0], dict.fromkeys(("tensors", "elements", "bytes"), 0))
@@ -70,7 +70,7 @@ def _boxes_by_file(saved: Manifest) -> dict[str, list[SavedBox]]:
 
 
 def verify(reader: CheckpointReader, workers: int, advance: Advance) -> list[Damage]:
-    """All that is not as it was written: every file is read whole, whatever is found in others."""
+    """Return all damage: every file is read completely, even if others are damaged."""
     files = _boxes_by_file(reader.manifest).items()
     found = in_threads(workers, lambda file: list(_damages_of_file(reader, *file, advance)), files)
     return [*_uncovered(reader), *(damage for damages in found for damage in damages), *_foreign(reader)]
@@ -119,7 +119,7 @@ def _foreign(reader: CheckpointReader) -> Iterator[Damage]:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of a tensor's elements; minimum, maximum, mean, std and norm of those that are finite."""
+    """Statistics of a tensor's elements; minimum, maximum, mean, std and norm are over the finite ones."""
 
     elements: int
     finite: int
@@ -127,7 +127,7 @@ class Statistics:
     maximum: float
     mean: float
     squares: float
-    """The sum of the squared deviations from the mean."""
+    """Sum of the squared deviations from the mean."""
     zeros: int
     denormals: int
     nans: int
@@ -145,14 +145,14 @@ class Statistics:
         return self.elements - self.finite - self.nans
 
     def to_json(self) -> dict[str, Any]:
-        """None for what is not defined where no element is finite."""
+        """Return the statistics as JSON values; those that are undefined because no element is finite are None."""
         numbers = {name: getattr(self, name) for name in ("minimum", "maximum", "mean", "std", "norm")}
         counts = {name: getattr(self, name) for name in ("elements", "zeros", "denormals", "nans", "infinities")}
         return {name: value if self.finite else None for name, value in numbers.items()} | counts
 
 
 def statistics(reader: CheckpointReader, name: str, advance: Advance) -> Statistics:
-    """The statistics of a tensor, in one pass. Raises Damage."""
+    """Return the statistics of a tensor, in one pass. Raises Damage."""
 
     def parts() -> Iterator[Statistics]:
         for saved in reader.manifest.tensors[name].boxes:
@@ -187,7 +187,7 @@ def _statistics_of(values: Tensor) -> Statistics:
 
 
 def _joined(a: Statistics, b: Statistics) -> Statistics:
-    """Means and deviations as in Chan, Golub and LeVeque, "Updating formulae" (1979)."""
+    """Combine statistics of two parts, after Chan, Golub and LeVeque, "Updating formulae" (1979)."""
     count = max(a.finite + b.finite, 1)
     step = b.mean - a.mean
     return Statistics(

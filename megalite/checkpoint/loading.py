@@ -1,4 +1,4 @@
-"""Loading: each rank reads the saved boxes that meet what it holds, whatever layout they were saved under."""
+"""Loading of checkpoints: each rank reads the saved boxes that overlap its tensors, whatever layout saved them."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def load(
     state: bool = True,
     casts: bool = False,
 ) -> TrainingState:
-    """Set the weights, the modules' state, and the optimizer's if there is one, from the checkpoint in folder `path`.
+    """Set the weights, the modules' state, and the optimizer's state (if given) from the checkpoint in folder `path`.
 
-    Every rank calls it. Every byte that is used has been compared with its checksum. Padding becomes zero. `described`:
-    what `check_whole` has read of it; None: it is read here. Without `state` the optimizer begins anew, its master
-    weights those that were loaded. With `casts` weights that were saved in another precision are rounded, once, from
-    the finest that there are. With the `plan` of all ranks, those of a node read what several of them need once;
-    without, each reads for itself.
+    Every rank calls it. All bytes that are used are compared with their checksums. Padding becomes zero. `described`:
+    the manifest, if `check_whole` has already read it; if None, it is read here. Without `state` the optimizer starts
+    fresh, with the loaded weights as master weights. With `casts`, weights that were saved in another precision are
+    rounded once, from the most precise saved values. `plan`: the plan of all ranks, with which blocks that several
+    ranks of a node need are read only once; without it, each rank reads for itself.
 
     Raises:
         DamagedCheckpointError: a file is not as it was written; the same on every rank. The weights and the state may
@@ -93,7 +93,7 @@ def _fill(
     state: bool,
     casts: bool,
 ) -> Manifest:
-    """Set what this rank holds, as `load` says."""
+    """Set this rank's part of the weights and state, as `load` says."""
     regions = held_regions(module, optimizer)
     doing = f"loading {path}"
     node = mesh.group_of(_on_this_node(mesh)) if plan is not None else mesh.group_of([mesh.rank])
@@ -122,10 +122,10 @@ def _fill(
 
 
 def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimizer | None, mesh: ParallelMesh) -> None:
-    """Set the weights and the modules' state from a source, cast to what they are here; the optimizer begins anew.
+    """Set the weights and the modules' state from a source, cast to their dtypes here; the optimizer starts fresh.
 
-    Every rank calls it. Padding becomes zero. The source has a weight by its logical name, state as `state/NAME`.
-    Raises CheckpointError, the same on every rank, where `what` cannot be read, or is not of this model.
+    Every rank calls it. Padding becomes zero. The source has each weight under its logical name, and state as
+    `state/NAME`. Raises CheckpointError, the same on every rank, if `what` cannot be read or is of another model.
     """
     if optimizer is not None:
         optimizer.finish_parameter_gather()
@@ -146,13 +146,16 @@ def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimi
 
 
 def _source(manifest: Manifest, part: Part, state: bool, casts: bool) -> str | None:
-    """The tensor that a part is read from; None where it is not to be filled."""
+    """Return the name of the saved tensor that a part is read from; None if the part is not to be filled."""
     name = _finest(manifest, part) if casts else part.name
     return name if state or name.startswith((MODEL, STATE)) or (casts and name.startswith(MASTER)) else None
 
 
 def _finest(manifest: Manifest, part: Part) -> str:
-    """Weights that are saved in another precision are read from their master, a master that is not saved from them."""
+    """Return the most precise saved tensor for a part.
+
+    A weight that is saved in another precision is read from its master; a master that is not saved, from its weight.
+    """
     if part.name.startswith(MODEL):
         master = MASTER + part.name.removeprefix(MODEL)
         saved = manifest.tensors.get(part.name)
@@ -164,7 +167,7 @@ def _finest(manifest: Manifest, part: Part) -> str:
 
 
 def _wanted(manifest: Manifest, chosen: Iterable[tuple[str, Region]]) -> dict[SavedBox, list[Target]]:
-    """What is to be filled from each saved box."""
+    """Return the targets to fill from each saved box."""
     wanted: dict[SavedBox, list[Target]] = {}
     for name, region in chosen:
         for saved in manifest.tensors[name].boxes:
@@ -174,7 +177,7 @@ def _wanted(manifest: Manifest, chosen: Iterable[tuple[str, Region]]) -> dict[Sa
 
 
 def _dealt(manifest: Manifest, plan: Plan, node: Group, state: bool, casts: bool) -> Dealt:
-    """Which blocks several ranks of the node need, and who reads them."""
+    """Choose the blocks that several ranks of the node need, and the rank that reads each."""
     needs: dict[int, list[Block]] = {}
     for rank in node.ranks:
         boxes: dict[str, list[Box]] = {}
@@ -197,7 +200,7 @@ def _on_this_node(mesh: ParallelMesh) -> list[int]:
 
 
 def _check_optimizer(manifest: Manifest, optimizer: Optimizer, state: bool, casts: bool) -> None:
-    """Raise CheckpointError where the state that it holds is not what the optimizer keeps."""
+    """Raise CheckpointError if the saved optimizer state is not the state that the optimizer keeps."""
 
     def listed(kinds: set[str]) -> str:
         return ", ".join(sorted(kinds)) or "nothing"
@@ -220,14 +223,15 @@ def _check_optimizer(manifest: Manifest, optimizer: Optimizer, state: bool, cast
 
 
 def _check_fits(manifest: Manifest, chosen: Iterable[tuple[str, Part]], casts: bool) -> None:
-    """Raise CheckpointError where the checkpoint does not hold, in kind and whole, what is needed."""
+    """Raise CheckpointError if a needed tensor is missing in the checkpoint, incomplete, or of another dtype or
+    shape."""
     problems = dict.fromkeys(problem for name, part in chosen if (problem := _mismatch(manifest, name, part, casts)))
     if problems:
         raise CheckpointError(f"it does not fit this run:\n{_listed(list(problems))}")
 
 
 def _mismatch(manifest: Manifest, name: str, part: Part, casts: bool) -> str | None:
-    """Why a part cannot be read from the tensor of a name, or None."""
+    """Return why a part cannot be read from the named tensor, or None."""
     saved = manifest.tensors.get(name)
     different = _difference(name, None if saved is None else Kind(saved.shape, dtype_of(saved)), part)
     if saved is None or different is not None:
@@ -249,7 +253,7 @@ def _mismatch(manifest: Manifest, name: str, part: Part, casts: bool) -> str | N
 
 
 def _difference(name: str, saved: Kind | None, part: Part) -> str | None:
-    """Why a part cannot be read from a tensor, whatever is cast, or None."""
+    """Return why a part cannot be read from a tensor even with casts, or None."""
     if saved is None:
         return f"{name} {list(part.shape)} is not in it: it is of another model"
     if saved.shape != part.shape:
@@ -263,7 +267,7 @@ def _difference(name: str, saved: Kind | None, part: Part) -> str | None:
 def _check_all_used(
     manifest: Manifest, ours: set[str], mesh: ParallelMesh, path: AnyPath, prefixes: tuple[str, ...]
 ) -> None:
-    """Raise CheckpointError, on every rank, where the checkpoint holds a tensor that no rank has a place for."""
+    """Raise CheckpointError, on every rank, if the checkpoint holds a tensor that no rank has a place for."""
     names = [name for name in manifest.tensors if name.startswith(prefixes)]
     ours = ours | {MODEL + name.removeprefix(MASTER) for name in ours if name.startswith(MASTER)}
     used = torch.tensor([name in ours for name in names], dtype=torch.int32, device=mesh.device)
@@ -276,8 +280,10 @@ def _check_all_used(
 
 @torch.no_grad()
 def _zero_the_rest(module: nn.Module, optimizer: Optimizer | None, state: bool) -> None:
-    """Set to zero what nothing is read into: padding, and where the optimizer begins anew all its state. What has a
-    place of its own is set to its first values, whatever is read into it then."""
+    """Set to zero all that is not read: padding and, if the optimizer starts fresh, its whole state.
+
+    State that has a placement of its own is set to its first values, even if it is read later.
+    """
     for _, own in held_states(module, optimizer):
         own.begin()
     for run in held_slices(module, optimizer):

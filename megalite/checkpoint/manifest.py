@@ -47,59 +47,61 @@ MODEL, STATE, OPTIMIZER = "model/", "state/", "optimizer/"
 MASTER = OPTIMIZER + "master/"
 VERSION = 2
 BLOCK = 1 << 22
-"""Bytes of a box that have a checksum of their own."""
+"""Bytes of a box that share one checksum."""
 _FILE_NAME = re.compile(r"\.?\w[\w.-]{0,200}")
 _LONGEST_NAME, _MOST_AXES = 1000, 16
 _DTYPES = {kind: getattr(torch, kind) for kind in ("float64", "float32", "bfloat16", "float16", "int64")}
 _LARGEST = 512 * MIB
-"""Bytes of a manifest: of three million boxes, as 1,000 tensors and three states of each have on 750 ranks."""
+"""Largest size of a manifest in bytes: one of three million boxes (1,000 tensors, three states of each, 750 ranks)."""
 _BYTES_A_MARK = 6
-"""Bytes of a large manifest for each brace, bracket, comma and colon. A box has 120 bytes or more, and 15 to 17."""
+"""Average bytes per brace, bracket, comma and colon in a large manifest. A box has 120 bytes or more, and 15 to 17
+such."""
 _MOST_CUTS, _MOST_INTERLOCKED = 32, 32
-"""Straight cuts in each other, and boxes that none parts: what is saved here takes a few, and leaves one box."""
+"""Limits on nested straight cuts, and on boxes that no cut parts: megalite's own checkpoints need a few, and one
+box."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Where a run stands; everything else follows from it and the configuration."""
+    """Progress of a run; everything else follows from it and the configuration."""
 
     iteration: int
     consumed_samples: int
     optimizer_steps: int
-    """Updates made; a skipped step is none."""
+    """Number of updates; a skipped step is not counted."""
     loss_scale: dict[str, Any] | None = None
-    """The state of a dynamic loss scale."""
+    """State of a dynamic loss scale."""
     seen_samples: list[tuple[int, int]] | None = None
-    """Numbers of some samples consumed, each with a checksum of its tokens: they tell a changed order of the data."""
+    """Numbers of some consumed samples, each with a checksum of its tokens, to detect a changed order of the data."""
     evaluation_left: bool = False
-    """A stop came before the evaluation after this step had come to its end."""
+    """Mark of a stop that came before the evaluation after this step had ended."""
 
 
 @dataclass(frozen=True)
 class SavedBox:
-    """A box of a tensor, and where it is."""
+    """Box of a tensor, and its place."""
 
     tensor: str
     dtype: torch.dtype
     box: Box
     file: str
     start: int
-    """Its first byte in the file."""
+    """Position of the first byte in the file."""
     checksums: tuple[int, ...]
-    """The CRC-32 of the bytes from the first up to the end of each block."""
+    """CRC-32 of the bytes from the first up to the end of each block."""
 
     @property
     def stop(self) -> int:
-        """One past its last byte in the file."""
+        """Position after the last byte in the file."""
         return self.start + self.box.numel * self.dtype.itemsize
 
     @property
     def entry(self) -> str:
-        """What it is called."""
+        """Name of the box."""
         return entry(self.tensor, self.box)
 
     def blocks(self) -> Iterator[Block]:
-        """In order."""
+        """Yield the blocks in order."""
         before = 0
         for start, checksum in zip(range(self.start, self.stop, BLOCK), self.checksums, strict=True):
             yield Block(self, start, min(start + BLOCK, self.stop), before, checksum)
@@ -113,25 +115,25 @@ class Block:
     saved: SavedBox
     start: int
     stop: int
-    """Bytes [start, stop) of the file."""
+    """End of bytes [start, stop) of the file."""
     before: int
-    """The CRC-32 of what the box has in front of them."""
+    """CRC-32 of the box's bytes before this block."""
     checksum: int
-    """That of all up to their end."""
+    """CRC-32 of the box's bytes up to the end of this block."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.stop - self.start
 
     @property
     def elements(self) -> tuple[int, int]:
-        """Its first element, counted in its box, and one past its last."""
+        """Number of the block's first element, counted in its box, and that after its last."""
         item = self.saved.dtype.itemsize
         return (self.start - self.saved.start) // item, (self.stop - self.saved.start) // item
 
     def parts(self) -> list[tuple[Box, int]]:
-        """The boxes that it is made of, each with the number of its first element in the block."""
+        """Return the boxes that the block consists of, each with the number of its first element in the block."""
         first, stop = self.elements
         return [(part, position - first) for part, position in self.saved.box.flat_range(first, stop)]
 
@@ -140,7 +142,7 @@ class Block:
 class SavedFile:
     size: int
     checksum: int
-    """The CRC-32 of those of its bytes that are in no box."""
+    """CRC-32 of the file's bytes that are in no box."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ class SavedTensor:
     shape: tuple[int, ...]
     dtype: str
     boxes: tuple[SavedBox, ...]
-    """Together the whole tensor, each element once."""
+    """Boxes that together hold each element of the tensor once."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +180,11 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str | bytes) -> Manifest:
-        """Raises ValueError, KeyError, TypeError or AttributeError where the text is no whole manifest, CheckpointError
-        where it is one of another version."""
+        """Read a manifest from its text.
+
+        Raises ValueError, KeyError, TypeError or AttributeError if the text is not a complete manifest, and
+        CheckpointError if it is of another version.
+        """
         fields = parse_json(text, most_marks=max(MOST_MARKS, len(text) // _BYTES_A_MARK))
         if fields.pop("checksum") != _checksum(fields):
             raise ValueError("its checksum does not match")
@@ -205,9 +210,9 @@ class Manifest:
 
 
 def read_manifest(path: AnyPath) -> Manifest:
-    """The manifest of the checkpoint in folder `path`.
+    """Read the manifest of the checkpoint in folder `path`.
 
-    Raises DamagedCheckpointError where there is none, or a damaged one, CheckpointError where it cannot be read.
+    Raises DamagedCheckpointError if it is missing or damaged, and CheckpointError if it cannot be read.
     """
     try:
         return Manifest.from_json(read_small(path / NAME, largest=_LARGEST))
@@ -224,44 +229,48 @@ def read_manifest(path: AnyPath) -> Manifest:
 
 
 def of_others(path: AnyPath) -> str:
-    """What to do with a folder that Megatron-LM has written, as the end of a message; empty for all others."""
+    """Return the end of a message: what to do with a folder that Megatron-LM has written; empty for all others."""
     if isinstance(path, Path) and ((path / ".metadata").is_file() or any(path.glob("mp_rank_*"))):
         return "; one of Megatron-LM is brought in by tools/checkpoint/convert.py --loader megatron"
     return ""
 
 
 def read_config(path: AnyPath) -> dict[str, Any]:
-    """The configuration, by section, of the run that saved the checkpoint in folder `path`."""
+    """Read the configuration, by section, of the run that saved the checkpoint in folder `path`."""
     return read_manifest(path).config
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As in `float32`."""
+    """Return a name such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def split_name(tensor: str) -> tuple[str, str]:
-    """The kind of a tensor of a checkpoint, as in `model` and `optimizer/exp_avg`, and its logical name."""
+    """Return the kind of a checkpoint's tensor, such as `model` or `optimizer/exp_avg`, and its logical name."""
     *kind, logical = tensor.split("/", 2 if tensor.startswith(OPTIMIZER) else 1)
     return "/".join(kind), logical
 
 
 def owner_name(tensor: str) -> str:
-    """The name of the weight that a tensor of the optimizer's state is of; any other tensor is its own."""
+    """Return the name of the weight that a tensor of optimizer state belongs to; for any other tensor, its own name."""
     return MODEL + split_name(tensor)[1] if tensor.startswith(OPTIMIZER) else tensor
 
 
 def covers(boxes: Iterable[Box], target: Box) -> bool:
     """Tell whether the boxes hold each element of `target` exactly once.
 
-    Raises DamagedCheckpointError where they interlock in a way that no straight cuts leave: telling would take long.
+    Raises DamagedCheckpointError if the boxes interlock so that no straight cut separates them: the check would take
+    long.
     """
     return _tile([part for box in boxes if (part := box.intersection(target)) is not None], target, _MOST_CUTS)
 
 
 def _tile(parts: Sequence[Box], target: Box, cuts: int) -> bool:
-    """Tell whether boxes within `target` hold each of its elements once: each side of every straight cut that crosses
-    no box is looked at for itself, so many times one in the other."""
+    """Tell whether boxes within `target` hold each of its elements once.
+
+    The boxes are divided at every straight cut that crosses none of them, and each side is checked by itself, at most
+    this many cuts deep.
+    """
     if sum(part.numel for part in parts) != target.numel:
         return False
     if len(parts) <= 1:
@@ -283,7 +292,7 @@ def _tile(parts: Sequence[Box], target: Box, cuts: int) -> bool:
 
 
 def _slabs(parts: Iterable[Box], axis: int) -> list[list[Box]]:
-    """The boxes between straight cuts across an axis, in order."""
+    """Return the boxes between straight cuts across an axis, in order."""
     slabs: list[list[Box]] = []
     end = -1
     for part in sorted(parts, key=lambda part: part.offset[axis]):
@@ -301,7 +310,7 @@ def _side(box: Box, axis: int, start: int, stop: int) -> Box:
 
 
 def _is_count(value: object) -> bool:
-    """Tell whether a value is a whole number that can be counted to."""
+    """Tell whether a value is a non-negative whole number within bounds."""
     return type(value) is int and 0 <= value <= 2**53
 
 
@@ -322,7 +331,7 @@ def _training_from_json(fields: dict[str, Any]) -> TrainingState:
 
 
 def _config_from_json(sections: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Check that there are sections; their fields, which other versions have otherwise, are checked where used."""
+    """Check that the sections exist; their fields differ between versions, and are checked where they are used."""
     if not isinstance(sections, dict) or not all(isinstance(section, dict) for section in sections.values()):
         raise TypeError("it has no configuration by section")
     for name in (*sections, *(name for section in sections.values() for name in section)):
@@ -336,8 +345,10 @@ def _checksum(fields: dict[str, Any]) -> int:
 
 
 def _check_box(saved: SavedBox, shape: tuple[int, ...], files: dict[str, SavedFile]) -> None:
-    """Raise ValueError or TypeError where a box is not in its tensor or not in a file: whoever wrote the manifest, what
-    is read by it is of this checkpoint."""
+    """Raise ValueError or TypeError if a box is not inside its tensor or its file.
+
+    So even a hostile manifest cannot make the program read anything outside this checkpoint.
+    """
     offset, size, start = saved.box.offset, saved.box.size, saved.start
     if {*map(type, (*offset, *size, *shape, start))} != {int} or not len(offset) == len(size) == len(shape):
         raise TypeError(f"{saved.entry} is no box of {list(shape)}")
@@ -356,7 +367,7 @@ def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
 
 
 def box_to_json(saved: SavedBox) -> dict[str, Any]:
-    """A box as the manifest has it."""
+    """Return a box in the form that the manifest has."""
     return {
         "offset": saved.box.offset,
         "size": saved.box.size,
@@ -384,7 +395,8 @@ def _box_from_json(name: str, dtype: torch.dtype, fields: dict[str, Any]) -> Sav
 
 
 def _axes(name: str, values: Any) -> tuple[int, ...]:
-    """Check that they are a list of few; that they are numbers, `from_json` checks before anything multiplies them."""
+    """Check that the values are a short list; `from_json` checks that they are numbers before anything multiplies
+    them."""
     if not isinstance(values, list) or len(values) > _MOST_AXES:
         raise TypeError(f"{shown(name)} has {shown(values)} for a shape, or for the offset or size of a box")
     return tuple(values)

@@ -1,4 +1,4 @@
-"""Folders that appear under their name complete, or not at all, and what is said where the disk fails."""
+"""Folders that appear under their name complete or not at all, and messages for a failing disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megalite.files import remove_leftovers, sync_directory, temporary_path
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Raises CheckpointError where the block, which writes into a folder, raises OSError."""
+    """Raise CheckpointError if the block, which writes into a folder, raises OSError."""
     try:
         yield
     except OSError as error:
@@ -23,9 +23,9 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Gives where to write what takes the name of `folder` at the end of the block; an empty one of that name goes.
+    """Yield a path to write to, which is renamed to `folder` at the end of the block and may replace an empty folder.
 
-    Raises CheckpointError, and leaves nothing behind, where the disk fails.
+    Raises CheckpointError, and leaves nothing behind, if the disk fails.
     """
     temporary = temporary_path(folder)
     try:

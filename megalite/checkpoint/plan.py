@@ -1,6 +1,7 @@
-"""What each rank holds and saves of a checkpoint's global tensors.
+"""Plan of the parts of a checkpoint's global tensors that each rank holds and saves.
 
-A pure function of the mesh and of the parameters' records: every rank can tell it of every other, and none is asked.
+The plan is a pure function of the mesh and of the parameters' records: every rank can compute it for every other rank
+without communication.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from megalite.parallel.state import State, states_of
 
 @dataclass(frozen=True)
 class Contents:
-    """Parameters and state that a rank holds."""
+    """Parameters and state on a rank."""
 
     layouts: Sequence[BucketLayout]
     states: Sequence[State]
-    """The modules' own."""
+    """State of the modules."""
 
     @staticmethod
     def of(
@@ -44,44 +45,44 @@ class Contents:
         *,
         blocks: Sequence[Sequence[nn.Module]] = (),
     ) -> Contents:
-        """Deal the networks of a rank as `make_optimizer` does."""
+        """Assign the networks of a rank to buckets as `make_optimizer` does."""
         layouts = plan_buckets(networks, mesh, options, blocks=blocks)
         return Contents(layouts, list(states_of(nn.ModuleList(networks))))
 
 
 ContentsAt = Callable[[ParallelMesh], Contents]
-"""Tells them of the rank that a mesh is the place of, on the meta device."""
+"""Function that returns, on the meta device, the contents of the rank whose mesh is given."""
 
 
 class Plan:
-    """Which parts every rank of a mesh holds and saves."""
+    """Parts that every rank of a mesh holds and saves."""
 
     def __init__(
         self, mesh: ParallelMesh, contents_at: ContentsAt, optimizer: OptimizerConfig, *, stage: int, instances: int
     ) -> None:
-        """`stage`, `instances`: ZeRO's, as in `DataParallel`."""
+        """Set up the plan; `stage` and `instances` are ZeRO's, as in `DataParallel`."""
         self.mesh, self._contents_at, self._optimizer = mesh, contents_at, optimizer
         self._stage, self._instances = stage, instances
         self._seen: dict[tuple[int, ...], _Seen] = {}
 
     @staticmethod
     def alone(optimizer: Optimizer) -> Plan:
-        """That of a world of one rank."""
+        """Return the plan of a world of one rank."""
         contents = Contents([bucket.layout for bucket in optimizer.buckets], optimizer.module_states)
         return Plan(optimizer.mesh, lambda _: contents, optimizer.config, stage=0, instances=1)
 
     def saved(self, rank: int) -> list[Part]:
-        """What a rank writes, in the order of its file: over all ranks, each element of each tensor once."""
+        """Return the parts that a rank writes, in file order: over all ranks, each element of each tensor once."""
         parts = self._parts((place, *place.saved) for place in self._places(rank))
         seen, at = self._look(rank), self.mesh.coordinates_of(rank)
         return parts + _state_parts(each for each in seen.states if saves_state(each[1].sharding, seen.rank, at))
 
     def held(self, rank: int) -> list[Part]:
-        """What a rank must be given."""
+        """Return the parts that a rank must load."""
         return self._parts((place, *place.held) for place in self._places(rank)) + _state_parts(self._look(rank).states)
 
     def _look(self, rank: int) -> _Seen:
-        """Look at a rank; once for all that differ in their data-parallel position alone, at the first of them."""
+        """Inspect a rank, once for all that differ only in data-parallel position; the first of these is inspected."""
         at = self.mesh.coordinates_of(rank)
         like = tuple(at[axis] for axis in ("pp", "tp", "ep", "etp"))
         if like not in self._seen:
@@ -93,7 +94,7 @@ class Plan:
         return self._seen[like]
 
     def _places(self, rank: int) -> Iterator[BucketPlace]:
-        """A rank's place in each of its buckets."""
+        """Yield a rank's place in each of its buckets."""
         seen, at = self._look(rank), self.mesh.coordinates_of(rank)
         cp, dp = self.mesh.size("cp"), self.mesh.size("dp")
         for layout in seen.layouts:
@@ -122,12 +123,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A rank that was looked at."""
+    """Result of inspecting a rank."""
 
     rank: int
     layouts: Sequence[BucketLayout]
     states: Sequence[tuple[str, State]]
-    """The modules', then the optimizer's, with what their tensors' names begin with."""
+    """State of the modules, then of the optimizer, with the prefix of its tensors' names."""
 
 
 def _with_prefixes(modules: Iterable[State], own: Iterable[tuple[str, State]]) -> list[tuple[str, State]]:
@@ -135,7 +136,7 @@ def _with_prefixes(modules: Iterable[State], own: Iterable[tuple[str, State]]) -
 
 
 def _pieces(states: Iterable[tuple[str, State]]) -> Iterator[tuple[Part, State, Piece]]:
-    """Tell which parts of logical tensors states are. Padding is in none."""
+    """Yield the parts of logical tensors that the states are. Padding belongs to no part."""
     for prefix, state in states:
         for piece in state.sharding.pieces:
             if piece.box.numel:
@@ -147,7 +148,8 @@ def _state_parts(states: Iterable[tuple[str, State]]) -> list[Part]:
 
 
 def _runs(place: BucketPlace, begin: int, end: int) -> Iterator[tuple[Parameter, int, int]]:
-    """What elements [begin, end) of a bucket are of its parameters, flattened: (parameter, start, stop)."""
+    """Yield the parameters in elements [begin, end) of a bucket, as (parameter, start, stop) of the flattened
+    parameter."""
     slots = place.layout.slots
     for slot in slots[max(bisect_right(slots, begin, key=lambda slot: slot.start) - 1, 0) :]:
         if slot.start >= end:
@@ -158,8 +160,10 @@ def _runs(place: BucketPlace, begin: int, end: int) -> Iterator[tuple[Parameter,
 
 
 def boxes(parameter: Parameter, start: int, stop: int) -> Iterator[tuple[LogicalTensor, Box, int]]:
-    """What elements [start, stop) of a local parameter, flattened, are of logical tensors: boxes, each with the number
-    of its first element. Padding is in none."""
+    """Yield the boxes of logical tensors in elements [start, stop) of a flattened local parameter.
+
+    Each box comes with the number of its first element. Padding belongs to no box.
+    """
     columns = math.prod(parameter.shape[1:])
     for piece in parameter.sharding.pieces:
         first = piece.row * columns
@@ -173,21 +177,22 @@ def boxes(parameter: Parameter, start: int, stop: int) -> Iterator[tuple[Logical
 
 @dataclass(frozen=True)
 class Region:
-    """A part, and what stands for it on this rank."""
+    """Part, and the memory on this rank that holds it."""
 
     part: Part
     kept: Tensor | View
-    """Flat."""
+    """Flat tensor or view."""
 
     @property
     def values(self) -> Tensor:
-        """Of the box's shape: the memory itself, or where that is packed a copy made now."""
+        """Return the values in the box's shape: the memory itself or, if that is packed, a new copy."""
         flat = self.kept if isinstance(self.kept, Tensor) else self.kept.read()
         return flat.view(self.part.box.size)
 
 
 def held_slices(module: nn.Module, optimizer: Optimizer | None) -> list[StateSlice]:
-    """All that this rank must be given: its parameters whole, or what its optimizer updates of weights and state."""
+    """Return all that this rank must load: its whole parameters, or the slices that its optimizer updates, with
+    state."""
     if optimizer is not None:
         return list(optimizer.slices())
     parameters = {id(parameter): parameter for parameter, _ in named_pieces(module)}.values()
@@ -195,17 +200,17 @@ def held_slices(module: nn.Module, optimizer: Optimizer | None) -> list[StateSli
 
 
 def held_states(module: nn.Module, optimizer: Optimizer | None) -> list[tuple[str, State]]:
-    """All state of this rank that has a place of its own, with what the names of its tensors begin with."""
+    """Return all state of this rank that has a placement of its own, with the prefix of its tensors' names."""
     return _with_prefixes(states_of(module), optimizer.own_states if optimizer is not None else ())
 
 
 def held_regions(module: nn.Module, optimizer: Optimizer | None) -> list[Region]:
-    """`held_slices` and `held_states` as parts of the checkpoint."""
+    """Return `held_slices` and `held_states` as parts of the checkpoint."""
     return _regions(held_slices(module, optimizer), held_states(module, optimizer))
 
 
 def saved_regions(optimizer: Optimizer) -> list[Region]:
-    """What this rank writes, as its plan has it."""
+    """Return the regions that this rank writes, as in its plan."""
     rank = optimizer.mesh.rank
     at = optimizer.mesh.coordinates_of(rank)
     states = _with_prefixes(optimizer.module_states, optimizer.own_states)

@@ -1,4 +1,4 @@
-"""Long work of one process: over threads, and shown while it goes on."""
+"""Long work of one process: run over threads, with its progress shown."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 INTERVAL = 10.0
-"""Seconds between two lines where standard error is not a terminal."""
+"""Seconds between two lines if standard error is not a terminal."""
 
 Advance = Callable[[int], None]
-"""Told of each so many bytes, or other units, that are done, from any thread."""
+"""Function that is told of each amount of bytes, or other units, that is done, from any thread."""
 
 
 def in_threads(workers: int, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """The results in the order of the items. The first error ends it: what has not begun is left undone."""
+    """Return the results in the order of the items. After the first error, no further items are started."""
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(function, item) for item in items]
         try:
@@ -33,7 +33,8 @@ def in_threads(workers: int, function: Callable[[Item], Result], items: Iterable
 
 @contextmanager
 def show_progress(doing: str, total: int, unit: str = "bytes") -> Iterator[Advance]:
-    """Gives what shows the units done, of `total`, on standard error: a bar on a terminal, elsewhere lines."""
+    """Yield a function that shows the units done, of `total`, on standard error: as a bar on a terminal, else as
+    lines."""
     if not sys.stderr.isatty():
         yield _Lines(doing, total, unit)
         return

@@ -1,4 +1,4 @@
-"""Reading a checkpoint in one process: any box of any tensor, whatever cut it, in bounded memory, verified."""
+"""Reader of a checkpoint in one process: any box of any tensor, however it was cut, in bounded memory, verified."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from megalite.errors import DamagedCheckpointError
 from megalite.parallel.sharding import Box
 
 _KEPT = 8
-"""Blocks that a thread has read last, for who reads a tensor by other boxes than it was saved in."""
+"""Most recent blocks that a thread keeps, for reading a tensor by other boxes than it was saved in."""
 
 
 class CheckpointReader:
-    """The tensors of the checkpoint in folder `path`, a `Source`. Threads may share one."""
+    """Tensors of the checkpoint in folder `path`, a `Source`. Threads may share one."""
 
     def __init__(self, path: AnyPath) -> None:
-        """Raises CheckpointError where there is no checkpoint, or one whose manifest is damaged."""
+        """Read the manifest. Raises CheckpointError if there is no checkpoint, or if its manifest is damaged."""
         self.path, self.manifest = path, read_manifest(path)
         self._covered: set[str] = set()
         self._kept = _Kept()
         self.tensors = {name: Kind(each.shape, dtype_of(each)) for name, each in self.manifest.tensors.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor. Every byte that is used was verified. Raises Damage."""
+        """Return a box of a tensor. All bytes that are used were verified. Raises Damage."""
         values = torch.empty(box.size, dtype=self.tensors[name].dtype)
         self.fill(name, box, values)
         return values
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """As in `Source`. Every byte that is used was verified. Raises Damage."""
+        """Fill `values`, as in `Source`. All bytes that are used were verified. Raises Damage."""
         if name not in self._covered:
             self.check_covered(name)
             self._covered.add(name)
@@ -63,18 +63,18 @@ class CheckpointReader:
             raise Damage(self.path, f"the boxes of {name} do not hold each of its elements once", name)
 
     def blocks(self, saved: SavedBox) -> Iterator[Tensor]:
-        """The elements of a saved box in row-major order, flat, some of them at a time. Raises Damage."""
+        """Yield the elements of a saved box in row-major order, flat, a block at a time. Raises Damage."""
         for block in saved.blocks():
             yield self._read_block(block).view(saved.dtype)
 
     def _read_block(self, block: Block) -> Tensor:
-        """Its bytes."""
+        """Return the bytes of a block."""
         data = torch.empty(block.size, dtype=torch.uint8)
         read_block(self.path, self.manifest, block, bytes_of(data))
         return data
 
     def _block(self, block: Block) -> Tensor:
-        """Its bytes, in memory that is used again once this thread has read some more blocks."""
+        """Return the bytes of a block, in memory that is reused once this thread has read some more blocks."""
         kept, key = self._kept.blocks, (block.saved.file, block.start)
         if key not in kept:
             full = torch.empty(manifest.BLOCK, dtype=torch.uint8) if len(kept) < _KEPT else kept.pop(next(iter(kept)))
@@ -83,7 +83,7 @@ class CheckpointReader:
         return kept[key][: block.size]
 
     def check_around(self, file: str, boxes: Iterable[SavedBox]) -> None:
-        """Raise Damage where the bytes of a file that are in none of its boxes are not as they were written."""
+        """Raise Damage if the bytes of a file that are in none of its boxes are not as they were written."""
         path, described = self.path / file, self.manifest.files[file]
         checksum, position = 0, 0
         with open_to_read(path, described.size) as opened:
@@ -100,7 +100,7 @@ class CheckpointReader:
 class _Kept(local):
     def __init__(self) -> None:
         self.blocks: dict[tuple[str, int], Tensor] = {}
-        """By their place, the one that was read first in front."""
+        """Blocks by place, the oldest first."""
 
 
 def dtype_of(tensor: SavedTensor) -> torch.dtype:
@@ -117,7 +117,7 @@ def size_in_bytes(tensor: SavedTensor) -> int:
 
 
 def chunks(box: Box, dtype: torch.dtype) -> Iterator[list[tuple[Box, int]]]:
-    """A box in row-major order, a block at a time: boxes, and how many elements stand before each."""
+    """Yield a box in row-major order, a block at a time: boxes, each with the number of elements before it."""
     step = manifest.BLOCK // dtype.itemsize
     for start in range(0, box.numel, step):
         yield box.flat_range(start, min(start + step, box.numel))

@@ -1,4 +1,4 @@
-"""Rewriting a checkpoint with other cuts, in one process and in bounded memory: the values stay, bit for bit."""
+"""Rewriting of a checkpoint with other cuts, in one process and bounded memory: the values stay, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megalite.parallel.sharding import Box
 
 
 def cut_evenly(tensors: Mapping[str, Kind], files: int) -> Cut:
-    """As many bytes for each file. A weight and its state are neighbours, and so are layers: stages read few files."""
+    """Cut into files of equal size. A weight and its state are neighbours, and so are layers: stages read few files."""
     total = sum(kind.size for kind in tensors.values())
     bounds = [total * file // files for file in range(files + 1)]
     cut: list[list[tuple[str, Box]]] = [[] for _ in range(files)]
@@ -41,10 +41,10 @@ def _by_weight(name: str) -> tuple[str, str]:
 
 
 def cut_by_weights(tensors: Mapping[str, Kind], weights: Iterable[Iterable[tuple[str, Box]]]) -> Cut:
-    """The optimizer's state cut as the weights, whose boxes by file are given, with those of the modules' state.
+    """Cut the optimizer's state as the weights are cut; `weights` has the boxes per file of weights and modules' state.
 
-    What has another shape than its weight stands whole in the first file with some of that. Raises CheckpointError
-    where these are not the checkpoint's weights.
+    State that has another shape than its weight is stored uncut in the first file that has part of the weight. Raises
+    CheckpointError if the given weights are not the checkpoint's.
     """
     alike: dict[str, list[str]] = {}
     others: dict[str, list[str]] = {}
@@ -92,8 +92,8 @@ def write_checkpoint(
 ) -> Path:
     """Write the tensors that `cut` names into run directory `directory`, as a save does, and return the new folder.
 
-    Raises CheckpointError, and leaves nothing behind: what was read is damaged, the disk fails, or there is a
-    checkpoint of this iteration already.
+    Raises CheckpointError, and leaves nothing behind, if the data read is damaged, the disk fails, or there is already
+    a checkpoint of this iteration.
     """
     attempt = FolderAttempt(directory, training.iteration)
     if attempt.path.exists():

@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps: those at every so many steps, and the newest two."""
+"""Removal of old checkpoints: those at multiples of an interval stay, and so do the newest two."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError
 
 NEWEST = 2
-"""Kept whatever their steps: the one to start from, and one to fall back to."""
+"""Number of newest checkpoints that always stay: one to start from, and one to fall back to."""
 
 
 def remove_old(directory: AnyPath, interval: int) -> tuple[str, ...]:
-    """Remove checkpoints whose step is no multiple of `interval`, but for the newest two; the answer is what failed.
+    """Remove checkpoints whose step is not a multiple of `interval`, except the newest two; return what failed.
 
-    One rank calls it, once a save is on disk. Whatever is damaged or foreign is neither counted nor touched, and no
-    more is what is newer than the one that the tracker names, from which a run went back.
+    One rank calls it, once a save is on disk. Damaged or foreign checkpoints are neither counted nor touched. Neither
+    are checkpoints newer than the one that the tracker names: a run has gone back from these.
     """
     try:
         paths = run_directory.candidates(directory).paths

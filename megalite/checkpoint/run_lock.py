@@ -1,9 +1,10 @@
-"""One run at a time saves into a directory: two would clear away each other's unfinished files.
+"""Lock that lets only one run at a time save into a directory: two would remove each other's unfinished files.
 
-Rank 0 holds a lock of the operating system (flock) on `DIR/lock` for as long as it lives, and writes into the file who
-it is. The system takes the lock back however the process ends, so none is ever stale; network file systems (NFS, Lustre
-mounted with flock, GPFS, Ceph) pass it on between nodes. Where there are none, as on object stores, a note says so. The
-other ranks look for what rank 0 wrote: where one does not see it, the directory is not the same for all.
+Rank 0 holds a lock of the operating system (flock) on `DIR/lock` for as long as it lives, and writes into the file
+which run it belongs to. The system releases the lock however the process ends, so no lock is ever stale; network file
+systems (NFS, Lustre mounted with flock, GPFS, Ceph) pass it on between nodes. If locks are not supported, as on object
+stores, a note says so. The other ranks look for the text that rank 0 wrote: if one does not see it, the ranks do not
+share the directory.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from megalite.parallel.mesh import ParallelMesh
 
 NAME = "lock"
 SEEN_WITHIN = 10.0
-"""Seconds that a network file system may take to show to one node what another has written."""
+"""Seconds after which a network file system must show on one node what another has written."""
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
 def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]]:
-    """While the block runs no other run can save into `directory`, which is made; gives notes to show.
+    """Make `directory` and keep other runs from saving into it during the block; yield notes to show.
 
-    Every rank calls it. Raises ConfigurationError on every rank, naming the other run, where there is one, and
-    CheckpointError where the directory cannot be written to or is not the same for all ranks.
+    Every rank calls it. Raises ConfigurationError on every rank, naming the other run, if there is one, and
+    CheckpointError if the directory cannot be written to or is not the same for all ranks.
     """
     if isinstance(directory, ObjectPath):
         yield (f"note: {directory} has no locks, as an object store: see to it that no other run saves there",)
@@ -66,7 +67,8 @@ def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]
 
 
 def _lock(file: TextIO, directory: Path) -> tuple[str, str]:
-    """Why the run must not begin, and what to tell if it may; empty where there is nothing."""
+    """Take the lock; return why the run must not begin, and a note if it may; each is empty if there is nothing to
+    say."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -87,7 +89,7 @@ def _lock(file: TextIO, directory: Path) -> tuple[str, str]:
 
 
 def _write_holder(file: TextIO) -> str:
-    """Who saves from now on."""
+    """Write into the lock file which run saves from now on."""
     holder = f"process {os.getpid()} on {os.uname().nodename}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
     file.truncate(0)
     file.write(holder)
@@ -97,7 +99,7 @@ def _write_holder(file: TextIO) -> str:
 
 
 def _await(path: Path, text: str) -> None:
-    """Return when a file holds a text. Raises CheckpointError where it does not within some time."""
+    """Wait until a file holds a text. Raises CheckpointError if it does not within some time."""
     deadline = time.monotonic() + SEEN_WITHIN
     while not path.is_file() or path.read_text() != text:
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Saving: each rank writes the boxes that are its to save, then one rank writes the manifest and names the whole."""
+"""Saving of checkpoints: each rank writes its boxes, then one rank writes the manifest and gives the final name."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _ADVICE = "Checkpoints saved before are as they were. Free space, or give anothe
 
 
 class Saver:
-    """Saves the checkpoints of a run, one after the other. `save`, `begin` and `advance` are for all ranks together.
+    """Saver of the checkpoints of a run, one after the other. All ranks call `save`, `begin` and `advance` together.
 
-    `save` is back once the checkpoint is on disk. Where it is `asynchronous` there are also `begin`, which is back once
-    the state has been copied, and `advance`, to be called between steps until it gives the new checkpoint. All that
-    ranks tell each other they tell in these calls; what runs in between only writes files.
+    `save` returns once the checkpoint is on disk. If `asynchronous`, there are also `begin`, which returns once the
+    state has been copied, and `advance`, which is called between steps until it returns the new checkpoint. Ranks
+    communicate only in these calls; the work between them only writes files.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class Saver:
         state: bool = True,
         asynchronous: bool = False,
     ) -> None:
-        """Without `state` the optimizer's is not saved."""
+        """Set up the saver; without `state` the optimizer's state is not saved."""
         self._directory, self._optimizer, self._plan, self._format = directory, optimizer, plan, file_format
         self._mesh, self._state = plan.mesh, state
         self.staging = Staging(self._regions(), plan.mesh.device) if asynchronous else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._save: _Save | None = None
         self.ended = 0.0
-        """When this rank last came to the end of a part of a save, by `time.perf_counter`."""
+        """Time, by `time.perf_counter`, when this rank last finished a part of a save."""
         self._closed = Event()
 
     def close(self) -> None:
-        """Stop what is being written in the background, for a run that ends: what is not whole is never used."""
+        """Stop writing in the background because the run ends; an incomplete checkpoint is never used."""
         self._closed.set()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
@@ -77,7 +77,7 @@ class Saver:
                 return path
 
     def begin(self, training: TrainingState, config: dict[str, Any]) -> None:
-        """Begin a save, behind the one that is under way. What it saves is what there is now. Raises as `save` does."""
+        """Begin a save of the present state, after the save that is under way. Raises as `save` does."""
         while self._save is not None:
             self.advance()
         self._optimizer.finish_parameter_gather()
@@ -105,7 +105,7 @@ class Saver:
         return self._state or not part.name.startswith(OPTIMIZER)
 
     def _do(self, work: Callable[[], Any]) -> Future[Any]:
-        """Now, or in the background."""
+        """Do the work now, or in the background."""
 
         def timed() -> Any:
             try:
@@ -124,26 +124,27 @@ class Saver:
 
     @property
     def size(self) -> int:
-        """Bytes that this rank writes."""
+        """Number of bytes that this rank writes."""
         return sum(region.part.size for region in self._regions())
 
     @property
     def under_way(self) -> bool:
-        """Whether a save has begun and not come to its end."""
+        """Tell whether a save has begun and not ended."""
         return self._save is not None
 
     @property
     def busy(self) -> bool:
-        """Whether this rank is still writing."""
+        """Tell whether this rank is still writing."""
         return self._save is not None and not self._save.work.done()
 
     @property
     def failed(self) -> bool:
-        """Whether this rank has failed to write."""
+        """Tell whether this rank has failed to write."""
         return self._save is not None and self._save.work.done() and self._save.work.exception() is not None
 
     def advance(self) -> AnyPath | None:
-        """Take the save that is under way a stage further; waits where a rank is busy. Its folder, once it is there.
+        """Take the save that is under way a stage further, waiting if a rank is busy; return its folder once it is
+        there.
 
         Raises as `save` does.
         """
@@ -170,14 +171,15 @@ class Saver:
             attempt.abandon()
 
     def _gather(self, save: _Save, written: Written | None) -> list[list[int]]:
-        """On rank 0, of each rank: what tells its parts, its file's checksum, and those of its blocks; else nothing."""
+        """Gather on rank 0, per rank: a digest of its parts, its file's checksum and its blocks' checksums; elsewhere
+        nothing."""
         numbers = [_digest(region.part for region in save.regions)]
         if written is not None:
             numbers += [written.file.checksum, *(checksum for box in written.checksums for checksum in box)]
         return collectives.gather_numbers(numbers, self._mesh.world(), self._mesh.device)
 
     def _commit(self, save: _Save, written: Sequence[list[int]]) -> None:
-        """Make the checkpoint out of what is written. The plan says what that is."""
+        """Make a checkpoint of the written files, which the plan describes."""
         file_format = self._format
         files: dict[str, SavedFile] = {}
         placed: dict[str, list[tuple[Part, Place]]] = {}
@@ -213,14 +215,14 @@ def save(
     file_format: Format = NATIVE,
     state: bool = True,
 ) -> AnyPath:
-    """`Saver.save`, once. `plan`: of all ranks; None where there is but one."""
+    """Save once, as `Saver.save` does. `plan`: the plan of all ranks; None if there is only one rank."""
     saver = Saver(directory, optimizer, plan or Plan.alone(optimizer), file_format=file_format, state=state)
     return saver.save(training, config)
 
 
 @dataclass
 class _Save:
-    """One that is under way."""
+    """Save that is under way."""
 
     attempt: Attempt
     training: TrainingState
@@ -228,12 +230,12 @@ class _Save:
     doing: str
     regions: list[Region]
     work: Future[Any]
-    """This rank's present part of it."""
+    """Part of the save that this rank is doing now."""
     committing: bool = False
 
 
 def _write(path: AnyPath, file_format: Format, regions: Sequence[Region], closed: Event) -> Written | None:
-    """Write a rank's file, unless there is nothing in it; no further than to the next block once `closed`."""
+    """Write a rank's file, unless it would be empty; stop at the next block once `closed` is set."""
     if not regions:
         return None
     places = file_format.places([region.part for region in regions])
@@ -246,7 +248,7 @@ def _digest(parts: Iterable[Part]) -> int:
 
 
 def write_index(attempt: Attempt, file_format: Format, placed: Placed) -> dict[str, SavedFile]:
-    """Write what others need to read the files."""
+    """Write the files that other programs need to read the checkpoint."""
     files: dict[str, SavedFile] = {}
     for name, data in file_format.index(placed).items():
         with create(attempt.folder / name) as stream:
@@ -255,7 +257,7 @@ def write_index(attempt: Attempt, file_format: Format, placed: Placed) -> dict[s
 
 
 def finish(attempt: Attempt, made: Manifest) -> None:
-    """Check that the checkpoint is whole, add its manifest and make it one."""
+    """Check that the checkpoint is whole, add its manifest and give it its final name."""
     for name, tensor in made.tensors.items():
         if not covers((saved.box for saved in tensor.boxes), Box.whole(tensor.shape)):
             raise CheckpointError(f"the ranks have not written each element of {name} once: a defect, please report it")

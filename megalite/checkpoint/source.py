@@ -1,4 +1,4 @@
-"""Where tensors come from, whatever holds them: what a checkpoint is written from, and a network is filled from."""
+"""Sources of tensors: a checkpoint is written from a source, and a network is filled from one."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from megalite.parallel.sharding import Box
 
 @dataclass(frozen=True)
 class Kind:
-    """What a tensor is like."""
+    """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return Box.whole(self.shape).numel * self.dtype.itemsize
 
 
 def widest(kinds: Iterable[Kind]) -> torch.dtype:
-    """The dtype that holds the values of all of these tensors."""
+    """Return the dtype that holds the values of all of these tensors."""
     return reduce(torch.promote_types, (kind.dtype for kind in kinds))
 
 
 class Source(Protocol):
-    """Tensors, of which any box can be read. Threads may share one."""
+    """Tensors of which any box can be read. Threads may share one."""
 
     @property
     def tensors(self) -> Mapping[str, Kind]:
-        """By name."""
+        """Tensors' shapes and dtypes, by name."""
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
         """Copy a box of a tensor into `values`, of the box's shape and any strides, cast to its dtype.
 
-        Raises CheckpointError where it cannot be read.
+        Raises CheckpointError if it cannot be read.
         """
 
 
 def numbers_as_numbers(name: str) -> str:
-    """What to sort names by, so that `layers.10` comes behind `layers.9`."""
+    """Return a key to sort names by, so that `layers.10` comes after `layers.9`."""
     return re.sub(r"\d+", lambda number: number[0].zfill(20), name)

@@ -1,4 +1,4 @@
-"""Host memory into which the state is copied, so that training goes on while the copy is written."""
+"""Host memory into which the state is copied, so that training continues while the copy is written."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ALIGNMENT = 64
 
 
 class Staging:
-    """Room for the regions that a rank saves, made once and used for every save."""
+    """Memory for the regions that a rank saves, made once and used for every save."""
 
     def __init__(self, regions: Sequence[Region], place: torch.device) -> None:
-        """Of `regions` the sizes count; `place`: where they are."""
+        """Make memory of the sizes of `regions`, whose values are on the device `place`."""
         self._device = place
         starts = [0]
         for region in regions:
@@ -31,12 +31,12 @@ class Staging:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self._memory.nbytes
 
     @torch.no_grad()
     def take(self, regions: Sequence[Region]) -> list[Region]:
-        """The same regions with copies of their values, which are there once this returns."""
+        """Return the same regions with copies of their values; the copies are complete."""
         for region, copy in zip(regions, self._copies, strict=True):
             copy.copy_(region.values.flatten(), non_blocking=True)
         device.synchronize(self._device)

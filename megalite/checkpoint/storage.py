@@ -1,7 +1,7 @@
-"""Where checkpoints are: on a file system, or on an object store that fsspec reaches (s3://bucket/run, gs://...).
+"""Storage of checkpoints: a file system, or an object store that fsspec reaches (s3://bucket/run, gs://...).
 
-An `ObjectPath` has of `pathlib.Path` what an object store can do. It cannot rename, append or sync, and has no folders:
-an object appears, whole, when its upload ends, and overwrites the one that had its name.
+`ObjectPath` has the part of `pathlib.Path` that an object store can do. A store cannot rename, append or sync, and has
+no folders: an object appears, complete, when its upload ends, and overwrites the old object of that name.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BUFFER = 1 << 18
 
 
 def open_directory(place: str) -> AnyPath:
-    """The directory that a flag names: a path, or a URL that fsspec knows.
+    """Return the directory that a flag names: a path, or a URL that fsspec knows.
 
-    Raises ConfigurationError where the URL cannot be, or a package that its protocol needs is not installed, and
-    CheckpointError where the store's client does not start.
+    Raises ConfigurationError if the URL is not valid or a package that its protocol needs is not installed, and
+    CheckpointError if the store's client does not start.
     """
     if not is_url(place):
         return Path(place)
@@ -57,19 +57,19 @@ def open_directory(place: str) -> AnyPath:
 @dataclass(frozen=True)
 class ObjectStatus:
     st_size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 @dataclass(frozen=True)
 class ObjectPath:
-    """An object, or what the names of several begin with. Whatever goes wrong is an OSError that names the URL."""
+    """Object, or common prefix of the names of several. Every failure is an OSError that names the URL."""
 
     file_system: Any = field(repr=False)
-    """fsspec's, which has no annotations."""
+    """File system of fsspec, which has no annotations."""
     url: str
-    """As it was given."""
+    """URL as it was given."""
     key: str
-    """As `file_system` has it."""
+    """Key as `file_system` has it."""
 
     def __str__(self) -> str:
         return self.url
@@ -86,7 +86,7 @@ class ObjectPath:
         return ObjectPath(self.file_system, self.url.rpartition("/")[0], self.key.rpartition("/")[0])
 
     def resolve(self) -> ObjectPath:
-        """Itself: a URL depends on no working directory."""
+        """Return the path itself: a URL depends on no working directory."""
         return self
 
     def read_bytes(self) -> bytes:
@@ -95,7 +95,7 @@ class ObjectPath:
             return data
 
     def read_range(self, start: int, stop: int) -> bytes:
-        """Bytes [start, stop), by one request; fewer where the object ends before."""
+        """Read bytes [start, stop) with one request; fewer if the object ends before."""
         with self._as_os_errors():
             data: bytes = self.file_system.cat_file(self.key, start=start, end=stop)
             return data
@@ -105,7 +105,7 @@ class ObjectPath:
             return ObjectStatus(self.file_system.info(self.key)["size"])
 
     def modified(self) -> datetime:
-        """When it was last written. Raises OSError, also where a store does not say."""
+        """Return when the object was last written. Raises OSError, also if a store does not say."""
         with self._as_os_errors():
             when: datetime = self.file_system.modified(self.key)
             return when
@@ -118,11 +118,12 @@ class ObjectPath:
             return False
 
     def iterdir(self) -> Iterator[ObjectPath]:
-        """What is directly below; nothing where there is nothing, since there are no empty folders."""
+        """Yield the paths directly below; none if there are none, since there are no empty folders."""
         return (self / name for name in self.listing())
 
     def listing(self) -> dict[str, int]:
-        """Names of what is directly below, in order, each with its size in bytes, 0 where more is below that."""
+        """Return the names directly below, in order, each with its size in bytes, or 0 if there are further names below
+        it."""
         try:
             with self._as_os_errors():
                 found = self.file_system.ls(self.key, detail=True)
@@ -139,7 +140,7 @@ class ObjectPath:
             self.file_system.pipe_file(self.key, data)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """There are no folders, and none are needed."""
+        """Do nothing: object stores have no folders and need none."""
 
     def unlink(self, missing_ok: bool = False) -> None:
         if not missing_ok or self.is_file():  # stores do not agree on what happens where there is none
@@ -153,7 +154,7 @@ class ObjectPath:
 
     @contextmanager
     def _as_os_errors(self) -> Iterator[None]:
-        """Clients of stores raise what they like, and `FileNotFoundError` with any text."""
+        """Turn any error into an OSError: stores' clients raise any class, and `FileNotFoundError` with any text."""
         try:
             yield
         except Exception as error:
@@ -170,7 +171,7 @@ AnyPath = Path | ObjectPath
 
 
 class Writer(Protocol):
-    """What `create` gives."""
+    """Stream that `create` yields."""
 
     def write(self, data: bytes | memoryview, /) -> int: ...
 
@@ -186,9 +187,9 @@ class _Upload:
 
 @contextmanager
 def create(path: AnyPath) -> Iterator[Writer]:
-    """A new file, which is on disk, or in the store, when the block has ended. Raises OSError where that fails.
+    """Yield a new file, which is on disk, or in the store, when the block has ended. Raises OSError if that fails.
 
-    What a block that fails has written to an object store is given up: no object appears.
+    If the block fails, what it has written to an object store is discarded: no object appears.
     """
     if isinstance(path, Path):
         with files.naming(path), path.open("xb", buffering=BUFFER) as file:
@@ -208,7 +209,7 @@ def create(path: AnyPath) -> Iterator[Writer]:
 
 
 def _give_up(upload: Any) -> None:
-    """End an upload without an object. Left to itself, the file would upload what it has when it is collected."""
+    """End an upload without an object. Otherwise the file would upload its contents when it is garbage-collected."""
     with suppress(Exception):
         upload.discard()
     with suppress(Exception):
@@ -230,7 +231,8 @@ def write_atomically(path: AnyPath, data: bytes) -> None:
 
 
 def read_small(path: AnyPath, *, largest: int) -> bytes:
-    """Read a whole file of so many bytes at most. Raises OSError; ValueError where it is larger or no regular file."""
+    """Read a whole file of at most `largest` bytes. Raises OSError; ValueError if it is larger or not a regular
+    file."""
     if isinstance(path, Path):
         return read_small_file(path, largest=largest)
     if path.stat().st_size > largest:
@@ -239,7 +241,7 @@ def read_small(path: AnyPath, *, largest: int) -> bytes:
 
 
 def sizes(folder: AnyPath, names: Collection[str]) -> dict[str, int]:
-    """Bytes of those of the named files that are in a folder. Raises OSError where that cannot be known."""
+    """Return the sizes in bytes of those named files that are in a folder. Raises OSError if it cannot be read."""
     if isinstance(folder, ObjectPath) and len(names) > 1:
         found = folder.listing()  # one request for a thousand files
         return {name: found[name] for name in names if name in found}

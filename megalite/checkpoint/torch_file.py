@@ -1,8 +1,8 @@
 """Files that torch.distributed.checkpoint (DCP) reads: each box is an archive of its own, as `torch.save` writes one.
 
-An archive is a zip file in which the box's bytes stand as they are, beside a pickle that says which tensor they are. It
-depends on nothing but the box's dtype and size, and is a multiple of 64 bytes long, so that an archive has the same
-bytes wherever it stands. Zip: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+An archive is a zip file that stores the box's bytes unchanged, with a pickle that describes their tensor. Everything
+around the bytes depends only on the box's dtype and size. The length is a multiple of 64 bytes, so that an archive has
+the same bytes at any position. Zip: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STORAGES = {
 
 
 def places(parts: Sequence[Part]) -> list[Place]:
-    """Where the parts of a file stand, one behind the other. No box may be empty."""
+    """Return the places of a file's parts, one after the other. No box may be empty."""
     found = []
     end = 0
     for part in parts:
@@ -48,9 +48,9 @@ def places(parts: Sequence[Part]) -> list[Place]:
 
 
 def metadata(files: Mapping[str, Sequence[tuple[Part, Place]]]) -> bytes:
-    """What stands in the `.metadata` of a folder of files: a pickle, of the same bytes for the same files.
+    """Return the contents of the `.metadata` file of a folder: a pickle, with the same bytes for the same files.
 
-    files: by name, the parts of each and where they stand.
+    files: the parts of each file with their places, by file name.
     """
     # Here, since it takes a second and one rank writes this. The names of the classes are part of DCP's format.
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
@@ -91,7 +91,7 @@ _BYTES = b"archive/data/0"
 
 @functools.lru_cache(maxsize=1024)  # many boxes of a model are alike
 def _archive(dtype: torch.dtype, size: tuple[int, ...]) -> tuple[bytes, Callable[[int], bytes]]:
-    """What stands around a box's bytes, as of a `Place`."""
+    """Return the bytes before a box's bytes and the function for those after, as in a `Place`."""
     before = directory = b""
     for name, content in ((b"data.pkl", _description(dtype, size)), (b"byteorder", b"little"), (b"version", b"3\n")):
         name = b"archive/" + name
@@ -118,7 +118,7 @@ def _description(dtype: torch.dtype, size: tuple[int, ...]) -> bytes:
 
 @dataclass(frozen=True)
 class _Storage:
-    """Stands for a tensor's bytes in a pickle."""
+    """Stand-in for a tensor's bytes in a pickle."""
 
     dtype: torch.dtype
     numel: int
@@ -126,7 +126,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """Is pickled as a contiguous tensor on the CPU is by `torch.save`."""
+    """Stand-in that is pickled as `torch.save` pickles a contiguous tensor on the CPU."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
