@@ -1,1 +1,1 @@
-"""Models of others, into megalite and out of it."""
+"""Conversion of models from and to other formats."""

@@ -1,4 +1,4 @@
-"""Tensors that stand in files in pieces: by the ranks that saved them, by layers, by halves."""
+"""Tensors that are stored in pieces: by the ranks that saved them, by layers, or by halves."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from megalite.parallel.sharding import Box
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor."""
+    """Box of a tensor."""
 
     box: Box
     dtype: torch.dtype
     read: Callable[[], Tensor]
-    """Gives it, in the box's shape."""
+    """Function that returns the values, in the box's shape."""
 
     def rows_from(self, first: int) -> Chunk:
-        """The same, `first` rows further down."""
+        """Return the same chunk, moved `first` rows down."""
         offset, *rest = self.box.offset
         return Chunk(Box((offset + first, *rest), self.box.size), self.dtype, self.read)
 
 
 class ChunkedFiles:
-    """Tensors put together of their chunks, each when it is asked for, and kept until the thread asks for another."""
+    """Tensors that are assembled from chunks on request; each thread keeps the one it asked for last."""
 
     def __init__(self, chunks: Mapping[str, Iterable[Chunk]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """`shapes`: of tensors that are wanted smaller than they are, at their beginning.
+        """Check the chunks; `shapes` has tensors of which only the beginning, of the given shape, is wanted.
 
-        Raises CheckpointError where the chunks of one do not hold each of its elements once.
+        Raises CheckpointError if a tensor's chunks do not hold each of its elements once.
         """
         self._chunks = {name: list(each) for name, each in chunks.items()}
         self._last = threading.local()
@@ -55,7 +55,7 @@ class ChunkedFiles:
             self.tensors[name] = Kind(wanted if fits else whole, found[0].dtype)
 
     def tensor(self, name: str) -> Tensor:
-        """As in `Files`."""
+        """Return a tensor, as in `Files`."""
         if getattr(self._last, "name", None) != name:
             self._last.values = None  # so that two are never there at once
             self._last.values, self._last.name = self._whole(name), name

@@ -1,6 +1,6 @@
-"""What the keys of a family's config.json say of a model: each entry of its table is read and written here.
+"""Keys of a family's config.json: each entry of the family's table is read and written here.
 
-Those of rotary embeddings are in `rotary_keys`, those of sliding windows in `window_keys`.
+Keys of rotary embeddings are in `rotary_keys`, those of sliding windows in `window_keys`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ _REQUIRED = object()
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of config.json that say something together."""
+    """Keys of config.json that have a meaning together."""
 
     names: tuple[str, ...]
     read: Callable[[Json], dict[str, Any]]
-    """The fields of ModelConfig that they stand for. Raises CheckpointError for a value that no field has."""
+    """Function that returns the fields of ModelConfig for the keys. Raises CheckpointError for values no field can
+    have."""
     write: Callable[[ModelConfig], dict[str, Any]]
-    """The keys of a model, as near to it as they come: what they cannot say is found when they are read again."""
+    """Function that returns the keys for a model, as near as possible: reading them again shows what they cannot
+    express."""
 
 
 def key(name: str, field: str, default: Any = _REQUIRED) -> Keys:
-    """A key that is a field. `default`: what the family takes it for where it is left out or null."""
+    """Return the entry of a key that equals a field. `default`: the family's value if the key is missing or null."""
 
     def read(config: Json) -> dict[str, Any]:
         value = config.get(name)
@@ -44,7 +46,7 @@ def key(name: str, field: str, default: Any = _REQUIRED) -> Keys:
 
 
 def fixed(name: str, value: Any, *, written: bool = True) -> Keys:
-    """A key that may be left out, null or one value, since megalite's model computes nothing else."""
+    """Return the entry of a key that may be missing, null or one value, since megalite computes nothing else."""
 
     def read(config: Json) -> dict[str, Any]:
         if config.get(name) not in (None, value):
@@ -55,12 +57,12 @@ def fixed(name: str, value: Any, *, written: bool = True) -> Keys:
 
 
 def unread(*names: str) -> Keys:
-    """Keys that some files of a family have, and transformers does not read."""
+    """Return the entry of keys that some files of a family have, and that transformers does not read."""
     return Keys(names, lambda _: {}, lambda _: {})
 
 
 def tied(default: bool) -> Keys:
-    """Whether the output layer is the word embedding."""
+    """Return the entry that says whether the output layer is the word embedding."""
     return Keys(
         ("tie_word_embeddings",),
         lambda config: {"untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", default)},
@@ -69,7 +71,7 @@ def tied(default: bool) -> Keys:
 
 
 def grouped_queries(default: int | None = None) -> Keys:
-    """The number of key-value heads; left out: `default`; null: one for each query head."""
+    """Return the entry of the number of key-value heads; missing: `default`; null: one per query head."""
 
     def read(config: Json) -> dict[str, Any]:
         heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads", default)
@@ -81,7 +83,7 @@ def grouped_queries(default: int | None = None) -> Keys:
 
 
 def head_width(default: int | None = None) -> Keys:
-    """The width of a head; left out: `default`, or the hidden size over the heads."""
+    """Return the entry of the width of a head; missing: `default`, or the hidden size divided by the heads."""
     return Keys(
         ("head_dim",),
         lambda config: {"kv_channels": config.get("head_dim") or default},
@@ -90,12 +92,12 @@ def head_width(default: int | None = None) -> Keys:
 
 
 def feed_forward_width(name: str = "intermediate_size") -> Keys:
-    """The width of the feed-forward layer; left out: four times the hidden size."""
+    """Return the entry of the width of the feed-forward layer; missing: four times the hidden size."""
     return Keys((name,), lambda config: {"ffn_hidden_size": config.get(name)}, lambda model: {name: model.ffn_size})
 
 
 def linear_biases() -> Keys:
-    """Llama's two keys for biases, of which megalite has both or none."""
+    """Return the entry of Llama's two keys for biases; megalite has both biases or none."""
 
     def read(config: Json) -> dict[str, Any]:
         attention, mlp = config.get("attention_bias", False), config.get("mlp_bias", False)
@@ -113,7 +115,7 @@ def linear_biases() -> Keys:
 
 
 def activation(name: str, default: str, *, gated: bool) -> Keys:
-    """The function of the feed-forward layer."""
+    """Return the entry of the feed-forward layer's activation function."""
     rows = {each: row for row in ACTIVATIONS if row.gated == gated for each in row.hugging_face}
 
     def read(config: Json) -> dict[str, Any]:
@@ -130,8 +132,10 @@ def activation(name: str, default: str, *, gated: bool) -> Keys:
 
 
 def tanh_gate() -> Keys:
-    """The first Gemma's: a gate of GELU's tanh form, which its published files call gelu, and version 4 of transformers
-    by a key of its own."""
+    """Return the entry of the first Gemma's gate, the tanh form of GELU.
+
+    Its published files call it gelu; version 4 of transformers has a key of its own for it.
+    """
 
     def read(config: Json) -> dict[str, Any]:
         for name in ("hidden_act", "hidden_activation"):
@@ -144,7 +148,7 @@ def tanh_gate() -> Keys:
 
 
 def square_root_of_heads() -> Keys:
-    """The scalar under the root by which scores are divided; Gemma's default is 256."""
+    """Return the entry of the scalar whose square root divides the attention scores; Gemma's default is 256."""
     return Keys(
         ("query_pre_attn_scalar",),
         lambda config: {"query_pre_attn_scalar": float(config.get("query_pre_attn_scalar", 256))},
@@ -153,12 +157,13 @@ def square_root_of_heads() -> Keys:
 
 
 def soft_cap(name: str, default: float | None) -> Keys:
-    """A cap, off where the key is null; left out: `default`."""
+    """Return the entry of a soft cap, which is off if the key is null; missing: `default`."""
     return Keys((name,), lambda config: {name: config.get(name, default)}, lambda model: {name: getattr(model, name)})
 
 
 def embedding_dropout() -> Keys:
-    """GPT-2 names the dropout of embeddings apart, which megalite drops as it does the residual branches."""
+    """Return the entry of the embedding's dropout, a separate key in GPT-2; in megalite it equals that of the residual
+    branches."""
     return Keys(("embd_pdrop",), lambda _: {}, lambda model: {"embd_pdrop": model.hidden_dropout})
 
 

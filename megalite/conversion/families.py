@@ -1,6 +1,6 @@
-"""The families of Hugging Face that megalite's network covers, a table each.
+"""Families of Hugging Face models that megalite's network covers, one table per family.
 
-The names of tensors are those of published checkpoints; the patterns and axes are those of `mapping`.
+Tensor names are those of published checkpoints; patterns and axes are explained in `mapping`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _ALL = slice(None)
 
 
 def _linear(file: str, weight: str, bias: str, *pieces: Piece) -> tuple[Rule, ...]:
-    """A linear layer's weight and, where the model has one, its bias, each with its pattern: alike in their pieces."""
+    """Return the rules of a linear layer's weight and, if the model has one, its bias, with the same pieces for
+    both."""
     of_bias = tuple(replace(piece, tensor=f"{piece.tensor}_bias") for piece in pieces)
     return Rule(f"{file}.weight", weight, pieces), Rule(f"{file}.bias", bias, of_bias)
 
@@ -47,7 +48,8 @@ def _norm(file: str, tensor: str, axis: str = "hidden") -> tuple[Rule, ...]:
 
 
 def _llama_layer(name: str = "model.layers.{layer}") -> tuple[Rule, ...]:
-    """The matrices of a layer: queries, keys and values apart, and so are gate and up."""
+    """Return the rules of a layer's matrices, with queries, keys and values in separate tensors, and gate and up
+    too."""
     attention, mlp = f"{name}.self_attn", f"{name}.mlp"
     key_value = "(groups width) hidden -> groups 1 width hidden", "(groups width) -> groups 1 width"
     gate_up = "ffn hidden -> 1 ffn hidden", "ffn -> 1 ffn"
@@ -76,7 +78,7 @@ def _llama_layer(name: str = "model.layers.{layer}") -> tuple[Rule, ...]:
 
 
 def _ends(word: str, norm: str, head: str) -> tuple[Rule, ...]:
-    """What stands before and behind the layers."""
+    """Return the rules of the tensors before and after the layers."""
     return (
         Rule(word, "vocabulary hidden -> vocabulary hidden", (Piece("embedding.word"),)),
         *_norm(norm, "final_norm"),
@@ -110,7 +112,7 @@ _WITHOUT_BIASES = _RMS_NORM | {"add_bias_linear": False}
 
 
 def _llama_like(name: str, architecture: str, always: dict[str, object], groups: int | None, *keys: Keys) -> Family:
-    """`groups`: the number of key-value heads where config.json has no such key."""
+    """Return a family like Llama; `groups`: the number of key-value heads if config.json does not give it."""
     common = (
         *_LLAMA_KEYS,
         activation("hidden_act", "silu", gated=True),
@@ -312,4 +314,4 @@ GPT_NEOX = Family(
 )
 
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, GPT_NEOX, GEMMA, GEMMA2, GEMMA3)
-"""In the order in which they are tried for a network that several have."""
+"""Families in the order in which they are tried: a network may belong to several."""

@@ -1,4 +1,4 @@
-"""A family of models: one table, by which its folders are read and written."""
+"""Family of models: one table, by which its folders are read and written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megalite.errors import CheckpointError, ConfigurationError
 from megalite.small_files import shown
 
 CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of config.json that are not of the model but go with it: what a tokenizer's special tokens are."""
+"""Keys of config.json that do not describe the model but belong to it: the numbers of a tokenizer's special tokens."""
 
 _OF_NO_ACCOUNT = {
     # the file itself
@@ -41,34 +41,34 @@ _OF_NO_ACCOUNT = {
 
 _SHOWN = 20
 _KINDS = {each.name: str(each.type) for each in fields(ModelConfig)}
-"""The type of each field, as it is written."""
+"""Type of each field, as written in the source."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What folders of one kind are like."""
+    """Description of the folders of one kind of model."""
 
     name: str
-    """config.json's model_type."""
+    """model_type in config.json."""
     architecture: str
-    """config.json's only architecture."""
+    """Single architecture in config.json."""
     keys: tuple[Keys, ...]
     always: Mapping[str, Any]
-    """Fields of ModelConfig that are the same in all of the family."""
+    """Fields of ModelConfig that are the same for the whole family."""
     rules: tuple[Rule, ...]
     prefix: str = ""
-    """What the names of tensors begin with, and in some files do not."""
+    """Prefix of tensor names, which some files omit."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that some files have by another name, by that name."""
+    """Names that the table uses, by the other names that some files have."""
     head: str = "lm_head.weight"
-    """The output layer, which files of a tied model may have, too: it must be the embedding then."""
+    """Output layer, which files of a tied model may also have: it must then equal the embedding."""
     buffers: str = r".*rotary_emb\.inv_freq"
-    """A pattern of names of tensors that are no weights."""
+    """Pattern of the names of tensors that are not weights."""
 
     def model(self, config: Json) -> ModelConfig:
-        """The network that a config.json describes.
+        """Return the network that a config.json describes.
 
-        Raises CheckpointError for every key, or value, that says something of a network which megalite has not.
+        Raises CheckpointError for every key, or value, that describes a network which megalite does not have.
         """
         values = dict(self.always)
         known = _OF_NO_ACCOUNT | set(CARRIED)
@@ -95,7 +95,8 @@ class Family:
         return model
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
-        """The config.json of a network. Raises CheckpointError, with each difference, where it cannot say that."""
+        """Return the config.json of a network. Raises CheckpointError, listing each difference, if it cannot describe
+        it."""
         written: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
         for keys in self.keys:
             written |= keys.write(model)
@@ -107,12 +108,12 @@ class Family:
         return written
 
     def is_buffer(self, name: str) -> bool:
-        """Whether a tensor of this name is no weight."""
+        """Tell whether a tensor of this name is not a weight."""
         return re.fullmatch(self.buffers, name) is not None
 
 
 def _nonsense(values: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with fields of ModelConfig, each of which a config.json may give any value."""
+    """Yield what is wrong with single fields of ModelConfig: a config.json may give any value to each of them."""
     for name, value in values.items():
         kind = _KINDS[name]
         if value is None and kind.endswith(" | None"):
@@ -127,7 +128,7 @@ def _nonsense(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _indivisible(model: ModelConfig) -> Iterator[str]:
-    """What is wrong with sizes together."""
+    """Yield what is wrong with sizes in combination."""
     heads, groups = model.num_attention_heads, model.kv_groups
     if heads % groups:
         yield f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
@@ -141,9 +142,9 @@ def _indivisible(model: ModelConfig) -> Iterator[str]:
 
 
 def choose(families: Sequence[Family], model: ModelConfig) -> tuple[Family, dict[str, Any]]:
-    """The first family that has this very network, and its config.json.
+    """Return the first family that has exactly this network, and the network's config.json.
 
-    Raises CheckpointError, naming what stands in the way of the nearest, where none has.
+    Raises CheckpointError if there is none, with the obstacles of the nearest family.
     """
     reasons = {}
     for family in families:

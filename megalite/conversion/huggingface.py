@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json, weights, and what goes with them, opened and written."""
+"""Hugging Face folders, opened and written: config.json, weights, and the files that belong to them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ COMPANIONS = (
     "merges.txt",
     "chat_template*",
 )
-"""The files of a folder that are its tokenizer's."""
+"""Files of a folder that belong to its tokenizer."""
 
 
 def open_huggingface(folder: Path) -> OpenedModel:
-    """A folder's model. Raises CheckpointError where it is not, in all it says, one that megalite computes."""
+    """Open the model in a folder. Raises CheckpointError if megalite cannot compute exactly this model."""
     config = read_json(folder / "config.json", largest=LARGEST_CONFIG)
     family = _family(folder, config)
     try:
@@ -63,7 +63,7 @@ def open_huggingface(folder: Path) -> OpenedModel:
 
 
 def _family(folder: Path, config: Mapping[str, Any]) -> Family:
-    """By model_type; a config.json that has none is told by its architecture."""
+    """Return the family by model_type, or by architecture if config.json has no model_type."""
     architectures = config.get("architectures") or []
     architectures = architectures if isinstance(architectures, list) else [architectures]
     for family in FAMILIES:
@@ -76,7 +76,7 @@ def _family(folder: Path, config: Mapping[str, Any]) -> Family:
 
 
 def _check_head(folder: Path, family: Family, files: HuggingFaceFiles, word: str) -> None:
-    """Raise CheckpointError where a tied model's files have an output layer that is not the embedding `word`."""
+    """Raise CheckpointError if a tied model's files have an output layer that is not the embedding `word`."""
     if family.head in files.tensors and not torch.equal(files.tensor(word), files.tensor(family.head)):
         raise CheckpointError(
             f"{folder} has {family.head} beside {word}, and other values in it, where config.json says that they are "
@@ -85,7 +85,7 @@ def _check_head(folder: Path, family: Family, files: HuggingFaceFiles, word: str
 
 
 def tokenizer_fields(folder: Path) -> dict[str, Any]:
-    """The fields of a configuration that name the tokenizer in a folder; none where there is none."""
+    """Return the configuration fields that name the tokenizer in a folder; none if it has no tokenizer."""
     for file, kind, model in (
         ("tokenizer.json", "HuggingFaceTokenizer", folder),
         ("tokenizer.model", "Llama2Tokenizer", folder / "tokenizer.model"),
@@ -109,9 +109,9 @@ def write_huggingface(
 ) -> Family:
     """Write a model as a Hugging Face folder, complete or not at all, and return its family.
 
-    dtype: what to cast to; None: nothing is. shard: bytes of a file at most. The tokenizer is copied; where a
-    config.json is beside it, its family is preferred, and the numbers of special tokens are taken from it.
-    Raises CheckpointError where no family has this network, or the disk fails.
+    dtype: dtype to cast to; None: no cast. shard: largest size of a file in bytes. The tokenizer is copied. If a
+    config.json is beside it, that family is preferred, and the numbers of special tokens are taken from that file.
+    Raises CheckpointError if no family has this network, or the disk fails.
     """
     folder = folder.absolute()  # so that it has a name, as `.` has not
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -137,13 +137,13 @@ def write_huggingface(
 
 
 def _with_positions(opened: OpenedModel) -> ModelConfig:
-    """A network of which config.json can say how long a text may be: it must, whatever the positions are."""
+    """Return the network with a maximum text length: config.json must have one, whatever the position embedding is."""
     rows = opened.config.max_position_embeddings or opened.sequence_length
     return replace(opened.config, max_position_embeddings=rows)
 
 
 def _end_of_text(opened: OpenedModel) -> dict[str, int]:
-    """What ends a text, by the tokenizer's own word, where there is one that can be asked."""
+    """Return the number of the end-of-text token, if there is a tokenizer that can give it."""
     data = opened.data
     if "tokenizer_type" not in data:
         return {}
@@ -162,7 +162,7 @@ def _companion_config(companions: Path | None) -> dict[str, Any]:
 
 
 def _shards(files: ToFiles, most: int) -> list[list[tuple[str, Box]]]:
-    """The tensors by file, layer after layer."""
+    """Return the tensors of each file, layer after layer."""
     shards: list[list[tuple[str, Box]]] = [[]]
     room = most
     for name in sorted(files.tensors, key=numbers_as_numbers):
@@ -181,7 +181,7 @@ def _format(files: int) -> Format:
 
 
 def _index(placed: Placed) -> bytes:
-    """Which file each tensor is in."""
+    """Return the index that says in which file each tensor is."""
     by_name = {part.name: file for file, parts in placed.items() for part, _ in parts}
     size = sum(part.size for parts in placed.values() for part, _ in parts)
     return _json({"metadata": {"total_size": size}, "weight_map": dict(sorted(by_name.items()))})
@@ -192,9 +192,9 @@ def _json(fields: Mapping[str, Any]) -> bytes:
 
 
 def copy_companions(companions: Path, folder: Path, *more: str) -> None:
-    """Copy a tokenizer's files, the generation config and others by name from a folder into another.
+    """Copy a tokenizer's files, the generation config and further named files from one folder into another.
 
-    Raises CheckpointError for a link out of the first, and what is no small file.
+    Raises CheckpointError for a link that leads out of the first folder, and for anything that is not a small file.
     """
     for pattern in (*COMPANIONS, "generation_config.json", *more):
         for path in sorted(companions.glob(pattern)):

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder, mapped into memory: safetensors, or pickles that hold nothing but tensors."""
+"""Files of a Hugging Face folder, mapped into memory: safetensors, or pickles that hold nothing but tensors."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ _OF_BUFFERS = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": t
 _OF_BUFFERS |= {"I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 _KINDS = _DTYPES | _OF_BUFFERS
 _LONGEST_HEADER = 1 << 25
-"""Bytes; a model with 100,000 tensors in one file has half of them."""
+"""Largest header in bytes; a model with 100,000 tensors in one file needs half of this."""
 LARGEST_CONFIG = 4 * MIB
-"""Bytes of a config.json; one with the names of 20,000 classes has one million."""
+"""Largest config.json in bytes; one with the names of 20,000 classes has one million."""
 _LONGEST_NAME = 200
 _RESIDENT = 1 << 26
-"""Bytes of a mapped file that are handed out before the memory of all is given back, unless one tensor has more."""
+"""Bytes of a mapped file that are handed out before all its memory is released; a larger tensor exceeds this."""
 
 
 class HuggingFaceFiles:
-    """The weights in a folder, by the names that the family's table has."""
+    """Weights in a folder, by the names in the family's table."""
 
     def __init__(self, folder: Path, family: Family, expected: frozenset[str]) -> None:
-        """`expected`: the names of the table. Raises CheckpointError where a file cannot be read, or has more."""
+        """Open the files; `expected` has the names in the table. Raises CheckpointError if one is unreadable or has
+        more names."""
         self._tensors: dict[str, _Safetensors | _Pickled] = {}
         self._named: dict[str, str] = {}
         self.tensors: dict[str, Kind] = {}
@@ -60,7 +61,7 @@ class HuggingFaceFiles:
             raise CheckpointError(f"{folder} has weights that {family.name} lacks: {some}")
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor, in the mapped file."""
+        """Return a whole tensor, in the mapped file."""
         return self._tensors[name].tensor(self._named[name])
 
 
@@ -70,7 +71,8 @@ def _canonical(name: str, family: Family, expected: frozenset[str]) -> str:
 
 
 def _open(folder: Path) -> Iterator[_Safetensors | _Pickled]:
-    """As transformers chooses: safetensors before pickles, and one file before an index of several."""
+    """Open the files that transformers would choose: safetensors before pickles, one file before an index of
+    several."""
     for stem, suffix, opener in (("model", "safetensors", _Safetensors), ("pytorch_model", "bin", _Pickled)):
         index, single = folder / f"{stem}.{suffix}.index.json", folder / f"{stem}.{suffix}"
         if single.is_file():
@@ -87,7 +89,7 @@ def _open(folder: Path) -> Iterator[_Safetensors | _Pickled]:
 
 
 def read_json(path: Path, *, largest: int = LARGEST) -> dict[str, Any]:
-    """An object in a JSON file of a folder. Raises CheckpointError."""
+    """Return the object in a JSON file of a folder. Raises CheckpointError."""
     try:
         found = parse_json(read_small_file(path, largest=largest, folder=path.parent).decode())
     except (OSError, ValueError) as error:
@@ -101,12 +103,12 @@ def read_json(path: Path, *, largest: int = LARGEST) -> dict[str, Any]:
 class _Entry:
     kind: Kind
     start: int
-    """Its first byte in the file."""
+    """Position of its first byte in the file."""
     stop: int
 
 
 class _Safetensors:
-    """A file of https://huggingface.co/docs/safetensors. Its memory is bounded, however much of it is read."""
+    """File of https://huggingface.co/docs/safetensors. Its memory is bounded, however much of it is read."""
 
     def __init__(self, path: Path) -> None:
         self._lock, self._handed_out = Lock(), dict[str, int]()
@@ -132,7 +134,7 @@ class _Safetensors:
 
 
 def _entries(content: mmap.mmap) -> dict[str, _Entry]:
-    """The tensors of a file by name; they follow one another from the header to the end. Raises ValueError."""
+    """Return the tensors of a file by name; they fill the file from the header to the end. Raises ValueError."""
     if content[:8] == b"version ":
         raise ValueError("it is a pointer of Git LFS, which git lfs pull replaces by the file")
     length = int.from_bytes(content[:8], "little")
@@ -154,7 +156,7 @@ def _entries(content: mmap.mmap) -> dict[str, _Entry]:
 
 
 def _check_metadata(metadata: Any) -> None:
-    """Raises ValueError where a header's notes are no texts."""
+    """Raise ValueError if a value of a header's metadata is not a text."""
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata are no texts")
     for text in (*metadata, *metadata.values()):
@@ -162,7 +164,7 @@ def _check_metadata(metadata: Any) -> None:
 
 
 def _entry(name: str, fields: Any, header: int) -> _Entry:
-    """A tensor of a file whose header ends at byte `header`. Raises ValueError."""
+    """Return a tensor of a file whose header ends at byte `header`. Raises ValueError."""
     _check_name(name)
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name} has not just a dtype, a shape and data_offsets")
@@ -184,13 +186,13 @@ def _are_counts(values: Any) -> bool:
 
 
 def _check_name(name: object) -> None:
-    """Raises ValueError where a file's name for a tensor is none that a message could show."""
+    """Raise ValueError if a tensor's name in a file cannot be shown in a message."""
     if not isinstance(name, str) or not name.isprintable() or len(name) > _LONGEST_NAME:
         raise ValueError(f"a tensor is called {shown(name)}")
 
 
 class _Pickled:
-    """A file of torch.save, of which nothing but tensors is taken."""
+    """File of torch.save, from which only tensors are taken."""
 
     def __init__(self, path: Path) -> None:
         try:

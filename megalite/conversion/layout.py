@@ -1,4 +1,4 @@
-"""How a layout that nothing runs on would cut a network's weights into files."""
+"""Cuts of a network's weights into files, for a layout that need not be running."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from megalite.pipeline.stages import Stages
 
 
 def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[list[tuple[str, Box]]]:
-    """For each rank of one copy of the model the boxes of weights, and of modules' state, that it would save.
+    """Yield, for each rank of one copy of the model, the boxes of weights and of modules' state that it would save.
 
-    The model is built, without memory, as that rank would build it. Raises ConfigurationError where the model cannot be
-    split so.
+    The model is built as that rank would build it, on the meta device. Raises ConfigurationError if the model cannot be
+    split in this way.
     """
     check_divides(model, parallel)
     parts = stage_layers(model, parallel)
@@ -46,7 +46,7 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
 
 
 def check_divides(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigurationError where ranks cannot have equal shares of the model."""
+    """Raise ConfigurationError if ranks cannot have equal shares of the model."""
     if parallel.pipeline_model_parallel_size < 1:
         raise ConfigurationError("--pipeline-model-parallel-size is 1 or more")
     size = parallel.tensor_model_parallel_size

@@ -1,7 +1,7 @@
-"""How the tensors of a file are made of logical tensors: one description, by which both are read from the other.
+"""Mapping between the tensors of files and logical tensors: one description serves both directions.
 
-A tensor of a file is looked at in such a way that a part of it has the shape of a box of a logical tensor. Looking
-copies nothing: the same view of a file's tensor is read from, or written to.
+A tensor of a file is viewed so that a part of it has the shape of a box of a logical tensor. A view copies nothing: the
+same view of a file's tensor is used for reading and for writing.
 """
 
 from __future__ import annotations
@@ -27,46 +27,50 @@ from megalite.parallel.sharding import Box
 Index = tuple[int | slice, ...]
 View = Callable[[Tensor], Tensor]
 _MOST_PROBLEMS = 5
-"""Problems that a message has, each of a tensor: often all are wrong for one reason."""
+"""Largest number of problems in a message, one per tensor: often all tensors are wrong for the same reason."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a logical tensor in a file's tensor."""
+    """Box of a logical tensor in a file's tensor."""
 
     tensor: str
-    """The logical tensor's name; that of a layer's without `layers.N.` in front, in a rule for each layer. In a rule
-    for each expert the experts are its first axis, which everything else here leaves out."""
+    """Name of the logical tensor, without `layers.N.` in a rule for each layer.
+
+    In a rule for each expert, the experts are the tensor's first axis, which all other fields here leave out.
+    """
     index: Index = ()
-    """Where it stands in the file's tensor, as that is looked at."""
+    """Index of the box in the viewed tensor of the file."""
     offset: tuple[int, ...] = ()
-    """The box's first corner; zeros at its end may be left out."""
+    """First corner of the box; zeros at the end may be left out."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a tensor of the files is. It applies where the model has the logical tensors named."""
+    """Description of a tensor of the files. It applies if the model has the logical tensors named."""
 
     file: str
-    """Its name, with {layer} in it where each layer has one, and {expert} where each expert has: a rule for a tensor
-    that has all experts is a rule like others."""
+    """Name of the tensor, with {layer} if there is one per layer, and {expert} if there is one per expert.
+
+    A rule for a tensor that has all experts is a normal rule.
+    """
     pattern: str
-    """How to look at it: an einops pattern that only splits and moves axes. Axes: those of `axis_lengths`."""
+    """View of the tensor: an einops pattern that only splits and moves axes. Axes: those of `axis_lengths`."""
     pieces: tuple[Piece, ...] | Callable[[ModelConfig], tuple[Piece, ...]]
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of the files, and the boxes of logical tensors in it."""
+    """Tensor of the files, and the boxes of logical tensors in it."""
 
     name: str
     shape: tuple[int, ...]
     boxes: tuple[tuple[str, Box, View], ...]
-    """The logical tensor's name, the box, and the view that has its shape of a tensor of `shape`."""
+    """Boxes, each with its logical tensor's name before it, and a view of a tensor of `shape` that has its shape."""
 
 
 def axis_lengths(model: ModelConfig) -> dict[str, int]:
-    """What the axes in the patterns of rules are called, and how long they are."""
+    """Return the lengths of the axes in the rules' patterns, by name."""
     heads, groups = model.num_attention_heads, model.kv_groups
     return {
         "hidden": model.hidden_size,
@@ -83,10 +87,10 @@ def axis_lengths(model: ModelConfig) -> dict[str, int]:
 
 
 def file_tensors(rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str, tuple[int, ...]]) -> list[FileTensor]:
-    """The tensors of the files of a model, by the rules of its family.
+    """Return the tensors of a model's files, by the rules of its family.
 
-    logical: the shapes of the model's logical tensors, by name. Raises CheckpointError where the rules, for one of
-    them, have no place, or two.
+    logical: the shapes of the model's logical tensors, by name. Raises CheckpointError if the rules place one of them
+    nowhere, or twice.
     """
     found = []
     for rule in rules:
@@ -104,7 +108,7 @@ def file_tensors(rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str
 def _file_tensors(
     rule: Rule, model: ModelConfig, logical: Mapping[str, tuple[int, ...]], layer: int | None
 ) -> list[FileTensor]:
-    """The tensors of a rule, in a layer: one, or one for each expert; none where the model has none."""
+    """Return the tensors of a rule, in a layer: one, or one per expert; none if the model has none."""
     prefix = "" if layer is None else f"layers.{layer}."
     pieces = rule.pieces(model) if callable(rule.pieces) else rule.pieces
     if not all(prefix + piece.tensor in logical for piece in pieces):
@@ -136,7 +140,7 @@ def _file_tensors(
 
 
 def _as_expert(view: View, values: Tensor) -> Tensor:
-    """Look at an expert's tensor as at one that has all experts, and of these one."""
+    """View an expert's tensor as a tensor of all experts in which only this expert is present."""
     return view(values).unsqueeze(0)
 
 
@@ -145,21 +149,21 @@ def _view(pattern: str, lengths: Mapping[str, int], index: Index, values: Tensor
 
 
 class Files(Protocol):
-    """The tensors of a folder's files."""
+    """Tensors of a folder's files."""
 
     @property
     def tensors(self) -> Mapping[str, Kind]:
-        """By name."""
+        """Tensors' shapes and dtypes, by name."""
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor: its memory, or what stands for it in a file that is mapped. Raises CheckpointError."""
+        """Return a whole tensor, in memory or in a mapped file. Raises CheckpointError."""
 
 
 class FromFiles:
-    """The logical tensors of a model, read from files (a `Source`)."""
+    """Logical tensors of a model, read from files (a `Source`)."""
 
     def __init__(self, files: Files, mapping: Sequence[FileTensor], logical: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises CheckpointError where the files lack a tensor, or have one of another shape."""
+        """Check the files. Raises CheckpointError if a tensor is missing or has another shape."""
         self._files = files
         self._boxes: dict[str, list[tuple[FileTensor, Box, View]]] = {name: [] for name in logical}
         dtypes: dict[str, torch.dtype] = {}
@@ -183,7 +187,7 @@ class FromFiles:
         self.tensors = {name: Kind(shape, dtypes[name]) for name, shape in logical.items()}
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """As in `Source`."""
+        """Fill `values`, as in `Source`."""
         for tensor, held, view in self._boxes[name]:
             both = held.intersection(box)
             if both is not None:
@@ -192,14 +196,14 @@ class FromFiles:
 
 
 class ToFiles:
-    """The tensors of files, read from logical tensors (a `Source`).
+    """Tensors of files, read from logical tensors (a `Source`).
 
-    Where the boxes of a tensor stand one behind the other in it, any run of its elements is read by itself; else it is
-    put together whole, and the last one of each thread is kept.
+    If a tensor's boxes are contiguous in it, one after the other, any run of its elements is read by itself. Otherwise
+    the whole tensor is assembled, and each thread keeps the last one.
     """
 
     def __init__(self, logical: Source, mapping: Sequence[FileTensor], dtype: torch.dtype | None = None) -> None:
-        """`dtype`: what to cast to; None: as they are, the widest where one is made of several."""
+        """Set up; `dtype`: dtype to cast to; None: no cast, and the widest dtype if a tensor is made of several."""
         self._logical, self._mapping = logical, {tensor.name: tensor for tensor in mapping}
         self._runs = {tensor.name: _runs(tensor) for tensor in mapping}
         self._last = threading.local()
@@ -209,7 +213,7 @@ class ToFiles:
         }
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """As in `Source`."""
+        """Fill `values`, as in `Source`."""
         start, shape = _flat_index(box.offset, self.tensors[name].shape), self.tensors[name].shape
         runs = self._runs[name]
         if runs is not None and _is_run(box, shape) and values.is_contiguous():
@@ -235,7 +239,7 @@ class ToFiles:
 
 
 def _runs(tensor: FileTensor) -> list[tuple[int, str, Box]] | None:
-    """The boxes of a tensor, each with its first element's number in it; None where some do not stand in one piece."""
+    """Return the boxes of a tensor, each with the number of its first element; None if a box is not contiguous."""
     whole = torch.empty(tensor.shape, device="meta")
     views = [(view(whole), logical, box) for logical, box, view in tensor.boxes]
     if not all(view.is_contiguous() for view, _, _ in views):
@@ -244,11 +248,11 @@ def _runs(tensor: FileTensor) -> list[tuple[int, str, Box]] | None:
 
 
 def _flat_index(corner: Sequence[int], shape: Sequence[int]) -> int:
-    """The number of an element in row-major order."""
+    """Return the number of an element in row-major order."""
     return reduce(lambda number, axis: number * axis[1] + axis[0], zip(corner, shape, strict=True), 0)
 
 
 def _is_run(box: Box, shape: Sequence[int]) -> bool:
-    """Whether a box of a tensor is a run of its elements in row-major order."""
+    """Tell whether a box of a tensor is a run of its elements in row-major order."""
     first = next((axis for axis, size in enumerate(box.size) if size > 1), len(shape))
     return box.size[first + 1 :] == tuple(shape[first + 1 :])

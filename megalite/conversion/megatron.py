@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints, as models to convert from and to: weights alone."""
+"""Megatron-LM's checkpoints, as models to convert from and to: only weights."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from megalite.parallel.sharding import Box
 from megalite.small_files import read_small_file, shown
 
 RELEASE = "release"
-"""What Megatron-LM calls weights that no run of its own has saved: it starts from them at step 0."""
+"""Megatron-LM's name for weights that no run of its own has saved; it starts from them at step 0."""
 FILE = 5 * 10**9
-"""Bytes of a file, about: tensors of layers are not cut."""
+"""Approximate size of a file in bytes: a layer's tensors are not cut."""
 
 
 def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel:
-    """A checkpoint's folder, or the latest of a run directory; the optimizer's state in it is left aside.
+    """Open a checkpoint's folder, or the latest checkpoint of a run directory, without the optimizer's state.
 
-    true_vocab_size: the tokens of the vocabulary; None: as the arguments in it tell, or else all rows of the embedding.
-    Raises CheckpointError where it is not, in all it says and holds, a network that megalite computes.
+    true_vocab_size: number of tokens in the vocabulary; None: as the saved arguments say, or else all rows of the
+    embedding. Raises CheckpointError if megalite cannot compute exactly this network.
     """
     folder = _resolve(path)
     opened = TorchDist(folder) if (folder / ".metadata").is_file() else Legacy(folder)
@@ -78,7 +78,7 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
 
 
 def _resolve(path: Path) -> Path:
-    """A checkpoint's folder, from itself or from its run directory."""
+    """Return a checkpoint's folder, given that folder or its run directory."""
     if (path / ".metadata").is_file() or any(path.glob("mp_rank_*")):
         return path
     try:
@@ -100,7 +100,8 @@ def _arguments(folder: Path, common: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _drop_copy(folder: Path, chunks: dict[str, list[Chunk]]) -> None:
-    """Drop the copy that a tied model's last stage has of the embedding. Raises CheckpointError where it is none."""
+    """Drop a tied model's copy of the embedding on its last stage. Raises CheckpointError if it differs from the
+    embedding."""
     of_both = {name: chunks[name] for name in TOKEN_TABLES if name in chunks}
     if len(of_both) == len(TOKEN_TABLES):
         files = ChunkedFiles(of_both, {})
@@ -118,9 +119,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 class _Stacked:
-    """The tensors of files as Megatron-LM's distributed checkpoints have them (a `Source`).
+    """Tensors of files in the form of Megatron-LM's distributed checkpoints (a `Source`).
 
-    What all layers have is one tensor, layers along its first axis, and tables of tokens are padded with rows of zeros.
+    Tensors that all layers have are stacked into one, with layers along its first axis; tables of tokens are padded
+    with rows of zeros.
     """
 
     def __init__(self, files: ToFiles, layers: int, vocabulary: int) -> None:
@@ -134,7 +136,7 @@ class _Stacked:
             self.tensors[name] = kind
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """As in `Source`."""
+        """Fill `values`, as in `Source`."""
         if ".layers." in name:
             within = Box(box.offset[1:], box.size[1:])
             for layer, of_layer in enumerate(values, start=box.offset[0]):
@@ -147,7 +149,8 @@ class _Stacked:
             self._files.fill(name, there, values[there.relative_to(box).slices()])
 
     def cut(self) -> list[list[tuple[str, Box]]]:
-        """By file: a box for each layer, so that a rank of any layout reads no more than its own."""
+        """Return the boxes of each file: one box per layer, so that a rank of any layout reads no more than its own
+        layers."""
         files: list[list[tuple[str, Box]]] = [[]]
         room = FILE
         for name, kind in self.tensors.items():
@@ -179,9 +182,9 @@ def write_megatron(
 ) -> Path:
     """Write a model into a run directory as Megatron-LM's `torch_dist`, complete or not at all, and return its folder.
 
-    dtype: what to cast to; None: the widest that there is. tensor_parallel_size: what the vocabulary is padded for.
-    Raises CheckpointError where Megatron-LM has no such network, where the directory has a released checkpoint
-    already, or where the disk fails.
+    dtype: dtype to cast to; None: the widest in the model. tensor_parallel_size: size that the vocabulary is padded
+    for. Raises CheckpointError if Megatron-LM has no such network, the directory already has a released checkpoint, or
+    the disk fails.
     """
     model, folder = opened.config, directory / RELEASE
     vocabulary = model.padded_vocab_size(tensor_parallel_size)

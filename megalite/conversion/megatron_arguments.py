@@ -29,7 +29,7 @@ _OTHER_NAMES = {
     "mscale": "yarn_mscale",
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
-"""Other names of arguments, by field: those of older versions, and those by which its GPT looks for YaRN's."""
+"""Other names of arguments, by field: names in older versions, and names that Megatron-LM's GPT uses for YaRN."""
 _NOT_OURS: Mapping[str, tuple[object, ...]] = {
     "num_experts": (None, 0),
     "multi_latent_attention": (None, False),
@@ -55,18 +55,19 @@ _NOT_OURS: Mapping[str, tuple[object, ...]] = {
     "use_mup": (None, False),
     "retro_add_retriever": (None, False),
 }
-"""Arguments that change what the network computes and that megalite has not: the values at which they change nothing.
+"""Arguments for parts of a network that megalite does not have, with the values at which they change nothing.
 
-All others that are no field are of the run and not of the network; what they would add to it is found by its tensors.
+All other arguments that are not fields describe the run and not the network; any tensors that they add to it are found
+when the tensors are checked.
 """
 _TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file"
 _TIKTOKEN = "tiktoken_pattern tiktoken_num_special_tokens tokenizer_special_tokens"
 
 
 def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
-    """The network of a checkpoint's arguments, its vocabulary still unknown.
+    """Return the network that a checkpoint's arguments describe, its vocabulary still unknown.
 
-    Raises CheckpointError, with each argument that says something of a network which megalite has not.
+    Raises CheckpointError, listing each argument that describes a network which megalite does not have.
     """
     problems = [
         f"  --{name.replace('_', '-')} {shown(arguments[name])}: megalite has no such network"
@@ -120,7 +121,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
 
 
 def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Of (keys before, keys behind), -1 being all, and of N or a list of 0 and 1."""
+    """Return the window's fields, given (keys before, keys after), where -1 means all, and N or a list of 0 and 1."""
     size, skip = arguments.get("window_size"), arguments.get("window_attn_skip_freq")
     if size is None:
         return {}
@@ -132,31 +133,31 @@ def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """A number, a text, or a list of numbers as a flag has it."""
+    """Return a number, a text or a list of numbers in the form that a flag has."""
     if isinstance(value, list | tuple) and len(value) <= MOST_LAYERS and all(type(each) is int for each in value):
         return str(list(value))
     return value if isinstance(value, str) else shown(value)
 
 
 def vocabulary_of(arguments: Mapping[str, Any]) -> int | None:
-    """The tokens before padding, where the arguments tell."""
+    """Return the number of tokens before padding, if the arguments give it."""
     size = count_of(arguments, "vocab_size")
     return None if size is None else size + _more_tokens(arguments.get("tokenizer_type"))
 
 
 def count_of(arguments: Mapping[str, Any], name: str) -> int | None:
-    """An argument that is a whole number above 0; None where it is not."""
+    """Return an argument that is a whole number above 0; None if it is not."""
     value = arguments.get(name)
     return value if type(value) is int and 0 < value <= 2**53 else None
 
 
 def _more_tokens(tokenizer: object) -> int:
-    """What a tokenizer has beside those that --vocab-size counts: a NullTokenizer's end of document."""
+    """Return the number of tokens not counted in --vocab-size: a NullTokenizer's end of document."""
     return 1 if tokenizer == "NullTokenizer" else 0
 
 
 def tokenizer_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that name the tokenizer; none where megalite has no such."""
+    """Return the fields that name the tokenizer; none if megalite has no such tokenizer."""
     kind = arguments.get("tokenizer_type")
     if kind not in get_args(TokenizerType):
         return {}
@@ -170,9 +171,9 @@ def tokenizer_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def arguments_of(
     model: ModelConfig, data: Mapping[str, Any], sequence_length: int | None, padded_vocabulary: int
 ) -> Namespace:
-    """The arguments that describe a network to Megatron-LM's --use-checkpoint-args.
+    """Return the arguments that describe a network to Megatron-LM's --use-checkpoint-args.
 
-    Raises CheckpointError where they cannot, with each flag that stands in the way.
+    Raises CheckpointError, listing each flag that prevents this, if no arguments can describe it.
     """
     arguments: dict[str, Any] = {name: getattr(model, name) for name in _SAME.split()}
     arguments |= {other: getattr(model, name) for name, other in _OTHER_NAMES.items()}

@@ -1,4 +1,4 @@
-"""Reading Megatron-LM's older checkpoints (`torch`): a file of `torch.save` for each rank of tensors and stages."""
+"""Reader of Megatron-LM's older checkpoints (`torch`): one `torch.save` file per tensor- and pipeline-parallel rank."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.*)")
 _ROWS = re.compile(r".*\.(linear_qkv|linear_fc1)\.(weight|bias)")
 _COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
 _MOST_ENTRIES, _MOST_LEVELS, _LONGEST_KEY = 10**6, 16, 200
-"""Limits of the dictionaries in dictionaries that are a rank's model."""
+"""Limits of the nested dictionaries that hold a rank's model."""
 
 
 class Legacy:
-    """The folder of a checkpoint, with a folder for each rank in it."""
+    """Folder of a checkpoint, with one folder per rank in it."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError where it cannot be read."""
+        """Find the ranks' files. Raises CheckpointError if the folder cannot be read."""
         self._folder = folder
         self._files = _files(folder)
         self._tensor_ranks = 1 + max(tensor for tensor, _ in self._files)
@@ -64,11 +64,12 @@ class Legacy:
         return state
 
     def common(self) -> Mapping[str, Any]:
-        """What the first rank has saved, the arguments among it. Raises CheckpointError."""
+        """Return all that the first rank has saved, including the arguments. Raises CheckpointError."""
         return self._states[0, 0]
 
     def chunks(self, gated: bool) -> dict[str, list[Chunk]]:
-        """The chunks of the network's tensors, by their canonical name; `gated`: fc1 is a gate and what it gates.
+        """Return the chunks of the network's tensors, by canonical name; `gated`: fc1 holds a gate and the values that
+        it gates.
 
         Raises CheckpointError.
         """
@@ -80,7 +81,8 @@ class Legacy:
         return found
 
     def _of_tensor_rank(self, tensor_rank: int) -> Iterator[tuple[str, StoredTensor]]:
-        """The tensors of a tensor-parallel rank over all stages, each once, layers by their numbers in the network."""
+        """Yield the tensors of a tensor-parallel rank over all stages, each once, with layers numbered over the whole
+        network."""
         first, seen = 0, set()
         # Stages follow each other by the number of the model on a rank, then by the rank.
         stages = [
@@ -126,7 +128,7 @@ class Legacy:
 
 
 def _files(folder: Path) -> dict[tuple[int, int], Path]:
-    """By tensor- and pipeline-parallel rank."""
+    """Return the files by tensor- and pipeline-parallel rank."""
     found = {}
     for path in sorted(folder.glob("mp_rank_*")):
         match = _RANK.fullmatch(path.name)
@@ -142,9 +144,9 @@ def _files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _flat(folder: Path, model: Mapping[str, Any]) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors of nested dictionaries, by the keys that lead to them, with dots in between.
+    """Yield the tensors of nested dictionaries, named by the keys that lead to them, joined by dots.
 
-    Raises CheckpointError for more of them than any network has: one dictionary may stand in many places.
+    Raises CheckpointError if there are more than any network has: one dictionary may be referenced in many places.
     """
     levels = [("", iter(model.items()))]
     for _ in range(_MOST_ENTRIES):

@@ -1,7 +1,7 @@
-"""What Megatron-LM calls the tensors of a GPT, and what they are made of.
+"""Names of a GPT's tensors in Megatron-LM, and the logical tensors in each.
 
-Names are those of megatron-core with Transformer Engine, which its distributed checkpoints have whatever the run used,
-with the number of the layer in them. `canonical` gives them for the names of every generation.
+Names are those of megatron-core with Transformer Engine, with the number of the layer in them; its distributed
+checkpoints have these names whichever implementation the run used. `canonical` translates names of every generation.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from megalite.conversion.mapping import Piece, Rule
 WORD = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 TOKEN_TABLES = (WORD, OUTPUT)
-"""Tensors of a row for each token, and of rows that pad the vocabulary."""
+"""Tensors with one row per token, and with rows that pad the vocabulary."""
 _LAYER = "decoder.layers.{layer}."
 
 
 def _query_key_value(suffix: str = "") -> Rule:
-    """For each group its query heads, its key and its value."""
+    """Return the rule of the fused matrix: for each group its query heads, its key and its value."""
 
     def pieces(model: ModelConfig) -> tuple[Piece, ...]:
         heads = model.num_attention_heads // model.kv_groups
@@ -85,12 +85,12 @@ _NO_WEIGHT = re.compile(r".*(\._extra_state(/.*)?|inv_freq)")
 
 
 def canonical(name: str) -> str:
-    """The name, in this table, of a tensor of any generation of names; its layer's number is left as it is."""
+    """Return this table's name for a tensor's name of any generation; the layer's number stays as it is."""
     for pattern, replacement in _OTHER_NAMES:
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def is_weight(name: str) -> bool:
-    """Whether something of this name is more than a buffer."""
+    """Tell whether a tensor of this name is a weight, not just a buffer."""
     return _NO_WEIGHT.fullmatch(name) is None

@@ -1,4 +1,4 @@
-"""Reading Megatron-LM's distributed checkpoints (`torch_dist`): folders of torch.distributed.checkpoint (DCP)."""
+"""Reader of Megatron-LM's distributed checkpoints (`torch_dist`): folders of torch.distributed.checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])")
 _COMMON = "common_state/shard_0_1"
 _LONGEST_NAME = 1000
 _LARGEST_METADATA = 256 * MIB
-"""Bytes of `.metadata`: some 150 for each chunk, a million of which are 1,000 tensors on 1,000 ranks."""
+"""Largest `.metadata` in bytes: about 150 per chunk, and 1,000 tensors on 1,000 ranks are a million chunks."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where an archive of `torch.save` stands."""
+    """Place of an archive of `torch.save`."""
 
     path: Path
     start: int
     length: int
 
     def read(self) -> Any:
-        """Its content. Raises CheckpointError."""
+        """Read the archive. Raises CheckpointError."""
         return read_torch_file(self.path, self.start, self.length)
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """A chunk of a tensor by its key, and where it stands."""
+    """Chunk of a tensor, by its key, and its place."""
 
     key: str
     dtype: torch.dtype
@@ -56,10 +56,10 @@ class _Saved:
 
 
 class TorchDist:
-    """The folder of a distributed checkpoint."""
+    """Folder of a distributed checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError where it cannot be read."""
+        """Read the metadata. Raises CheckpointError if it cannot be read."""
         backend = _backend(folder)
         if backend != "torch_dist":
             raise CheckpointError(f"{folder} has the format {backend}: read and save it as torch_dist with Megatron-LM")
@@ -95,7 +95,7 @@ class TorchDist:
         return _Stored(path, info["offset"], info["length"])
 
     def common(self) -> Mapping[str, Any]:
-        """What is the same on every rank, the arguments among it. Raises CheckpointError."""
+        """Return the data that is the same on every rank, including the arguments. Raises CheckpointError."""
         common = read_torch_file(self._folder / "common.pt") if self._common is None else self._common.read()
         if isinstance(common, list) and len(common) == 1:  # one for each piece of an object
             (common,) = common
@@ -104,7 +104,8 @@ class TorchDist:
         return common
 
     def chunks(self, layers: int) -> dict[str, list[Chunk]]:
-        """The chunks of the tensors of a network of so many layers, by their canonical name. Raises CheckpointError."""
+        """Return the chunks of the tensors of a network with this many layers, by canonical name. Raises
+        CheckpointError."""
         found: dict[str, list[Chunk]] = {}
         halves: dict[str, dict[str, list[Chunk]]] = {}
         for saved in self._saved:
@@ -128,7 +129,7 @@ class TorchDist:
 
     @staticmethod
     def _add(found: dict[str, list[Chunk]], halves: dict[str, dict[str, list[Chunk]]], name: str, chunk: Chunk) -> None:
-        """Under its name, or as a part of the gate (w) or of what it gates (v) where each has a tensor of its own."""
+        """Add a chunk under its name, or as the gate half (w) or the gated half (v) if these are separate tensors."""
         name = canonical(name)
         half = _HALF.fullmatch(name)
         if half is None:
@@ -137,7 +138,7 @@ class TorchDist:
             halves.setdefault(half[1], {}).setdefault(half[2], []).append(chunk)
 
     def _layer(self, saved: _Saved, layer: int) -> Tensor:
-        """A layer of a chunk that may hold several: it is kept until another is asked for."""
+        """Return one layer of a chunk that may hold several; the chunk stays loaded until another is asked for."""
         if saved.size[0] == 1:
             return _read(saved)[0]
         if getattr(self._last, "saved", None) != saved:
@@ -164,12 +165,13 @@ def _is_number(value: object) -> bool:
 
 
 def _key(name: str, offset: tuple[int, ...]) -> tuple[str, str]:
-    """Give what a chunk's place is found by: texts, since numbers can be chosen so that all have the same hash."""
+    """Return the key by which a chunk's place is found: texts, since numbers could be chosen to have all the same
+    hash."""
     return name, str(offset)
 
 
 def _saved(key: str, dtype: torch.dtype, offset: tuple[int, ...], size: tuple[int, ...], stored: _Stored) -> _Saved:
-    """A chunk, which has not more bytes than where it is said to stand. Raises TypeError, ValueError."""
+    """Return a chunk, after checking that its bytes fit into its place. Raises TypeError, ValueError."""
     if not 1 <= len(size) == len(offset) <= 3 or min(offset) < 0 or min(size) < 1:
         raise ValueError(f"{key} has a chunk that is no box")
     if math.prod(size) * dtype.itemsize > stored.length:
@@ -186,7 +188,7 @@ def _read(saved: _Saved) -> Tensor:
 
 
 def _backend(folder: Path) -> str:
-    """What metadata.json says, or what else stands there."""
+    """Return the format that metadata.json names or, without that file, the formats that the folder may have."""
     try:
         described = read_json(folder / "metadata.json", largest=MIB, folder=folder)
         return str(described["sharded_backend"])[:80]

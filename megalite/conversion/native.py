@@ -1,4 +1,4 @@
-"""megalite's own checkpoints, as models to convert from and to: weights alone."""
+"""megalite's own checkpoints, as models to convert from and to: only weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megalite.conversion.opened import OpenedModel, Renamed
 from megalite.errors import CheckpointError
 
 FILE = 5 * 10**9
-"""Bytes of a file of weights, where no layout says how they are cut."""
+"""Size of a file of weights in bytes, if no layout decides the cut."""
 _FLAGS: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {},
     torch.bfloat16: {"bf16": True},
@@ -35,10 +35,10 @@ _FLAGS: dict[torch.dtype, dict[str, Any]] = {
 
 
 def open_megalite(path: Path, dtype: torch.dtype | None = None) -> OpenedModel:
-    """The checkpoint in a folder, or the latest of a run directory.
+    """Open the checkpoint in a folder, or the latest of a run directory.
 
-    dtype: what its weights are wanted in: where that is wider than what they are saved in, they come from the
-    optimizer's master copies, if it has such. Raises CheckpointError where there is none that can be read.
+    dtype: the dtype that the weights are needed in. If it is wider than the saved one, the weights come from the
+    optimizer's master copies, if there are any. Raises CheckpointError if there is no checkpoint that can be read.
     """
     reader = CheckpointReader(resolve(open_directory(str(path))))
     config = reader.manifest.config
@@ -61,7 +61,7 @@ def open_megalite(path: Path, dtype: torch.dtype | None = None) -> OpenedModel:
 
 
 def _tokenizer_folder(tokenizer_model: str | None) -> Path | None:
-    """The folder of a tokenizer's files, where others can use them."""
+    """Return the folder of a tokenizer's files, if other programs can use them."""
     if tokenizer_model is None:
         return None
     path = Path(tokenizer_model)
@@ -80,8 +80,8 @@ def write_megalite(
 ) -> Path:
     """Write a model into a run directory as a checkpoint of step 0, with its tokenizer, and return its folder.
 
-    dtype: what to cast to; None: the widest that there is. layout: whose ranks to write a file each for; None: by size.
-    Raises CheckpointError where the disk fails, or the directory has such a checkpoint.
+    dtype: dtype to cast to; None: the widest in the model. layout: one file is written per rank of this layout; None:
+    files are cut by size. Raises CheckpointError if the disk fails, or the directory already has such a checkpoint.
     """
     kinds = opened.source.tensors
     dtype = dtype or widest(kinds.values())
@@ -101,14 +101,14 @@ def write_megalite(
 
 
 def _copy(companions: Path, folder: Path) -> None:
-    """A tokenizer and what names its special tokens; config.json says what family the model was of."""
+    """Copy a tokenizer, the files that name its special tokens, and config.json, which names the model's family."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         copy_companions(companions, folder, "config.json")
 
 
 def _run(model: ModelConfig, data: dict[str, Any], sequence_length: int | None, dtype: torch.dtype) -> RunConfig:
-    """What a run would be that had saved this, as far as a checkpoint must tell."""
+    """Return the configuration of a run that could have saved this model, as far as a checkpoint needs it."""
     return RunConfig(
         model=model,
         data=DataConfig(seq_length=sequence_length or 1024, **data),

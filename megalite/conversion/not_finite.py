@@ -1,4 +1,4 @@
-"""Telling of weights that are no numbers: a model that has them computes nothing, and nothing else would say so."""
+"""Detection of NaN and infinity in weights: such a model computes nothing useful, and no other check would notice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMED = 8
 
 
 class Watched:
-    """A source that remembers in which of its tensors it found NaN or infinities (a `Source`)."""
+    """Source that remembers which of its tensors had NaN or infinities (a `Source`)."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -22,13 +22,13 @@ class Watched:
         self.tensors: Mapping[str, Kind] = source.tensors
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """As in `Source`."""
+        """Fill `values`, as in `Source`."""
         self._source.fill(name, box, values)
         if values.numel() and not all(math.isfinite(end.item()) for end in values.aminmax()):
             self._found.add(name)
 
     def note(self) -> str | None:
-        """What to tell of all that was read; None where there is nothing to tell."""
+        """Return a note on all that was read; None if there is nothing to say."""
         if not self._found:
             return None
         names = sorted(self._found)

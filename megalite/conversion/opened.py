@@ -1,4 +1,4 @@
-"""A model that is open to be read, whatever it was saved as."""
+"""Model that is open for reading, whatever format it was saved in."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box
 
 _NAMES = 300
-"""Bytes of the names of a layer's tensors, at least."""
+"""Smallest total length in bytes of the names of a layer's tensors."""
 _SMALL = 1 << 20
-"""Bytes of a model that is quickly made without memory; its tensors are looked for one by one."""
+"""Size in bytes of a model that is quickly built without memory; its tensors are then checked one by one."""
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A network and where its weights are."""
+    """Network, and the place of its weights."""
 
     what: str
-    """What it is, for people: the format and the folder."""
+    """Description for people: the format and the folder."""
     config: ModelConfig
     source: Source
-    """Its logical tensors, by name."""
+    """Logical tensors, by name."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """What of the configuration's section `data` is known of its tokenizer."""
+    """Known fields of the configuration's section `data` about the tokenizer."""
     sequence_length: int | None = None
-    """The length that it was trained on, if that is known."""
+    """Sequence length that it was trained on, if known."""
     folder: Path | None = None
-    """A Hugging Face folder with its tokenizer and with what else goes with it, if there is one."""
+    """Hugging Face folder with its tokenizer and other files that belong to it, if there is one."""
     is_huggingface: bool = False
-    """Whether the weights are in that folder, too."""
+    """Flag for weights that are in that folder, too."""
 
 
 def logical_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of a network's logical tensors by name, in the order in which it has them."""
+    """Return the shapes of a network's logical tensors by name, in the network's order."""
     network = GPT(model, ParallelMesh(device=torch.device("meta")))
     return {piece.tensor.name: piece.tensor.shape for _, piece in named_pieces(network)}
 
 
 def check_sizes(folder: Path, model: ModelConfig) -> None:
-    """Raise CheckpointError for a network that the files in a folder cannot hold, before anything of its size is made.
+    """Raise CheckpointError for a network too large for a folder's files, before anything of its size is built.
 
-    A parameter takes a byte at least, and so does each letter of the names of a layer's tensors.
+    A parameter takes at least one byte, and so does each letter of the names of a layer's tensors.
     """
     paths = (path for pattern in ("*", "*/*") for path in folder.glob(pattern))
     there = sum(path.stat().st_size for path in paths if path.is_file())
@@ -66,14 +66,14 @@ def check_sizes(folder: Path, model: ModelConfig) -> None:
 
 
 class Renamed:
-    """Some tensors of a source by other names, cast to another dtype or as they are (a `Source`)."""
+    """Some tensors of a source under other names, cast to another dtype or unchanged (a `Source`)."""
 
     def __init__(self, source: Source, names: Mapping[str, str], dtype: torch.dtype | None = None) -> None:
-        """`names`: what each is called in `source`, by its new name."""
+        """Set up; `names` has each tensor's name in `source`, by its new name."""
         self._source, self._names = source, names
         kinds = {name: source.tensors[old] for name, old in names.items()}
         self.tensors = {name: Kind(kind.shape, dtype or kind.dtype) for name, kind in kinds.items()}
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """As in `Source`."""
+        """Fill `values`, as in `Source`."""
         self._source.fill(self._names[name], box, values)

@@ -1,12 +1,13 @@
-"""Reading pickles of others, of which none can run anything: a closed list of what is made, and records for the rest.
+"""Reader of pickles from other programs that runs none of their code: a closed list of types, and records for the rest.
 
-A pickle names functions and classes, and says what to call them with. Here a name gives one of `_ALLOWED` (dtypes, and
-what makes containers and `StoredTensor`s), or a `Record` that is called whatever it is called and does nothing. So
-files that name classes which are not installed are read as well.
+A pickle names functions and classes, and says which arguments to call them with. Here a name is looked up in `_ALLOWED`
+(dtypes, and the functions that make containers and `StoredTensor`s); any other name gives a `Record`, which accepts all
+calls and does nothing. So files that name classes which are not installed can be read as well.
 
-Time and memory are bounded by the pickle's length. Python's unpickler in C takes as much memory as the number says
-under which a pickle keeps a value; so this is the one in Python, without what copies, hashes or compares a value for
-each few bytes, such as sets. What comes out may still hold one value in many places: who walks through it counts.
+Time and memory are bounded by the pickle's length. A pickle stores values under numbers, and Python's unpickler in C
+allocates as much memory as the largest number asks for. Therefore this is the unpickler in Python, without the
+operations that copy, hash or compare a value for every few bytes, such as sets. The result may still hold one value in
+many places: code that walks through it must count.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from megalite.errors import CheckpointError
 from megalite.small_files import LARGEST, MOST_AXES, WHOLE_NUMBERS, read_small_file
 
 _MOST_NAMES = 10_000
-"""Classes and functions that a pickle may name; each that is not allowed takes a kilobyte."""
+"""Largest number of classes and functions that a pickle may name; each that is not allowed takes a kilobyte."""
 _MOST_NUMBERED_KEYS = 10_000
-"""Keys that are numbers or tuples: whoever chooses those can give all the same hash, and they are compared in pairs."""
+"""Largest number of keys that are numbers or tuples: an attacker can give all the same hash, so they compare in
+pairs."""
 
 
 class Record:
-    """Stands for an object of any class: what it was made from, none of which can be called."""
+    """Stand-in for an object of any class: it keeps the arguments of the object, and none of them can be called."""
 
     __slots__ = ("args", "state")
 
@@ -43,22 +45,22 @@ class Record:
         self.state = state
 
     def __setitem__(self, key: object, value: object) -> None:
-        """What a subclass of dict held is dropped."""
+        """Drop the item, which belonged to a subclass of dict."""
 
     def append(self, value: object) -> None:
-        """What a subclass of list held is dropped."""
+        """Drop the value, which belonged to a subclass of list."""
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """The object's attributes; none where it kept its state in another way."""
+        """Return the object's attributes; none if it kept its state in another way."""
         return self.state if isinstance(self.state, dict) else {}
 
 
 class _Dictionary(dict[object, object]):
-    """An OrderedDict, which may have attributes."""
+    """OrderedDict that may have attributes."""
 
     def __setstate__(self, state: object) -> None:
-        """They are dropped."""
+        """Drop the attributes."""
 
 
 @dataclass
@@ -67,14 +69,14 @@ class Storage:
 
     dtype: torch.dtype
     length: int
-    """Elements."""
+    """Number of elements."""
     values: memoryview = field(default_factory=lambda: memoryview(b""))
-    """Their bytes, writable so that torch takes them; set when it is known where they stand."""
+    """Bytes of the values, writable because torch requires it; set once their place is known."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file."""
+    """Tensor in a file."""
 
     storage: Storage
     offset: int
@@ -86,14 +88,14 @@ class StoredTensor:
         return self.storage.dtype
 
     def read(self) -> Tensor:
-        """Give it as it stands in the file, which is not copied."""
+        """Return the tensor in the file's memory, without a copy."""
         if not self.storage.length:
             return torch.empty(self.shape, dtype=self.dtype)
         return torch.frombuffer(self.storage.values, dtype=self.dtype).as_strided(self.shape, self.strides, self.offset)
 
 
 def _tensor(storage: object, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: object) -> StoredTensor:
-    """A tensor of no more elements than its storage has, and within it."""
+    """Return a tensor that lies within its storage and has no more elements than that."""
     if not isinstance(storage, Storage):
         raise pickle.UnpicklingError("a tensor needs a storage")
     numbers = (offset, *_size(shape), *_size(strides))
@@ -118,7 +120,7 @@ def _parameter(tensor: object, *_: object) -> object:
 
 
 class _Function:
-    """A function that a pickle may call."""
+    """Function that a pickle may call."""
 
     __slots__ = ("_call",)
 
@@ -147,13 +149,13 @@ _ALLOWED: Mapping[tuple[str, str], object] = {
 
 
 class Unpickler(pickle._Unpickler):
-    """Makes what is allowed, and records of the rest."""
+    """Unpickler that makes allowed objects, and records for all others."""
 
     append: Callable[[object], None]
-    """Puts a value on the stack; set by `load`."""
+    """Function that puts a value on the stack; set by `load`."""
 
     def __init__(self, stream: BinaryIO, storage: Callable[[Any], Storage] | None = None) -> None:
-        """`storage`: gives what a tensor's name for its bytes stands for."""
+        """Set up; `storage` returns the storage for a persistent id in the pickle."""
         super().__init__(stream, encoding="utf-8")
         self._storage = storage
         self._records: dict[tuple[str, str], type[Record]] = {}
@@ -175,7 +177,7 @@ class Unpickler(pickle._Unpickler):
         return self._storage(pid)
 
     def check_key(self, key: object) -> None:
-        """Raise UnpicklingError where hashing a key, or comparing it with others, may take for ever."""
+        """Raise UnpicklingError if hashing a key, or comparing it with others, could take very long."""
         values = key if type(key) is tuple else (key,)
         if len(values) > MOST_AXES or not all(map(_is_plain, values)):
             raise pickle.UnpicklingError("a key that none of these files has")
@@ -199,14 +201,15 @@ def _refused(unpickler: Any) -> None:
 
 
 def _is_plain(value: object) -> bool:
-    """Tell whether a value is hashed and compared in no time; a record, as DCP has for keys, by what it is."""
+    """Tell whether a value is hashed and compared quickly; a record, which DCP has as keys, is judged by its
+    contents."""
     if type(value) is int:
         return value in WHOLE_NUMBERS
     return value is None or type(value) in (str, bytes, bool, torch.dtype) or isinstance(value, Record)
 
 
 def _with_plain_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
-    """Load entries once their keys, at `keys` of the stack, are checked."""
+    """Return a loader that first checks the keys, which are at `keys` of the stack."""
 
     def checked(unpickler: Any) -> None:
         for key in unpickler.stack[keys]:
@@ -227,7 +230,7 @@ def _call_with_keywords(unpickler: Any) -> None:
 
 
 def _set_state(unpickler: Any) -> None:
-    """Leave it to what has a method for that: nothing else may be changed."""
+    """Set an object's state only if the object has a method for it: nothing else may be changed."""
     state = unpickler.stack.pop()
     unpickler.stack[-1].__setstate__(state)
 
@@ -252,12 +255,12 @@ Unpickler.dispatch = (
 
 
 def load(stream: BinaryIO, storage: Callable[[Any], Storage] | None = None) -> Any:
-    """Give what `pickle.load` would, as far as it is allowed. Raises whatever a damaged file makes it raise."""
+    """Return the result of `pickle.load`, within what is allowed. Raises any error that a damaged file may cause."""
     return Unpickler(stream, storage).load()
 
 
 def read_pickle(path: Path, *, largest: int = LARGEST) -> Any:
-    """Read a file that `pickle.dump` has written, of so many bytes at most. Raises CheckpointError."""
+    """Read a file of at most `largest` bytes that `pickle.dump` has written. Raises CheckpointError."""
     try:
         return load(io.BytesIO(read_small_file(path, largest=largest)))
     except Exception as error:
@@ -265,7 +268,7 @@ def read_pickle(path: Path, *, largest: int = LARGEST) -> Any:
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
-    """The error to raise where a file of others has made a reader raise another."""
+    """Return the error to raise after a file of another program has caused any error in a reader."""
     if isinstance(error, OSError):
         return CheckpointError(f"{path} cannot be read: {error.strerror or error}")
     why = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""What the keys of a config.json say of rotary embeddings: their base, what is rotated, and how they are scaled.
+"""Keys of a config.json for rotary embeddings: their base, the rotated share, and their scaling.
 
-Written are the names that published checkpoints have and every version of transformers reads (`rope_theta`,
-`rope_scaling`); read are those that version 5 writes (`rope_parameters`), too.
+Keys are written under the names that published checkpoints have and that every version of transformers reads
+(`rope_theta`, `rope_scaling`). The keys that version 5 writes (`rope_parameters`) are read, too.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _SCALINGS: dict[str, dict[str, str]] = {
         "attention_factor": "yarn_attention_factor",
     },
 }
-"""The keys of a kind of scaling, and the fields that they are. What is left out has the field's default, but for the
-original length, which is max_position_embeddings then."""
+"""Keys of each kind of scaling, with their fields. A missing key means the field's default, except that the original
+length is then max_position_embeddings."""
 
 
 @cache
@@ -45,7 +45,7 @@ def _field_defaults() -> dict[str, Any]:
 
 
 def _scaling_fields(parameters: Json, max_positions: Any) -> dict[str, Any]:
-    """The fields that rotary parameters of either generation stand for; `max_positions`: max_position_embeddings."""
+    """Return the fields for rotary parameters of either generation; `max_positions`: max_position_embeddings."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in _SCALINGS:
         raise CheckpointError(f"rotary embeddings are scaled by {shown(kind)}, where {', '.join(_SCALINGS)} are known")
@@ -71,7 +71,7 @@ def _scaling_fields(parameters: Json, max_positions: Any) -> dict[str, Any]:
 
 
 def _scaling(model: ModelConfig) -> dict[str, Any]:
-    """The other way round; {} where nothing is scaled."""
+    """Return the scaling keys of a model; {} if nothing is scaled."""
     kind = "default"
     if model.position_embedding_type == "yarn":
         kind = "yarn"
@@ -90,8 +90,10 @@ def _scaling(model: ModelConfig) -> dict[str, Any]:
 
 
 def rotary(theta: str = "rope_theta", share: str | None = None, default_share: float = 1.0) -> Keys:
-    """Rotary embeddings: their base, the `share` of a head that is rotated (None: the family rotates all of it,
-    whatever its files say), and how they are scaled."""
+    """Return the entry of rotary embeddings: their base, the rotated share of a head, and their scaling.
+
+    `share`: the key of the rotated share; None: the family rotates whole heads, whatever its files say.
+    """
 
     def read(config: Json) -> dict[str, Any]:
         parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -110,7 +112,7 @@ def rotary(theta: str = "rope_theta", share: str | None = None, default_share: f
 
 
 def rotary_of_two_kinds() -> Keys:
-    """Gemma 3's: layers with a sliding window have a base of their own, unscaled."""
+    """Return the entry of Gemma 3: layers with a sliding window have a base of their own, unscaled."""
 
     def read(config: Json) -> dict[str, Any]:
         nested = config.get("rope_parameters") or {}

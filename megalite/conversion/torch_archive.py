@@ -1,8 +1,8 @@
 """Files of `torch.save`, read without torch's own loader, which runs an archive that is a TorchScript program.
 
-An archive is a zip file of one folder in which nothing is compressed: `data.pkl` is a pickle whose tensors name their
-storages, and `data/NAME` has the bytes of one. Before torch 1.6 a file was pickles one behind the other (a magic
-number, a version, the machine, what was saved, the names of the storages), and then each storage's length and bytes.
+An archive is an uncompressed zip file of one folder: `data.pkl` is a pickle whose tensors name their storages, and
+`data/NAME` has the bytes of a storage. Before torch 1.6 a file was a series of pickles (a magic number, a version, the
+machine, the saved object, the names of the storages), followed by each storage's length and bytes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _NAMES = re.compile(
 )
 _LOCAL_HEADER = struct.Struct("<4s22x2H")
 _LARGEST_LIST = 16 * MIB
-"""Bytes of the list of an archive's parts, about a hundred each."""
+"""Largest size in bytes of the list of an archive's parts, about a hundred bytes per part."""
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
 
 
 def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> Any:
-    """Give what `torch.save` has written to a file, or to `length` bytes of one; its tensors are `StoredTensor`s.
+    """Return the object that `torch.save` has written to a file, or to `length` bytes of one; tensors are
+    `StoredTensor`s.
 
     Raises CheckpointError.
     """
@@ -47,7 +48,7 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
 
 
 class _Window(io.RawIOBase):
-    """Bytes as a file for `zipfile`, which reads the list of what is in it at once."""
+    """File-like window onto bytes for `zipfile`, which reads the archive's list of parts at once."""
 
     def __init__(self, content: memoryview) -> None:
         self._content, self._at = content, 0
@@ -106,7 +107,7 @@ def _read_archive(content: memoryview) -> Any:
 
 
 def _described(described: Any, storages: dict[str, Storage]) -> Storage:
-    """The storage that a pickle names, the same each time."""
+    """Return the storage that a pickle names, the same object each time."""
     if type(described) is not tuple or len(described) not in (5, 6):  # more would be copied each time
         raise ValueError("a tensor's storage is described in another way")
     kind, dtype, name, _, length, *view = described

@@ -1,4 +1,4 @@
-"""Whether two models are one: their weights bit for bit, and what they say of the same tokens."""
+"""Comparison of two models: their weights bit for bit, and their logits for the same tokens."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ from megalite.parallel.sharding import Box
 
 BATCH, SEQUENCE, SEED = 2, 64, 1234
 TOLERANCE = 1e-4
-"""Of the largest logit: fp32 sums in another order differ by a hundredth of it."""
+"""Tolerance relative to the largest logit: fp32 sums in another order differ by a hundredth of it."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far two agree."""
+    """Result of comparing two models."""
 
     tensors: int
     different: tuple[str, ...]
-    """Tensors in which they differ, once both have the second's dtype."""
+    """Tensors that differ, after both are cast to the second model's dtype."""
     logits: float
-    """The greatest difference of logits in fp32, of the two ..."""
+    """Greatest difference between the logits of the two models, in fp32."""
     transformers: float | None
-    """... and of megalite and transformers for one of them that is a Hugging Face folder; None: it is not there."""
+    """Greatest difference between megalite and transformers for one of the two that is a Hugging Face folder.
+
+    None if transformers is not installed or neither is such a folder.
+    """
     largest: float
-    """The greatest logit."""
+    """Greatest logit."""
 
 
 def verify(first: OpenedModel, second: OpenedModel) -> Agreement:
-    """Compare. Both are loaded whole, in fp32, one after the other. Raises CheckpointError where one cannot be read."""
+    """Compare two models, loaded one after the other in fp32. Raises CheckpointError if one cannot be read."""
     names, others = set(first.source.tensors), set(second.source.tensors)
     if names != others:
         raise CheckpointError(f"of the two only one has {', '.join(sorted(names ^ others)[:8])}")
@@ -59,7 +62,7 @@ def verify(first: OpenedModel, second: OpenedModel) -> Agreement:
 
 
 def _tokens(model: OpenedModel) -> Tensor:
-    """[batch, sequence]"""
+    """Return [batch, sequence] tokens to try a model with."""
     length = min(SEQUENCE, model.config.max_position_embeddings or SEQUENCE)
     generator = torch.Generator().manual_seed(SEED)
     return torch.randint(model.config.vocab_size or 0, (BATCH, length), generator=generator)
@@ -70,7 +73,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _same(a: Source, b: Source, name: str) -> bool:
-    """Whether a tensor has the same bits in both, read block by block."""
+    """Tell whether a tensor has the same bits in both sources, reading block by block."""
     kind = b.tensors[name]
     if a.tensors[name].shape != kind.shape:
         return False
@@ -86,7 +89,7 @@ def _same(a: Source, b: Source, name: str) -> bool:
 
 @torch.no_grad()
 def logits(model: OpenedModel, tokens: Tensor) -> Tensor:
-    """Of [batch, sequence] tokens, in fp32: [batch, sequence, vocabulary]."""
+    """Return the logits of [batch, sequence] tokens, in fp32: [batch, sequence, vocabulary]."""
     mesh = ParallelMesh()
     network = GPT(model.config, mesh).eval()
     load_weights(model.source, model.what, network, None, mesh)
@@ -98,7 +101,7 @@ def logits(model: OpenedModel, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _logits_of_transformers(model: OpenedModel, tokens: Tensor) -> Tensor | None:
-    """What transformers gives for the folder; None where it is not installed."""
+    """Return the logits that transformers computes for the folder; None if it is not installed."""
     if model.folder is None or find_spec("transformers") is None:
         return None
     found: Tensor = load_with_transformers(model.folder)(input_ids=tokens).logits
@@ -106,7 +109,7 @@ def _logits_of_transformers(model: OpenedModel, tokens: Tensor) -> Tensor | None
 
 
 def load_with_transformers(folder: Path) -> Any:
-    """The folder's model in fp32. Raises CheckpointError where transformers finds a weight too many or too few."""
+    """Load a folder's model in fp32. Raises CheckpointError if transformers finds a weight too many or too few."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

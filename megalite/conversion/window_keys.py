@@ -1,4 +1,4 @@
-"""What the keys of a config.json say of sliding windows: their length, and which layers have one."""
+"""Keys of a config.json for sliding windows: their length, and the layers that have one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megalite.small_files import shown
 
 
 def _window_fields(size: int | None, windowed: list[bool]) -> dict[str, Any]:
-    """A token sees `size` keys, its own among them."""
+    """Return the fields for a window in which a token sees `size` keys, its own among them."""
     if size is None or not any(windowed):
         return {"window_size": None, "window_attn_skip_freq": None}
     pattern = None if all(windowed) else "[" + ",".join(str(int(each)) for each in windowed) + "]"
@@ -30,7 +30,7 @@ def _layer_types(model: ModelConfig) -> list[str]:
 
 
 def _windowed(config: Json, otherwise: Callable[[int], bool]) -> list[bool]:
-    """Which layers have a window, by layer_types, or where it is left out as `otherwise` says of a layer."""
+    """Return which layers have a window, by layer_types or, if that key is missing, by `otherwise`."""
     types, layers = config.get("layer_types"), config["num_hidden_layers"]
     if type(layers) is not int or layers > MOST_LAYERS:
         raise CheckpointError(f"num_hidden_layers is {shown(layers)}, where at most {MOST_LAYERS:,} are")
@@ -45,7 +45,7 @@ def _windowed(config: Json, otherwise: Callable[[int], bool]) -> list[bool]:
 
 
 def window_everywhere(default: int = 4096) -> Keys:
-    """Mistral's: all layers have it, or with null none."""
+    """Return the entry of Mistral: all layers have a window, or none if it is null."""
 
     def read(config: Json) -> dict[str, Any]:
         return _window_fields(config.get("sliding_window", default), [True])
@@ -54,7 +54,7 @@ def window_everywhere(default: int = 4096) -> Keys:
 
 
 def window_from_layer() -> Keys:
-    """Qwen's: only with use_sliding_window, and then from layer max_window_layers on."""
+    """Return the entry of Qwen: windows only with use_sliding_window, and then from layer max_window_layers on."""
 
     def read(config: Json) -> dict[str, Any]:
         size = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
@@ -76,7 +76,7 @@ def window_from_layer() -> Keys:
 
 
 def window_pattern(full_every: int, default: int = 4096) -> Keys:
-    """Gemma's: of so many layers the last sees all."""
+    """Return the entry of Gemma: in each group of `full_every` layers, the last one sees all keys."""
 
     def read(config: Json) -> dict[str, Any]:
         every = config.get("sliding_window_pattern", config.get("_sliding_window_pattern")) or full_every
