@@ -1,1 +1,1 @@
-"""From text to the samples of a training step: numpy only, in the file format and the sample order of Megatron-LM."""
+"""Data from text to the samples of a training step: numpy only, in Megatron-LM's file format and sample order."""

@@ -19,13 +19,13 @@ from megalite.errors import DataError
 Sample = TypeVar("Sample", covariant=True)
 
 STRETCHES = 4096
-"""Parts of a blend that are computed side by side, at most: each operation of numpy's then has enough to do."""
+"""Largest number of stretches of a blend that are computed side by side: enough work for each numpy operation."""
 STRETCH = 1024
-"""Samples in one, at least."""
+"""Smallest number of samples in a stretch."""
 LEAD = 256
-"""Samples before a stretch from which a guess is led to its beginning."""
+"""Samples before a stretch over which a guess of the counts is refined."""
 DEFICITS = 1 << 19
-"""Datasets times stretches, at most: bounds the memory."""
+"""Largest product of datasets and stretches, to bound the memory."""
 
 
 class Dataset(Protocol[Sample]):
@@ -35,7 +35,7 @@ class Dataset(Protocol[Sample]):
         """The number of samples."""
 
     def __getitem__(self, sample: int) -> Sample:
-        """A sample. Raises IndexError where there is no such sample."""
+        """A sample. Raises IndexError if there is no such sample."""
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
@@ -72,11 +72,11 @@ def _number(text: str) -> float | None:
 
 
 class BlendIndex(NamedTuple):
-    """Where each sample of a blend comes from.
+    """Origin of each sample of a blend.
 
     Attributes:
         datasets: the dataset of each sample, int16 [size].
-        samples: which of that dataset's samples it is, int64 [size].
+        samples: the number of the sample in that dataset, int64 [size].
         counts: samples taken of each dataset, int64 [datasets].
     """
 
@@ -86,16 +86,17 @@ class BlendIndex(NamedTuple):
 
 
 def build_blend_index(weights: Sequence[float], size: int, limits: Sequence[int] | None = None) -> BlendIndex:
-    """The index of a blend of `size` samples.
+    """Return the index of a blend of `size` samples.
 
-    Each choice depends on all before it, but soon forgets with which counts it began. So stretches of the blend are
-    computed side by side, from counts that are guessed some samples before each, and again from the right counts where
-    these are not those that the stretch before it ends with: the result is that of the loop, whatever was guessed.
+    Each choice depends on all before it, but after some samples no longer on the counts at the start. So stretches of
+    the blend are computed side by side, from counts guessed some samples before each. A stretch is computed again if
+    the guess differs from the counts at the end of the stretch before. So the result always equals that of a simple
+    loop.
 
     Args:
-        weights: one a dataset, with sum 1.
+        weights: one per dataset, with sum 1.
         size: samples in the blend.
-        limits: samples each dataset has; one that has given all is left out from there on.
+        limits: samples each dataset has; a dataset that is used up is left out from there on.
     """
     walk = _Walk(np.array(weights)[:, None], None if limits is None else np.array(limits)[:, None])
     stretches = max(1, min(size // STRETCH, STRETCHES, DEFICITS // len(weights)))
@@ -136,7 +137,8 @@ class _Walk:
     """int64 [datasets, 1]."""
 
     def near(self, places: np.ndarray) -> np.ndarray:
-        """Counts that are likely at these places: largest remainders first, since who is furthest behind is chosen."""
+        """Return likely counts at these places: largest remainders first, since the dataset furthest behind is
+        chosen."""
         shares = self.weights * places
         counts = np.floor(shares)
         ranks = (counts - shares).argsort(axis=0, kind="stable").argsort(axis=0)
@@ -144,8 +146,10 @@ class _Walk:
         return near
 
     def choices(self, places: np.ndarray, counts: np.ndarray, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The dataset and its sample at each place, int64 and float64 [places], then at each one's next; moves
-        `counts` along."""
+        """Yield the dataset and its sample at each place, int64 and float64 [places], then at the places after these.
+
+        Updates `counts`.
+        """
         columns = np.arange(len(places))
         behind = np.empty_like(counts)
         for step in range(length):
@@ -162,11 +166,11 @@ class BlendedDataset(Generic[Sample]):
     """Samples of several datasets by weight.
 
     Args:
-        datasets: what to blend, each with as many samples as its weight takes.
-        weights: one a dataset; None for their lengths, each sample then at most once.
+        datasets: datasets to blend, each with as many samples as its weight takes.
+        weights: one per dataset; None: in proportion to their lengths, with each sample used at most once.
         size: samples in the blend.
-        cache: keeps the index.
-        data_path: data that the index is kept with.
+        cache: cache for the index.
+        data_path: data that the index is stored with.
 
     Raises:
         DataError: the datasets do not hold as many samples.

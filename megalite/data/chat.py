@@ -1,4 +1,4 @@
-"""Records of conversations to text, and which of it is the answers.
+"""Conversion of conversations to text, with the answers marked.
 
 A record has `messages`, a list of `role` and `content`, or a `prompt` and its `completion`. Messages become text
 through the tokenizer's chat template. Without one they are written as
@@ -33,20 +33,20 @@ from megalite.small_files import parse_json, read_small_file
 
 ANSWERS = "assistant"
 RENDERING_SECONDS = 3.0
-"""CPU time for the text of a conversation, or for compiling the template."""
+"""Limit of CPU time, in seconds, for rendering a conversation or compiling the template."""
 LONGEST_WAIT = 60.0
-"""Seconds, by the clock, for the same."""
+"""Limit of wall-clock time, in seconds, for the same."""
 LONGEST_ANSWER = 128 << 20
-"""Bytes, twice those of the longest text as JSON."""
+"""Largest answer in bytes: twice the longest text as JSON."""
 
 
 class Span(NamedTuple):
-    """A piece of a conversation.
+    """Piece of a conversation.
 
     Attributes:
-        text: what it says.
-        learned: whether it is an answer.
-        ends: whether the end-of-document token follows, as part of it.
+        text: text of the piece.
+        learned: true if the piece is an answer.
+        ends: true if the end-of-document token follows; it belongs to the piece.
     """
 
     text: str
@@ -95,10 +95,11 @@ def given_template(argument: str, tokenizer_model: str | None) -> ChatTemplate:
 
 @contextmanager
 def conversation_reader(template: ChatTemplate | None) -> Iterator[Callable[[dict[str, Any]], list[Span]]]:
-    """The function from a record to its spans; it raises ValueError, saying why, for what is no conversation.
+    """Yield the function from a record to its spans; it raises ValueError with a reason if a record is not a
+    conversation.
 
     Raises:
-        DataError: the template is none.
+        DataError: the template is not valid.
         ConfigurationError: Jinja is not installed, or has known holes in its sandbox.
     """
     with nullcontext() if template is None else closing(_Renderer(template)) as renderer:
@@ -140,10 +141,10 @@ def _plain(messages: Sequence[Mapping[str, str]]) -> list[Span]:
 
 
 class _Renderer:
-    """A process that renders conversations through a template: `megalite.data.chat_renderer`.
+    """Process that renders conversations through a template: `megalite.data.chat_renderer`.
 
     Raises:
-        DataError: the template is none.
+        DataError: the template is not valid.
         ConfigurationError: Jinja is not installed, or has known holes in its sandbox.
     """
 
@@ -157,7 +158,7 @@ class _Renderer:
             raise DataError(f"{error}: give another as --chat-template") from error
 
     def spans(self, messages: list[dict[str, Any]]) -> list[Span]:
-        """The spans of a conversation. Raises ValueError where the template refuses it, or takes too long over it."""
+        """The spans of a conversation. Raises ValueError if the template refuses it, or takes too long over it."""
         if self._process.returncode is not None:
             self._start()
         return [Span(text, learned) for text, learned in self._ask(messages)]
@@ -200,7 +201,7 @@ class _Renderer:
 
 
 def _named_default(value: Any) -> str | None:
-    """The template, or that named "default" of several."""
+    """Return the template, or the one named "default" if there are several."""
     if isinstance(value, list):
         return {entry["name"]: str(entry["template"]) for entry in value}.get("default")
     return None if value is None else str(value)

@@ -1,9 +1,10 @@
-"""The process that turns conversations into text through a chat template; `megalite.data.chat` starts it.
+"""Process that turns conversations into text through a chat template; `megalite.data.chat` starts it.
 
-A template comes with a stranger's tokenizer. So it runs in Jinja's sandbox, and, since that bounds neither time nor
-memory, in a process of its own, which can open no file and start no process. Requests and answers are lines of JSON on
-its standard input and output: first the template and its special tokens, then the messages of a conversation each. An
-answer is `[result]` or `[null, why not]`; where one takes too long, the process is killed by its own timer.
+A template comes with a stranger's tokenizer. So it runs in Jinja's sandbox. Since the sandbox limits neither time nor
+memory, it also runs in a process of its own, which cannot open files or start processes. Requests and answers are lines
+of JSON on its standard input and output: first the template and its special tokens, then the messages of one
+conversation per line. An answer is `[result]` or `[null, reason]`; if an answer takes too long, the process is killed
+by its own timer.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from jinja2 import ext, nodes, parser, sandbox
 
 MEMORY = 512 << 20
 LONGEST_TEXT = 8 << 20
-"""Characters that a conversation may become."""
+"""Largest number of characters in a rendered conversation."""
 LONGEST_REASON = 200
 
 Render = Callable[[list[dict[str, Any]], bool], str]
-"""From messages, and whether an answer is asked for, to their text."""
+"""Function from messages, and a flag for adding the prompt of an answer, to their text."""
 
 
 class Unusable(ValueError):
-    """A template whose text does not show where answers begin and end, or is too long."""
+    """Error for a template whose text does not show where answers begin and end, or is too long."""
 
 
 def main(seconds: float) -> None:
-    """Answer until nobody asks any more; an answer may take so many seconds of CPU time."""
+    """Answer requests until the input ends; an answer may take `seconds` of CPU time."""
     # What stops a run is for the process that asks, with which this one ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -68,7 +69,7 @@ def main(seconds: float) -> None:
 
 
 def compiled(source: str, special_tokens: Mapping[str, str]) -> Render:
-    """The template as a function. Raises jinja2.TemplateError where the source is none."""
+    """Return the template as a function. Raises jinja2.TemplateError if the source is not a template."""
     # What transformers gives to templates.
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
@@ -89,8 +90,11 @@ def compiled(source: str, special_tokens: Mapping[str, str]) -> Render:
 
 
 def spans_of(messages: list[dict[str, Any]], render: Render) -> list[tuple[str, bool]]:
-    """The text of a conversation in pieces, and which of them are answers: what lies between that which a model is
-    shown before an answer and the conversation up to the answer's end."""
+    """Return the text of a conversation in pieces, each with a flag for answers.
+
+    An answer is the text between the prompt that a model is shown for it and the end of the conversation up to this
+    answer.
+    """
     whole, spans, at = render(messages, False), list[tuple[str, bool]](), 0
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -115,12 +119,12 @@ def spans_of(messages: list[dict[str, Any]], render: Render) -> list[tuple[str, 
 
 
 class GenerationTag(ext.Extension):
-    """The tag {% generation %}, by which a template may mark what a model says; here it changes nothing."""
+    """Tag {% generation %}, by which a template may mark what a model says; here it changes nothing."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: parser.Parser) -> nodes.Node:
-        """The nodes between the tags."""
+        """Return the nodes between the tags."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
@@ -130,7 +134,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def reason(error: Exception) -> str:
-    """One line of bounded length."""
+    """Return the error's message as one line of bounded length."""
     if isinstance(error, Unusable):
         return str(error)
     if isinstance(error, MemoryError):

@@ -1,4 +1,4 @@
-"""The files of a corpus, read piece by piece: JSON lines and text, plain or compressed, and Parquet."""
+"""Files of a corpus, read piece by piece: JSON lines and text, plain or compressed, and Parquet."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ Kind = Literal["lines", "text", "rows"]
 
 
 class Position(NamedTuple):
-    """A place between two records: in file number `file`, after `offset` bytes (uncompressed) or rows, which hold
-    `records` lines or rows."""
+    """Place between two records: in file number `file`, after `offset` bytes (uncompressed) or rows.
+
+    The part of the file before it holds `records` lines or rows.
+    """
 
     file: int = 0
     offset: int = 0
@@ -46,8 +48,8 @@ class Chunk(NamedTuple):
         kind: "lines" of JSON, a whole "text", or "rows" of a table.
         first: the number of the first line or row, from 1.
         data: bytes, or a `pyarrow.RecordBatch` of rows.
-        end: the place after it.
-        bytes_read: how far the file, as it is on disk, has been read for it.
+        end: the place after the chunk.
+        bytes_read: bytes of the file on disk that have been read up to the end of the chunk.
     """
 
     path: str
@@ -58,23 +60,23 @@ class Chunk(NamedTuple):
     bytes_read: int
 
     def place(self, number: int) -> str:
-        """How a message names a record."""
+        """Return the name of a record for messages."""
         return {"lines": f"{self.path}:{number}", "text": self.path, "rows": f"{self.path}: row {number}"}[self.kind]
 
 
 def find_inputs(
     patterns: Sequence[str], own: Iterable[Path] = (), note: Callable[[str], None] = lambda line: None
 ) -> list[str]:
-    """The files that paths, glob patterns and directories name, in this order; those of one pattern by their paths.
+    """Return the files that paths, glob patterns and directories name, in this order; within a pattern sorted by path.
 
     A directory stands for all files below it, links followed, that end in one of `SUFFIXES`, compressed or not, and are
-    neither hidden nor records beside token files. However often and under whatever names a file is found, it is read
-    once.
+    neither hidden nor records beside token files. A file is read once, however often and under whatever names it is
+    found.
 
     Args:
-        patterns: what a user gives as --input.
-        own: the files and folders of this run's output, which are no input even where they lie among it.
-        note: hears of what is left out.
+        patterns: values of --input.
+        own: files and folders of this run's output, which are never input, even if they lie in an input directory.
+        note: function that is given a line about each file left out.
 
     Raises:
         DataError: a pattern names no file, or a directory cannot be read.
@@ -112,7 +114,8 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _below(directory: Path) -> Iterator[Path]:
-    """The files that are not hidden, each folder's once: links can lead to it twice, or back to where they are."""
+    """Yield the files that are not hidden, those of each folder once: links can lead to a folder twice, or in a
+    circle."""
 
     def fail(error: OSError) -> None:
         raise DataError(f"--input {directory}: {error.filename} cannot be read ({error.strerror})") from error
@@ -129,16 +132,16 @@ def _below(directory: Path) -> Iterator[Path]:
 
 
 def suffix(name: str) -> str:
-    """The suffix that tells the format: without that of a compression."""
+    """Return the suffix that tells the format, without the suffix of a compression."""
     path = Path(name.lower())
     return Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
 
 
 def read_chunks(inputs: Sequence[str], keys: Sequence[str], start: Position | None = None) -> Iterator[Chunk]:
-    """The records of the files, in order, from `start` on.
+    """Yield the records of the files, in order, from `start` on.
 
-    JSON lines and rows come in chunks of about `CHUNK_BYTES`, a text as a whole. What ends in .txt is text, .parquet a
-    table, all else JSON lines; .gz and .zst are decompressed.
+    JSON lines and rows come in chunks of about `CHUNK_BYTES`, a text as a whole. A file that ends in .txt is a text, in
+    .parquet a table, all others are JSON lines; .gz and .zst are decompressed.
 
     Raises:
         DataError: a file cannot be read.
@@ -236,7 +239,7 @@ def _decompressed(path: str, stored: IO[bytes]) -> Iterator[io.BufferedIOBase | 
 
 
 class _ZstdStream(io.RawIOBase):
-    """The library's own stream takes a file that ends in the middle of a frame for a whole one."""
+    """Stream of a zstd file that detects a truncated frame; the library's own stream takes such a file for complete."""
 
     def __init__(self, file: IO[bytes], zstandard: Any) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""The training, validation and test sets of a run, from its flags."""
+"""Training, validation and test sets of a run, from its flags."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ SURPLUS = 0.005  # Megatron-LM's default
 
 @dataclass(frozen=True)
 class Samples:
-    """How many samples each split needs; 0 leaves it out.
+    """Number of samples that each split needs; 0 leaves the split out.
 
     Attributes:
-        evaluation: what a single evaluation reads: valid may have as few where it cannot be repeated.
+        evaluation: samples of a single evaluation; valid may have only this many if it cannot be repeated.
     """
 
     train: int
@@ -56,10 +56,10 @@ def target_samples(
 
 
 class Datasets(NamedTuple, Generic[Sample]):
-    """The sets of a run; None where no samples are needed or no data is given.
+    """Sets of a run; None if no samples are needed or no data is given.
 
     Attributes:
-        notes: what the user should know about them.
+        notes: notes for the user on the data.
     """
 
     train: Dataset[Sample] | None
@@ -69,18 +69,18 @@ class Datasets(NamedTuple, Generic[Sample]):
 
 
 class Source(Protocol[Sample]):
-    """A file that samples are made from."""
+    """File that samples are made from."""
 
     def __len__(self) -> int:
-        """The sequences that a split divides."""
+        """Return the number of sequences that a split divides."""
 
     def dataset(self, sequences: range, num_samples: int | None) -> Dataset[Sample]:
-        """At least `num_samples` samples of these sequences; None for those of one epoch."""
+        """Return at least `num_samples` samples of these sequences; None: those of one epoch."""
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A source of `GPTDataset`s."""
+    """Source of `GPTDataset`s."""
 
     indexed: IndexedDataset
     sequence_length: int
@@ -106,18 +106,19 @@ def build_token_datasets(
     mmap_bin_files: bool = True,
     verification: Verification | None = None,
 ) -> Datasets[np.ndarray]:
-    """The sets of a run on token files: each sample int64 [sequence_length + 1].
+    """Return the sets of a run on token files: each sample int64 [sequence_length + 1].
 
     Args:
-        parts: what train, valid and test are made of.
-        samples: how many samples each needs.
+        parts: the parts of train, valid and test.
+        samples: number of samples that each needs.
         sequence_length: tokens the model sees in a sample.
         seed: seed of the samples' order.
-        tokenizer: must be the one the data was made with, where that is recorded.
-        cache: keeps the indices.
-        surplus: what is drawn from each dataset of a blend beyond its share.
+        tokenizer: the tokenizer; it must be the one that the data records, if it records any.
+        cache: cache for the indices.
+        surplus: fraction of samples drawn from each dataset of a blend beyond its share.
         mmap_bin_files: see `IndexedDataset`.
-        verification: looks through the files, to be begun when it has all of them; None: indexes are, at once.
+        verification: check of the files, which the caller begins once all files are added; None: only indexes are
+            checked, when they are opened.
 
     Raises:
         ConfigurationError: there is no training data.
@@ -138,7 +139,7 @@ def build_token_datasets(
 def build_mock_datasets(
     samples: Samples, *, sequence_length: int, seed: int, tokenizer: Tokenizer
 ) -> Datasets[np.ndarray]:
-    """Sets without files."""
+    """Return sets that need no files."""
     vocab_size, eod = tokenizer.vocab_size, tokenizer.eod
     needs = (samples.train, samples.valid, samples.test)
     train, valid, test = (
@@ -155,7 +156,7 @@ def build_datasets(
     cache: IndexCache,
     surplus: float = SURPLUS,
 ) -> Datasets[Sample]:
-    """The sets of a run from any kind of source; see `build_token_datasets`."""
+    """Return the sets of a run from any kind of source; see `build_token_datasets`."""
     raise_open_file_limit()
     needs = (samples.train, samples.valid, samples.test)
     least = (samples.train, samples.evaluation, samples.evaluation)

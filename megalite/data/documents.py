@@ -1,4 +1,4 @@
-"""The documents in a chunk of a corpus."""
+"""Documents in a chunk of a corpus."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from megalite.errors import DataError
 
 
 class Document(NamedTuple):
-    """The texts of a record: for every key its sequences, one unless the record gives a list."""
+    """Texts of a record: for every key its sequences, one unless the record gives a list."""
 
     number: int
     texts: list[list[str]]
 
 
 class BadRecord(NamedTuple):
-    """A record that is no document, and why."""
+    """Record that is not a document, and the reason."""
 
     number: int
     place: str
     reason: str
 
     def error(self) -> DataError:
-        """What ends a run that must not leave a record out."""
+        """Return the error that ends a run which must not leave a record out."""
         return DataError(
             f"{self.place}: {self.reason}. Correct or remove it; tools/preprocess_data.py --skip-bad-lines leaves such "
             "lines out"
@@ -33,7 +33,7 @@ class BadRecord(NamedTuple):
 
 
 def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | BadRecord]:
-    """The documents of a chunk in their order; blank lines are none. A text file has its text under every key."""
+    """Yield the documents of a chunk in their order, skipping blank lines. A text file has its text under every key."""
     for number, record in _records(chunk):
         try:
             yield Document(number, _texts(chunk, record, keys))
@@ -42,7 +42,7 @@ def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[Document | Bad
 
 
 def parse_record(line: bytes) -> dict[str, Any]:
-    """The object on a line. Raises ValueError or RecursionError where there is none, or one nested too deep."""
+    """Return the object on a line. Raises ValueError or RecursionError if there is none, or it is nested too deep."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -53,8 +53,7 @@ def parse_record(line: bytes) -> dict[str, Any]:
 
 
 def check_text(text: str) -> None:
-    """Raises ValueError for half of a surrogate pair: JSON can escape it, but it is no character, and no tokenizer
-    takes it."""
+    """Raise ValueError for half of a surrogate pair: JSON can escape it, but no tokenizer accepts it."""
     text.encode()
 
 
@@ -74,7 +73,7 @@ def _texts(chunk: Chunk, record: Any, keys: Sequence[str]) -> list[list[str]]:
 
 
 def _kind_that_was_guessed(chunk: Chunk) -> str:
-    """Why a file was read as JSON lines, where its name does not say so."""
+    """Return why a file was read as JSON lines, if its name does not say so."""
     said = chunk.kind != "lines" or suffix(chunk.path) in (".json", ".jsonl")
     return "" if said else "; what is not named .txt (or .txt.gz, .txt.zst) or .parquet is read as JSON lines"
 

@@ -1,4 +1,4 @@
-"""From a chunk of a corpus to tokens: what each worker process of preprocessing does."""
+"""Conversion of a chunk of a corpus to tokens: the work of each worker process of preprocessing."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megalite.errors import DataError
 
 @dataclass(frozen=True)
 class Encoding:
-    """How records become tokens; what every worker is told.
+    """Rules for turning records into tokens, sent to every worker.
 
     Attributes:
         json_keys: the fields of a record to tokenize, each into a file of its own.
         append_eod: end every document that has tokens with the tokenizer's `eod`.
         tokenizer_type, tokenizer_model, vocab_size, options: see `build_tokenizer`.
-        skip_bad_lines: leave out what is no document instead of raising an error.
+        skip_bad_lines: leave out records that are not documents instead of raising an error.
     """
 
     json_keys: tuple[str, ...]
@@ -38,7 +38,7 @@ class Encoding:
     skip_bad_lines: bool = False
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer."""
+        """Return the tokenizer."""
         return build_tokenizer(self.tokenizer_type, self.tokenizer_model, self.vocab_size, self.options)
 
 
@@ -51,12 +51,12 @@ class Tokens(NamedTuple):
 
 
 class EncodedChunk(NamedTuple):
-    """The documents of a chunk.
+    """Documents of a chunk.
 
     Attributes:
         keys: the tokens of each key.
-        text_bytes: what the texts of all keys take as UTF-8.
-        bad: what was left out.
+        text_bytes: size of the texts of all keys in UTF-8.
+        bad: records left out.
         end, bytes_read: those of the chunk.
     """
 
@@ -68,10 +68,10 @@ class EncodedChunk(NamedTuple):
 
 
 def encode_chunk(encoding: Encoding, chunk: Chunk) -> EncodedChunk:
-    """The tokens of a chunk's documents.
+    """Return the tokens of a chunk's documents.
 
     Raises:
-        DataError: a record is no document, or its text cannot be tokenized, and `skip_bad_lines` is off.
+        DataError: a record is not a document, or its text cannot be tokenized, and `skip_bad_lines` is off.
     """
     tokenizer = cached_tokenizer(encoding)
     documents: list[Document] = []
@@ -101,16 +101,16 @@ def encode_chunk(encoding: Encoding, chunk: Chunk) -> EncodedChunk:
 
 @lru_cache(maxsize=1)
 def cached_tokenizer(encoding: Encoding) -> Tokenizer:
-    """The tokenizer of this process, ready to encode."""
+    """Return the tokenizer of this process, ready to encode."""
     tokenizer = encoding.tokenizer()
     tokenizer.encode_documents([])
     return tokenizer
 
 
 def _encode(tokenizer: Tokenizer, documents: Sequence[Document], key: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of the texts of a key end to end, and how many each text has.
+    """Return the tokens of all texts of a key, one text after the other, and the number of tokens of each text.
 
-    Raises ValueError where a text has none, or has some that are none of the tokenizer's vocabulary.
+    Raises ValueError if a text has no tokens, or has tokens outside the tokenizer's vocabulary.
     """
     ids = tokenizer.encode_documents([text for document in documents for text in document.texts[key]])
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
@@ -135,7 +135,7 @@ def _refusal(tokenizer: Tokenizer, document: Document) -> str | None:
 def _assemble(
     tokens: np.ndarray, lengths: np.ndarray, texts: Sequence[int], tokenizer: Tokenizer, append_eod: bool
 ) -> Tokens:
-    """Tokens as they are stored, from those of the texts and the number of texts of each document."""
+    """Return tokens in their stored form, from the tokens of the texts and the number of texts of each document."""
     document = np.repeat(np.arange(len(texts)), texts)[lengths > 0]
     sequences, lengths = np.bincount(document, minlength=len(texts)), lengths[lengths > 0]
     if append_eod:

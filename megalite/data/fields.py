@@ -1,4 +1,4 @@
-"""What a model is given for a sample besides its tokens: labels, loss mask, positions, and the documents' borders."""
+"""Model inputs of a sample besides its tokens: labels, loss mask, positions, and the documents' borders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SampleFields(TypedDict):
         loss_mask: float32 [sequence_length], 0 where the loss does not count.
         positions: int64 [sequence_length].
         document_ids: int64 [sequence_length], which document of the sample a token belongs to; tokens attend within
-            their document only. None where they attend to all before them.
+            their document only. None if they attend to all before them.
     """
 
     tokens: np.ndarray
@@ -36,15 +36,15 @@ def sample_fields(
     eod_mask_loss: bool = False,
     pad: int | None = None,
 ) -> SampleFields:
-    """The fields of a sample, as Megatron-LM's `_get_ltor_masks_and_position_ids` defines them.
+    """Return the fields of a sample, as Megatron-LM's `_get_ltor_masks_and_position_ids` defines them.
 
     Args:
         tokens_plus_one: [sequence_length + 1].
         eod: the token that ends a document; it belongs to the document it ends.
         reset_position_ids: positions start at 0 in every document.
-        reset_attention_mask: give `document_ids`.
-        eod_mask_loss: no loss where the input is `eod`: what begins the next document cannot be known.
-        pad: the token that fills up a sample: no loss where it is the label. None where nothing is filled up.
+        reset_attention_mask: fill `document_ids`.
+        eod_mask_loss: no loss where the input is `eod`: the start of the next document cannot be predicted.
+        pad: the token that fills up a sample: no loss where it is the label. None if nothing is filled up.
     """
     tokens, labels = tokens_plus_one[:-1], tokens_plus_one[1:]
     loss_mask = np.ones(len(tokens), np.float32)
@@ -93,5 +93,5 @@ class FieldsDataset:
         return len(self.tokens)
 
     def __getitem__(self, sample: int) -> SampleFields:
-        """The fields of a sample. Raises IndexError where there is no such sample."""
+        """The fields of a sample. Raises IndexError if there is no such sample."""
         return sample_fields(self.tokens[sample], *self.arguments)

@@ -1,12 +1,13 @@
 """Documents rearranged so that a model learns to fill in their middle (Bavarian et al. 2022, arXiv 2207.14255).
 
-A document is cut at two random characters into prefix, middle and suffix, each made into tokens by itself, and given as
+A document is cut at two random characters into prefix, middle and suffix. Each part is tokenized by itself, and the
+parts are arranged as
 
     PSM    <prefix> prefix <suffix> suffix <middle> middle
     SPM    <prefix> <suffix> suffix <middle> prefix middle
 
-Both keep the order in which text is read inside each part; tokens before a document's text that are none of it, as its
-tokenizer may have put there, stay in front. What happens to a sample depends on (seed, sample) alone.
+Both keep the order of the text inside each part. Tokens that the tokenizer put before a document's text stay in front.
+The changes to a sample depend only on (seed, sample).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megalite.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class FillInTheMiddle:
-    """How often documents are rearranged, and the tokens that mark their parts.
+    """Rates at which documents are rearranged, and the tokens that mark their parts.
 
     Attributes:
         prefix, middle, suffix: tokens before the parts.
@@ -31,9 +32,9 @@ class FillInTheMiddle:
         eod: ends a document.
         rate: share of the documents that are rearranged.
         spm_rate: share of those in SPM order; the others are in PSM order.
-        separator: a token that divides documents into fragments, each rearranged by itself; None without.
+        separator: token that divides documents into fragments, each rearranged by itself; None: no fragments.
         fragment_rate: share of the fragments that are rearranged, in documents that are.
-        no_prefix: texts that begin so are left as they are; None for none.
+        no_prefix: texts that begin with this are not rearranged; None: no exception.
 
     Raises:
         ConfigurationError: one token has two meanings.
@@ -70,7 +71,8 @@ _FLAGS = {
 
 
 def token_by_name(tokenizer: Tokenizer, name: str, flag: str) -> int:
-    """The token of a name, or the one that a text is. Raises ConfigurationError, naming the flag, where none is."""
+    """Return the token with a name, or the only token of a text. Raises ConfigurationError, naming the flag, if none
+    is."""
     token = tokenizer.token_id(name)
     if token is not None:
         return token
@@ -86,13 +88,13 @@ def token_by_name(tokenizer: Tokenizer, name: str, flag: str) -> int:
 
 
 class FillInTheMiddleDataset:
-    """Samples of a dataset, their documents rearranged, cut or padded to the length they had.
+    """Samples of a dataset, with their documents rearranged and then cut or padded to their old length.
 
     Args:
         tokens: samples int64 [sequence_length + 1].
         tokenizer: turns the parts into text and back.
-        rules: how.
-        seed: the run's.
+        rules: rules for rearranging.
+        seed: the run's seed.
     """
 
     def __init__(self, tokens: Dataset[np.ndarray], tokenizer: Tokenizer, rules: FillInTheMiddle, seed: int) -> None:
@@ -104,7 +106,7 @@ class FillInTheMiddleDataset:
         return len(self.tokens)
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        """The tokens of a sample, int64 [sequence_length + 1]. Raises IndexError where there is no such sample."""
+        """The tokens of a sample, int64 [sequence_length + 1]. Raises IndexError if there is no such sample."""
         tokens = self.tokens[sample]
         random = np.random.RandomState([self.seed % 2**32, sample % 2**32, sample >> 32])
         documents = [self._document(document, random) for document in _split_at(tokens, self.rules.eod)]
@@ -136,7 +138,7 @@ class FillInTheMiddleDataset:
         return np.array([*before, *prefix, rules.suffix, *suffix, rules.middle, *middle], np.int64)
 
     def _is_no_text(self, token: int) -> bool:
-        """Whether it changes nothing before a text. (By itself, SentencePiece's space gives no text either.)"""
+        """Tell whether a token adds nothing before a text. (Alone, SentencePiece's space gives no text either.)"""
         decode = self.tokenizer.decode
         return decode([token, *self.some_text]) == decode(self.some_text)
 

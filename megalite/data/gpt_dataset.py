@@ -21,12 +21,12 @@ INT32_MAX = np.iinfo(np.int32).max
 
 @dataclass(frozen=True)
 class Epochs:
-    """How often the sequences are repeated.
+    """Number of times that the sequences are repeated.
 
     Attributes:
         count: epochs in the line of documents.
         samples: samples the line holds.
-        samples_before_last: where the last epoch is shuffled apart, the samples of those before it; otherwise None.
+        samples_before_last: samples of all epochs but the last, if the last is shuffled separately; otherwise None.
     """
 
     count: int
@@ -35,14 +35,14 @@ class Epochs:
 
 
 def plan_epochs(tokens: int, num_samples: int | None, sequence_length: int) -> Epochs:
-    """Megatron-LM's number of epochs, and its rule for the last one.
+    """Apply Megatron-LM's rules for the number of epochs and for the last one.
 
-    The last epoch is shuffled apart when less than 80 % of it is needed: mixed with the others, it would take the place
-    of samples of the epochs before it, which would then not be complete.
+    The last epoch is shuffled separately if less than 80 % of it is needed: mixed with the others, it would take the
+    place of samples of the epochs before it, which would then not be complete.
 
     Args:
         tokens: tokens in one epoch, at least 1.
-        num_samples: samples needed; None for those of one epoch.
+        num_samples: samples needed; None: those of one epoch.
         sequence_length: tokens a sample advances.
     """
     needed = 0 if num_samples is None else num_samples * sequence_length + 1
@@ -68,7 +68,8 @@ def build_document_index(sequences: range, epochs: Epochs, random: np.random.Ran
 
 
 def build_sample_index(lengths: np.ndarray, samples: int, sequence_length: int) -> np.ndarray:
-    """Where each sample starts: [samples + 1, 2] of (position in the document index, token offset in that document).
+    """Return the start of each sample: [samples + 1, 2] of (position in the document index, token offset in that
+    document).
 
     Args:
         lengths: tokens of each document, in the order of the document index.

@@ -1,12 +1,13 @@
-"""Computed arrays kept on disk and mapped into memory, found by what they were computed from.
+"""Computed arrays stored on disk and mapped into memory, found by a description of their inputs.
 
-    {directory}/{key}/description.json      what they were computed from, and the CRC-32 of each file
+    {directory}/{key}/description.json      description of the inputs, and the CRC-32 of each file
     {directory}/{key}/{name}.npy            an array
 
 The key is a hash of the description, which holds hashes of content and never a path: data that is moved keeps its
-indices, data that is replaced gets others. A folder gets its name by one rename when it is complete, so that a process
-killed at any moment leaves no folder or a whole one. The lock only spares processes of a node the same work: where it
-does not hold (a network file system without locks) two of them compute the same arrays, and one folder stays.
+indices, and changed data gets new ones. A folder gets its name by one rename when it is complete, so that a process
+killed at any moment leaves no folder or a complete one. The lock only saves processes of a node from doing the same
+work: if it has no effect (a network file system without locks), two processes compute the same arrays, and one folder
+stays.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from megalite.small_files import MIB, read_json
 
 _LOCK_SECONDS = 3600.0  # no arrays take longer
 _LARGEST = 16 * MIB
-"""Bytes of a description, which holds some hundred of each dataset at most."""
+"""Largest description in bytes; it needs a few hundred per dataset."""
 
 Arrays = Mapping[str, np.ndarray]
 
 
 class IndexCache:
-    """Arrays by what they are computed from.
+    """Arrays, found by a description of their inputs.
 
     Attributes:
-        notes: what a user should know: arrays that could not be kept, or were damaged.
+        notes: notes for the user on arrays that could not be stored, or were damaged.
 
     Args:
-        directory: where to keep them; None for a folder `cache` beside the data they belong to.
+        directory: directory to store them in; None: a folder `cache` beside the data that they belong to.
     """
 
     def __init__(self, directory: str | None = None) -> None:
@@ -53,7 +54,7 @@ class IndexCache:
         self.notes: list[str] = []
 
     def get(self, data_path: str, description: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
-        """The arrays that `build` gives, from disk where they are there, read-only.
+        """Return the arrays that `build` makes, read-only, from disk if they are there.
 
         Args:
             data_path: the data they belong to.
@@ -116,7 +117,7 @@ class IndexCache:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """One process at a time; the system releases the lock of one that dies, and one that stands still is left alone."""
+    """Lock out other processes; a process that dies releases the lock, and one that hangs does not block others."""
     path = folder.with_name(f"{folder.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +140,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def _await_lock(descriptor: int) -> None:
-    """Raises OSError where the file system has no locks, and where the lock does not come."""
+    """Wait for the lock. Raises OSError if the file system has no locks, or if the lock stays taken."""
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:

@@ -46,7 +46,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 }
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 BLOCK = 1 << 16
-"""Entries of the index that are looked at together, in a processor's cache."""
+"""Entries of the index that are checked together, so that they fit into a processor's cache."""
 
 
 def bin_path(prefix: str | Path) -> Path:
@@ -60,7 +60,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type Megatron-LM stores tokens of such a vocabulary in."""
+    """Return the type in which Megatron-LM stores tokens of a vocabulary of this size."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -70,7 +70,7 @@ class IndexedDataset:
     Args:
         prefix: the path of the .bin and .idx without the suffix.
         mmap: map the .bin into memory; otherwise each `get` is one positioned read, for file systems that map badly.
-        check: look at each entry of the index; otherwise `check_index` is left to the caller.
+        check: check each entry of the index; otherwise the caller must call `check_index`.
 
     Raises:
         DataError: a file is missing, damaged, or does not fit the other.
@@ -137,11 +137,11 @@ class IndexedDataset:
 
     @cached_property
     def lengths_sha256(self) -> str:
-        """Tells datasets with other lengths of their sequences apart; takes a second for some 200 million of them."""
+        """Return a hash of the sequences' lengths; takes a second for some 200 million of them."""
         return hashlib.sha256(self.sequence_lengths.data).hexdigest()
 
     def check_index(self, advance: Callable[[int], None] = lambda size: None) -> None:
-        """Hold every pointer against the lengths before it, and every document boundary against the one before.
+        """Check every pointer against the lengths before it, and every document boundary against the one before.
 
         Takes some milliseconds for a million of each; `advance` is called with the number of bytes after each block.
 
@@ -196,7 +196,7 @@ class IndexedDataset:
 
 
 def _read_at(descriptor: int, position: int, count: int, dtype: np.dtype[Any]) -> bytes:
-    """`count` tokens as bytes; the system gives at most 2 GB at a time."""
+    """Read `count` tokens as bytes; one system call returns at most 2 GB."""
     left, parts = count * dtype.itemsize, list[bytes]()
     while left and (part := os.pread(descriptor, left, position)):
         parts.append(part)
@@ -252,7 +252,7 @@ def _unreadable(path: Path, error: OSError | ValueError) -> NoReturn:
 
 
 def _map_file(path: Path) -> np.ndarray:
-    """The bytes of a file, uint8 [size], mapped read-only."""
+    """Map a file read-only and return its bytes, uint8 [size]."""
     try:
         return map_file(path)
     except (OSError, ValueError) as error:

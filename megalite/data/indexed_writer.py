@@ -1,4 +1,4 @@
-"""Writing token files (their format: `megalite/data/indexed_dataset.py`) in memory that does not grow with them."""
+"""Writer of token files (their format: `megalite/data/indexed_dataset.py`), in memory that does not grow with them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ LONGEST = np.iinfo(np.int32).max
 
 
 class ChecksummedFile(TemporaryFile):
-    """A file that knows the checksum of each `CHUNK` of it, of what an earlier process wrote too.
+    """File with a running checksum of each `CHUNK`, including data that an earlier process wrote.
 
     Attributes:
-        crc32: the checksums, the last one as far as the file goes.
+        crc32: the checksums; the last one covers the file up to its end.
     """
 
     def __init__(self, path: Path, temporary: Path, size: int = 0) -> None:
@@ -55,7 +55,7 @@ class ChecksummedFile(TemporaryFile):
 
 
 class Extent(NamedTuple):
-    """How much a dataset has."""
+    """Size of a dataset."""
 
     tokens: int = 0
     sequences: int = 0
@@ -104,7 +104,7 @@ class IndexedDatasetWriter:
         self._files = (self._bin, self._lengths, self._documents)
 
     def add_document(self, tokens: np.ndarray | list[int], lengths: list[int] | None = None) -> None:
-        """Add a document of one sequence, or of the sequences whose `lengths` sum to its number of tokens.
+        """Add a document of one sequence, or of sequences whose `lengths` sum to its number of tokens.
 
         Raises:
             DataError: a token does not fit the stored type, or the lengths do not sum to the number of tokens.
@@ -155,7 +155,7 @@ class IndexedDatasetWriter:
         return stored
 
     def flush(self) -> None:
-        """Hand everything to the operating system: after this, a kill of the process loses nothing of it."""
+        """Hand all data to the operating system: after this, a kill of the process loses none of it."""
         for file in self._files:
             file.flush()
 
@@ -165,7 +165,7 @@ class IndexedDatasetWriter:
         publish(self.prefix, self._folder)
 
     def complete(self) -> None:
-        """Write the index and the side file beside the tokens, and put all of it on disk: `publish` is what is left."""
+        """Write the index and the side file beside the tokens, and sync all of them; only `publish` is left to do."""
         self.flush()
         idx, record = idx_path(self.prefix), side_file_path(self.prefix)
         with (
@@ -205,13 +205,13 @@ class IndexedDatasetWriter:
 
 
 def growing_files(prefix: str | Path, folder: Path) -> tuple[Path, Path, Path]:
-    """Where a writer in `folder` keeps the tokens, the lengths of the sequences and the ends of the documents."""
+    """Return the paths of a writer's unfinished files in `folder`: tokens, sequence lengths and document ends."""
     name = Path(prefix).name
     return folder / f"{name}.bin", folder / f"{name}.lengths", folder / f"{name}.documents"
 
 
 def remove_unfinished(prefix: str | Path, folder: Path) -> None:
-    """Remove whatever a writer in `folder` made for a prefix, and nothing else."""
+    """Remove the files that a writer in `folder` made for a prefix, and nothing else."""
     finished = (folder / path.name for path in (idx_path(prefix), side_file_path(prefix)))
     for path in (*growing_files(prefix, folder), *finished):
         path.unlink(missing_ok=True)
@@ -239,7 +239,7 @@ def publish(prefix: str | Path, folder: Path) -> None:
 
 
 def read_lengths(path: Path) -> Iterator[np.ndarray]:
-    """The lengths of the sequences, int32, in blocks, from the file of a writer."""
+    """Yield the lengths of the sequences, int32, in blocks, from the file of a writer."""
     return _blocks(path, np.dtype("<i4"))
 
 

@@ -1,4 +1,4 @@
-"""Looking into token files: what they hold, and whether every byte is where the index says."""
+"""Inspection of token files: their contents, and whether every byte is where the index says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 1 << 22
 
 
 def describe(data: IndexedDataset) -> dict[str, str]:
-    """What a dataset holds, by name."""
+    """Return a description of a dataset, by name."""
     documents = len(data.document_indices) - 1
     lengths = length_statistics(data.sequence_lengths[first:last] for first, last in _blocks(len(data)))
     tokenizer = recorded_tokenizer(data.prefix)
@@ -35,7 +35,7 @@ def describe(data: IndexedDataset) -> dict[str, str]:
 
 
 def document_tokens(data: IndexedDataset, document: int) -> list[np.ndarray]:
-    """The sequences of a document. Raises DataError where there is no such document."""
+    """Return the sequences of a document. Raises DataError if there is no such document."""
     documents = len(data.document_indices) - 1
     if not 0 <= document < documents:
         raise DataError(f"--document {document}: {data.prefix} has documents 0 to {documents - 1}")
@@ -47,7 +47,7 @@ def verify(data: IndexedDataset) -> None:
     """Compare a dataset, whose index was checked when it was opened, with its checksums, and check every token.
 
     Raises:
-        DataError: a checksum is another than recorded, or a token is not of the recorded tokenizer's vocabulary.
+        DataError: a checksum differs from the recorded one, or a token is outside the recorded tokenizer's vocabulary.
     """
     record = read_side_file(data.prefix)
     check_record(data, record)

@@ -1,4 +1,4 @@
-"""How long the sequences of a dataset are."""
+"""Statistics of the lengths of a dataset's sequences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGEST_COUNTED = 1 << 20
 
 
 class LengthStatistics(NamedTuple):
-    """Of the tokens of the sequences; all 0 without sequences."""
+    """Statistics of the number of tokens per sequence; all 0 if there are no sequences."""
 
     sequences: int = 0
     mean: float = 0.0
@@ -22,7 +22,7 @@ class LengthStatistics(NamedTuple):
     longest: int = 0
 
     def __str__(self) -> str:
-        """For a person."""
+        """Return the statistics as text for a person."""
         return (
             f"{self.shortest:,} to {self.longest:,} tokens, mean {self.mean:,.1f}, median {self.median:,}, "
             f"99 % at most {self.percentile_99:,}"
@@ -30,7 +30,7 @@ class LengthStatistics(NamedTuple):
 
 
 def length_statistics(blocks: Iterable[np.ndarray]) -> LengthStatistics:
-    """From the lengths in blocks; the memory it takes does not grow with their number."""
+    """Return statistics of the lengths in blocks; the memory needed does not grow with their number."""
     counts = np.zeros(1, np.int64)
     total = longest = 0
     for lengths in blocks:
@@ -47,5 +47,5 @@ def length_statistics(blocks: Iterable[np.ndarray]) -> LengthStatistics:
 
 
 def _ranks(count: int) -> tuple[int, int, int]:
-    """The place from 1, by length, of the shortest, the median and the 99th percentile."""
+    """Return the ranks, counted from 1 in order of length, of the shortest, the median and the 99th percentile."""
     return 1, (count + 1) // 2, -(-count * 99 // 100)

@@ -25,7 +25,7 @@ class MicroBatchArrays(SampleFields):
 
 
 class MicroBatchLoader:
-    """Loads the micro-batches of one rank; which ones is a pure function of the samples consumed.
+    """Loader of one rank's micro-batches; its choice of samples is a pure function of the samples consumed.
 
     A context manager; threads start at the first use and end with it.
 
@@ -35,8 +35,8 @@ class MicroBatchLoader:
         data_parallel_rank: this rank's place among those that share a step's samples.
         data_parallel_size: the number of those ranks.
         vocab_size: larger tokens are refused: data without a record of its tokenizer may hold them.
-        num_workers: threads that read the next step's micro-batches during this one; 0 reads when asked.
-        verification: what it finds of the data's files ends the run at the next step; None where there is none.
+        num_workers: threads that read the next step's micro-batches during this one; 0: read on request.
+        verification: check of the data's files; damage that it finds ends the run at the next step. None: no check.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class MicroBatchLoader:
         self._ahead: dict[range, Future[MicroBatchArrays]] = {}
 
     def micro_batches(self, consumed_samples: int, num_micro_batches: int) -> list[MicroBatchArrays]:
-        """This rank's micro-batches of the step that starts at global sample `consumed_samples`.
+        """Return this rank's micro-batches of the step that starts at global sample `consumed_samples`.
 
         Raises:
-            DataError: a file is damaged, the dataset ends before, or a token is beyond the vocabulary.
+            DataError: a file is damaged, the dataset has too few samples, or a token is beyond the vocabulary.
         """
         if self.verification is not None:
             self.verification.raise_damage()
@@ -112,7 +112,7 @@ class MicroBatchLoader:
         )
 
     def close(self) -> None:
-        """End the threads; what was being read ahead is dropped."""
+        """End the threads and drop what they were reading ahead."""
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
             self._executor = None

@@ -1,4 +1,4 @@
-"""Files mapped into memory without holding a file descriptor each: a blend may have thousands of files."""
+"""Files mapped into memory without a file descriptor per file: a blend may have thousands of files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_file(path: Path) -> np.ndarray:
-    """The bytes of a file, uint8 [size], mapped read-only until the last view of them is gone.
+    """Return the bytes of a file, uint8 [size], mapped read-only until the last view of them is gone.
 
     Raises:
         OSError: it cannot be opened or mapped.
-        ValueError: it is no regular file.
+        ValueError: it is not a regular file.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -43,6 +43,6 @@ def map_file(path: Path) -> np.ndarray:
 
 
 def refuse_too_many_open_files(error: Exception) -> None:
-    """Raises ConfigurationError where an error says that no more files can be opened: the one it names has no fault."""
+    """Raise ConfigurationError if no more files can be opened: the file that such an error names has no fault."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         raise too_many_open_files(f"{error.filename} cannot be opened") from error

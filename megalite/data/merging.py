@@ -20,10 +20,10 @@ BLOCK = 1 << 24
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
-    """The prefixes that are given, and for each directory those in it, sorted.
+    """Return the given prefixes, and for each directory the prefixes in it, sorted.
 
     Raises:
-        DataError: a directory holds none, or one file of a pair.
+        DataError: a directory has no token files, or only one file of a pair.
     """
     return [prefix for path in inputs for prefix in (_in_directory(Path(path)) if Path(path).is_dir() else [path])]
 
@@ -43,7 +43,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Extent:
     """Write the documents of the datasets, one dataset after another, into one; the output appears when it is complete.
 
     Returns:
-        How much it has.
+        The size of the output.
 
     Raises:
         DataError: datasets are damaged, of different tokenizers or token types, or one of them is the output.
@@ -69,7 +69,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> Extent:
 
 
 def _common_tokenizer(prefixes: Sequence[str]) -> dict[str, Any] | None:
-    """The tokenizer that all datasets record; None if one does not say."""
+    """Return the tokenizer that all datasets record; None if one has no record."""
     recorded = [recorded_tokenizer(prefix) for prefix in prefixes]
     known = [(prefix, tokenizer) for prefix, tokenizer in zip(prefixes, recorded, strict=True) if tokenizer is not None]
     for prefix, tokenizer in known:
@@ -82,7 +82,7 @@ def _common_tokenizer(prefixes: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _document_blocks(data: IndexedDataset) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Tokens, lengths of sequences and sequences of each document, of some documents at a time."""
+    """Yield tokens, sequence lengths and sequences per document, for some documents at a time."""
     tokens = data.all_tokens()
     starts = np.append(data.sequence_pointers // data.dtype.itemsize, data.tokens)
     begins = starts[data.document_indices]

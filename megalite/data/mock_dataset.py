@@ -1,4 +1,4 @@
-"""Data out of nothing that a model can learn: for `--mock-data`, benchmarks and tests."""
+"""Generated data that a model can learn: for `--mock-data`, benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 class MockDataset:
     """Samples that are a pure function of (seed, stream, sample), the same on every platform and numpy version.
 
-    A token is mostly the one before it plus 1; one in ten, and the first of a document, is drawn at random. So the loss
-    of a model that learns falls from log(vocab_size) to about a tenth of it. Documents end in `eod`, four a sample in
-    the mean, at random places.
+    A token is mostly the token before it plus 1; one in ten, and the first of a document, is drawn at random. So the
+    loss of a model that learns falls from log(vocab_size) to about a tenth of it. Documents end in `eod` at random
+    places, on average four per sample.
 
     Args:
         vocab_size: tokens are in [0, vocab_size); at least 2.
         sequence_length: samples have one token more.
         seed: the run's seed.
         num_samples: the length.
-        eod: the token that ends a document; by default the last, as `NullTokenizer` has it.
-        stream: tells the splits of a run apart.
+        eod: the token that ends a document; by default the last, as in `NullTokenizer`.
+        stream: number that makes the splits of a run differ.
     """
 
     def __init__(

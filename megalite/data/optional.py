@@ -11,12 +11,12 @@ from megalite.errors import ConfigurationError
 
 
 def optional_import(module: str, package: str, why: str) -> Any:
-    """The module, imported.
+    """Import and return a module.
 
     Args:
         module: its name.
-        package: what installs it, and the oldest version that will do, as `jinja2>=3.1.6`.
-        why: what needs it, the beginning of the message.
+        package: the package to install and its oldest usable version, such as `jinja2>=3.1.6`.
+        why: the feature that needs it, as the beginning of the message.
 
     Raises:
         ConfigurationError: it is not installed, or too old; the message says how to install it.

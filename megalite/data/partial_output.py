@@ -1,10 +1,10 @@
-"""Token files that grow together and outlive a kill: a later run goes on where they end.
+"""Token files that grow together and survive a kill: a later run continues where they end.
 
-They grow in a folder beside the final names, with a journal: a line that says which run it is, then a line for each
-chunk of the corpus, appended after its tokens: where in the input it ends, how far each file goes, and a checksum of
-what was added. A run that goes on reads the files again and trusts the journal as far as the checksums agree, whatever
-a kill, a full disk or a loss of power left of them. When the files are complete and on disk, a last line says so; from
-then on only renames and removals are left, of the journal last.
+They grow in a folder beside the final names, with a journal. Its first line identifies the run. Then comes one line per
+chunk of the corpus, appended after the chunk's tokens: where in the input the chunk ends, how far each file goes, and a
+checksum of what was added. A run that continues reads the files again and trusts the journal as far as the checksums
+agree, whatever a kill, a full disk or a loss of power has left. When the files are complete and on disk, a last line
+says so; after that only renames and removals are left, with the journal removed last.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from megalite.small_files import parse_json
 
 
 class Entry(NamedTuple):
-    """What has been written after a chunk.
+    """State after a chunk has been written.
 
     Attributes:
-        position: where in the input the chunk ends.
-        text_bytes: of all texts so far.
+        position: place in the input at which the chunk ends.
+        text_bytes: bytes of all texts so far.
         skipped: records left out so far.
-        extents: how much each file has.
-        checksums: of what the chunk added to each file.
+        extents: size of each file.
+        checksums: checksums of the data that the chunk added to each file.
     """
 
     position: Position = Position()
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
 
     @classmethod
     def parse(cls, line: list[Any]) -> Entry:
-        """An entry from its JSON."""
+        """Return an entry from its JSON."""
         position, text_bytes, skipped, extents, checksums = line
         return cls(Position(*position), text_bytes, skipped, tuple(Extent(*e) for e in extents), tuple(checksums))
 
@@ -70,12 +70,12 @@ LAST_LINE = 1 << 10
 
 
 def partial_folder(output_prefix: str) -> Path:
-    """Where unfinished output is."""
+    """Return the folder of unfinished output."""
     return Path(f"{output_prefix}.partial")
 
 
 class PartialOutput:
-    """The output of a run, from its start or from where an earlier one was stopped.
+    """Output of a run, from its start or from where an earlier run stopped.
 
     A context manager. Left without `finish`, it keeps what is done, if anything is.
 
@@ -83,16 +83,16 @@ class PartialOutput:
         output_prefix: names the folder of unfinished files.
         prefixes: the token files to write.
         dtype: the type of the stored tokens.
-        tokenizer: what identifies the tokenizer.
-        run: what must be equal for a later run to go on, as JSON values.
-        resume: go on from what an earlier run left, if there is anything; otherwise that is removed.
+        tokenizer: the tokenizer's identity.
+        run: values that must be equal for a later run to continue, as JSON values.
+        resume: continue what an earlier run left, if there is anything; otherwise that is removed.
 
     Attributes:
         done: what is written.
-        resumed: whether an earlier run wrote some of it.
+        resumed: true if an earlier run wrote some of it.
 
     Raises:
-        DataError: another run is writing it, what is there is of a different run, or it is nothing of ours.
+        DataError: another run is writing it, what is there is of a different run, or it is not megalite's.
         FileError: the folder cannot be written to.
     """
 
@@ -135,7 +135,8 @@ class PartialOutput:
         os.fsync(self._journal.fileno())
 
     def _read_journal(self, header: dict[str, Any]) -> bool:
-        """Find how far the files can be trusted, and cut the journal there. False if there is no run to go on from."""
+        """Find how far the files can be trusted, and cut the journal there. Returns False if there is no run to
+        continue."""
         statistics = _statistics(self._journal)
         content = _lines(self._journal)
         found, end = next(content, (None, 0))
@@ -167,7 +168,7 @@ class PartialOutput:
         return growing_files(prefix, self.folder)
 
     def _checksums(self, files: list[list[IO[bytes]]], entry: Entry) -> tuple[int, ...]:
-        """Those of what the files have between the last entry and this one."""
+        """Return the checksums of the data in the files between the last entry and this one."""
         checksums = []
         for of_key, before, after in zip(files, self.done.extents, entry.extents, strict=True):
             checksum = 0
@@ -178,12 +179,12 @@ class PartialOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether the earlier run had all but given the files their names: there is nothing to `add`."""
+        """Tell whether the earlier run had completed its files except for their names: there is nothing to `add`."""
         return self._statistics is not None
 
     @property
     def kept(self) -> bool:
-        """Whether there is something that leaving without `finish` keeps."""
+        """Tell whether there is anything to keep if the block is left without `finish`."""
         return any(extent.documents for extent in self.done.extents)
 
     def add(self, chunk: EncodedChunk) -> None:
@@ -246,7 +247,7 @@ class PartialOutput:
 
 @contextmanager
 def _locked_journal(folder: Path) -> Iterator[IO[bytes]]:
-    """The journal, which one run at a time may have; a kill of the process gives it free."""
+    """Yield the journal, which one run at a time may have; the system releases it if the process is killed."""
     for _ in range(9):
         if file := _locked(folder):
             with file:
@@ -258,7 +259,7 @@ def _locked_journal(folder: Path) -> Iterator[IO[bytes]]:
 
 
 def _locked(folder: Path) -> IO[bytes] | None:
-    """The journal; None if the run that had it removed it between the steps here."""
+    """Lock and return the journal; None if the run that had it removed it meanwhile."""
     path = folder / JOURNAL
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -296,7 +297,7 @@ def _not_ours(folder: Path) -> DataError:
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[dict[str, Any], int]]:
-    """The lines of a journal as far as they are whole, and where each ends."""
+    """Yield the complete lines of a journal, each with the position of its end."""
     file.seek(0)
     end = 0
     for line in file:
@@ -311,7 +312,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _statistics(journal: IO[bytes]) -> LengthStatistics | None:
-    """Those in the last line of the journal of a complete run."""
+    """Return the statistics in the last line of a complete run's journal."""
     journal.seek(max(journal.seek(0, os.SEEK_END) - LAST_LINE, 0))
     try:
         return LengthStatistics(*parse_json(journal.read().splitlines()[-1])["complete"])

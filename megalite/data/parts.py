@@ -1,4 +1,4 @@
-"""What the training, validation and test sets are made of, as the flags say: prefixes, weights, shares of each file."""
+"""Parts of token files for the training, validation and test sets, from the flags: prefixes, weights and shares."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megalite.small_files import MIB, parse_json, read_small_file, reason, shown
 
 SPLITS = ("train", "valid", "test")
 _LARGEST = 8 * MIB
-"""Bytes of a file with a blend: the paths of ten thousand datasets are one million."""
+"""Largest size in bytes of a file with a blend: the paths of ten thousand datasets are one million."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one split is made of: the sequences from `begin` to `end`, as fractions, of each prefix."""
+    """Part of the data for one split: the sequences from `begin` to `end`, as fractions, of each prefix."""
 
     prefixes: list[str]
     weights: list[float] | None
@@ -27,7 +27,7 @@ class Part:
     end: float = 1.0
 
     def sequences(self, count: int) -> range:
-        """The part of a file of `count` sequences, rounded as Megatron-LM rounds it."""
+        """Return the part of a file of `count` sequences, rounded as Megatron-LM rounds it."""
         return range(round(self.begin * count), round(self.end * count))
 
 
@@ -41,18 +41,18 @@ def read_parts(
     data_args_path: str | None = None,
     per_split_data_args_path: str | None = None,
 ) -> list[Part | None]:
-    """The parts of train, valid and test; None where nothing is given.
+    """Return the parts of train, valid and test; None if nothing is given.
 
     Args:
         data_path: one prefix, weights and prefixes in turn, or prefixes; divided by `split`.
         split: shares of train, valid and test.
         train_data_path, valid_data_path, test_data_path: instead of `data_path`, a blend for each.
-        data_args_path: a file that holds `data_path`, between white space.
+        data_args_path: a file that holds `data_path`, separated by white space.
         per_split_data_args_path: a JSON file of lists under the keys "train", "valid" and "test".
 
     Raises:
-        ConfigurationError: data is given in no way, or in two.
-        DataError: a blend means nothing, or a file cannot be read.
+        ConfigurationError: data is not given, or given in two ways.
+        DataError: a blend is not valid, or a file cannot be read.
     """
     each = (train_data_path, valid_data_path, test_data_path)
     if sum(map(bool, (data_path, any(each), data_args_path, per_split_data_args_path))) != 1:
@@ -71,9 +71,9 @@ def read_parts(
 
 
 def parse_split(split: str) -> list[tuple[float, float] | None]:
-    """The shares of the file that train, valid and test are, as fractions where each begins and ends.
+    """Return the shares of the file for train, valid and test, as fractions at which each begins and ends.
 
-    "969, 30, 1" gives (0, 0.969), (0.969, 0.999), (0.999, 1); what is left out or 0 gives None.
+    "969, 30, 1" gives (0, 0.969), (0.969, 0.999), (0.999, 1); a share that is missing or 0 gives None.
 
     Raises:
         ConfigurationError: see `split_shares`.

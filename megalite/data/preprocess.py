@@ -1,4 +1,4 @@
-"""A corpus to token files: many processes tokenize, one reads before them and writes behind them, in order."""
+"""Preprocessing of a corpus into token files: many processes tokenize; one reads and writes, in order."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from megalite.errors import ConfigurationError, DataError
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Attributes:
-        documents: those written, all runs together.
-        tokens: those written, all keys and runs together.
-        tokens_per_second, documents_per_second: of this run.
-        fraction: of the input; 0 where its size is unknown.
-        seconds_left: as far as can be told.
+        documents: documents written, all runs together.
+        tokens: tokens written, all keys and runs together.
+        tokens_per_second, documents_per_second: rates of this run.
+        fraction: fraction of the input that is done; 0 if its size is unknown.
+        seconds_left: estimate of the seconds left.
     """
 
     documents: int
@@ -48,16 +48,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class Summary:
-    """What was written, all keys together.
+    """Summary of the output, all keys together.
 
     Attributes:
         documents: records that are documents.
         tokens: tokens.
-        text_bytes: the texts' UTF-8.
+        text_bytes: size of the texts in UTF-8.
         skipped: records left out.
-        lengths: of the sequences.
-        seconds: that the run took; of one that was continued, the last part.
-        tokens_per_second: in that time.
+        lengths: statistics of the sequences' lengths.
+        seconds: duration of the run; of a continued run, the last part.
+        tokens_per_second: rate in that time.
     """
 
     documents: int
@@ -71,7 +71,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Observer:
-    """Who hears of a run as it goes; the functions are called in the process that writes."""
+    """Functions that are told of a run's progress; they are called in the process that writes."""
 
     note: Callable[[str], None] = lambda line: None
     progress: Callable[[Progress], None] = lambda progress: None
@@ -79,7 +79,7 @@ class Observer:
 
 
 def output_prefix_of(prefix: str, key: str) -> str:
-    """The prefix of the files a key is written to, which is what `--data-path` takes."""
+    """Return the prefix of the files a key is written to, which is a value for `--data-path`."""
     return f"{prefix}_{key}_document"
 
 
@@ -93,17 +93,17 @@ def preprocess(
 ) -> Summary:
     """Tokenize a corpus into `{output_prefix}_{key}_document.{bin,idx,json}`.
 
-    The files do not depend on the number of workers, nor on whether the run was stopped and continued. They appear when
-    all is written; until then earlier files of the same names are as they were. After an error, an interruption or a
-    kill, what is done stays in `{output_prefix}.partial`.
+    The files depend neither on the number of workers nor on stopping and continuing the run. They appear when all is
+    written; until then earlier files of the same names stay unchanged. After an error, an interruption or a kill,
+    finished work stays in `{output_prefix}.partial`.
 
     Args:
         inputs: files, patterns and directories; see `find_inputs` and `read_chunks`.
-        output_prefix: where to write.
-        encoding: how records become tokens.
-        workers: processes that tokenize, beside this one, which reads and writes.
-        resume: go on from what a stopped run left, if there is anything.
-        observer: who hears of it.
+        output_prefix: prefix of the output files.
+        encoding: rules for turning records into tokens.
+        workers: processes that tokenize, in addition to this one, which reads and writes.
+        resume: continue what a stopped run left, if there is anything.
+        observer: functions that are told of the progress.
 
     Raises:
         DataError: a file cannot be read or written, or a record cannot be tokenized; the message names file and line.
@@ -178,7 +178,7 @@ def _write(
 
 
 def _run(files: Sequence[str], encoding: Encoding) -> dict[str, Any]:
-    """What must be equal for a stopped run to be continued, beside the tokenizer."""
+    """Return the values that must be equal to continue a stopped run, besides the tokenizer."""
     facts = [Path(path).stat() if Path(path).exists() else None for path in files]
     inputs = [
         [os.path.abspath(path), fact and [fact.st_size, fact.st_mtime_ns]]
@@ -193,7 +193,7 @@ def _run(files: Sequence[str], encoding: Encoding) -> dict[str, Any]:
 
 
 def _size(path: str) -> int | None:
-    """None of what has no size: a pipe, or a file that is gone."""
+    """Return a file's size; None if it has none (a pipe) or is gone."""
     return Path(path).stat().st_size if Path(path).is_file() else None
 
 
@@ -235,7 +235,7 @@ def _encode_all(
 
 @contextmanager
 def _workers(count: int, encoding: Encoding) -> Iterator[ProcessPoolExecutor]:
-    """Processes that begin to load the tokenizer at once."""
+    """Yield processes that begin to load the tokenizer at once."""
     # Fresh processes: a forked one could inherit a lock that a thread of this one holds.
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _prepare_worker)
     try:
@@ -249,8 +249,10 @@ def _workers(count: int, encoding: Encoding) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits until the end; processes started meanwhile never see it. It reaches all processes of a terminal, and
-    the main one ends the others."""
+    """Delay Ctrl-C until the end of the block; processes started meanwhile never see it.
+
+    Ctrl-C reaches all processes of a terminal, and the main process ends the others itself.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,4 +1,4 @@
-"""How far preprocessing is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of preprocessing: a bar on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NAMED = 20
 
 @contextmanager
 def show_progress(log_interval: int) -> Iterator[Observer]:
-    """Gives the observer that shows a run on standard error.
+    """Yield the observer that shows a run on standard error.
 
     Args:
-        log_interval: documents between two lines where standard error is not a terminal.
+        log_interval: documents between two lines if standard error is not a terminal.
     """
     if not sys.stderr.isatty():
         yield Observer(_print, _Lines(log_interval), _Skipped())
@@ -63,7 +63,7 @@ class _Skipped:
 
 
 def _print(line: str) -> None:
-    """Above the bar, if there is one: it takes over `sys.stderr`."""
+    """Print a line above the bar, if there is one: the bar takes over `sys.stderr`."""
     print(line, file=sys.stderr, flush=True)
 
 

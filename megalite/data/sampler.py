@@ -1,4 +1,4 @@
-"""Which samples a rank takes: pure functions of the number of samples consumed, the only state to resume from.
+"""Choice of the samples of a rank: pure functions of the number of samples consumed, the only state to resume from.
 
 Megatron-LM's `--dataloader-type single`: the samples are taken in order; micro-batch m of a step, over all
 data-parallel ranks together, is the next `micro_batch_size * data_parallel_size` of them, each rank's part contiguous.
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GlobalBatchSize:
-    """Samples of a step over all ranks, which may grow at the start of a run.
+    """Number of samples in a step over all ranks, which may grow at the start of a run.
 
     Attributes:
-        final: the size, from the end of the ramp on.
+        final: the size from the end of the ramp on.
         ramp: Megatron-LM's `--rampup-batch-size`: the first size, the increment, and the samples over which the size
-            grows in equal parts; None without.
+            grows in equal parts; None: no ramp.
     """
 
     final: int
@@ -24,12 +24,12 @@ class GlobalBatchSize:
 
     @property
     def sizes(self) -> range:
-        """The sizes that steps may have, up to the final one."""
+        """Return the sizes that steps may have, up to the final one."""
         start, increment, _ = self.ramp if self.ramp is not None else (self.final, 1, 0)
         return range(start, self.final + 1, increment)
 
     def at(self, consumed_samples: int) -> int:
-        """The size of the step that starts at `consumed_samples`."""
+        """Return the size of the step that starts at `consumed_samples`."""
         if self.ramp is None or self.ramp[0] == self.final or consumed_samples > self.ramp[2]:
             return self.final
         start, increment, samples = self.ramp
@@ -38,7 +38,8 @@ class GlobalBatchSize:
         return start + int(consumed_samples / samples_of_a_size) * increment
 
     def steps(self, consumed_samples: int, train_samples: int) -> int:
-        """Steps from `consumed_samples` to `train_samples`; a remainder of less than a step is left out."""
+        """Return the number of steps from `consumed_samples` to `train_samples`; an incomplete last step is not
+        counted."""
         steps = 0
         while self.at(consumed_samples) != self.final and consumed_samples + self.at(consumed_samples) <= train_samples:
             consumed_samples += self.at(consumed_samples)
@@ -49,7 +50,9 @@ class GlobalBatchSize:
 def micro_batch_samples(
     consumed_samples: int, micro_batch: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
 ) -> range:
-    """The global sample ids of micro-batch `micro_batch` (from 0) on one rank, in the step that starts at
-    `consumed_samples`."""
+    """Return the global sample ids of a micro-batch (counted from 0) on one rank.
+
+    The micro-batch belongs to the step that starts at `consumed_samples`.
+    """
     start = consumed_samples + (micro_batch * data_parallel_size + data_parallel_rank) * micro_batch_size
     return range(start, start + micro_batch_size)

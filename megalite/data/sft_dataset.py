@@ -1,11 +1,11 @@
 """Conversations packed into sequences: tokens attend within their conversation only, and the loss counts on answers.
 
 A conversation of n tokens takes n - 1 places, each an input and its label, so that no label belongs to another
-conversation. In each epoch conversations are shuffled and taken in turn; one that does not fit into what is left of a
+conversation. In each epoch conversations are shuffled and taken in turn; one that does not fit into the rest of a
 sequence begins the next. One that is longer than a sequence is cut.
 
-The text of a conversation is made into tokens as a whole, as it is when a model is asked: many tokenizers give a part
-of it other tokens than it has there. A token that holds any of an answer is learned.
+The text of a conversation is tokenized as a whole, as it is at inference: many tokenizers give other tokens to a part
+of a text than the same part has within the text. A token that has any character of an answer is learned.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def build_sft_datasets(
     cache: IndexCache,
     surplus: float = SURPLUS,
 ) -> Datasets[SampleFields]:
-    """The sets of a run on conversations; `parts` name JSONL files.
+    """Return the sets of a run on conversations; `parts` name JSONL files.
 
     Raises:
         ConfigurationError: there is no training data.
-        DataError: a file is missing, a line is no conversation, or no conversation has an answer.
+        DataError: a file is missing, a line is not a conversation, or no conversation has an answer.
     """
     notes = []
 
@@ -59,18 +59,18 @@ def build_sft_datasets(
 
 
 class ConversationFile:
-    """A JSONL file of conversations in tokens, made into tokens once and kept with the sample indices.
+    """JSONL file of conversations, tokenized once and cached together with the sample indices.
 
     Args:
         path: the file.
-        tokenizer: makes it into tokens.
-        template: the chat template; None for the plain form of `megalite.data.chat`.
+        tokenizer: tokenizer for the text.
+        template: the chat template; None: the plain form of `megalite.data.chat`.
         sequence_length: tokens the model sees in a sample.
         seed: seed of the samples' order.
-        cache: keeps the tokens and the indices.
+        cache: cache for the tokens and the indices.
 
     Raises:
-        DataError: the file cannot be read, a line is no conversation, or no conversation has an answer.
+        DataError: the file cannot be read, a line is not a conversation, or no conversation has an answer.
     """
 
     def __init__(
@@ -105,25 +105,25 @@ class ConversationFile:
         return len(self.ends)
 
     def begin(self, conversation: int) -> int:
-        """Where a conversation starts in `tokens`."""
+        """Return the start of a conversation in `tokens`."""
         return int(self.ends[conversation - 1]) if conversation else 0
 
     def places(self) -> np.ndarray:
-        """The places that each conversation takes in a sequence."""
+        """Number of places that each conversation takes in a sequence."""
         return np.minimum(np.diff(self.ends, prepend=0) - 1, self.sequence_length)
 
     def learned(self, begin: int, end: int) -> np.ndarray:
-        """Which tokens from `begin` to `end` are answers."""
+        """Return a mask of the tokens from `begin` to `end` that are answers."""
         return np.searchsorted(self.answers, np.arange(begin, end), side="right") % 2
 
     def _answered(self) -> np.ndarray:
-        """The conversations that have a label in an answer."""
+        """Return the conversations that have a label in an answer."""
         first = np.concatenate([[0], self.ends[:-1]]) + 1
         begins, ends = np.append(self.answers[::2], self.ends[-1]), self.answers[1::2]
         return begins[np.searchsorted(ends, first, side="right")] < first + self.places()
 
     def notes(self) -> list[str]:
-        """What a user should know about the file."""
+        """Notes for the user on the file."""
         cut = int((np.diff(self.ends, prepend=0) - 1 > self.sequence_length).sum())
         of = f"of {len(self)} conversations"
         return [
@@ -136,7 +136,7 @@ class ConversationFile:
         ]
 
     def dataset(self, sequences: range, num_samples: int | None) -> SFTDataset:
-        """At least `num_samples` samples of these conversations; None for those of one epoch."""
+        """Return at least `num_samples` samples of these conversations; None: those of one epoch."""
         description = self.description | {
             "kind": "packed conversations",
             "conversations": [sequences.start, sequences.stop],
@@ -155,12 +155,12 @@ class ConversationFile:
 
 
 def pack(lengths: np.ndarray, capacity: int, num_samples: int | None, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which conversations each sequence holds.
+    """Assign conversations to sequences.
 
     Args:
         lengths: places that each conversation takes, from 1 to `capacity`.
         capacity: places in a sequence.
-        num_samples: sequences needed; None for those of one epoch.
+        num_samples: sequences needed; None: those of one epoch.
         seed: seed of the order.
 
     Returns:
@@ -194,7 +194,7 @@ class SFTDataset:
         return len(self.starts) - 1
 
     def __getitem__(self, sample: int) -> SampleFields:
-        """A sequence; what the conversations leave empty is a document of its own, without loss.
+        """Return a sequence; places that no conversation fills are a document of their own, without loss.
 
         Raises:
             IndexError: there is no such sample.
@@ -241,7 +241,10 @@ def _sha256(path: str) -> str:
 
 
 def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> Arrays:
-    """tokens: one conversation after another; ends: of each; answers: where they begin and end in turn, in tokens."""
+    """Return the conversations as arrays.
+
+    tokens: one conversation after another; ends: the end of each; answers: begin and end of each answer, in tokens.
+    """
     dtype = token_dtype(tokenizer.vocab_size)
     tokens, answers, ends, roles = bytearray(), array("q"), array("q"), set[str]()
     with conversation_reader(template) as spans_of, Path(path).open("rb") as lines:
@@ -281,7 +284,7 @@ def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate 
 
 
 def _encoded(spans: Sequence[Span], tokenizer: Tokenizer) -> tuple[list[int], np.ndarray]:
-    """The tokens of a conversation, and which of them are learned."""
+    """Return the tokens of a conversation, and a mask of those that are learned."""
     ids, learned = list[int](), list[np.ndarray]()
     for stretch in _stretches(spans):
         text = "".join(span.text for span in stretch)
@@ -298,7 +301,7 @@ def _encoded(spans: Sequence[Span], tokenizer: Tokenizer) -> tuple[list[int], np
 
 
 def _stretches(spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
-    """The spans up to and with each that an end of document follows, and those behind the last."""
+    """Yield the spans in groups that end with an end of document; the last group has the rest."""
     begin = 0
     for end, span in enumerate(spans, 1):
         if span.ends or end == len(spans):

@@ -1,9 +1,9 @@
-"""`{prefix}.megalite.json` beside a token file: which tokenizer wrote it, how much it wrote, and its checksums.
+"""Record `{prefix}.megalite.json` beside a token file: its tokenizer, its size, and its checksums.
 
-The name is one that nobody else uses: `{prefix}.json` is often the text itself.
+The name is one that no other program uses: `{prefix}.json` is often the text itself.
 
-Megatron-LM's files have none and are accepted as they are; tokens beyond the vocabulary are then found where a
-micro-batch is loaded (`megalite/data/loader.py`), as nothing else can tell without reading all of the data.
+Megatron-LM's files have no such record and are accepted without one; tokens beyond the vocabulary are then found when a
+micro-batch is loaded (`megalite/data/loader.py`): an earlier check would have to read all of the data.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from megalite.small_files import MIB, read_json, reason, shown
 
 SUFFIX = ".megalite.json"
 CHUNK = 1 << 26
-"""Bytes of a file that share a checksum."""
+"""Bytes of a file that share one checksum."""
 _LARGEST = 8 * MIB
-"""Bytes of a record: the checksums of more than 20 TiB."""
+"""Largest record in bytes: enough for the checksums of more than 20 TiB."""
 _LONGEST, _MOST_FIELDS, _LONGEST_FIELD = 1 << 12, 16, 64
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a token file.
+    """Record of a token file.
 
     Attributes:
-        tokenizer: what identifies the one that it was made with (`Tokenizer.identity()`), where that is known.
-        tokens, documents: how many it has.
-        crc32: the checksums of the files "bin" and "idx", one for each `CHUNK` bytes; none in records of old.
+        tokenizer: identity of its tokenizer (`Tokenizer.identity()`), if known.
+        tokens, documents: number of tokens and of documents.
+        crc32: the checksums of the files "bin" and "idx", one for each `CHUNK` bytes; none in old records.
     """
 
     tokenizer: dict[str, Any] | None
@@ -44,12 +44,12 @@ class Record:
 
 
 def side_file_path(prefix: str | Path) -> Path:
-    """The file that holds the record."""
+    """Return the path of the record."""
     return Path(f"{prefix}{SUFFIX}")
 
 
 def write_side_file(file: TemporaryFile, record: Record) -> None:
-    """Write what `read_side_file` reads."""
+    """Write the record for `read_side_file`."""
     fields = {
         "tokenizer": record.tokenizer,
         "tokens": record.tokens,
@@ -60,10 +60,10 @@ def write_side_file(file: TemporaryFile, record: Record) -> None:
 
 
 def read_side_file(prefix: str | Path) -> Record | None:
-    """The record beside a token file, or None where there is none.
+    """Return the record beside a token file, or None if there is none.
 
     Raises:
-        DataError: it cannot be read, or is no record.
+        DataError: it cannot be read, or is not a valid record.
     """
     path = side_file_path(prefix)
     try:
@@ -79,7 +79,7 @@ def read_side_file(prefix: str | Path) -> Record | None:
 
 
 def _record(found: Any) -> Record:
-    """Raises ValueError where JSON is no record."""
+    """Return the record in JSON values. Raises ValueError if they are not a record."""
     if not isinstance(found, dict) or found.keys() | {"crc32"} != {"tokenizer", "tokens", "documents", "crc32"}:
         raise ValueError("it has not the keys of one")
     tokenizer, tokens, documents, crc32 = found["tokenizer"], found["tokens"], found["documents"], found.get("crc32")
@@ -112,7 +112,7 @@ def _is_identity(value: object) -> bool:
 
 
 def recorded_tokenizer(prefix: str | Path) -> dict[str, Any] | None:
-    """What identifies the tokenizer the data was made with (`Tokenizer.identity()`), or None where nothing says so.
+    """Return the identity (`Tokenizer.identity()`) of the data's tokenizer, or None if it is not recorded.
 
     Raises:
         DataError: the side file cannot be read.
@@ -122,7 +122,7 @@ def recorded_tokenizer(prefix: str | Path) -> dict[str, Any] | None:
 
 
 def check_tokenizer(prefix: str | Path, record: Record | None, tokenizer: dict[str, Any]) -> None:
-    """Refuse a tokenizer (`Tokenizer.identity()`) that is not the one of the token file's record.
+    """Refuse a tokenizer (`Tokenizer.identity()`) that is not the one in the token file's record.
 
     Raises:
         DataError: the tokenizers differ.
@@ -137,5 +137,5 @@ def check_tokenizer(prefix: str | Path, record: Record | None, tokenizer: dict[s
 
 
 def describe_tokenizer(identity: dict[str, Any]) -> str:
-    """The identity for a person."""
+    """Return the identity as text for a person."""
     return ", ".join(f"{name} {shown(value)}" for name, value in identity.items())

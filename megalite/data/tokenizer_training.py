@@ -139,9 +139,9 @@ def _texts(inputs: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
 
 
 def _lines(inputs: Sequence[str], keys: Sequence[str], interruptions: list[BaseException]) -> Iterator[str]:
-    """The lines of the texts, with their ends: whole files would be beyond the trainer's limit, and its patience.
+    """Yield the lines of the texts, with their ends: whole files would be too large, and too slow, for the trainer.
 
-    The trainer turns whatever is raised here, Ctrl-C too, into a RuntimeError; `interruptions` keeps it as it was.
+    The trainer turns any exception raised here, Ctrl-C too, into a RuntimeError; `interruptions` keeps the original.
     """
     try:
         for text in _texts(inputs, keys):
@@ -152,7 +152,7 @@ def _lines(inputs: Sequence[str], keys: Sequence[str], interruptions: list[BaseE
 
 
 def _explain(error: str, inputs: Sequence[str], vocab_size: int) -> str:
-    """What to change, from what the trainer says."""
+    """Return advice on what to change, given the trainer's error."""
     where = ", ".join(inputs)
     if most := re.search(r"too high .*<= (\d+)", error):
         return f"{where}: too little text for --vocab-size {vocab_size}; at most {most[1]} with this text"

@@ -1,4 +1,4 @@
-"""Looking through token files for damage: opening them reads no token, and of a large index not every entry."""
+"""Check of token files for damage: opening them reads no token, and not every entry of a large index."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from megalite.errors import DataError
 from megalite.small_files import open_regular, reason
 
 ENTRIES_AT_ONCE = 1 << 21
-"""Entries of indexes that are looked at where they are opened, on every rank: some milliseconds."""
+"""Index entries that every rank checks when a file is opened: this takes some milliseconds."""
 BYTES_AT_START = 1 << 28
-"""Bytes that are looked through before the first step."""
+"""Bytes that are checked before the first step."""
 REST = 3.0
-"""Seconds of rest after each of looking from then on: it takes a quarter of a core, and of the disk's time."""
+"""Seconds of rest per second of checking after the start: the check takes a quarter of a core and of the disk's
+time."""
 PIECE = 1 << 20
 """Bytes that are read at a time."""
 AGAIN = "Copy the three files again from where they came, or run tools/preprocess_data.py again."
 
 Advance = Callable[[int], None]
-"""Is called with the number of bytes after each piece."""
+"""Function that is called with the number of bytes after each piece."""
 
 
 class Check(NamedTuple):
-    """A part of the work, which raises DataError where it finds damage."""
+    """Part of the work, which raises DataError if it finds damage."""
 
     size: int
-    """Bytes to look through."""
+    """Number of bytes to check."""
     run: Callable[[Advance], None]
 
 
@@ -43,7 +44,7 @@ def recorded_checks(data: IndexedDataset, record: Record | None) -> list[Check]:
     """List the checks that the side file's record allows, if there is one; its counts are compared at once.
 
     Raises:
-        DataError: the record counts otherwise than the index.
+        DataError: the record's counts differ from the index.
     """
     if record is None:
         return []
@@ -68,14 +69,16 @@ def recorded_checks(data: IndexedDataset, record: Record | None) -> list[Check]:
 
 
 def check_record(data: IndexedDataset, record: Record | None) -> None:
-    """Compare a dataset with its side file's record, if there is one: every byte, where that has checksums. Raises
-    DataError."""
+    """Compare a dataset with its side file's record, if there is one: every byte, if the record has checksums.
+
+    Raises DataError.
+    """
     for check in recorded_checks(data, record):
         check.run(lambda size: None)
 
 
 def _check_file(path: Path, opened: os.stat_result, crc32: Sequence[int], advance: Advance) -> None:
-    """Compare a file with its checksums, unless another has taken its place since it was `opened`."""
+    """Compare a file with its checksums, unless another file has taken its place since it was `opened`."""
     try:
         with open_regular(path) as file:
             if not os.path.samestat(os.fstat(file.fileno()), opened):
@@ -98,10 +101,10 @@ def _check_file(path: Path, opened: os.stat_result, crc32: Sequence[int], advanc
 
 
 class Verification:
-    """Looks through the token files of a run, in a thread while it begins and goes on.
+    """Check of the token files of a run, by a thread, while the run starts and trains.
 
     Args:
-        reads: whether this process does; one on a node is enough. Others look at indexes that are small, and no more.
+        reads: true if this process reads the files; one per node is enough. Others only check indexes that are small.
     """
 
     def __init__(self, reads: bool) -> None:
@@ -113,10 +116,10 @@ class Verification:
         self._damage: BaseException | None = None
 
     def add(self, data: IndexedDataset, record: Record | None) -> None:
-        """Look at what is seen at once, and leave the rest for later.
+        """Check at once what is quickly checked, and leave the rest for later.
 
         Raises:
-            DataError: the index is damaged, or the side file is of another one.
+            DataError: the index is damaged, or the side file belongs to another index.
         """
         index = Check(8 * (len(data) + len(data.document_indices)), data.check_index)
         self._entries += index.size // 8
@@ -127,7 +130,7 @@ class Verification:
         self._checks += recorded_checks(data, record)
 
     def begin(self) -> None:
-        """Start with what was left for later, the smallest first."""
+        """Start the checks that were left for later, the smallest first."""
         if self._reads and self._checks:
             self._checks.sort(key=lambda check: check.size)
             threading.Thread(target=self._run, name="verification", daemon=True).start()
@@ -135,7 +138,7 @@ class Verification:
             self._before_start.set()
 
     def raise_damage(self) -> None:
-        """Wait until enough is looked through for a start, and raise what has been found by now.
+        """Wait until enough is checked for a start, and raise the damage that was found by then.
 
         Raises:
             DataError: a file is damaged.

@@ -1,4 +1,4 @@
-"""Which tokenizer `--tokenizer-type` means."""
+"""Choice of the tokenizer by `--tokenizer-type`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ TOKENIZER_TYPES = get_args(TokenizerType)
 
 @dataclass(frozen=True)
 class TokenizerOptions:
-    """The flags that only some tokenizer types read, by their names.
+    """Flags that only some tokenizer types read, by their names.
 
     Attributes:
         vocab_file, merge_file: of a `GPT2BPETokenizer`; see `load_gpt2`.
         tiktoken_pattern, tiktoken_num_special_tokens, tokenizer_special_tokens: of a `TikTokenizer`; see there.
         tokenizer_hf_include_special_tokens: of a `HuggingFaceTokenizer`; see there.
-        fast_encoding: whether documents are encoded by words of SentencePiece and through tiktoken: where it gives the
-            same tokens ("auto"), "off", or "require", refused at the first document. The other types have one way, and
-            that is fast.
+        fast_encoding: use of the faster ways to encode documents (by words for SentencePiece, and through tiktoken):
+            "auto": if they give the same tokens; "off": never; "require": always, with an error at the first document
+            if they could differ. The other types have only one way, which is fast.
     """
 
     vocab_file: str | None = None
@@ -43,7 +43,8 @@ class TokenizerOptions:
 
     @classmethod
     def of(cls, flags: object) -> TokenizerOptions:
-        """The options among the fields of a dataclass or the keys of a mapping; those it lacks are as by default."""
+        """Return the options among the fields of a dataclass or the keys of a mapping; missing ones get their
+        defaults."""
         given: Mapping[str, Any] = flags if isinstance(flags, Mapping) else vars(flags)
         known = {field.name: given[field.name] for field in fields(cls) if field.name in given}
         return cls(**known | {"tokenizer_special_tokens": tuple(known.get("tokenizer_special_tokens") or ())})
@@ -55,14 +56,15 @@ def build_tokenizer(
     vocab_size: int | None = None,
     options: TokenizerOptions | None = None,
 ) -> Tokenizer:
-    """The tokenizer that the flags name.
+    """Return the tokenizer that the flags name.
 
     Args:
         tokenizer_type: one of `TOKENIZER_TYPES`.
         tokenizer_model: the file of the vocabulary.
-        vocab_size: the number of ordinary tokens of a `NullTokenizer`, the tokens to take of a `TikTokenizer`; the
-            other types know their own, and refuse fewer: a network may have rows that no token uses.
-        options: what only some types read.
+        vocab_size: the number of ordinary tokens of a `NullTokenizer`, or the tokens to take of a `TikTokenizer`. The
+            other types know their own and refuse a smaller number; a larger one gives the network rows that no token
+            uses.
+        options: flags that only some types read.
 
     Raises:
         ConfigurationError: the type is unknown, or lacks a flag or a library it needs.

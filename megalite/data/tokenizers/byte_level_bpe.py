@@ -1,17 +1,17 @@
-"""A faster road for the byte-level BPE vocabularies of Hugging Face's tokenizers: tiktoken, given the converted merges.
+"""Faster encoding for byte-level BPE vocabularies of Hugging Face's tokenizers: tiktoken with converted merges.
 
-Both merge neighbours until no rule applies, the best rule first and the leftmost place first. They differ in what a
-rule is: for tokenizers a pair of tokens, for tiktoken any two neighbours whose bytes together are a token. The two give
-the same where every token has one way to come about: then no other two parts of it ever stand side by side. It has one
-if its rules follow each other in the list, after those of their parts (checked here), and if by these rules its own
-bytes alone merge into it (checked with the library itself); rules that come before those of their parts never apply
-then. A token that its bytes do not merge into is never the result of a merge: it is left out, or, if the vocabulary
-takes whole words from the list first (`ignore_merges`), must be one that merges do not come near. By induction over the
-list, every text is then in the same state after each rule.
+Both libraries merge neighbours until no rule applies, the best rule first and the leftmost place first. They differ in
+their rules. For tokenizers, a rule is a pair of tokens; for tiktoken, any two neighbours whose bytes together are a
+token. The results are equal if every token can arise in one way only: then no other two parts of it ever stand next to
+each other. A token arises in one way if its rules follow each other in the list, after those of their parts (checked
+here), and if these rules merge its own bytes alone into it (checked with the library itself). Rules that come before
+those of their parts then never apply. A token that its bytes do not merge into is never the result of a merge. It is
+left out, unless the vocabulary takes whole words from the list first (`ignore_merges`); then no merge may come near it.
+By induction over the list, every text is then in the same state after each rule.
 
-The regular expressions that cut words are those of a closed list. Two libraries may still class a character differently
-(they follow different versions of Unicode): texts with such characters, and those in which an added token is spelled
-out, go the slow road. So the tokens are always the slow road's.
+The regular expressions that cut words are those of a closed list. The two libraries may still put a character into
+different classes (they follow different versions of Unicode). Texts with such characters, and texts in which an added
+token is spelled out, are encoded the slow way. So the tokens always equal those of the slow way.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ PATTERNS = {
         for digits in ("", "{1,3}")
     ),
 }
-"""Expressions that leave no character out and mean the same in both libraries but for the classes of characters."""
+"""Expressions that omit no character and mean the same in both libraries, apart from the classes of characters."""
 
 
 class NotIdentical(ValueError):
-    """Why tiktoken cannot be trusted to give the same tokens."""
+    """Error that says why tiktoken could give other tokens."""
 
 
 class FastByteLevelBPE:
-    """Encodes as a `tokenizers.Tokenizer` does.
+    """Encoder with the results of a `tokenizers.Tokenizer`.
 
     Args:
         tokenizer: the tokenizer.
-        add_special_tokens: as it is given to `tokenizer.encode_batch`.
+        add_special_tokens: the argument of `tokenizer.encode_batch`.
 
     Raises:
         NotIdentical: some text could get other tokens.
@@ -110,7 +110,7 @@ class FastByteLevelBPE:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary: itself if it is printable Latin-1."""
+    """Return the character for each byte in a byte-level vocabulary: the byte itself if it is printable Latin-1."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -120,7 +120,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _pattern(description: dict[str, Any]) -> str:
-    """The regular expression that cuts words."""
+    """Return the regular expression that cuts words."""
     pre = description["pre_tokenizer"] or {}
     steps = pre["pretokenizers"] if pre.get("type") == "Sequence" else [pre]
     last = steps[-1] if steps else {}
@@ -147,7 +147,7 @@ def _check_normalizer(description: dict[str, Any]) -> None:
 
 
 def _surroundings(tokenizer: Any, description: dict[str, Any], special: bool) -> tuple[np.ndarray, np.ndarray]:
-    """What is put before and after the tokens of each text."""
+    """Return the tokens that are put before and after each text."""
     post = description["post_processor"]
     steps = post["processors"] if post and post["type"] == "Sequence" else [post] if post else []
     if any(step["type"] not in ("ByteLevel", "TemplateProcessing") for step in steps):
@@ -161,7 +161,7 @@ def _surroundings(tokenizer: Any, description: dict[str, Any], special: bool) ->
 
 
 def _reachable(description: dict[str, Any]) -> list[str]:
-    """The tokens that tiktoken may give, best first."""
+    """Return the tokens that tiktoken may give, best first."""
     model = description["model"]
     if model["type"] != "BPE" or any(
         model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
@@ -183,8 +183,8 @@ def _reachable(description: dict[str, Any]) -> list[str]:
 
 
 def _in_order(merges: list[Any]) -> tuple[dict[str, None], list[Any], set[str]]:
-    """The tokens in the order that merges make them, bytes first; the merges that come after those of their parts; and
-    what the others make."""
+    """Return three things: tokens in the order in which merges make them, bytes first; the merges that come after those
+    of their parts; and the tokens that the other merges make."""
     order = dict.fromkeys(_BYTE_OF)
     kept, late = list[Any](), set[str]()
     latest = ""
@@ -207,7 +207,7 @@ def _is_bytes(token: str) -> bool:
 
 
 def _merged_alone(description: dict[str, Any], merges: list[Any], tokens: list[str]) -> dict[str, int]:
-    """Into how many tokens the merges turn the bytes of each token, by the library itself."""
+    """Return the number of tokens into which the merges turn the bytes of each token, as the library itself does it."""
     tokenizers = optional_import("tokenizers", "tokenizers", "the fast encoder")
     bare = description | {"pre_tokenizer": None, "normalizer": None, "post_processor": None, "added_tokens": []}
     bare["model"] = description["model"] | {"ignore_merges": False, "merges": merges}
@@ -217,7 +217,7 @@ def _merged_alone(description: dict[str, Any], merges: list[Any], tokens: list[s
 
 
 def _disputed(pattern: str, tiktoken: Any) -> re.Pattern[str]:
-    """Matches the characters that the two libraries may put into different classes of the pattern."""
+    """Return a pattern of the characters that the two libraries may put into different classes."""
     tokenizers = optional_import("tokenizers", "tokenizers", "the fast encoder")
     everything = "".join(map(chr, [*range(0xD800), *range(0xE000, LAST_COMPARED + 1)]))
     bytes_alone = {bytes([byte]): byte for byte in range(256)}

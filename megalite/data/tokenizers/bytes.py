@@ -1,4 +1,4 @@
-"""A tokenizer that needs no file and loses nothing: the bytes of UTF-8."""
+"""Tokenizer that needs no file and loses nothing: the bytes of UTF-8."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megalite.data.tokenizers.offsets import character_offsets
 
 
 class ByteTokenizer:
-    """Tokens 0 to 255 are the bytes of the text in UTF-8, 256 ends a document."""
+    """Tokenizer with the bytes of UTF-8 as tokens 0 to 255, and 256 as the end of a document."""
 
     vocab_size = 257
     eod = 256
@@ -31,13 +31,14 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def token_id(self, name: str) -> int | None:
-        """Bytes have no names."""
+        """Return None: bytes have no names."""
         return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of bytes. Bytes that are no UTF-8, as a model may sample, become the replacement character."""
+        """Return the text of bytes. Bytes that are not UTF-8, which a model may sample, become the replacement
+        character."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
     def identity(self) -> dict[str, Any]:
-        """There is only one."""
+        """Return the identity: there is only one such tokenizer."""
         return {"type": "ByteTokenizer", "vocab_size": self.vocab_size}

@@ -11,13 +11,13 @@ from megalite.errors import DataError
 from megalite.small_files import MIB, parse_json, read_small_file, reason
 
 _LARGEST_BESIDE = 16 * MIB
-"""Bytes of a file beside a vocabulary; those with thousands of special tokens have one or two million."""
+"""Largest size in bytes of a file beside a vocabulary; with thousands of special tokens it has one or two million."""
 LARGEST_VOCABULARY = 1 << 24
-"""Ids that there may be, many times those of any vocabulary: libraries take time and memory by the largest one."""
+"""Largest number of ids, many times that of any vocabulary: libraries take time and memory in proportion to it."""
 
 
 def read_tokenizer_file(path: str | Path, flag: str, what: str, folder: Path | None = None) -> bytes:
-    """A file that `flag` names, or that lies in the folder it names, and that should be `what`.
+    """Read a file that `flag` names, or that lies in the folder it names; `what` describes it for messages.
 
     Raises:
         DataError: it cannot be read.
@@ -29,7 +29,7 @@ def read_tokenizer_file(path: str | Path, flag: str, what: str, folder: Path | N
 
 
 def read_text_beside(path: Path) -> str | None:
-    """The text of a file beside a vocabulary; None where there is none. Raises DataError where it cannot be read."""
+    """Return the text of a file beside a vocabulary; None if there is none. Raises DataError if it cannot be read."""
     try:
         return read_small_file(path, largest=_LARGEST_BESIDE, folder=path.parent).decode()
     except FileNotFoundError:
@@ -39,7 +39,7 @@ def read_text_beside(path: Path) -> str | None:
 
 
 def read_fields_beside(path: Path) -> dict[str, Any]:
-    """The fields of a JSON object in a file beside a vocabulary; none where there is no file.
+    """Return the fields of a JSON object in a file beside a vocabulary; none if there is no file.
 
     Raises:
         DataError: it cannot be read.
@@ -60,5 +60,5 @@ def _unreadable(path: Path, error: Exception) -> DataError:
 
 
 def fingerprint(*contents: bytes) -> str:
-    """Tells files of other contents apart, wherever they are."""
+    """Return a hash of files' contents, which does not depend on their paths."""
     return hashlib.sha256(b"".join(contents)).hexdigest()

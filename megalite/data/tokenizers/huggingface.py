@@ -28,16 +28,16 @@ USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the `tokenizers` library; `load_tokenizer_json` and `load_gpt2` make one.
+    """Tokenizer of the `tokenizers` library; `load_tokenizer_json` and `load_gpt2` make one.
 
     Args:
         tokenizer: the `tokenizers.Tokenizer`.
         eod: the token that ends a document.
-        identity: what `identity` gives, without the end of a document.
-        include_special_tokens: whether `encode_documents` puts around each text what the vocabulary's own template
-            says, such as a token for its beginning.
-        fast_encoding: whether `encode_documents` goes through tiktoken: where the tokens are the same, never, or
-            always, which is refused if they could differ.
+        identity: the result of `identity`, without the end of a document.
+        include_special_tokens: put around each text, in `encode_documents`, the tokens of the vocabulary's own
+            template, such as a token for the beginning.
+        fast_encoding: use tiktoken in `encode_documents`: if the tokens are the same, never, or always, with an error
+            if they could differ.
 
     Raises:
         DataError: two tokens have one id.
@@ -76,7 +76,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _untrimmed(self) -> Any:
-        """The tokenizer without what comes after the tokens: some files ask there that places leave spaces out."""
+        """Return the tokenizer without its post-processing, which in some files removes spaces from the offsets."""
         description = json.loads(self._tokenizer.to_str()) | {"post_processor": None}
         return type(self._tokenizer).from_str(json.dumps(description))
 
@@ -89,7 +89,8 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def fast(self) -> FastByteLevelBPE | None:
-        """The fast encoder, where it gives the same tokens. Raises ConfigurationError if it is required and is none."""
+        """Return the fast encoder, if it gives the same tokens. Raises ConfigurationError if it is required and does
+        not."""
         if self._fast_encoding == "off":
             return None
         try:
@@ -110,20 +111,20 @@ class HuggingFaceTokenizer:
         return token
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens; special ones give none."""
+        """Return the text of tokens, without special tokens."""
         text: str = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True)
         return text
 
     def identity(self) -> dict[str, Any]:
-        """The hash of the vocabulary's file and the end of a document decide."""
+        """Return the identity: the hash of the vocabulary's file, and the end of a document."""
         return self._identity | {"vocab_size": self.vocab_size, "eod": self.eod}
 
 
 def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: FastEncoding) -> HuggingFaceTokenizer:
-    """A `tokenizer.json`, or the folder that holds it; tokenizer_config.json beside it names the special tokens.
+    """Load a `tokenizer.json`, or the one in a folder; tokenizer_config.json beside it names the special tokens.
 
     Raises:
-        DataError: it cannot be read, or does not tell what ends a document.
+        DataError: it cannot be read, or does not tell which token ends a document.
     """
     tokenizers = _tokenizers("HuggingFaceTokenizer")
     folder = Path(path) if Path(path).is_dir() else None
@@ -148,10 +149,10 @@ def load_tokenizer_json(path: str, include_special_tokens: bool, fast_encoding: 
 
 
 def load_gpt2(vocab_file: str, merge_file: str, fast_encoding: FastEncoding) -> HuggingFaceTokenizer:
-    """GPT-2's two files. Documents end with <|endoftext|>, and nothing is put before them.
+    """Load GPT-2's two files. Documents end with <|endoftext|>, and no token is put before them.
 
     Raises:
-        DataError: a file cannot be read, or does not hold what it should.
+        DataError: a file cannot be read, or has wrong contents.
     """
     tokenizers = _tokenizers("GPT2BPETokenizer")
     vocabulary = read_tokenizer_file(vocab_file, "--vocab-file", "the vocab.json of a byte-level BPE")
@@ -181,7 +182,7 @@ def _tokenizers(tokenizer_type: str) -> Any:
 
 
 def _named_end(folder: Path) -> str | None:
-    """The end of a document that the files beside a tokenizer.json name; the last one counts."""
+    """Return the end-of-document token that the files beside a tokenizer.json name; the last file counts."""
     name = None
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         value = read_fields_beside(file).get("eos_token")

@@ -1,4 +1,4 @@
-"""What the rest of the program needs to know of a tokenizer."""
+"""Interface of tokenizers for the rest of the program."""
 
 from __future__ import annotations
 
@@ -8,48 +8,50 @@ from typing import Any, Protocol
 import numpy as np
 
 Ids = Sequence[int] | np.ndarray
-"""The tokens of a text, in the form that the tokenizer's library gives them in."""
+"""Tokens of a text, in the form that the tokenizer's library returns."""
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back."""
+    """Converter of text to tokens and back."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens are in [0, vocab_size), before any padding for parallel ranks."""
+        """Number of tokens: tokens are in [0, vocab_size), before any padding for parallel ranks."""
 
     @property
     def eod(self) -> int:
         """The token that ends a document."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without any that marks a beginning or an end.
+        """Return the tokens of a text, without tokens for its beginning or end.
 
         Raises:
             ValueError: the text cannot be encoded.
         """
 
     def encode_with_offsets(self, text: str) -> tuple[Sequence[int], np.ndarray]:
-        """The tokens that `encode` gives, and the characters that each stands for, wholly or in part: the first, and
-        the one behind the last, [tokens, 2].
+        """Return the tokens as `encode` does, and the characters of each, [tokens, 2].
+
+        A token's characters, covered wholly or in part, are given as the first one and the one after the last.
 
         Raises:
             ValueError: the text cannot be encoded.
         """
 
     def encode_documents(self, texts: Sequence[str]) -> Sequence[Ids]:
-        """The tokens of many whole documents, with what the tokenizer itself puts around each (few do), in native code
-        where there is any.
+        """Return the tokens of many whole documents, in native code if there is any.
+
+        Includes tokens that the tokenizer itself puts around each document (few tokenizers do).
 
         Raises:
             ValueError: a text cannot be encoded.
         """
 
     def token_id(self, name: str) -> int | None:
-        """The token that has a name in the vocabulary, special or not; None where none has."""
+        """Return the token with a name in the vocabulary, special or not; None if there is none."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens; those that stand for no text give none."""
+        """Return the text of tokens; tokens that stand for no text are skipped."""
 
     def identity(self) -> dict[str, Any]:
-        """What must be equal for two tokenizers to mean the same by a token, as JSON values."""
+        """Return JSON values that are equal if two tokenizers give the same meaning to every token."""

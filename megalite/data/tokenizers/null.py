@@ -1,4 +1,4 @@
-"""A tokenizer for data without text: benchmarks, `--mock-data`, and corpora that are numbers already."""
+"""Tokenizer for data without text: benchmarks, `--mock-data`, and corpora that are numbers already."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class NullTokenizer:
-    """A text is numbers between spaces.
+    """Tokenizer of numbers between spaces.
 
     Args:
         vocab_size: the number of ordinary tokens. As in Megatron-LM, the end of a document comes on top: the
@@ -30,7 +30,7 @@ class NullTokenizer:
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
-        """The numbers in a text and where they stand."""
+        """Return the numbers in a text and their places."""
         places = [word.span() for word in re.finditer(r"\S+", text)]
         return self.encode(text), np.array(places, np.int64).reshape(-1, 2)
 
@@ -39,13 +39,13 @@ class NullTokenizer:
         return [self.encode(text) for text in texts]
 
     def token_id(self, name: str) -> int | None:
-        """Numbers have no other names."""
+        """Return None: numbers have no other names."""
         return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The numbers as text."""
+        """Return the numbers as text."""
         return " ".join(str(int(token)) for token in ids)
 
     def identity(self) -> dict[str, Any]:
-        """The number of tokens is all there is."""
+        """Return the identity: the number of tokens."""
         return {"type": "NullTokenizer", "vocab_size": self.vocab_size}

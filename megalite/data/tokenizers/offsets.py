@@ -1,4 +1,4 @@
-"""Which characters of a text tokens stand for, where a library counts bytes."""
+"""Characters of a text that tokens cover, for libraries that count bytes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 def character_offsets(text: str, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """The characters of tokens, [tokens, 2], from their bytes in the text's UTF-8.
+    """Return the characters of tokens, [tokens, 2], from their bytes in the text's UTF-8.
 
-    A token of a part of a character has the whole character, and one of no bytes the next: SentencePiece gives all
-    bytes of a character to the last of the tokens that spell it.
+    A token that covers part of a character gets the whole character; a token of no bytes gets the next one, since
+    SentencePiece gives all bytes of a character to the last of the tokens that spell it.
     """
     data = np.frombuffer(text.encode() + b"\0", np.uint8)
     begun = np.cumsum((data & 0xC0) != 0x80)  # characters up to the one that a byte belongs to

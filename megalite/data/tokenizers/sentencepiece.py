@@ -21,15 +21,15 @@ from megalite.errors import ConfigurationError, DataError
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model.
+    """SentencePiece model.
 
     Args:
         model_path: the `.model` file.
-        fast_encoding: whether `encode_documents` remembers the tokens of words: where this gives the same tokens,
-            never, or always, which is refused if they could differ.
+        fast_encoding: reuse the tokens of words in `encode_documents`: if this gives the same tokens, never, or always,
+            with an error if they could differ.
 
     Raises:
-        DataError: the file is missing, is no SentencePiece model, or has no end-of-sequence token.
+        DataError: the file is missing, is not a SentencePiece model, or has no end-of-sequence token.
     """
 
     def __init__(self, model_path: str, fast_encoding: FastEncoding = "auto") -> None:
@@ -56,7 +56,7 @@ class SentencePieceTokenizer:
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], np.ndarray]:
-        """The tokens of a text and their characters; the space that the model puts before a text is none of them."""
+        """Return the tokens of a text and their characters, without the space that the model puts before a text."""
         messages = optional_import(
             "sentencepiece.sentencepiece_pb2", "protobuf", "SentencePiece tells places in a text"
         )
@@ -83,16 +83,16 @@ class SentencePieceTokenizer:
         return None if reason else WordCache(self._processor, self._model)
 
     def token_id(self, name: str) -> int | None:
-        """The token of a piece, control pieces among them."""
+        """Return the token of a piece, which may be a control piece."""
         token: int = self._processor.piece_to_id(name)  # that of the unknown piece, where there is none
         return token if self._processor.id_to_piece(token) == name else None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens; control tokens give none."""
+        """Return the text of tokens, without control tokens."""
         text: str = self._processor.decode([int(token) for token in ids])
         return text
 
     def identity(self) -> dict[str, Any]:
-        """The model file's hash decides; its path does not."""
+        """Return the identity: the model file's hash, not its path."""
         sha256 = fingerprint(self._model)
         return {"type": "SentencePieceTokenizer", "vocab_size": self.vocab_size, "model_sha256": sha256}

@@ -33,20 +33,20 @@ PATTERNS = {
     "gpt2": GPT2_PATTERN,
     "cl100k": LLAMA3_PATTERN,
 }
-"""The regular expressions that cut words: Megatron-LM's two by their names there, and two of published vocabularies."""
+"""Regular expressions that cut words: Megatron-LM's two under their names there, and two of published vocabularies."""
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 MEGATRON_VOCABULARY = 1 << 17
 
 
 class TikTokenizer:
-    """A vocabulary of ranked bytes.
+    """Vocabulary of ranked bytes.
 
     Args:
         path: the file, .json or .tiktoken.
         pattern: one of `PATTERNS`, or a regular expression.
         num_special_tokens: special tokens of a .json file.
-        special_tokens: their names, as above; none: as above.
-        vocab_size: the tokens to take of a .json file, special ones included; None: all, 2^17 at most, as in
+        special_tokens: their names; if empty, the default names above.
+        vocab_size: the tokens to take of a .json file, special ones included; None: all, but at most 2^17, as in
             Megatron-LM.
 
     Raises:
@@ -120,19 +120,19 @@ class TikTokenizer:
         return [self._encoding.encode_to_numpy(text, allowed_special="all") for text in texts]
 
     def token_id(self, name: str) -> int | None:
-        """The token of a special token's name, or of a text that is one."""
+        """Return the special token of a name, or the token of a text that is a single token."""
         try:
             return self._encoding.encode_single_token(name)
         except KeyError:
             return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens; special ones give none."""
+        """Return the text of tokens, without special tokens."""
         text: str = self._encoding.decode([int(token) for token in ids if int(token) not in self._special_ids])
         return text
 
     def identity(self) -> dict[str, Any]:
-        """The file's hash, the expression and the special tokens decide."""
+        """Return the identity: the file's hash, the expression and the special tokens."""
         return {
             "type": "TikTokenizer",
             "model_sha256": self._content,

@@ -1,14 +1,14 @@
-"""A faster road for SentencePiece's byte-pair encoding: the tokens of each word are computed once.
+"""Faster byte-pair encoding for SentencePiece: the tokens of each word are computed once.
 
-SentencePiece writes a space as U+2581 and merges neighbours into pieces of its vocabulary, best score first. Where no
-piece has two characters side by side, no merge ever reaches across them: what is before and what is behind do not see
-each other, and a text may be cut there. In nearly every model that holds for a space behind another character, and in
-many (Llama's, and those of tools/train_tokenizer.py) for a letter beside what is none. So the tokens of a text are
-those of its words, each with the spaces before it: the same tokens, in half the time or less, since most words are not
-new.
+SentencePiece writes a space as U+2581 and merges neighbours into pieces of its vocabulary, best score first. If no
+piece has two given characters side by side, no merge ever reaches across them: the text before and the text after do
+not influence each other, and a text may be cut there. In nearly every model that holds for a space after another
+character, and in many (Llama's, and those of tools/train_tokenizer.py) for a letter next to a character that is not a
+letter. So the tokens of a text are those of its words, each with the spaces before it: the same tokens, in half the
+time or less, since most words are not new.
 
-`refusal` says for which models this holds. A unigram model is not among them: it adds up scores over the whole text,
-and their rounding depends on all of it.
+`refusal` says for which models this holds. It does not hold for a unigram model, which adds up scores over the whole
+text: their rounding depends on all of it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NORMAL, USER_DEFINED = 1, 4
 
 
 def refusal(model: bytes) -> str | None:
-    """Why words of this SentencePiece model must not be tokenized one by one, or None."""
+    """Return why words of this SentencePiece model must not be tokenized one by one, or None."""
     try:
         proto = _parsed(model)
     except Exception:  # protobuf is missing, or too new or old for SentencePiece's own file
@@ -63,11 +63,11 @@ def _parsed(model: bytes) -> Any:
 
 
 class WordCache:
-    """Tokenizes by words with a model that `refusal` has nothing against.
+    """Tokenizer by words, for a model that `refusal` accepts.
 
     Args:
         processor: the `sentencepiece.SentencePieceProcessor`.
-        model: what it was made from.
+        model: the model's bytes.
     """
 
     def __init__(self, processor: Any, model: bytes) -> None:
@@ -101,8 +101,10 @@ class WordCache:
 
 
 def _letters_stay_apart(proto: Any) -> bool:
-    """Whether no piece has a letter beside what is neither letter nor space. (Without bytes for them, neighbours that
-    are unknown would become one token.)"""
+    """Tell whether no piece has a letter next to a character that is neither letter nor space.
+
+    (Without bytes for such characters, unknown neighbours would become one token.)
+    """
     texts = (piece.piece for piece in proto.pieces if piece.type in (NORMAL, USER_DEFINED))
     return proto.trainer_spec.byte_fallback and not any(map(_crosses_letters, texts))
 
