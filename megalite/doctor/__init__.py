@@ -1,3 +1,3 @@
-"""Whether the nodes, what is between them, and what the ranks were started with are fit for a run, before it begins."""
+"""Check, before a run, that the nodes, the network between them and the ranks' settings are fit for it."""
 
 from __future__ import annotations

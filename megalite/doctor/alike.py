@@ -1,4 +1,4 @@
-"""Whether all ranks have the same configuration, software and environment, and which one differs."""
+"""Comparison of the ranks' configuration, software and environment, to name those that differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megalite.doctor.findings import Finding, Severity
 from megalite.process.place import ranks_text
 
 Traits = dict[str, dict[str, str]]
-"""What a rank has, by kind (a key of `_KINDS`) and name; no flags where there is no run, or they are wrong."""
+"""Traits of a rank, by kind (a key of `_KINDS`) and name; without flags if there is no run, or the flags are wrong."""
 
 _KINDS: Mapping[str, Severity] = {"flag": "wrong", "software": "sick", "environment": "warning"}
 _MATTERS = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "UCX_", "PYTHON", "MEGALITE_")
@@ -30,7 +30,7 @@ NOTHING = "nothing"
 
 
 def traits(config: RunConfig | None, device: torch.device) -> Traits:
-    """What this rank has."""
+    """Return the traits of this rank."""
     environment = {
         name: value for name, value in os.environ.items() if name.startswith(_MATTERS) and name not in _DIFFERS_ANYWAY
     }
@@ -64,7 +64,7 @@ def _version(package: str) -> str:
 
 
 def _digest(*packages: ModuleType) -> int:
-    """Of all source files, since two checkouts have one version."""
+    """Return a checksum of all source files, since two checkouts have one version."""
     digest = 0
     for folder in (Path(package.__path__[0]) for package in packages):
         for path in sorted(folder.rglob("*.py")):
@@ -73,9 +73,10 @@ def _digest(*packages: ModuleType) -> int:
 
 
 def disagreements(traits: Mapping[int, Traits], nodes: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
-    """What is not the same on all ranks of the `nodes`; most of them are right, and where there is no most, the first.
+    """Yield the differences between ranks of the `nodes`. The majority is taken to be right or, without one, the first
+    rank.
 
-    `traits`: by rank, of those that have answered, in rising order.
+    `traits`: by rank, of the ranks that have answered, in rising order.
     """
     for kind, severity in _KINDS.items():
         having = {rank: each[kind] for rank, each in traits.items() if kind in each}

@@ -1,7 +1,7 @@
-"""How long collectives and messages between two ranks take, by size, within nodes and across them.
+"""Timing of collectives and messages between two ranks, by size, within nodes and across them.
 
-The collectives are those that training uses (megalite/parallel/collectives.py). Sizes count bytes as nccl-tests does:
-of the whole tensor that is reduced, gathered or scattered, or that each rank sends away.
+The collectives are those that training uses (megalite/parallel/collectives.py). Sizes in bytes are counted as in
+nccl-tests: the whole tensor that is reduced, gathered or scattered, or that each rank sends away.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _DTYPE = torch.float32
 
 @dataclass
 class Measurement:
-    """What this rank has timed so far, among the ranks of each of the `nodes`, and what it is doing now."""
+    """Timings of this rank so far, among the ranks of each of the `nodes`, and the operation that it is timing now."""
 
     nodes: Sequence[Sequence[int]]
     max_bytes: int
     seconds: float
-    """For everything: what is larger than there is time for is left out."""
+    """Time for everything; sizes too large for it are left out."""
     timings: list[Timing] = field(default_factory=list)
     now: str = "making the process group"
 
     def run(self, mesh: ParallelMesh) -> list[Timing]:
-        """Time everything; on all ranks together, which go from size to size at once."""
+        """Time everything; all ranks call this together and go from size to size at the same time."""
         own = next(ranks for ranks in self.nodes if mesh.rank in ranks)
         place = own.index(mesh.rank)
         alike = [ranks[place] for ranks in self.nodes if len(ranks) > place]  # the same place on their nodes
@@ -61,13 +61,13 @@ class Measurement:
 
 
 def _greatest(value: float, mesh: ParallelMesh) -> float:
-    """Over all ranks, which are at the same point then."""
+    """Return the greatest value over all ranks, which also synchronizes them."""
     tensor = torch.tensor([value], dtype=torch.float64, device=mesh.device)
     return float(collectives.all_reduce_(tensor, mesh.world(), "max").item())
 
 
 def _timed(operation: str, size: int, group: Group, where: torch.device) -> list[tuple[tuple[int, ...], float]]:
-    """Which ranks took how many seconds: the first of the group, or a pair that this rank is in."""
+    """Return pairs of ranks and their seconds; the ranks are the group's first rank, or a pair with this rank."""
     buffer = torch.zeros(size // _DTYPE.itemsize // group.size * group.size, dtype=_DTYPE, device=where)
     if operation != POINT_TO_POINT:
         return [((group.ranks[0],), _median_seconds(_collective(operation, buffer, group), where))]
@@ -92,7 +92,7 @@ def _collective(operation: str, buffer: torch.Tensor, group: Group) -> Callable[
 
 
 def _exchange(buffer: torch.Tensor, group: Group, first: int, second: int) -> None:
-    """From the first to the second, and back."""
+    """Send from the first rank to the second, and back."""
     for source, destination in ((first, second), (second, first)):
         if group.rank == source:
             work = dist.isend(buffer, group=group.process_group, group_dst=destination)
@@ -102,14 +102,14 @@ def _exchange(buffer: torch.Tensor, group: Group, first: int, second: int) -> No
 
 
 def ring_rounds(size: int) -> list[list[tuple[int, int]]]:
-    """The neighbours in a ring, in rounds of pairs that talk at the same time, each member in one pair."""
+    """Return the neighbours in a ring, in rounds of pairs that talk at the same time, each member in one pair."""
     pairs = [(at, (at + 1) % size) for at in range(size if size > 2 else size - 1)]
     odd_one = [pairs.pop()] if len(pairs) % 2 and size > 2 else []
     return [each for each in (pairs[::2], pairs[1::2], odd_one) if each]
 
 
 def _median_seconds(act: Callable[[], object], where: torch.device) -> float:
-    """Of one act, once it has been done before."""
+    """Return the median seconds of one call, after a first call that does not count."""
 
     def seconds() -> float:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Whether every node has the data, and the same."""
+"""Check that every node has the data, and that all have the same."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ MISSING = "missing"
 
 
 def fingerprints(data: DataConfig) -> dict[str, str]:
-    """Of each file that the run reads: its size, and a hash of its first and last MiB, in which the headers are, or why
-    it cannot be read. Raises DataError where a file that names the files cannot be read."""
+    """Return a fingerprint of each file that the run reads, or why the file cannot be read.
+
+    The fingerprint is the size and a hash of the first and last MiB, which include the headers. Raises DataError if a
+    file that names the files cannot be read.
+    """
     return {str(path): _fingerprint(path) for path in dict.fromkeys(_files(data))}
 
 
@@ -51,7 +54,7 @@ def _fingerprint(path: Path) -> str:
 
 
 def examine_data(nodes: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """What is wrong, by the fingerprints that each node has found."""
+    """Yield the faults, given the fingerprints that each node has found."""
     for path in sorted({path for prints in nodes.values() for path in prints}):
         prints = {node: found.get(path, MISSING) for node, found in nodes.items()}
         if set(prints.values()) == {MISSING}:

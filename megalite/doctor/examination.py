@@ -1,6 +1,7 @@
-"""All ranks together, from their coming to the verdict: who is there, what each has, who reaches whom, how fast.
+"""Examination by all ranks together, from the first contact to the verdict: presence, traits, connections and speed.
 
-Each part has a limit. Whoever has not answered by then is named, and what needs all ranks is left out.
+Each part has a time limit. A rank that has not answered by then is named, and the parts that need all ranks are left
+out.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from megalite.training.failure import leave_code
 from megalite.training.meeting import connect
 
 _GRACE = 5.0
-"""Seconds that a rank has to tell that its own time was up."""
+"""Seconds for a rank to report that its own time was up."""
 
 
 def examine(options: Options, config: RunConfig | None, problem: str, place: Place) -> int:
-    """Examine all ranks, with all ranks; rank 0 shows what was found. Returns the exit code, the same on all.
+    """Examine all ranks together, and show the findings on rank 0. Returns the exit code, the same on all ranks.
 
-    `config`: the run's, if there is one; `problem`: why there is none, where its flags are wrong. Raises
+    `config`: the run's configuration, if there is one; `problem`: why there is none, if the flags are wrong. Raises
     CommunicationError on a rank that rank 0 does not talk to.
     """
     with StopRequest() as stop, ExitStack() as stack:
@@ -72,9 +73,11 @@ def examine(options: Options, config: RunConfig | None, problem: str, place: Pla
 
 
 def _hear_code(call: RollCall, more_seconds: float, whole: bool) -> int:
-    """The exit code, from rank 0, to which the others' answers may come by so many seconds later than to a question.
-    Without it, raises CommunicationError, or ends the process where a thread may have the process group's store, by
-    which the error would be told."""
+    """Return the exit code that rank 0 sends; the wait for it is `more_seconds` longer than the wait for a question.
+
+    If none comes, raises CommunicationError. It ends the process instead if a thread may be using the process group's
+    store, which is needed to report the error.
+    """
     try:
         code: int = call.hear("exit code", more_seconds)
     except CommunicationError as error:
@@ -86,14 +89,14 @@ def _hear_code(call: RollCall, more_seconds: float, whole: bool) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """At once: a thread, or a group whose peers have gone, may hang where the interpreter takes them down."""
+    """End at once: a thread, or a group whose peers have gone, may hang when the interpreter shuts down."""
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(code)
 
 
 class Examination:
-    """One rank's part."""
+    """Part of the examination that one rank does."""
 
     def __init__(self, options: Options, config: RunConfig | None, problem: str, place: Place, call: RollCall) -> None:
         self._options, self._config, self._problem = options, config, problem
@@ -102,10 +105,10 @@ class Examination:
         chosen = None if config is None else config.parallel.distributed_backend
         self._backend = chosen or device.default_backend(self._device)
         self.whole = True
-        """Nothing is under way any more, in a thread that may never end."""
+        """False while a thread that may never end is still doing work."""
 
     def run(self, stack: ExitStack) -> Found:
-        """All parts in turn; what is found is on rank 0. `stack`: of what must be kept until the end."""
+        """Run all parts in turn; the findings are on rank 0. `stack`: resources that must stay open until the end."""
         findings: list[Finding] = []
         size = self._checkpoint_size() if self._place.rank == 0 else None
         roll = self._arrive(findings, stack)
@@ -148,7 +151,7 @@ class Examination:
         return None if config is None or config.checkpoint.save is None else aside(lambda: checkpoint_bytes(config))
 
     def _result(self, work: Future[Any], doing: str, findings: list[Finding]) -> Any:
-        """The result of rank 0's work, or None and a finding."""
+        """Return the result of rank 0's work, or None, with a finding added."""
         if not self._call.wait(work):
             self.whole = False
             findings.append(Finding("sick", f"{doing} does not come to an end", host_name()))

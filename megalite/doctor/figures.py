@@ -1,4 +1,4 @@
-"""What timings say: latency and bandwidth, and which node is slower than the others."""
+"""Figures from timings: latency, bandwidth, and the nodes that are slower than the others."""
 
 from __future__ import annotations
 
@@ -13,45 +13,47 @@ WITHIN, ACROSS = "within a node", "across nodes"
 POINT_TO_POINT = "point to point"
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", POINT_TO_POINT)
 SMALLEST = 1024
-"""Bytes; each size is four times the one before."""
+"""Smallest size in bytes; each size is four times the one before."""
 _CLEARLY_SLOWER = 0.6
 _NODES_TO_COMPARE = 3  # of two, either may be the odd one
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long ranks took, as one of them saw it."""
+    """Duration of an operation, as one of its ranks measured it."""
 
     scope: str
     operation: str
     bytes: int
     ranks: tuple[int, ...]
-    """The first of the group, or the pair that sends to and fro."""
+    """Ranks: the first of the group, or the pair that sends back and forth."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class Line:
-    """seconds = alpha + beta x bytes."""
+    """Line with seconds = alpha + beta x bytes."""
 
     alpha: float
     beta: float
 
     def bandwidth(self) -> float:
-        """Bytes a second once latency counts for nothing: 1 / beta, the algorithm's bandwidth of nccl-tests."""
+        """Bytes per second without latency: 1 / beta, the algorithm bandwidth of nccl-tests."""
         return 1 / self.beta if self.beta > 0 else float("inf")
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """What nccl-tests multiplies the algorithm's bandwidth by for that of the slowest link (doc/PERFORMANCE.md)."""
+    """Return the factor from nccl-tests' algorithm bandwidth to that of the slowest link (doc/PERFORMANCE.md)."""
     if operation == POINT_TO_POINT:
         return 1.0
     return (2 if operation == "all-reduce" else 1) * (ranks - 1) / ranks
 
 
 def fit(points: Mapping[int, float]) -> Line:
-    """The line through seconds by bytes, neither coefficient negative, that is best by the squares of relative errors:
-    so that a size of 1 KiB says as much as one of 1 GiB. Two points at least."""
+    """Fit a line to seconds by bytes, with no negative coefficient, by the squares of relative errors.
+
+    Relative errors give a size of 1 KiB as much weight as one of 1 GiB. At least two points are needed.
+    """
     weights = {size: 1 / seconds for size, seconds in points.items()}
     # Minimize the sum of (weight x (alpha + beta x size) - 1) squared.
     aa = sum(w * w for w in weights.values())
@@ -67,20 +69,20 @@ def fit(points: Mapping[int, float]) -> Line:
 
 @dataclass(frozen=True)
 class Figure:
-    """What timings say of an operation, in the median over groups."""
+    """Figures of an operation, as medians over groups."""
 
     scope: str
     operation: str
     ranks: int
-    """Of the largest group."""
+    """Number of ranks in the largest group."""
     seconds: Mapping[int, float]
-    """By bytes."""
+    """Seconds by bytes."""
     line: Line | None
-    """Through them, where there are two."""
+    """Line through these points, if there are at least two."""
 
 
 def slowest_views(timings: Iterable[Timing]) -> dict[tuple[str, str, int, tuple[int, ...]], float]:
-    """Of each group the seconds that its slowest rank saw: the others may have begun later."""
+    """Return the seconds that the slowest rank of each group measured: the others may have begun later."""
     slowest: dict[tuple[str, str, int, tuple[int, ...]], float] = defaultdict(float)
     for each in timings:
         key = each.scope, each.operation, each.bytes, each.ranks
@@ -89,7 +91,7 @@ def slowest_views(timings: Iterable[Timing]) -> dict[tuple[str, str, int, tuple[
 
 
 def figures(timings: Iterable[Timing], nodes: Mapping[str, Sequence[int]]) -> Iterator[Figure]:
-    """Of each scope and operation that was timed."""
+    """Yield the figure of each scope and operation that was timed."""
     ranks = {WITHIN: max(map(len, nodes.values())), ACROSS: len(nodes)}
     seconds: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for (scope, operation, size, _), taken in slowest_views(timings).items():
@@ -100,7 +102,7 @@ def figures(timings: Iterable[Timing], nodes: Mapping[str, Sequence[int]]) -> It
 
 
 def slow_nodes(timings: Iterable[Timing], nodes: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
-    """Nodes that are clearly slower than the others at the largest size, where there are enough to compare."""
+    """Yield nodes that are clearly slower than the others at the largest size, if there are enough to compare."""
     node_of = {rank: node for node, ranks in nodes.items() for rank in ranks}
     largest: dict[tuple[str, str], int] = defaultdict(int)
     views = slowest_views(timings)
@@ -121,8 +123,11 @@ def slow_nodes(timings: Iterable[Timing], nodes: Mapping[str, Sequence[int]]) ->
 def _by_node(
     scope: str, operation: str, among: Mapping[tuple[int, ...], float], node_of: Mapping[int, str]
 ) -> dict[str, float]:
-    """Seconds of each node. Between nodes only pairs tell, and of a node's pairs the fastest: a slow neighbour makes
-    one slow, and a slow node makes all of its own."""
+    """Return the seconds of each node.
+
+    Between nodes only pairs tell, and of a node's pairs the fastest counts: a slow neighbour makes one pair slow, and a
+    slow node makes all of its pairs slow.
+    """
     if scope == ACROSS and operation != POINT_TO_POINT:
         return {}
     by_nodes: dict[frozenset[str], float] = defaultdict(float)

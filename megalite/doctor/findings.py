@@ -1,4 +1,4 @@
-"""What is wrong, of which node it is, and what that says of a run."""
+"""Findings: what is wrong, on which node, and whether the run can start."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from typing import Literal
 from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED
 
 Severity = Literal["sick", "wrong", "warning"]
-"""sick: nodes or what is between them would fail a run; wrong: what the run is given would; warning: it may begin."""
+"""Kind of a fault. sick: in nodes or the network; wrong: in the run's flags or files; warning: the run may begin."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a person should know of."""
+    """Finding that a person should know."""
 
     severity: Severity
     text: str
     node: str | None = None
-    """The node that it is of; None: of none alone."""
+    """Node with the fault; None: no single node."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows from all findings together."""
+    """Conclusion from all findings together."""
 
     findings: tuple[Finding, ...]
 
     @staticmethod
     def of(findings: Iterable[Finding]) -> Verdict:
-        """Each finding once, in the order they came."""
+        """Collect the findings, each once, in the order they came."""
         return Verdict(tuple(dict.fromkeys(findings)))
 
     @property
     def drop(self) -> list[str]:
-        """The nodes to leave out."""
+        """Nodes to leave out."""
         nodes = (finding.node for finding in self._of("sick") if finding.node is not None)
         return list(dict.fromkeys(nodes))
 
     @property
     def exit_code(self) -> int:
-        """0 where a run may begin, with warnings too; 93 where something is sick; 64 where things are only wrong."""
+        """Exit code: 0 if a run may begin, with warnings too; 93 if anything is sick; 64 if things are only wrong."""
         if self._of("sick"):
             return EXIT_FATAL
         return EXIT_CONFIGURATION if self._of("wrong") else EXIT_FINISHED
 
     def lines(self) -> list[str]:
-        """The reasons, the worst last, and then the verdict, which alone says what to do."""
+        """Return the reasons, the worst last, and then the verdict, which alone says what to do."""
         ordered = (finding for kind in ("warning", "wrong", "sick") for finding in self._of(kind))
         reasons = (f"{each.severity}: {f'node {each.node}: ' if each.node else ''}{each.text}" for each in ordered)
         return [*reasons, f"verdict: {self._summary()}"]

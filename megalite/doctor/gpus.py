@@ -1,6 +1,6 @@
-"""The GPUs of this node, as nvidia-smi tells of them: driver, memory errors, throttling and NVLink.
+"""State of this node's GPUs, as nvidia-smi reports it: driver, memory errors, throttling and NVLink.
 
-Fields that a driver or a GPU does not know are passed over: older drivers have other names, and not all GPUs have ECC.
+Fields that a driver or a GPU does not know are skipped: older drivers have other names, and not all GPUs have ECC.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from megalite.doctor.findings import Finding
 
 SECONDS = 10.0
-"""Without persistence mode the driver is loaded anew for each question, some seconds; beyond this it hangs."""
+"""Limit for a query: without persistence mode each query loads the driver, for some seconds; beyond this it hangs."""
 
 _NAMES = "index,uuid,name,driver_version,ecc.errors.uncorrected.volatile.total,retired_pages.pending"
 _SLOWED = ("hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown", "hw_slowdown")
@@ -29,7 +29,7 @@ _RESET = "stop what runs on it and reset it (nvidia-smi --gpu-reset), or start t
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU."""
+    """GPU of this node."""
 
     index: str
     uuid: str
@@ -43,16 +43,16 @@ class Gpu:
 @dataclass(frozen=True)
 class _Answer:
     code: int | None
-    """None: there was none in time."""
+    """Exit code; None: the command did not end in time."""
     text: str
 
     def rows(self) -> list[list[str]]:
-        """Its lines of values; none where the question was not understood."""
+        """Return the lines of values; none if the query was not understood."""
         return [line.split(", ") for line in self.text.splitlines() if line.strip()] if self.code == 0 else []
 
 
 def examine_gpus(expected: int | None) -> tuple[list[Gpu], list[Finding]]:
-    """The GPUs that there are, and what is wrong with them. `expected`: how many there must be."""
+    """Return the GPUs of this node, and what is wrong with them. `expected`: the number that there must be."""
     if shutil.which("nvidia-smi") is None:
         return [], [Finding("sick", f"{expected} GPUs are expected, and there is no nvidia-smi")] if expected else []
     slowed = "--query-gpu=index," + ",".join(f"clocks_event_reasons.{name}" for name in _SLOWED) + _AS_CSV
@@ -133,7 +133,7 @@ def _throttling(rows: Sequence[Sequence[str]]) -> Iterator[Finding]:
 
 
 def _nvlinks(text: str) -> Iterator[Finding]:
-    """A bridge connects all links of a GPU, so that some without the others are broken, and none need not be."""
+    """Yield broken NVLinks: a bridge connects all links of a GPU, so that only some inactive links are a fault."""
     active = {
         index: len(re.findall(r"Link \d+: [\d.]+ GB/s", block))
         for index, block in re.findall(r"^GPU (\d+):.*\n((?:[ \t]+.*\n?)*)", text, re.MULTILINE)

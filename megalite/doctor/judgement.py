@@ -1,4 +1,4 @@
-"""From what rank 0 has learnt to the verdict."""
+"""Verdict from everything that rank 0 has learnt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megalite.process.place import ranks_text
 
 @dataclass
 class Found:
-    """What rank 0 has learnt so far; on other ranks little of it is filled in."""
+    """Facts that rank 0 has learnt so far; on other ranks little of it is filled in."""
 
     world_size: int
     backend: str
@@ -29,33 +29,33 @@ class Found:
     config: RunConfig | None
     roll: Roll
     findings: list[Finding]
-    """That were there before the ranks were asked."""
+    """Findings from before the ranks were asked."""
     reports: Mapping[int, Report] = field(default_factory=dict)
     checkpoint_size: int | None = None
     reached: Mapping[str, Mapping[str, Reached]] = field(default_factory=dict)
-    """By the node that tried, and the one that it tried to reach."""
+    """Results of connecting, by the node that tried, and the node that it tried to reach."""
     measured: Sequence[int] | None = None
-    """The ranks that came back from timing messages; None: none was asked to."""
+    """Ranks that finished timing messages; None: no rank was asked to."""
     failures: Mapping[int, str] = field(default_factory=dict)
-    """What failed there, by rank."""
+    """Failures of timing, by rank."""
     timings: Sequence[Timing] = ()
     stopped: bool = False
-    """Rank 0 was asked to end meanwhile."""
+    """True if rank 0 was asked to end meanwhile."""
 
     @property
     def firsts(self) -> dict[int, str]:
-        """The first rank of each node, and the node."""
+        """Return the first rank of each node, with the node."""
         return {ranks[0]: node for node, ranks in self.roll.nodes.items()}
 
     @property
     def nodes(self) -> dict[str, Report]:
-        """The reports of these, as far as they have looked at their nodes."""
+        """Return the reports of the nodes' first ranks that have examined their nodes."""
         reports = {node: self.reports[rank] for rank, node in self.firsts.items() if rank in self.reports}
         return {node: report for node, report in reports.items() if report.state is not None}
 
     @property
     def heard(self) -> list[int]:
-        """The ranks that answered last."""
+        """Return the ranks that answered last."""
         return list(self.reports if self.measured is None else self.measured)
 
     @property
@@ -64,7 +64,7 @@ class Found:
 
     @property
     def can_measure(self) -> bool:
-        """Whether all ranks are there, with flags that are a run's, and can reach one another."""
+        """Tell whether all ranks are there, have valid flags of a run, and can reach one another."""
         complete = len(self.reports) == self.world_size and len(self.addresses) == len(self.roll.nodes)
         apart = any(each.problem for others in self.reached.values() for each in others.values())
         unready = any(report.doing or report.problem for report in self.reports.values())
@@ -72,7 +72,7 @@ class Found:
 
 
 def judge(found: Found) -> Verdict:
-    """All findings, and the verdict."""
+    """Return the verdict with all findings."""
     verdict = Verdict.of(_findings(found))
     if found.stopped and verdict.exit_code == EXIT_FINISHED:
         broken_off = Finding("sick", "this was to end before everything was looked at: what is told is not all")
@@ -98,7 +98,7 @@ def _findings(found: Found) -> list[Finding]:
 
 
 def _absent(found: Found) -> Iterator[Finding]:
-    """Ranks that never came, by their launcher; it has told where they are if another of its ranks has come."""
+    """Yield ranks that never came, by launcher; its node is known if another of its ranks has come."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     came = set(found.roll.ranks)
     by_launcher: dict[int, list[int]] = {}
@@ -114,7 +114,7 @@ def _absent(found: Found) -> Iterator[Finding]:
 
 
 def _silent(found: Found) -> Iterator[Finding]:
-    """Ranks that came and then did not answer."""
+    """Yield ranks that came and then did not answer."""
     for node, ranks in found.roll.nodes.items():
         gone = [rank for rank in ranks if rank not in found.reports]
         if gone:
@@ -125,7 +125,7 @@ def _silent(found: Found) -> Iterator[Finding]:
 
 
 def _flags(found: Found) -> Iterator[Finding]:
-    """What is wrong with the flags of ranks: of all, or of some."""
+    """Yield what is wrong with the flags of all ranks, or of some."""
     problems = {rank: report.problem for rank, report in found.reports.items() if report.problem}
     for problem in dict.fromkeys(problems.values()):
         ranks = [rank for rank, each in problems.items() if each == problem]
@@ -140,7 +140,7 @@ def _run_directory(found: Found) -> Iterator[Finding]:
 
 
 def _unmeasured(found: Found) -> Iterator[Finding]:
-    """Why there are no timings. Where ranks are silent the others have only waited for them."""
+    """Yield why there are no timings. If some ranks are silent, the others have only waited for them."""
     if found.measured is None:
         return
     for node, ranks in found.roll.nodes.items():

@@ -1,4 +1,4 @@
-"""Whether nodes reach each other at ports that the system hands out, and how far their clocks are apart."""
+"""Check that nodes reach each other at ports that the system assigns, and compare their clocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from megalite.doctor.findings import Finding
 
 CLOCK_SECONDS = 1.0
-"""A difference of clocks that is told: files of one node seem to be of the future on another."""
+"""Smallest difference of clocks that is reported: files of one node then seem to come from the future on another."""
 _CONNECT_SECONDS = 5.0
 _QUESTIONS = 5
 _AT_ONCE = 32
@@ -26,10 +26,12 @@ _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
 
 
 def own_address(backend: str) -> str:
-    """The address at which other ranks look for this one, as the backend finds it. Raises OSError where there is none.
+    """Return the address at which other ranks look for this one, as the backend finds it. Raises OSError if there is
+    none.
 
-    Gloo takes GLOO_SOCKET_IFNAME's, else what the host's name stands for; NCCL an interface that begins with one of
-    NCCL_SOCKET_IFNAME's names, else, here, the one that leads to MASTER_ADDR.
+    Gloo takes the interface in GLOO_SOCKET_IFNAME, else the address of the host's name. NCCL takes an interface that
+    begins with one of NCCL_SOCKET_IFNAME's names; without that variable, this check takes the one that leads to
+    MASTER_ADDR.
     """
     if backend == "gloo":
         interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
@@ -49,7 +51,8 @@ def own_address(backend: str) -> str:
 
 
 def chooses(wanted: str, interface: str) -> bool:
-    """Whether a value of NCCL_SOCKET_IFNAME takes an interface: names it begins with, or after = is; after ^: not."""
+    """Tell whether a value of NCCL_SOCKET_IFNAME selects an interface: by prefix; after =: by name; after ^: not
+    these."""
     excluded = wanted.startswith("^")
     wanted = wanted.removeprefix("^")
     exactly = wanted.startswith("=")
@@ -69,7 +72,8 @@ def _address_of(interface: str) -> str:
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    """Tells the time to whoever knows the token, at a port that the system has chosen. A context manager."""
+    """Listener that tells the time to clients that know the token, at a port chosen by the system. A context
+    manager."""
 
     daemon_threads = True
     request_queue_size = 1024
@@ -97,15 +101,15 @@ class _Answering(socketserver.StreamRequestHandler):
 
 @dataclass(frozen=True)
 class Reached:
-    """What came of a connection to another node."""
+    """Result of a connection to another node."""
 
     problem: str = ""
     clock: float = 0.0
-    """Seconds by which the other's clock is ahead."""
+    """Seconds by which the other node's clock is ahead."""
 
 
 def reach(address: str, port: int, token: str) -> Reached:
-    """Connect, and compare clocks: of some questions the one whose answer came fastest says most (Cristian, 1989)."""
+    """Connect and compare clocks: of several questions, the one with the fastest answer counts (Cristian, 1989)."""
     best, clock = float("inf"), 0.0
     try:
         with (
@@ -128,7 +132,7 @@ def reach(address: str, port: int, token: str) -> Reached:
 
 
 def reach_all(addresses: Mapping[str, tuple[str, int]], own: str, token: str) -> dict[str, Reached]:
-    """Reach all nodes but this one, those behind it first, so that not all ask one at a time."""
+    """Reach all other nodes, beginning with those after this one, so that not all nodes ask the same one at a time."""
     names = list(addresses)
     at = names.index(own)
     others = names[at + 1 :] + names[:at]
@@ -140,7 +144,8 @@ def reach_all(addresses: Mapping[str, tuple[str, int]], own: str, token: str) ->
 def examine_network(
     reached: Mapping[str, Mapping[str, Reached]], addresses: Mapping[str, tuple[str, int]], first: str
 ) -> Iterator[Finding]:
-    """What is wrong between nodes, by what each has found of the others. `first`: rank 0's, whose clock is compared."""
+    """Yield what is wrong between nodes, from each node's results. `first`: rank 0's node; clocks are compared with
+    its."""
     yield from _unreachable(reached, addresses)
     for node, others in reached.items():
         if node != first and first in others and abs(others[first].clock) > CLOCK_SECONDS:

@@ -1,4 +1,4 @@
-"""This node by itself: its GPUs, its shared memory, and how many files a process may open. Without torch."""
+"""Check of this node alone: its GPUs, its shared memory, and the number of files a process may open. Without torch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _FILES_A_DATA_FILE = 2
 
 @dataclass(frozen=True)
 class NodeState:
-    """What a table says of a node."""
+    """State of a node, as shown in a table."""
 
     gpus: tuple[str, ...]
-    """Their names."""
+    """Names of the GPUs."""
     driver: str
     open_files: int
-    """That each process may have; -1: any number."""
+    """Number of files that each process may open; -1: no limit."""
     shared_memory: int | None
-    """Bytes free; None: there is none."""
+    """Free bytes; None: there is no shared memory."""
 
 
 def examine_node(expected_gpus: int | None, *, ranks: int = 1, data_files: int = 0) -> tuple[NodeState, list[Finding]]:
-    """The state of this node and what is wrong with it, for a run on `ranks` that reads so many files."""
+    """Return this node's state and what is wrong with it, for a run on `ranks` ranks that reads this many files."""
     gpus, findings = examine_gpus(expected_gpus)
     shared_memory = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
     open_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""What was found, for a person and for a program."""
+"""Presentation of the findings, for a person and for a program."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def show(found: Found, verdict: Verdict) -> None:
 
 
 def write_json(path: str, found: Found, verdict: Verdict) -> None:
-    """Write it all to a file. Raises FileError."""
+    """Write the findings and the verdict to a file. Raises FileError."""
     text = json.dumps(_as_json(found, verdict), indent=2)
     write_atomically(Path(path), f"{text}\n".encode())
 
@@ -101,7 +101,7 @@ def _bandwidth(figure: Figure, *, bus: bool) -> str:
 
 
 def _table(rows: Iterator[Row] | Sequence[Row]) -> str:
-    """Columns; nothing where there is but a head."""
+    """Return a table as text; nothing if it has only a header."""
     rows = list(rows)
     if len(rows) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""What one rank finds out by itself: what it has, and if it is the first of its node, how that is."""
+"""Report of one rank: its own traits and, if it is the first of its node, the state of the node."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megalite.errors import MegaliteError
 
 @dataclass(frozen=True)
 class Roll:
-    """Who has come, and what rank 0 says to all."""
+    """Ranks that have come, and what rank 0 tells all of them."""
 
     nodes: Mapping[str, Sequence[int]]
     """The ranks of each node, rank 0's node first."""
     token: str
-    """By which one rank knows another at a port."""
+    """Token by which ranks recognize each other at a port."""
     probe: tuple[str, str] | None
-    """The name and text of rank 0's file in the run directory."""
+    """Name and text of rank 0's file in the run directory."""
 
     @property
     def ranks(self) -> list[int]:
-        """All that have come, in order."""
+        """Return all ranks that have come, in order."""
         return sorted(rank for ranks in self.nodes.values() for rank in ranks)
 
     def node_of(self, rank: int) -> str:
@@ -40,30 +40,30 @@ class Roll:
 
 @dataclass
 class Report:
-    """What a rank has found so far."""
+    """Findings of a rank so far."""
 
     traits: Traits
     problem: str
-    """Why its flags are no run's."""
+    """Reason that its flags are not those of a run."""
     doing: str = ""
-    """What it is at; at the end, nothing."""
+    """Present task; empty at the end."""
     state: NodeState | None = None
-    """Of the node, if this rank is its first; and so for what follows."""
+    """State of the node, if this rank is its first; the following fields, too, are for first ranks only."""
     findings: list[Finding] = field(default_factory=list)
     files: Mapping[str, str] = field(default_factory=dict)
-    """Fingerprints of the data."""
+    """Fingerprints of the data files."""
     directory: Seen | None = None
     address: tuple[str, int] | None = None
 
     @staticmethod
     def of_json(values: dict[str, Any]) -> Report:
-        """The report whose fields JSON has brought."""
+        """Return a report from its fields in JSON."""
         kinds = {"state": NodeState, "directory": Seen}
         made = {name: kind(**values[name]) for name, kind in kinds.items() if values[name] is not None}
         return Report(**values | made | {"findings": [Finding(**each) for each in values["findings"]]})
 
     def examine_node(self, roll: Roll, config: RunConfig | None, gpus: int | None, backend: str) -> None:
-        """Look at the node that this rank is the first of; file systems and drivers may hang."""
+        """Examine the node whose first rank this is; file systems and drivers may hang."""
         with self._at("asking for its address", "it has no address for other nodes: "):
             listener = Listener(own_address(backend), roll.token)
             self.address = str(listener.server_address[0]), listener.port

@@ -1,7 +1,7 @@
-"""How the ranks talk before there is a process group: through its store alone, and never without a limit.
+"""Communication before there is a process group: only through its store, and always with a time limit.
 
-Rank 0 asks and is told; it alone knows everything, and says how to go on. A rank that has gone, or is stopped, is one
-that does not answer in time.
+Rank 0 asks, receives all answers and decides how to continue. A rank that has gone, or is stopped, appears as one that
+does not answer in time.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from megalite.training.meeting import STORE_HANGS, connect, store_name
 Result = TypeVar("Result")
 _BETWEEN_LOOKS = 0.05
 _HASTE = 3.0
-"""Seconds that rank 0 waits on, once a launcher wants all ranks to end; the others wait longer for what it says."""
+"""Seconds that rank 0 still waits once a launcher asks all ranks to end; the others wait longer, for rank 0's
+answer."""
 
 
 class RollCall:
-    """This rank's end of the conversation.
+    """Connection of this rank to the others.
 
-    `stopping` tells whether this process was asked to end, as a launcher asks all ranks when one has died: then waiting
-    is cut short, so that there is time to say which one. `patience`: seconds that a rank may take to answer.
+    `stopping` tells whether this process was asked to end: a launcher asks all ranks to end when one has died. Waiting
+    is then cut short, so that there is time to say which one. `patience`: seconds that a rank may take to answer.
     """
 
     def __init__(self, place: Place, patience: float, stopping: Callable[[], object]) -> None:
-        """Raises ConfigurationError without a launcher's variables, CommunicationError without an answer."""
+        """Connect. Raises ConfigurationError without a launcher's variables, CommunicationError if the store does not
+        answer."""
         self.rank, self.world_size = place.rank, place.world_size
         self.patience, self.stopping = patience, stopping
         self._store = connect(place, patience, "doctor")
 
     def gather(self, question: str, answer: object, ranks: Iterable[int], more_seconds: float = 0.0) -> dict[int, Any]:
-        """The answers of those of `ranks` that have answered in time, on rank 0; nothing on the others.
+        """Return, on rank 0, the answers of those of `ranks` that answer in time; on the others nothing.
 
-        `answer`, this rank's own, is anything that JSON can hold.
+        `answer`, this rank's own, is any value that JSON can hold.
         """
 
         def ask() -> dict[int, Any]:
@@ -61,11 +63,11 @@ class RollCall:
         return self._with_store(self.patience + more_seconds, ask)
 
     def tell(self, subject: str, value: object) -> None:
-        """Rank 0 tells all others."""
+        """Send a value from rank 0 to all others."""
         self._with_store(self.patience, lambda: self._store.set(subject, json.dumps(value)))
 
     def hear(self, subject: str, more_seconds: float = 0.0) -> Any:
-        """What rank 0 tells, once it has waited for everybody. Raises CommunicationError where it says nothing."""
+        """Return the value that rank 0 sends, after it has waited for all. Raises CommunicationError if none comes."""
 
         def wait() -> Any:
             limit = self.limit(self.patience + more_seconds, haste=4 * _HASTE)
@@ -78,7 +80,7 @@ class RollCall:
         return self._with_store(2 * self.patience + more_seconds, wait)
 
     def _get(self, key: str) -> Any:
-        """Raises CommunicationError if what is there is not from a rank."""
+        """Return a value of the store. Raises CommunicationError if a rank cannot have written it."""
         try:
             return parse_json(self._store.get(key))
         except ValueError as error:
@@ -87,7 +89,8 @@ class RollCall:
             ) from error
 
     def limit(self, more_seconds: float = 0.0, haste: float = _HASTE) -> Callable[[], bool]:
-        """Whether so much time has passed, from now on; `stopping` leaves no more than `haste` of it."""
+        """Return a function that tells whether the time is up, counted from now; `stopping` leaves at most `haste`
+        seconds."""
         end = time.monotonic() + self.patience + more_seconds
 
         def reached() -> bool:
@@ -99,15 +102,17 @@ class RollCall:
         return reached
 
     def wait(self, work: Future[Result], more_seconds: float = 0.0) -> bool:
-        """Whether work on this rank comes to its end in time."""
+        """Wait for work on this rank, and tell whether it ended in time."""
         limit = self.limit(more_seconds)
         while not work.done() and not limit():
             time.sleep(_BETWEEN_LOOKS)
         return work.done()
 
     def _with_store(self, seconds: float, call: Callable[[], Result]) -> Result:
-        """What the call returns, which asks the store for so many seconds. Raises CommunicationError where the store
-        itself does not answer, for which torch has no limit of its own."""
+        """Return the result of a call that asks the store, with a limit of `seconds`.
+
+        Raises CommunicationError if the store itself does not answer, for which torch has no time limit.
+        """
         try:
             return within(seconds + STORE_HANGS, call)
         except TimeoutError:

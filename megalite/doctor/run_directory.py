@@ -1,4 +1,4 @@
-"""Whether the run directory is the same for all nodes, can be written to, and has room for checkpoints."""
+"""Check that the run directory is the same for all nodes, is writable, and has room for checkpoints."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ _REMOVING_SECONDS = 5.0
 
 
 class Probe:
-    """A file that rank 0 has put into the run directory for all nodes to find. A context manager: it is removed, and so
-    is the directory where it was made for it."""
+    """File that rank 0 puts into the run directory for all nodes to find.
+
+    A context manager: it removes the file, and also the directory if it made that.
+    """
 
     def __init__(self, directory: AnyPath) -> None:
-        """Raises OSError or FileError where the directory cannot be written to."""
+        """Write the file. Raises OSError or FileError if the directory cannot be written to."""
         self._directory = directory
         self._made = isinstance(directory, Path) and not directory.exists()
         self.name, self.text = f"doctor_{uuid.uuid4().hex}", uuid.uuid4().hex
@@ -54,18 +56,18 @@ class Probe:
 
 @dataclass(frozen=True)
 class Seen:
-    """The run directory, as one node has it."""
+    """Run directory, as one node sees it."""
 
     same: bool
-    """The probe is there."""
+    """True if the node sees the probe."""
     free: int | None = None
-    """Bytes; None: on an object store, or without the directory."""
+    """Free bytes; None: on an object store, or if there is no directory."""
     problem: str = ""
-    """Why the node cannot write there."""
+    """Reason that the node cannot write there."""
 
 
 def look(directory: AnyPath, name: str, text: str) -> Seen:
-    """What this node sees of a directory that rank 0 has put a probe into."""
+    """Look at a directory in which rank 0 has put a probe, and return what this node sees."""
     deadline = time.monotonic() + SEEN_WITHIN
     while not _holds(directory / name, text):
         if time.monotonic() > deadline:
@@ -90,7 +92,7 @@ def _holds(path: AnyPath, text: str) -> bool:
 def examine_run_directory(
     save: str, seen: Mapping[str, Seen], checkpoint_size: int | None, checkpoints: int
 ) -> Iterator[Finding]:
-    """What is wrong with `--save`, by what each node has seen, rank 0's first."""
+    """Yield what is wrong with `--save`, from each node's view of it, rank 0's first."""
     blind = [node for node, each in seen.items() if not each.same]
     if blind and len(blind) == len(seen) - 1 and len(blind) > 1:
         nodes = ", ".join(blind)
@@ -112,9 +114,9 @@ def examine_run_directory(
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """What one checkpoint of the run takes, whatever its layout: the network is built without memory.
+    """Return the size of one checkpoint of the run, whatever its layout: the network is built on the meta device.
 
-    Raises DataError or ConfigurationError, as the run would, where its tokenizer cannot be opened.
+    Raises DataError or ConfigurationError, as the run would, if its tokenizer cannot be opened.
     """
     config = replace(config, parallel=ParallelConfig())
     model = replace(config.model, vocab_size=vocab_size(open_tokenizer(config), config.model))
