@@ -1,3 +1,3 @@
-"""What tells a run that hangs or dies from one that works, and says why: sections, limits, and who has gone."""
+"""Detection of runs that hang or die, and of the cause: sections, time limits, and ranks that have gone."""
 
 from __future__ import annotations

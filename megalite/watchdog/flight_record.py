@@ -1,4 +1,4 @@
-"""What one rank's flight recorder holds, reduced to what tells where a run hangs; plain values, as JSON has them."""
+"""Contents of one rank's flight recorder, reduced to what shows where a run hangs, as plain JSON values."""
 
 from __future__ import annotations
 
@@ -11,52 +11,53 @@ COMPLETED = "completed"
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective of a group, as one of its ranks has entered it."""
+    """Collective of a group, as one of its ranks has entered it."""
 
     number: int
-    """Its place among the collectives of the group, from 1."""
+    """Place among the collectives of the group, from 1."""
     name: str
-    """all_reduce, all_gather, ..., as the backend calls it."""
+    """Name in the backend: all_reduce, all_gather, ..."""
     shapes: tuple[tuple[int, ...], ...]
-    """Of its inputs on this rank."""
+    """Shapes of the inputs on this rank."""
     dtype: str
-    """Of the first input; "" where there is none."""
+    """Dtype of the first input; "" if there is none."""
     state: str
-    """scheduled, started or completed; on gloo never started."""
+    """State: scheduled, started or completed; on gloo never started."""
     time: float
-    """When the rank entered it, in seconds since 1970."""
+    """Time when the rank entered it, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """A process group, as one of its ranks has used it."""
+    """Process group, as one of its ranks has used it."""
 
     name: str
     ranks: tuple[int, ...]
-    """In the order of the group; empty where they are not known."""
+    """Ranks in the order of the group; empty if they are not known."""
     collectives: int = 0
-    """How many this rank has entered."""
+    """Number of collectives that this rank has entered."""
     operations: tuple[Operation, ...] = ()
-    """The last of them, in order."""
+    """Last of these collectives, in order."""
     messages: int = 0
-    """How many this rank has begun to send or to receive, where the group is a link from its first rank to its second.
-    """
+    """Number of messages that this rank has begun to send or receive, if the group links its first rank to its
+    second."""
     finished_messages: int = 0
-    """How many of them are known to have come to their end; on gloo none."""
+    """Number of messages that are known to have ended; on gloo none."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The groups of a rank, and what the rank does with them now."""
+    """Groups of a rank, and what the rank does with them now."""
 
     waiting: bool | None
-    """Whether its main thread stands in an operation of a group; None where it cannot be told: an operation of NCCL is
-    waited for on the device."""
+    """True if its main thread is in an operation of a group; None if unknown: NCCL's operations are awaited on the
+    device."""
     groups: tuple[GroupRecord, ...]
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Snapshot:
-        """Back from `dataclasses.asdict`, and from JSON. Raises ValueError, TypeError or KeyError where it is none."""
+        """Restore from `dataclasses.asdict` and JSON. Raises ValueError, TypeError or KeyError if the values do not
+        fit."""
         waiting = values["waiting"]
         if waiting not in (True, False, None):
             raise ValueError(f"waiting is {waiting!r}")

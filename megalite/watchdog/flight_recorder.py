@@ -1,9 +1,9 @@
-"""torch's flight recorder: a ring of the last collectives of this process, kept whether or not anybody looks.
+"""Reader of torch's flight recorder: a ring of the last collectives of this process, which is always being filled.
 
-torch (2.11 to 2.13) records by default, 2000 collectives with the stack of each; it costs 1 to 1.5 µs of a collective's
-8 on gloo, the stacks cannot be left out, and nothing is recorded where TORCH_FR_BUFFER_SIZE is 0. What it keeps is read
-here, at any time and from any thread: nothing that a blocked collective holds is needed. On gloo, a collective that has
-come to its end is not called completed but `retired`, and messages are not recorded, only counted.
+torch (2.11 to 2.13) records by default, 2000 collectives with the stack of each. It costs 1 to 1.5 µs of a collective's
+8 on gloo; the stacks cannot be left out; nothing is recorded if TORCH_FR_BUFFER_SIZE is 0. The recorder is read here,
+at any time and from any thread: reading needs no lock that a blocked collective holds. On gloo, a collective that has
+ended is not marked completed but `retired`, and messages are not recorded, only counted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "
 
 
 def snapshot() -> Snapshot:
-    """What this rank has recorded, and whether it waits now; without a process group, nothing."""
+    """Return what this rank has recorded, and whether it waits now; empty without a process group."""
     # Counted before the entries are read: an operation that begins meanwhile is then missing from both or has an entry.
     groups = {record.name: record for record in map(_counts, groups_and_members())}
     for recorded in flight_records():
@@ -41,7 +41,8 @@ def snapshot() -> Snapshot:
 
 
 def _counts(group_and_members: tuple[Any, Mapping[int, int]]) -> GroupRecord:
-    """What the group itself knows: its operations may have left the ring, and messages on gloo never enter it."""
+    """Return the counts of the group itself: its operations may have left the ring, and gloo's messages never enter
+    it."""
     group, members = group_and_members
     count = 0
     with suppress(RuntimeError):  # a backend that does not count
@@ -63,9 +64,9 @@ def _merge(counted: GroupRecord, recorded: GroupRecord) -> GroupRecord:
 
 
 def group_records(trace: Mapping[str, Any]) -> list[GroupRecord]:
-    """The groups of a dump of torch's, read from JSON or from a pickle of plain containers.
+    """Return the groups in a dump of torch's, read from JSON or from a pickle of plain containers.
 
-    Raises TypeError, KeyError, IndexError or ValueError where it is no such dump.
+    Raises TypeError, KeyError, IndexError or ValueError if it is not such a dump.
     """
     entries: dict[str, list[Mapping[str, Any]]] = {}
     for entry in trace.get("entries", ()):
@@ -91,7 +92,7 @@ def _record(name: str, configuration: Mapping[str, str] | None, entries: Iterabl
 
 
 def _ranks(name: str, configuration: Mapping[str, str] | None) -> tuple[int, ...]:
-    """NCCL tells them; gloo does not, but the names of our own groups do."""
+    """Return a group's ranks: NCCL records them; gloo does not, but the names of megalite's own groups contain them."""
     named = _NAME.fullmatch(name)
     members = json.loads(configuration["ranks"]) if configuration else named[2].split("-") if named else ()
     return tuple(map(int, members))
@@ -116,7 +117,7 @@ def _state(entry: Mapping[str, Any]) -> str:
 
 
 def _waiting() -> bool | None:
-    """Whether the main thread stands in a communication: its innermost frame is torch's or collectives.py's."""
+    """Tell whether the main thread is in a communication: its innermost frame is in torch or collectives.py."""
     if any(dist.get_backend(group) != "gloo" for group, _ in groups_and_members()):
         return None
     frame = sys._current_frames().get(threading.main_thread().ident or 0)

@@ -1,9 +1,9 @@
-"""Where a run hangs, and because of whom: the snapshots of the ranks' flight recorders, compared.
+"""Analysis of a hang: the snapshots of the ranks' flight recorders are compared to find where it is, and who causes it.
 
 A rank waits in a collective that some rank of its group has not entered, or for a message that the other end has not
-begun. What all have entered is over or will be. Who waits for whom is followed over all groups to the ranks that wait
-for nobody: those are the cause, and the other findings are its consequences. A circle that leads to no such rank is a
-deadlock.
+begun. A collective that all have entered has ended or will end. The analysis follows the waiting over all groups to the
+ranks that wait for no other: those are the cause, and the other findings are its consequences. A circle of waiting
+ranks, with no way to such a rank, is a deadlock.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ _UNEQUAL = ("all_to_all", "gather", "scatter", "coalesced")  # collectives to wh
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it is in a run that goes on."""
+    """Fault that a healthy run would not have."""
 
     text: str
-    """What, in a sentence without its full stop."""
+    """Description, a sentence without its full stop."""
     culprits: tuple[int, ...]
-    """The ranks that hold others up in it; none where it is a consequence, or the fault of nobody in particular."""
+    """Ranks that hold others up; none if it is a consequence, or no particular rank's fault."""
     cause: bool
-    """Whether it explains the hang, rather than follows from another finding."""
+    """True if it explains the hang, rather than follows from another finding."""
 
 
 def missing(snapshots: Mapping[int, Snapshot], silent: Collection[int] = ()) -> list[Finding]:
-    """What the groups lack, causes first; nothing where no rank waits for another.
+    """Return what the groups wait for, causes first; nothing if no rank waits for another.
 
-    `snapshots`: by rank, taken when nothing moved any more. `silent`: ranks that gave none, to tell of them also where
-    they are in no group of those that did.
+    `snapshots`: by rank, taken after all progress had stopped. `silent`: ranks without a snapshot; they are reported
+    even if they are in no group of the others.
     """
     groups = list(_groups(snapshots))
     silent = set(silent).union(*(group.silent for group in groups))
@@ -66,31 +66,31 @@ def missing(snapshots: Mapping[int, Snapshot], silent: Collection[int] = ()) -> 
 
 @dataclass(frozen=True)
 class _Wait:
-    """An operation that some ranks wait in and others have not come to."""
+    """Operation that some ranks wait in and others have not reached."""
 
     what: str
     text: str
     waiting: set[int]
     absent: set[int] = field(default_factory=set)
     guess: bool = False
-    """Whether the ranks perhaps do not wait: on gloo a message that has arrived looks like one that has not."""
+    """True if the ranks may not be waiting at all: on gloo a message that has arrived looks like one that has not."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A group, as its ranks have used it."""
+    """Group, as its ranks have used it."""
 
     ranks: tuple[int, ...]
     records: Mapping[int, GroupRecord]
-    """Of the ranks with a snapshot."""
+    """Records of the ranks with a snapshot."""
     operations: Mapping[int, Mapping[int, Operation]]
-    """Of these, the collectives by number."""
+    """Collectives of these ranks, by number."""
     waiting: set[int]
-    """The ranks that stand in some communication, or may."""
+    """Ranks that are in some communication, or may be."""
     silent: set[int]
 
     def mismatches(self) -> Iterator[_Wait]:
-        """The first collective that is not the same on all ranks; the absent ranks are the fewer, or all."""
+        """Yield the first collective that differs between ranks; the absent ranks are the minority, else all."""
         number, kinds = self._first_mismatch
         if len(kinds) < 2:
             return
@@ -103,7 +103,8 @@ class _Group:
         yield _Wait(what, f"{what} is not the same on all: {', '.join(parts)}", pending & self.waiting - odd, odd)
 
     def lacking_ranks(self) -> Iterator[_Wait]:
-        """The collectives that some ranks wait in and others have not entered; one for each set of absent ranks."""
+        """Yield the collectives that some ranks wait in and others have not entered; one for each set of absent
+        ranks."""
         for absent, pending in groupby(self._pending, key=lambda item: self._absent(item[0])):
             (number, first), *later = pending
             if absent:
@@ -114,7 +115,7 @@ class _Group:
                 yield _Wait(what, text, set(first).union(*(ranks for _, ranks in later)), absent)
 
     def unfinished(self) -> Iterator[_Wait]:
-        """The first collective that all ranks have entered and that does not end."""
+        """Yield the first collective that all ranks have entered and that does not end."""
         for number, ranks in self._pending:
             if not self._absent(number):
                 what = self._what(number, ranks)
@@ -122,7 +123,7 @@ class _Group:
                 return
 
     def lacking_messages(self) -> Iterator[_Wait]:
-        """On a link, the message that one end waits for and the other has not come to."""
+        """Yield the message, on a link, that one end waits for and the other has not reached."""
         if len(self.ranks) != 2 or not any(record.messages for record in self.records.values()):
             return
         source, destination = self.ranks
@@ -158,7 +159,7 @@ class _Group:
 
     @cached_property
     def _pending(self) -> list[tuple[int, list[int]]]:
-        """The collectives that ranks wait in, with these ranks; but for one that is not the same on all."""
+        """Return the collectives that ranks wait in, with these ranks, except for one that differs between ranks."""
         mismatch, _ = self._first_mismatch
         ranks: dict[int, list[int]] = {}
         for rank in sorted(self.waiting & self.operations.keys()):
@@ -186,7 +187,7 @@ class _Group:
 
 
 def _groups(snapshots: Mapping[int, Snapshot]) -> Iterator[_Group]:
-    """The groups by name; a rank that has not made one, as far as its snapshot tells, has entered nothing there."""
+    """Yield the groups by name; a rank whose snapshot lacks a group has entered nothing there."""
     ranks: dict[str, tuple[int, ...]] = {}
     records: dict[str, dict[int, GroupRecord]] = {}
     for rank, snapshot in sorted(snapshots.items()):
@@ -205,7 +206,7 @@ def _groups(snapshots: Mapping[int, Snapshot]) -> Iterator[_Group]:
 
 
 def _kind(operation: Operation) -> tuple[object, ...]:
-    """What must be the same on all ranks."""
+    """Return the properties that must be the same on all ranks."""
     if any(name in operation.name for name in _UNEQUAL):
         return (operation.name,)
     return operation.name, operation.dtype, sum(math.prod(shape) for shape in operation.shapes)
@@ -237,7 +238,8 @@ def _finding(wait: _Wait, causes: set[int]) -> Finding:
 
 
 def _silence(silent: Collection[int], causes: set[int]) -> Iterator[Finding]:
-    """Whom others wait for is to blame; the rest only where nobody else is."""
+    """Yield findings on silent ranks: those that others wait for are to blame; the rest only if there is no other
+    cause."""
     for ranks, cause in ((causes.intersection(silent), True), (set(silent) - causes, not causes)):
         if ranks:
             text = f"{ranks_text(ranks)} left no record: stopped, ended or out of reach"
@@ -245,7 +247,7 @@ def _silence(silent: Collection[int], causes: set[int]) -> Iterator[Finding]:
 
 
 def _circles(waits: Collection[_Wait], free: set[int]) -> Iterator[list[int]]:
-    """Ranks each of which waits for the next, and the last for the first, with no way to one that is free."""
+    """Yield circles of ranks that each wait for the next, and the last for the first, with no way to a free rank."""
     explained = _with_waiting(waits, free)
     while rest := {rank for wait in waits for rank in wait.waiting} - explained:
         path = [min(rest)]
@@ -257,7 +259,7 @@ def _circles(waits: Collection[_Wait], free: set[int]) -> Iterator[list[int]]:
 
 
 def _with_waiting(waits: Collection[_Wait], ranks: set[int]) -> set[int]:
-    """`ranks`, who waits for them, who waits for those, and so on."""
+    """Return `ranks`, the ranks that wait for them, the ranks that wait for those, and so on."""
     found = set(ranks)
     while new := {rank for wait in waits if wait.absent & found for rank in wait.waiting} - found:
         found |= new

@@ -1,8 +1,8 @@
-"""The file that a rank leaves in a folder when the run hangs, and how all of them are read together.
+"""File that each rank writes into a folder when the run hangs, and the reader of all these files.
 
-A rank writes `rank_00003.json`, whole or not at all: an object with the fields of `RankDump`, the flight recorder as
-`Snapshot` has it, and the format's version. In the same folder may lie what NCCL's own watchdog writes, pickles of the
-flight recorder alone; they go through the restricted unpickler, and serve where a rank's own file has no recorder.
+A rank writes `rank_00003.json`, complete or not at all: an object with the fields of `RankDump`, the flight recorder as
+a `Snapshot`, and the format's version. NCCL's own watchdog may write files into the same folder: pickles of the flight
+recorder alone. They are read by the restricted unpickler, and used if a rank's own file has no recorder.
 """
 
 from __future__ import annotations
@@ -28,25 +28,26 @@ _FROM_TORCH = re.compile(r".*\D(\d+)")  # TORCH_FR_DUMP_TEMP_FILE with the rank 
 
 @dataclass(frozen=True)
 class RankDump:
-    """What one rank tells of itself when the run hangs."""
+    """State of one rank when the run hangs."""
 
     rank: int
     world_size: int
     host: str = ""
     pid: int = 0
     section: str = ""
-    """What the rank was doing, in the watchdog's words."""
+    """Section that the rank was in, in the watchdog's words."""
     seconds: float = 0.0
-    """For how long."""
+    """Seconds that it had been in the section."""
     stacks: str = ""
-    """Where its threads are in Python, the main one first: "thread NAME:" and what `traceback.format_stack` says."""
+    """Python stacks of its threads, the main one first: "thread NAME:" and the lines of `traceback.format_stack`."""
     flight_recorder: Snapshot | None = None
     step: int = 0
-    """That it was in, or in last."""
+    """Step that it was in, or in last."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> RankDump:
-        """Back from `dataclasses.asdict`, and from JSON. Raises ValueError, TypeError or KeyError where it is none."""
+        """Restore from `dataclasses.asdict` and JSON. Raises ValueError, TypeError or KeyError if the values do not
+        fit."""
         recorded = values["flight_recorder"]
         dump = cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
         kinds = {one.name: type(one.default) for one in fields(cls)} | {"rank": int, "world_size": int}
@@ -57,7 +58,7 @@ class RankDump:
 
 
 def write_dump(folder: Path, dump: RankDump) -> Path:
-    """Write a rank's file; the folder is made. Raises FileError."""
+    """Write a rank's file, and make the folder if needed. Raises FileError."""
     path = folder / f"rank_{dump.rank:05}.json"
     write_at_once(path, json.dumps({"version": VERSION, **asdict(dump)}).encode())
     return path
@@ -65,22 +66,22 @@ def write_dump(folder: Path, dump: RankDump) -> Path:
 
 @dataclass(frozen=True)
 class Dumps:
-    """What a folder holds of them."""
+    """Contents of a folder of dumps."""
 
     ranks: Mapping[int, RankDump]
     silent: tuple[int, ...]
-    """The ranks of the run of whose flight recorder nothing is known."""
+    """Ranks of the run whose flight recorder is not known."""
     problems: tuple[str, ...]
-    """The files that cannot be used, and why."""
+    """Files that cannot be used, with the reason."""
 
     @property
     def snapshots(self) -> dict[int, Snapshot]:
-        """The flight recorders, by rank."""
+        """Return the flight recorders, by rank."""
         return {rank: dump.flight_recorder for rank, dump in self.ranks.items() if dump.flight_recorder is not None}
 
 
 def read_dumps(folder: Path) -> Dumps:
-    """What the ranks have left. Raises ConfigurationError where the folder is none, or holds nothing of any rank."""
+    """Read the ranks' dumps. Raises ConfigurationError if the folder does not exist or holds none."""
     ranks: dict[int, RankDump] = {}
     problems: list[str] = []
     for path in _files(folder):
@@ -101,13 +102,13 @@ def read_dumps(folder: Path) -> Dumps:
 
 
 def _hint(folder: Path) -> str:
-    """Where a run directory is given, or the folder in it with a folder of each hang."""
+    """Return a hint for a user who gives a run directory, or the folder in it that has a folder for each hang."""
     hangs = {file.parent for pattern in ("*", "hangs/*") for file in folder.glob(f"{pattern}/rank_*.json")}
     return f": give a folder in it, the newest being {max(hangs)}" if hangs else ""
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those of the ranks first, then those of torch."""
+    """Return the files of the ranks first, then those of torch."""
     try:
         names = sorted(path.name for path in folder.iterdir() if path.is_file())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the dumps of a hang say, put together for a person or for a machine."""
+"""Report on the dumps of a hang, for a person or for a machine."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _WAITING = ("threading.py", "queue.py", "selectors.py", "thread.py")  # of the s
 
 @dataclass(frozen=True)
 class HangReport:
-    """A hang: the ranks to blame, why, and where each rank stood."""
+    """Report on a hang: the ranks to blame, the reason, and where each rank was."""
 
     culprits: tuple[int, ...]
     findings: tuple[Finding, ...]
     places: tuple[tuple[RankDump, ...], ...]
-    """The ranks with a file, in sets that were in the same section at the same lines; who is to blame comes first."""
+    """Ranks with a file, in sets that were in the same section at the same lines; the ranks to blame come first."""
     without_file: tuple[int, ...]
     problems: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain values, with the stacks of each set once."""
+        """Return the same as plain values, with the stacks of each set once."""
         return {
             "culprits": self.culprits,
             "findings": [asdict(finding) for finding in self.findings],
@@ -44,7 +44,7 @@ class HangReport:
         }
 
     def as_text(self) -> str:
-        """Several lines, the most telling first."""
+        """Return several lines, the most important first."""
         count = sum(map(len, self.places))
         lines = [f"{count} of {count + len(self.without_file)} ranks have left a file"]
         if self.without_file:
@@ -62,7 +62,7 @@ class HangReport:
 
 
 def hang_report(dumps: Dumps) -> HangReport:
-    """The report of what `read_dumps` has found."""
+    """Return the report on the result of `read_dumps`."""
     findings = missing(dumps.snapshots, dumps.silent)
     culprits = {rank for finding in findings if finding.cause for rank in finding.culprits}
     places: dict[tuple[str, str], list[RankDump]] = {}
@@ -82,7 +82,7 @@ def hang_report(dumps: Dumps) -> HangReport:
 
 
 def _telling(stacks: str) -> str:
-    """The main thread's stack, and of the other threads those that are at something."""
+    """Return the main thread's stack, and those of other threads that are doing something."""
     main, *others = _NEXT_THREAD.split(stacks.strip())
     busy = [other for other in others if not other.startswith(_OWN_THREADS) and not _idles(other)]
     return "\n\n".join([main, *busy])

@@ -1,4 +1,4 @@
-"""How long a section may take: learnt from the run."""
+"""Time limits of sections, learnt from the run."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ START_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a section that has been seen, so many times the longest that it took; but never less than `least`.
+    """Limit of a section as a multiple of the longest time that it has taken, but never less than `least`.
 
-    `unlearnt`, seconds, holds for the first of each kind, which may compile kernels or connect ranks, and is the least
-    for a save or a profile: a file system that others use, too, may be far slower than it was. What a run does to start
-    is seen only once and may be long, like the building of an index. How long ranks wait to meet is for them to say.
+    `unlearnt`, in seconds, is the limit for the first section of each kind, which may compile kernels or connect ranks.
+    It is also the least limit for a save or a profile: a shared file system may become far slower than before. Sections
+    of a run's start are seen only once and may be long, like the building of an index. The time that ranks wait to meet
+    is limited elsewhere, where they meet.
     """
 
     least: float = 120.0
     unlearnt: float = 600.0
 
     def of(self, name: str, longest: Mapping[str, float]) -> float:
-        """Seconds that a section may take, where those before it took `longest`."""
+        """Return the seconds that a section may take; `longest` has the longest times of earlier sections."""
         if name == MEETING:
             return math.inf
         if name == START:
@@ -36,6 +37,6 @@ class Limits:
         return max(learnt, self.unlearnt) if name in (SAVE, PROFILE) else learnt
 
     def overdue(self, sections: list[OpenSection], longest: Mapping[str, float]) -> OpenSection | None:
-        """The innermost of the open sections that takes longer than it may."""
+        """Return the innermost of the open sections that is over its limit."""
         late = [section for section in sections if section.seconds > self.of(section.name, longest)]
         return late[-1] if late else None

@@ -1,9 +1,9 @@
-"""A connection between a rank's watchdog and the monitor: JSON objects, a line each, that nobody else can write.
+"""Connection between a rank's watchdog and the monitor: JSON objects, one per line, that no third party can write.
 
-Each end begins with a line of random digits. In front of every line after it stands a code, HMAC-SHA256 of the line and
-its number, whose key is made of the run's secret (secret.py), of who sends, and of both ends' digits. So the first such
-line proves that the other end knows the secret, and no line can be forged, changed, repeated, left out or sent back by
-who stands between. Nothing is parsed before its code has been checked, and nothing ever unpickled.
+Each end begins with a line of random digits. Each later line begins with a code: the HMAC-SHA256 of the line and its
+number, with a key made of the run's secret (secret.py), the sender's role, and both ends' digits. So the first such
+line proves that the other end knows the secret, and an attacker in between cannot forge, change, repeat, drop or return
+a line. Nothing is parsed before its code has been checked, and nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Message = dict[str, Any]
 
 MONITOR, RANK = b"monitor", b"rank"
 UNREACHABLE_SECONDS = 60.0
-"""After which a connection is lost over which the other machine acknowledges nothing, since it has no power or network;
+"""Seconds without acknowledgement from the other machine, which has no power or network, until a connection is lost;
 the system's own limit is a quarter of an hour."""
 _SEND_SECONDS = 5.0
 _LARGEST = 2**24  # bytes of a line: of JSON that is all brackets, thirty times as many in memory
@@ -33,21 +33,22 @@ _DIGITS = re.compile(rb"[0-9a-f]{64}")
 
 
 class LinkLost(Exception):
-    """The other end has gone: its process has ended, the connection was cut, or it does not know the secret."""
+    """Error when the other end's process has ended, the connection was cut, or the other end does not know the
+    secret."""
 
 
 class Link:
-    """One end of a connection. Reading waits for nothing: ask when the socket has something."""
+    """End of a connection. Reading never blocks: read when the socket has data."""
 
     def __init__(self, connection: socket.socket, secret: bytes, role: bytes) -> None:
-        """`role` is this end's, MONITOR, which proves itself first, or RANK, which sends when the other has."""
+        """Set up; `role` is this end's: MONITOR proves itself first, and RANK sends after the other end has."""
         self._connection, self._buffer = connection, bytearray()
         self._secret, self._role = secret, role
         self._digits = secrets.token_hex(32).encode()
         self._sealing: _Seal | None = None
         self._opening: _Seal | None = None
         self.proved = False
-        """Whether the other end has shown that it knows the secret."""
+        """True once the other end has shown that it knows the secret."""
         self._sending, self._torn = Lock(), False
         connection.settimeout(_SEND_SECONDS)
         with suppress(OSError, AttributeError):  # not over TCP, or not on Linux
@@ -55,11 +56,11 @@ class Link:
         self._send_line(self._digits)
 
     def fileno(self) -> int:
-        """For a selector."""
+        """Return the file descriptor, for a selector."""
         return self._connection.fileno()
 
     def send(self, **message: Any) -> None:
-        """Send an object, from any thread. Where the other end has gone nothing happens: reading tells."""
+        """Send an object, from any thread. If the other end has gone, nothing happens here: reading tells."""
         data = json.dumps(message).encode()
         with self._sending:
             assert self._sealing is not None
@@ -73,7 +74,8 @@ class Link:
                 self._torn = True
 
     def receive(self) -> list[Message]:
-        """The objects that have come. Raises LinkLost at the end of the connection, or of sense."""
+        """Return the objects that have come. Raises LinkLost at the end of the connection, or if a line is not
+        valid."""
         largest = _LARGEST if self.proved else _LARGEST_FIRST
         try:
             data = self._connection.recv(min(2**16, largest))
@@ -120,7 +122,7 @@ class Link:
 
 
 class _Seal:
-    """The codes of the lines in one direction, which are to be asked for in their order."""
+    """Codes of the lines in one direction; they must be asked for in order."""
 
     def __init__(self, secret: bytes, sender: bytes, its_digits: bytes, other_digits: bytes) -> None:
         self._key = hmac.digest(secret, b" ".join((sender, its_digits, other_digits)), "sha256")
@@ -132,10 +134,10 @@ class _Seal:
 
 
 def connect(host: str, port: int, secret: bytes, seconds: float) -> Link:
-    """A rank's end of a connection to the monitor, which has proved that it is one.
+    """Return a rank's end of a connection to the monitor, which has proved that it knows the secret.
 
-    Raises OSError where nothing takes the connection, LinkLost where it is not the monitor that does, or it says
-    nothing for so long.
+    Raises OSError if the connection is refused, and LinkLost if the other end is not the monitor or says nothing for
+    `seconds`.
     """
     deadline = time.monotonic() + seconds
     connection = socket.create_connection((host, port), timeout=seconds)

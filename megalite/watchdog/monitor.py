@@ -1,9 +1,10 @@
-"""The monitor, a thread of rank 0: it knows by a connection to each rank whether that rank lives, and says who is gone.
+"""Monitor, a thread of rank 0: its connection to each rank shows whether that rank lives, and it reports which has
+gone.
 
-When a process is killed the system closes its connections at once: so the monitor hears within milliseconds of a rank
-that dies, also where the others wait for it on a GPU and notice nothing. When a rank is late with a section, or has
-lost another one, the monitor asks all ranks what they are in, and concludes from the answers, and from who gives none,
-which rank is missing and where. Then it says so, once, and has all ranks end.
+When a process is killed, the system closes its connections at once. So the monitor hears within milliseconds of a rank
+that dies, even if the others wait for it on a GPU and notice nothing. When a rank is late with a section, or has lost
+another rank, the monitor asks all ranks which section they are in. From the answers, and from the ranks that do not
+answer, it concludes which rank is missing and where. Then it reports this, once, and has all ranks end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from megalite.watchdog.sections import MEETING
 from megalite.watchdog.verdict import Peer, alarm_of, death, exit_code, folder_name, hang, whole, words
 
 Say = Callable[[str, int], int]
-"""Say an error and leave its exit code, unless a rank has said one; returns the code of what was said."""
+"""Function that reports an error and leaves its exit code, unless a rank has reported one; returns the reported
+code."""
 
 ANSWER_SECONDS = 5.0  # to say what one is in, and to write it to a shared file system
 _TOGETHER_SECONDS = 0.3  # ranks that die of one cause go within this time
@@ -41,36 +43,36 @@ _PING_SECONDS = 1.0
 
 @dataclass(eq=False)
 class _Connected:
-    """A rank's connection, and what came over it."""
+    """Connection of a rank, and what came over it."""
 
     link: Link
     peer: Peer | None = None
-    """None until it has said who it is."""
+    """Identity of the rank; None until it has sent it."""
     heard: float = 0.0
     placed: float = 0.0
-    """When it was last heard where in the run it is, or earlier: it came since then."""
+    """Time when its place in the run was last known, or earlier; it may have moved on since."""
     fails: int | None = None
-    """The exit code that it is about to end with, having said why."""
+    """Exit code that it is about to end with, having said why."""
     dump: RankDump | None = None
 
 
 @dataclass
 class _Alarm:
-    """Why the monitor asks all ranks what they are in."""
+    """Reason that the monitor asks all ranks which section they are in."""
 
     since: float
     rank: int
     why: Message
     name: str
-    """Of the folder that the answers are written to."""
+    """Name of the folder that the answers are written to."""
     asked: bool = False
 
 
 class Monitor(threading.Thread):
-    """Watches the ranks from rank 0. `address`: where it listens."""
+    """Monitor of all ranks, on rank 0. `address`: where it listens."""
 
     def __init__(self, first: Peer, world_size: int, secret: Secret, say: Say, folder: Path | None) -> None:
-        """`first` is rank 0 itself; `folder`: where the ranks write what they are in."""
+        """Set up; `first` is rank 0 itself; `folder`: where the ranks write their dumps."""
         super().__init__(name="monitor", daemon=True)
         self.secret = secret
         self._first, self._say, self._folder = first, say, folder
@@ -80,10 +82,10 @@ class Monitor(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._strangers: list[_Connected] = []
-        """Who has not said who it is, the longest first."""
+        """Connections that have not sent their identity, the oldest first."""
         self._ranks: dict[int, _Connected] = {}
         self._speakers: dict[str, _Connected] = {}
-        """By node."""
+        """Speakers by node: the ranks that report when rank 0 is lost."""
         self._world = range(world_size)
         self._missing = set(self._world)
         """Ranks that have never connected."""
@@ -91,12 +93,12 @@ class Monitor(threading.Thread):
         self._alarm: _Alarm | None = None
         self._first_failed = self._closing = False
         self._verdict: Message | None = None
-        """The message to all ranks, once it is concluded why the run ends."""
+        """Message to all ranks, once the reason that the run ends is known."""
         self._began = self._pinged = self._looked = time.monotonic()
         self._told_of_missing = False
 
     def run(self) -> None:
-        """Until `close`."""
+        """Run until `close`."""
         while not self._closing:
             looks = time.monotonic()
             for key, _ in self._selector.select(_TICK_SECONDS):
@@ -120,12 +122,12 @@ class Monitor(threading.Thread):
         self.secret.remove()
 
     def close(self) -> None:
-        """Take leave of all ranks: the run ends well."""
+        """Say goodbye to all ranks: the run ends well."""
         self._closing = True
         self.join()
 
     def settle(self) -> None:
-        """For rank 0, which ends by an error: wait until all know of that, and until what has happened is told."""
+        """Wait, on rank 0 when it ends by an error, until all ranks know of that and the cause is reported."""
         self.secret.remove()
         deadline = time.monotonic() + ANSWER_SECONDS
         while time.monotonic() < deadline and not (self._first_failed and (self._verdict or not self._lost)):
@@ -168,7 +170,7 @@ class Monitor(threading.Thread):
             self._alarm = None
 
     def _take(self, connected: _Connected, message: Message) -> None:
-        """Raises an Exception of any kind where the message makes no sense."""
+        """Take a message. Raises an Exception of any kind if the message makes no sense."""
         if connected.peer is None:
             self._greet(connected, Peer.of(message))
             return
@@ -205,8 +207,10 @@ class Monitor(threading.Thread):
             connected.link.send(**self._verdict)
 
     def _choose_speakers(self, among: Iterable[_Connected]) -> list[_Connected]:
-        """Have the lowest of the ranks on each node, rank 0 not counted, speak when rank 0 is lost. Returns those that
-        are not to any more."""
+        """Choose the lowest rank on each node, rank 0 not counted, to speak when rank 0 is lost.
+
+        Returns the ranks that no longer have this task.
+        """
         displaced = []
         for connected in among:
             if connected.peer is not None and connected.peer.rank:
@@ -217,7 +221,7 @@ class Monitor(threading.Thread):
         return displaced
 
     def _tell_of_first(self, to: Iterable[_Connected]) -> None:
-        """Rank 0, where it is, and whether one is to speak when it is lost."""
+        """Send ranks the place of rank 0, and whether they are to speak when it is lost."""
         own = self._ranks.get(0)
         first, placed = (self._first, self._began) if own is None or own.peer is None else (own.peer, own.placed)
         age = time.monotonic() - placed
@@ -298,8 +302,10 @@ class Monitor(threading.Thread):
         self._end(code, at_once=True, kill=self._executioners(silent, peers))
 
     def _executioners(self, silent: set[int], peers: Mapping[int, Peer]) -> dict[int, list[Peer]]:
-        """For a process that does not answer, a rank that can kill it: else it would stay, stopped, and keep its
-        launcher waiting."""
+        """Return, for each process that does not answer, a rank that can kill it.
+
+        A stopped process would otherwise stay and keep its launcher waiting.
+        """
         found: dict[int, list[Peer]] = {}
         for rank in silent:
             near = [other for other, peer in peers.items() if other not in silent and peer.space == peers[rank].space]

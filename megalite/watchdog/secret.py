@@ -1,7 +1,8 @@
-"""What the ranks of a run know and nobody else: by it a rank and the monitor know each other.
+"""Secret of a run, which only its ranks know: a rank and the monitor recognize each other by it.
 
-It never crosses the network. The launcher gives it in the environment, as MEGALITE_SECRET; or rank 0 makes one and
-leaves it in a file that its user alone can read, in a folder that all ranks see. Anyone may know the file's name.
+It never crosses the network. The launcher gives it in the environment, as MEGALITE_SECRET. Otherwise rank 0 makes one
+and writes it into a file that only its user can read, in a folder that all ranks see. The file's name need not be
+secret.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _CONTENT = re.compile(rb"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Secret:
-    """The secret, and the file that it is handed over by, if it is."""
+    """Secret, and the file that passes it to other ranks, if there is one."""
 
     value: bytes
     file: Path | None = None
 
     @property
     def name(self) -> str:
-        """The file's, for the others to find it; "" where there is none."""
+        """Name of the file, for the other ranks; "" if there is none."""
         return self.file.name if self.file else ""
 
     def remove(self) -> None:
@@ -43,9 +44,10 @@ class Secret:
 
 
 def make_secret(folder: Path | None) -> Secret:
-    """The secret of rank 0. Raises ConfigurationError where the launcher's is too short.
+    """Return the secret of rank 0. Raises ConfigurationError if the launcher's is too short.
 
-    `folder`: one that all machines of the run see; without it the file is where other processes of this machine look.
+    `folder`: one that all machines of the run see; without it, the file is in a place that processes of this machine
+    see.
     """
     given = _given()
     if given is not None:
@@ -62,10 +64,10 @@ def make_secret(folder: Path | None) -> Secret:
 
 
 def find_secret(name: str, folder: Path | None) -> bytes:
-    """The secret on another rank, where rank 0 has left it in a file of this name.
+    """Return the secret on another rank, from the file of this name that rank 0 has written.
 
-    Raises OSError where there is no such file, ValueError where it is none that only this user can have written and can
-    read, ConfigurationError as `make_secret`.
+    Raises OSError if there is no such file, ValueError if other users could have written or could read it, and
+    ConfigurationError as `make_secret` does.
     """
     given = _given()
     if given is not None:

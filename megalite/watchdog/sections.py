@@ -1,4 +1,4 @@
-"""What a rank is doing: named sections of a run, one inside another, and how long each takes."""
+"""Named sections of a run, one inside another: what a rank is doing, and for how long."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ SAVE = "save"
 PROFILE = "profile"
 
 WAITING = "waiting for others"
-"""No section: what of steps was spent waiting for other ranks."""
+"""Name for the part of steps that was spent waiting for other ranks; it is not a section."""
 
 OF_A_STEP = (DATA, FORWARD_BACKWARD, OPTIMIZER, WAITING)
 
 
 class OpenSection(NamedTuple):
-    """A section that a rank is in."""
+    """Section that a rank is in."""
 
     name: str
     seconds: float
-    """Since it began."""
+    """Seconds since it began."""
 
 
 class Sections:
-    """The sections of one rank, which its main thread enters and its watchdog's thread looks at.
+    """Sections of one rank, which its main thread enters and its watchdog's thread reads.
 
-    `step`: the step that the rank is in, or was in last. `waited` gives the seconds that the main thread has so far
-    waited for other ranks; `naming` gives what names a section to others, as in a profile, while it is open.
+    `step`: the step that the rank is in, or was in last. `waited` returns the seconds for which the main thread has so
+    far waited for other ranks; `naming` returns a context that names an open section elsewhere, such as in a profile.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class Sections:
     ) -> None:
         self.step = 0
         self.longest: dict[str, float] = {}
-        """Of each section that has come to its end, the longest time that it took."""
+        """Longest time that each kind of finished section has taken."""
         self.failed = ""
-        """The innermost section of the last error that has come out of one."""
+        """Innermost section of the last error that has left a section."""
         self._failure: BaseException | None = None
         self._waited, self._clock, self._naming = waited, clock, naming
         self._stopped = 0.0
@@ -60,7 +60,7 @@ class Sections:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Within it this rank is in the section."""
+        """Mark this rank as being in the section during the block."""
         began, waited = self._now(), self._waited()
         self._open.append((name, began))
         try:
@@ -80,16 +80,16 @@ class Sections:
             self._open.pop()
 
     def open(self) -> list[OpenSection]:
-        """What the rank is in now, the outermost first."""
+        """Return the sections that the rank is in now, the outermost first."""
         now = self._now()
         return [OpenSection(name, now - began) for name, began in tuple(self._open)]
 
     def was_stopped(self, seconds: float) -> None:
-        """Leave a time in which the whole process stood still, as under Ctrl-Z, out of that of the open sections."""
+        """Subtract from the open sections a time in which the whole process stood still, such as under Ctrl-Z."""
         self._stopped += seconds
 
     def take(self) -> dict[str, float]:
-        """The seconds in each section since this was last asked, without what was waited for other ranks, and that."""
+        """Return the seconds in each section since the last call; waiting for other ranks is counted apart."""
         own, self._own = self._own, defaultdict(float)
         return dict(own)
 

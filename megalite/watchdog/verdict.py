@@ -1,4 +1,4 @@
-"""What is said of ranks that are gone, or that the others wait for in vain."""
+"""Messages on ranks that have gone, or that the others wait for in vain."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _GO_ON = "The run ends; --resume auto continues from its last checkpoint"
 
 @dataclass
 class Peer:
-    """A rank as the monitor knows it: by its own word."""
+    """Rank as the monitor knows it, from the rank's own message."""
 
     rank: int
     host: str
     process: int
     start: int
-    """When that process began (process/siblings.py)."""
+    """Time when its process began (process/siblings.py)."""
     space: str
-    """Where its process number holds."""
+    """Namespace in which its process number is valid."""
     section: str = ""
-    """The innermost one that it was last in."""
+    """Innermost section that it was last in."""
     step: int = 0
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Peer:
-        """Back from `dataclasses.asdict`, and from JSON. Raises ValueError or KeyError where it is none."""
+        """Restore from `dataclasses.asdict` and JSON. Raises ValueError or KeyError if the values do not fit."""
         return cls(
             rank=whole(values["rank"]),
             host=words(values["host"]),
@@ -63,37 +63,40 @@ class Peer:
 
 
 def whole(value: Any, largest: int = _LARGEST) -> int:
-    """A whole number of a message. Raises ValueError where it is none from 0 to the largest."""
+    """Return a whole number of a message. Raises ValueError if it is not from 0 to the largest."""
     if type(value) is not int or not 0 <= value <= largest:
         raise ValueError("no whole number, or too large a one")
     return value
 
 
 def words(value: Any) -> str:
-    """A short text of a message, which can be printed. Raises ValueError where it is none."""
+    """Return a short, printable text of a message. Raises ValueError if it is not one."""
     if not isinstance(value, str) or len(value) > _LONGEST or not value.isprintable():
         raise ValueError("no text, too long a one, or one that is not for people")
     return value
 
 
 def exit_code(value: Any) -> int:
-    """An exit code of a message. Raises ValueError where it is none: the system would take 256 for 0, a good end."""
+    """Return an exit code of a message. Raises ValueError if it is not one: the system would take 256 for 0, a good
+    end."""
     return whole(value, 255)
 
 
 def place(step: int, section: str) -> str:
-    """The place of a rank in the run."""
+    """Return the place of a rank in the run."""
     return f'step {step}, "{section}"' if section else f"step {step}"
 
 
 def overdue(section: OpenSection, limit: float) -> Message:
-    """What a rank tells of a section that takes longer than its limit, in seconds."""
+    """Return the message on a section that takes longer than its limit, in seconds."""
     return {"overdue": [section.name, section.seconds, limit]}
 
 
 def alarm_of(message: Message) -> Message:
-    """What a rank tells of a section that takes too long, or of a communication that failed; nothing of else. Raises
-    ValueError, TypeError or OverflowError where it makes no sense."""
+    """Return the part of a message on an overdue section or a failed communication; empty for any other message.
+
+    Raises ValueError, TypeError or OverflowError if it makes no sense.
+    """
     if "lost" in message:
         return {"lost": _line(str(message["lost"]))}
     if "overdue" in message:
@@ -103,8 +106,10 @@ def alarm_of(message: Message) -> Message:
 
 
 def death(lost: Sequence[tuple[Peer, float]]) -> str:
-    """Describe ranks whose processes have ended without a word, each with the seconds before that in which its place
-    was not heard of: it may have come further."""
+    """Describe ranks whose processes have ended without a message.
+
+    Each comes with the seconds before its end in which its place was not known: it may have got further.
+    """
     who = ", ".join(str(peer) for peer, _ in lost[:_NAMED])
     if len(lost) > _NAMED:
         who += f" and {ranks_text(peer.rank for peer, _ in lost[_NAMED:])}"
@@ -126,12 +131,12 @@ def death(lost: Sequence[tuple[Peer, float]]) -> str:
 
 
 def folder_name() -> str:
-    """Of the folder that ranks write to what they are in, by the time."""
+    """Return the name, by the time, of the folder that ranks write their dumps to."""
     return time.strftime("%Y%m%dT%H%M%S")
 
 
 def folder_named(value: Any) -> str:
-    """A `folder_name` of a message. Raises ValueError where it is none: it could lead anywhere."""
+    """Return a `folder_name` of a message. Raises ValueError if it is not valid: it could lead anywhere."""
     if not isinstance(value, str) or not _FOLDER.fullmatch(value):
         raise ValueError("no name of a folder")
     return value
@@ -146,10 +151,10 @@ def hang(
     folder: Path | None,
     missing: Sequence[int] = (),
 ) -> str:
-    """Of a run in which `rank` waits too long, or has lost another one.
+    """Describe a run in which `rank` waits too long, or has lost another rank.
 
-    `silence` has the ranks that do not answer, and for how long they have not; `folder` is where the dumps are, too;
-    `missing` are the ranks that have never come to the monitor.
+    `silence` has the ranks that do not answer, with the seconds since they last did; `folder` has the dumps as files;
+    `missing` are the ranks that have never connected to the monitor.
     """
     report = hang_report(Dumps(dumps, tuple(sorted(silence)), ()))
     lines = [_alarm(peers[rank], why)]
@@ -178,13 +183,13 @@ def hang(
 
 
 def _few(lines: Iterable[str]) -> list[str]:
-    """The first ones, and how many there are more."""
+    """Return the first lines, and the number of further ones."""
     found = list(lines)
     return [*found[:_MOST], *([f"... and {len(found) - _MOST} more like that"] if len(found) > _MOST else [])]
 
 
 def _line(text: str) -> str:
-    """A line of what ranks have said, which may have any length and be no text for a terminal."""
+    """Return a printable line of a text from ranks, which may have any length and contents."""
     cut = text if len(text) <= _LINE else f"{text[: _LINE - 3]}..."
     return "".join(one if one.isprintable() else "?" for one in " ".join(cut.split()))
 
@@ -197,6 +202,6 @@ def _alarm(peer: Peer, why: Message) -> str:
 
 
 def _innermost(dump: RankDump) -> str:
-    """Where the main thread of a rank is, in Python."""
+    """Return the innermost Python frame of a rank's main thread."""
     frames = _FRAME.findall(dump.stacks.partition("\nthread ")[0])
     return "{} line {}, in {}".format(*frames[-1]) if frames else "no code in Python"

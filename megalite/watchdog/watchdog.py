@@ -1,7 +1,7 @@
-"""A rank's watchdog: a thread that knows what the main thread is in, tells the monitor, and ends a rank that is stuck.
+"""Watchdog of a rank: a thread that watches the main thread's sections, tells the monitor, and ends a stuck rank.
 
 The main thread of a rank that hangs is in a collective, where no signal handler of Python's runs and no exception
-comes: so it is another thread that looks at the clock, dumps and ends the process.
+comes. So another thread watches the clock, writes the dump and ends the process.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _ADDRESS = "megalite/watchdog"
 
 
 def nobody_watches(store: Store) -> None:
-    """Let the other ranks know, on rank 0, that it has no watchdog: that their flags differ is told later."""
+    """Tell the other ranks, from rank 0, that it has no watchdog; the difference in flags is reported later."""
     store.set(_ADDRESS, "")
 
 
 class Watchdog:
-    """While entered, the sections of this rank are watched, and on rank 0 all ranks are."""
+    """Watchdog of this rank's sections and, on rank 0, of all ranks, as a context manager."""
 
     def __init__(
         self,
@@ -70,9 +70,12 @@ class Watchdog:
         folder: Path | None = None,
         shared: Path | None = None,
     ) -> None:
-        """`report`: to say an error with, once for all that share a store (training/failure.py). `store`: the process
-        group's, where there are several ranks; `store_is_of_rank_0`: it ends with that process. `folder` gets what the
-        ranks are in when the run hangs; `shared` is one that ranks on all machines see, where there are several."""
+        """Set up the watchdog.
+
+        `report`: function that reports an error, once for all ranks that share a store (training/failure.py). `store`:
+        the process group's store, if there are several ranks; `store_is_of_rank_0`: it ends with that process.
+        `folder`: for dumps when the run hangs; `shared`: a folder that ranks on all machines see, if there are several.
+        """
         self.sections, self._limits, self._report = sections, limits, report
         self._last_store = None if store_is_of_rank_0 else store
         self._place = place
@@ -115,7 +118,8 @@ class Watchdog:
         return self._link is not None
 
     def _begin_monitor(self, store: Store) -> tuple[str, int, bytes]:
-        """Have rank 0 watch. Returns its host and port and the secret; the store is told what others may know, too."""
+        """Start the monitor on rank 0. Returns its host, port and secret; the store gets those parts that may be
+        public."""
         secret = make_secret(self._shared)
         say = partial(self._report, store)
         self._monitor = Monitor(self._peer(), self._place.world_size, secret, say, self._folder)
@@ -125,8 +129,11 @@ class Watchdog:
         return host, port, secret.value
 
     def _find_monitor(self, store: Store) -> tuple[str, int, bytes]:
-        """What `_begin_monitor` returns, on another rank. Raises CommunicationError if rank 0 has not begun to watch,
-        OSError or ValueError where there is no secret, or what the store has is not from rank 0."""
+        """Return the same as `_begin_monitor`, on another rank.
+
+        Raises CommunicationError if rank 0 has not begun to watch, and OSError or ValueError if there is no secret or
+        the store's value is not from rank 0.
+        """
         try:
             text = within(_FIRST_SECONDS, lambda: store.get(_ADDRESS)).decode()  # empty: not an address
         except (TimeoutError, RuntimeError) as error:
@@ -137,7 +144,7 @@ class Watchdog:
         return os.environ.get("MASTER_ADDR", "localhost"), whole(int(port), 2**16 - 1), find_secret(name, self._shared)
 
     def _link_up(self, host: str, port: int, secret: bytes) -> None:
-        """Connect to the monitor. Raises OSError or LinkLost where it cannot be reached, or is not the run's."""
+        """Connect to the monitor. Raises OSError or LinkLost if it cannot be reached, or is not this run's."""
         link = connect(host, port, secret, _LINKING_SECONDS)
         link.send(**asdict(self._peer()))
         self._looked = time.monotonic()
@@ -173,9 +180,9 @@ class Watchdog:
             self._monitor.close()
 
     def _await_verdict(self, error: CommunicationError) -> None:
-        """Who has gone is not known here. The monitor finds out and says so; the watchdog ends the process then.
+        """Wait until the monitor reports which rank has gone; the watchdog then ends the process.
 
-        A launcher that has seen a rank die ends the others now: too early.
+        A launcher that has seen a rank die would end the other ranks now, which is too early.
         """
         ignore_stop_signals()
         self._awaits_verdict = True
@@ -243,7 +250,7 @@ class Watchdog:
     # ------------------------------------------------------------------------------------------------ how it ends
 
     def _dump(self, name: str) -> RankDump:
-        """Say what this rank is in: to the monitor, and in the folder of this name, where it can be written to."""
+        """Report what this rank is doing: to the monitor, and in the folder of this name, if it is writable."""
         dump = self._own_dump()
         if self._folder is not None:
             # A file system may be what hangs: then this thread must not. What cannot be written is told all the same.
@@ -280,7 +287,7 @@ class Watchdog:
         return (self.sections.open() or [nowhere])[-1]
 
     def _lose_first(self) -> None:
-        """Rank 0's process has ended, and its monitor with it: the next rank on each node speaks."""
+        """Let the next rank on each node speak: rank 0's process has ended, and its monitor with it."""
         if self._leaving:
             return
         if self._alarm is not None and self._first_fails is None:  # it stood still, and has been killed for that
@@ -292,7 +299,7 @@ class Watchdog:
         self._end(EXIT_RESUMABLE if code is None else code, at_once=False)
 
     def _conclude_alone(self, why: Message) -> NoReturn:
-        """Where there is no monitor, or it does not answer."""
+        """Conclude without the monitor, because there is none or it does not answer."""
         first = self._first if self._place.rank else None
         try:
             self._tell_alone(why, first)
@@ -303,7 +310,7 @@ class Watchdog:
             self._end(EXIT_RESUMABLE, at_once=True, kill=[first] if first is not None and near else [])
 
     def _tell_alone(self, why: Message, first: Peer | None) -> None:
-        """Say it where this rank is the one to speak; `first` is rank 0, where that is another one."""
+        """Report the cause if this rank is the one to speak; `first` is rank 0, if that is another rank."""
         name = folder_name()
         own = self._dump(name)
         if self._comes_to_speak():
@@ -315,8 +322,10 @@ class Watchdog:
             self._report(self._last_store, message, EXIT_RESUMABLE)
 
     def _comes_to_speak(self) -> bool:
-        """Waits for its turn: where the rank that is to speak has gone, too, another one may, if a store is left that
-        lets but one."""
+        """Wait for this rank's turn to speak, and tell whether it speaks.
+
+        If the rank that should speak has gone too, another one may, if there is still a store that lets only one do so.
+        """
         if not self._speaks:
             time.sleep(_LEAVING_SECONDS)
         return self._speaks or self._last_store is not None
@@ -336,14 +345,14 @@ class Watchdog:
 
 
 def _readable(link: Link, seconds: float) -> bool:
-    """Whether something comes within so many seconds; `select` would not take the file numbers of a large run."""
+    """Tell whether data comes within the time; `select` would not take the file descriptors of a large run."""
     poll = select.poll()
     poll.register(link, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
 
 
 def stacks() -> str:
-    """Where every thread of this process but the caller's own is, in Python, the main thread first."""
+    """Return the Python stacks of all threads of this process but the caller's own, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != threading.get_ident()}
     order = sorted(frames, key=lambda ident: ident != threading.main_thread().ident)
