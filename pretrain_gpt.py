@@ -14,14 +14,14 @@ from megalite.training.starting import Starting
 
 
 def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sections:
-    """What --use-checkpoint-args takes: then torch comes first."""
+    """Return the fields that --use-checkpoint-args takes from a checkpoint; only this flag imports torch so early."""
     from megalite.training.origin import saved_fields
 
     return saved_fields(settings, tokenizer_type)
 
 
 def main() -> int:
-    """What the flags say is checked first; then the data; torch and the other ranks come last."""
+    """Check the flags first, then the data, and import torch and meet the other ranks last."""
     place = place_from_environment()
     starting = Starting(place)
     arguments = parse_arguments(sys.argv[1:], saved_fields)

@@ -1,12 +1,12 @@
-"""Look whether nodes are fit for a run, before it begins: a verdict, and which node to drop.
+"""Check whether nodes are fit for a run, before it begins: prints a verdict, and which nodes to leave out.
 
     python tools/doctor.py --node
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 8 tools/doctor.py \\
         --config 7b.yaml --save /shared/runs/7b
 
-With --node this node alone is looked at, within a second or two. Without, start it as the run would be, on all its
-ranks: all other flags are pretrain_gpt.py's, and may be left away to look at the nodes without a run. Exit codes: 0
-well, perhaps with warnings; 93 sick; 64 flags, files or data are wrong. docs/doctor.md says what is looked at.
+With --node only this node is checked, within a second or two. Without it, start this program as the run would be
+started, on all its ranks: all other flags are pretrain_gpt.py's, and may be omitted to check the nodes without a run.
+Exit codes: 0 well, perhaps with warnings; 93 sick; 64 flags, files or data are wrong. docs/doctor.md lists the checks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megalite.training.failure import run_main
 
 
 def main() -> int:
-    """Look at this node, or with all ranks at all of them."""
+    """Check this node or, with all ranks, all nodes."""
     own, others = split_flags(sys.argv[1:])
     options = parse_tool_arguments(Options, description=__doc__ or "", argv=own)
     check(options, others)
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The flags of this program, and those of the run."""
+    """Return the flags of this program, and those of the run."""
     names = {"help", *(field.name for field in fields(Options))}
     own: list[str] = []
     others: list[str] = []
@@ -62,7 +62,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check(options: Options, others: Sequence[str]) -> None:
-    """Raises ConfigurationError for what can be seen to be wrong."""
+    """Raise ConfigurationError for flags that are plainly wrong."""
     if options.node and others:
         raise ConfigurationError(f"--node looks at a node without a run: leave {others[0]} away")
     for name in ("gpus", "checkpoints", "max_bytes", "seconds"):
@@ -76,7 +76,7 @@ def check(options: Options, others: Sequence[str]) -> None:
 
 
 def look_at_node(options: Options) -> int:
-    """One line says how the node is, on standard error if it is not well."""
+    """Print one line on the state of this node, to standard error if the node is not well."""
     gpus = options.gpus
     if gpus is None and os.environ.get("SLURM_GPUS_ON_NODE", "").isdigit():
         gpus = int(os.environ["SLURM_GPUS_ON_NODE"])
@@ -91,7 +91,7 @@ def look_at_node(options: Options) -> int:
 
 
 def read_run(flags: Sequence[str], world_size: int) -> tuple[RunConfig | None, str]:
-    """The run's configuration; None without one, and with why where its flags are wrong."""
+    """Return the run's configuration, or None if there is none, with the reason if its flags are wrong."""
     if not flags:
         return None, ""
     from megalite.training.origin import saved_fields

@@ -5,8 +5,8 @@
     python tools/draw_schedule.py --measured pipeline_step_000010.json --output measured.svg
     python tools/draw_schedule.py --measured pipeline_step_000010.json --pipeline-schedule zb-v --output zb-v.svg
 
-The second draws a step that a run with --profile-pipeline measured, the third what it would have been under another
-schedule. An .svg and an .html are pictures; a .json is for ui.perfetto.dev or chrome://tracing.
+The second command draws a step that a run with --profile-pipeline measured, the third the same step as it would be
+under another schedule. An .svg and an .html are pictures; a .json is for ui.perfetto.dev or chrome://tracing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Arguments:
     measured: str | None = None
     """A .json that a run with --profile-pipeline, or this tool, wrote."""
     forward: float | None = None
-    """Time of a stage's forward; unset: 1. So for the next two."""
+    """Time of a stage's forward; unset: 1. The same holds for the next two flags."""
     backward_input: float | None = None
     """Time of a stage's backward for its input."""
     backward_weight: float | None = None
@@ -55,7 +55,7 @@ class Arguments:
     """Time of a message; unset: 0."""
 
     def given(self, *names: str) -> list[str]:
-        """Those of the named flags that were given."""
+        """Return those of the named flags that were given."""
         return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
 
 
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def build_time_line(arguments: Arguments) -> TimeLine:
-    """What the flags ask for: measured, or simulated from measured or assumed times."""
+    """Return the time line that the flags ask for: measured, or simulated from measured or assumed times."""
     from megalite.pipeline.schedules import SCHEDULES
     from megalite.pipeline.simulator import durations, simulate
     from megalite.pipeline.timeline import TimeLine, measured_durations
@@ -111,7 +111,7 @@ def build_time_line(arguments: Arguments) -> TimeLine:
 
 
 def find_stages(arguments: Arguments, name: str, measured: TimeLine | None) -> Stages:
-    """The pipeline that the flags describe, or the measured one."""
+    """Return the pipeline that the flags describe, or the measured one."""
     from megalite.pipeline.stages import Stages
 
     ranks, chunks = arguments.pipeline_model_parallel_size, arguments.num_virtual_stages_per_pipeline_rank
@@ -136,7 +136,7 @@ def find_stages(arguments: Arguments, name: str, measured: TimeLine | None) -> S
 
 
 def find_micro_batches(arguments: Arguments, measured: TimeLine | None) -> int:
-    """As many as given, or as measured."""
+    """Return the number of micro-batches that is given, or the measured one."""
     micro_batches = arguments.num_micro_batches
     if micro_batches is None and measured is not None:
         return measured.micro_batches
@@ -146,7 +146,7 @@ def find_micro_batches(arguments: Arguments, measured: TimeLine | None) -> int:
 
 
 def find_group(arguments: Arguments, name: str, stages: Stages) -> int | None:
-    """The micro-batches that go through a chunk before the next."""
+    """Return the number of micro-batches that go through a chunk before the next chunk."""
     group = arguments.microbatch_group_size_per_virtual_pipeline_stage
     flag = "--microbatch-group-size-per-virtual-pipeline-stage"
     if group is not None and name != "interleaved-1f1b":
@@ -157,7 +157,7 @@ def find_group(arguments: Arguments, name: str, stages: Stages) -> int | None:
 
 
 def find_time(arguments: Arguments, name: str, unset: float) -> float:
-    """A time that can be drawn."""
+    """Return a time that can be drawn."""
     time: float | None = getattr(arguments, name)
     if time is None:
         return unset
@@ -168,7 +168,7 @@ def find_time(arguments: Arguments, name: str, unset: float) -> float:
 
 
 def print_table(time_line: TimeLine) -> None:
-    """The step, and of each rank what it computes and keeps."""
+    """Print the times of the step, and the computing time and peak activations per rank."""
     show, bubble, ideal = time_line.show, time_line.bubble, time_line.ideal
     print(time_line.title)
     print(f"time of a step  {show(bubble + ideal)}")

@@ -1,12 +1,12 @@
-"""Say how well a model predicts text, and how it does in the tasks of lm_eval.
+"""Measure how well a model predicts text, and its results in the tasks of lm_eval.
 
     python tools/evaluate.py --load run/small-llama --data-path run/corpus_text_document --stride 64
     python tools/evaluate.py --load run/small-llama --text held_out.jsonl notes.txt
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 4 tools/evaluate.py \\
         --load run/large --tensor-model-parallel-size 2 --tasks arc_easy,hellaswag --num-fewshot 5 --output results.json
 
-The layout is any, whatever the model was trained on: ranks beyond tensor times pipeline parallel share the work.
-docs/evaluation.md says what is counted.
+Any layout works, whatever layout the model was trained on: ranks beyond tensor times pipeline parallel share the work.
+docs/evaluation.md defines the figures.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Arguments:
     tasks: tuple[str, ...] = ()
     """Tasks, groups or tags of lm_eval, or patterns of their names, between spaces or commas."""
     num_fewshot: int | None = None
-    """Examples before each question of a task; unset: as the task says."""
+    """Examples before each question of a task; unset: the task's own number."""
     include_path: str | None = None
-    """A folder with tasks of one's own."""
+    """Folder with your own tasks."""
     limit: float | None = None
-    """Take so many documents of each data set and of each task; below 1: such a share."""
+    """Take only this many documents of each data set and of each task; below 1: this share of them."""
     seq_length: int | None = None
     """Tokens that the model reads at once; unset: as in training."""
     stride: int | None = None
@@ -67,15 +67,15 @@ class Arguments:
     pipeline_model_parallel_size: int = 1
     """Ranks that each hold some of the layers (short: --pp)."""
     output: str | None = None
-    """A JSON file to write all figures to."""
+    """JSON file to write all figures to."""
     tokenizer_model: str | None = None
-    """Where the tokenizer's file is now; unset: where it was when the model was trained."""
+    """Present path of the tokenizer's file; unset: its path when the model was trained."""
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
 
 
 def main() -> int:
-    """Read what is to be predicted, load the newest checkpoint, evaluate, and show tables."""
+    """Read the documents to predict, load the newest checkpoint, evaluate, and show tables."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     check(arguments)
     place = place_from_environment()
@@ -114,7 +114,7 @@ def main() -> int:
 
 
 def check(arguments: Arguments) -> None:
-    """Raises ConfigurationError for what can be seen to be wrong without the checkpoint."""
+    """Raise ConfigurationError for flags that are plainly wrong, without reading the checkpoint."""
     from megalite.errors import ConfigurationError
 
     if not (arguments.data_path or arguments.text or arguments.tasks):
@@ -131,7 +131,7 @@ def check(arguments: Arguments) -> None:
 
 
 def check_layout(parallel: ParallelConfig, path: AnyPath, world_size: int) -> None:
-    """Raises ConfigurationError where the model, or the ranks, cannot be split so."""
+    """Raise ConfigurationError if the model, or the ranks, cannot be split in this way."""
     from megalite.errors import ConfigurationError
     from megalite.inference import network
     from megalite.inference.loading import read_model
@@ -146,7 +146,7 @@ def check_layout(parallel: ParallelConfig, path: AnyPath, world_size: int) -> No
 
 
 def lengths(arguments: Arguments, path: AnyPath) -> tuple[int, int]:
-    """--seq-length and --stride, also where they are not given. Raises ConfigurationError where they cannot be."""
+    """Return --seq-length and --stride, or their defaults. Raises ConfigurationError if they are not possible."""
     from megalite.errors import ConfigurationError
     from megalite.inference.loading import read_model, read_sequence_length
 
@@ -167,7 +167,7 @@ def lengths(arguments: Arguments, path: AnyPath) -> tuple[int, int]:
 
 
 def read_documents(arguments: Arguments, tokenizer: Tokenizer, verify: bool) -> list[Documents]:
-    """Those of --data-path, whose checksums are compared by those who `verify`, and of --text.
+    """Return the documents of --data-path and of --text; with `verify`, checksums of the former are compared.
 
     Raises ConfigurationError or DataError.
     """
@@ -185,7 +185,7 @@ def read_documents(arguments: Arguments, tokenizer: Tokenizer, verify: bool) -> 
 def predict(
     network: Network, tokenizer: Tokenizer, documents: Sequence[Documents], length: int, stride: int, batch_size: int
 ) -> list[Figures]:
-    """The figures of each data set, and of several those of all together."""
+    """Return the figures of each data set and, if there are several, those of all together."""
     from megalite.inference.documents import context_of_documents
     from megalite.inference.perplexity import evaluate, together
 
@@ -200,14 +200,14 @@ def predict(
 
 
 def progress(doing: str, total: int, unit: str, rank: int) -> AbstractContextManager[Callable[[int], None]]:
-    """What shows how far the work is, on one rank."""
+    """Return a context that shows the progress of the work, on one rank."""
     from megalite.checkpoint.progress import show_progress
 
     return nullcontext(lambda done: None) if rank else show_progress(doing, total, unit)
 
 
 def table(figures: Sequence[Figures]) -> str:
-    """The figures, a line for each data set; below, why some have no bits per byte."""
+    """Return the figures as a table, one line per data set, and why some have no bits per byte."""
     rows = [("data", "documents", "tokens", "loss", "perplexity", "bits per byte")]
     for each in figures:
         bits = "" if each.bits_per_byte is None else f"{each.bits_per_byte:.5f}"
@@ -220,7 +220,7 @@ def table(figures: Sequence[Figures]) -> str:
 
 
 def load_tasks(arguments: Arguments) -> Tasks | None:
-    """What --tasks names, with its data. Raises ConfigurationError or DataError."""
+    """Load the tasks that --tasks names, with their data. Raises ConfigurationError or DataError."""
     if not arguments.tasks:
         return None
     from megalite.inference import lm_eval_tasks
@@ -230,14 +230,14 @@ def load_tasks(arguments: Arguments) -> Tasks | None:
 
 
 def quiet_libraries() -> None:
-    """Without bars of their own. They look when they are imported, which torch begins."""
+    """Turn off the progress bars of libraries, which read these variables on import; importing torch begins that."""
     os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
 
 def run_tasks(
     arguments: Arguments, network: Network, tokenizer: Tokenizer, tasks: Tasks, length: int
 ) -> dict[str, Any]:
-    """lm_eval's results, shown on one rank."""
+    """Return lm_eval's results, and show them on one rank."""
     from megalite.inference import lm_eval_tasks
     from megalite.inference.lm_eval_adapter import MegaliteLM
 

@@ -31,13 +31,14 @@ class Arguments:
     load: str
     """The run directory, one checkpoint in it (iter_0000100), or a Hugging Face folder."""
     prompt: tuple[str, ...] = ()
-    """What a text begins with; may be given several times. -: standard input."""
+    """Beginning of a text; may be given several times. -: standard input."""
     prompts: str | None = None
-    """A file with one prompt a line; in a .jsonl file, {"prompt": "..."}."""
+    """File with one prompt per line; in a .jsonl file, {"prompt": "..."}."""
     output: str | None = None
-    """Write the texts to this new file instead of the terminal, a JSON object a line: prompt, text, finish_reason."""
+    """Write the texts to this new file instead of the terminal, one JSON object per line: prompt, text,
+    finish_reason."""
     max_new_tokens: int = 100
-    """Tokens to write at most; the end of a document, or of learned positions, ends the text before."""
+    """Largest number of tokens to write; the end of a document, or of learned positions, ends the text earlier."""
     batch_size: int = 8
     """Prompts that a stage works on together; more are faster and take more memory."""
     temperature: float = 1.0
@@ -47,9 +48,9 @@ class Arguments:
     top_p: float = 1.0
     """Keep the fewest likeliest tokens whose probabilities reach p."""
     seed: int = 1234
-    """The same seed gives the same texts."""
+    """Random seed; the same seed gives the same texts."""
     tokenizer_model: str | None = None
-    """Where the tokenizer's file is now; unset: where it was when the model was trained."""
+    """Present path of the tokenizer's file; unset: its path when the model was trained."""
     tensor_model_parallel_size: int | None = None
     """Ranks that share each layer's matrices (short: --tp); unset: all of a stage."""
     pipeline_model_parallel_size: int = 1
@@ -132,7 +133,7 @@ def show(pieces: Iterable[Piece], count: int) -> None:
 
 
 def write(pieces: Iterable[Piece], output: str) -> None:
-    """Write each text as it is complete: what is there when this is interrupted is whole."""
+    """Write each text when it is complete: after an interruption, the output holds only complete texts."""
     parts: list[str] = []
     texts = 0
     with open(output, "x", encoding="utf-8") as file:

@@ -1,9 +1,9 @@
-"""Say why a run hung, from what its ranks have left: who held it up, in which collective, and where each rank stood.
+"""Find out why a run hung, from the files of its ranks: who held it up, in which collective, and where each rank was.
 
     python tools/hang_report.py run/small-llama/hangs/20260314T021500
     python tools/hang_report.py run/small-llama/hangs/20260314T021500 --json
 
-The folder holds a file of each rank that could still write one, and perhaps what NCCL's own watchdog has written.
+The folder has a file of each rank that could still write one, and perhaps files of NCCL's own watchdog.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Arguments(TokenizerFlags):
     verify: bool = False
     """Check every entry of the index, every checksum that is recorded, and every token."""
     vocab_size: int | None = None
-    """As for tools/preprocess_data.py."""
+    """Vocabulary size, as for tools/preprocess_data.py."""
     config: str | None = None
     """The config.yaml that a run wrote."""
     sample: int | None = None
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def show_dataset(arguments: Arguments, prefix: str) -> None:
-    """The header, or a document; then the outcome of the check that was asked for."""
+    """Show the header, or a document; then the result of the check, if it was asked for."""
     from megalite.data.indexed_dataset import IndexedDataset
     from megalite.data.inspection import describe, document_tokens, verify
 
@@ -72,7 +72,7 @@ def show_dataset(arguments: Arguments, prefix: str) -> None:
 
 
 def decoded(arguments: Arguments, prefix: str, tokens: list[int]) -> str:
-    """The text of tokens, or the tokens where no tokenizer is given."""
+    """Return the text of tokens, or the tokens if no tokenizer is given."""
     from megalite.data.side_file import check_tokenizer, read_side_file
     from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
 
@@ -85,7 +85,7 @@ def decoded(arguments: Arguments, prefix: str, tokens: list[int]) -> str:
 
 
 def show_sample(config_path: Path, sample: int) -> None:
-    """The tokens that a run sees as its sample, decoded, and how many of them count in the loss."""
+    """Show the decoded tokens that a run sees as its sample, and how many of them count in the loss."""
     from megalite.config import load_yaml
     from megalite.config.validate import check_numbers
     from megalite.config.yaml_file import read_file

@@ -3,7 +3,7 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model --workers 8
 
-A run that was stopped leaves what it has done in PREFIX.partial; the same command with --resume goes on from there.
+A run that was stopped leaves its finished work in PREFIX.partial; the same command with --resume continues it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MEGATRON_FLAGS = {
     "tokenizer-hf-no-include-special-tokens": "--no-tokenizer-hf-include-special-tokens",
     "use-gigatoken": "--fast-encoding=require",
 }
-"""Other names of flags; what this tool says of others, before the table of pretrain_gpt.py is asked."""
+"""Other names of flags. These and the two tables below are consulted before the table of pretrain_gpt.py."""
 ALREADY_SO = {
     "partitions": "one reader keeps all workers busy",
     "keep-sequential-samples": "the order of the input is always kept",
@@ -44,39 +44,40 @@ REFUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(TokenizerFlags):
-    """The flags, named as Megatron-LM's."""
+    """The flags, with Megatron-LM's names."""
 
     input: tuple[str, ...]
     """Files, patterns or directories: JSON lines, .txt (a file is a document), also as .gz or .zst, and .parquet."""
     output_prefix: str
-    """Where to write: PREFIX_KEY_document.bin, .idx and .megalite.json for every key."""
+    """Prefix of the output: PREFIX_KEY_document.bin, .idx and .megalite.json for every key."""
     tokenizer_type: TokenizerType = field()
     """Kind of tokenizer; the three with SentencePiece or Llama2 in their names are one."""
     vocab_size: int | None = None
-    """The number of tokens of a NullTokenizer; how many to take of a TikTokenizer."""
+    """The number of tokens of a NullTokenizer; the number to take of a TikTokenizer."""
     tokenizer_hf_include_special_tokens: bool = True
-    """Put around each document what a HuggingFaceTokenizer's own template says (for many, a token at its begin)."""
+    """Put around each document the special tokens of a HuggingFaceTokenizer's own template (often one at the
+    beginning)."""
     fast_encoding: FastEncoding = "auto"
-    """Encode byte-level BPE through tiktoken and SentencePiece BPE by words: where this gives the same tokens; always,
-    refused if it might not; never. The other types have one way, which is fast."""
+    """Faster encoding: byte-level BPE through tiktoken, and SentencePiece BPE by words: if this gives the same tokens;
+    always, with an error if they might differ; never. The other types have only one way, which is fast."""
     json_keys: tuple[str, ...] = ("text",)
     """The fields of a record to tokenize, each into files of its own."""
     append_eod: bool = False
     """End every document with the end-of-document token."""
     workers: int = len(os.sched_getaffinity(0))
-    """Processes that tokenize; by default one for each core. The output does not depend on it."""
+    """Processes that tokenize; by default one per core. The output does not depend on it."""
     log_interval: int = 10_000
-    """Documents between two lines of progress where the output is not a terminal."""
+    """Documents between two lines of progress if the output is not a terminal."""
     skip_bad_lines: bool = False
-    """Leave out, name and count what is no document, instead of stopping."""
+    """Leave out, name and count records that are not documents, instead of stopping."""
     resume: bool = False
-    """Go on where a run with the same flags was stopped, if one was."""
+    """Continue a stopped run with the same flags, if there is one."""
 
 
 def settle_megatron_flags(argv: list[str]) -> list[str]:
-    """The command line without Megatron-LM's flags that are no flags here; a line about each that changes nothing.
+    """Return the command line with Megatron-LM's flags translated or removed; prints a line on each removed flag.
 
-    Raises ConfigurationError for those that are refused.
+    Raises ConfigurationError for flags that are refused.
     """
     from megalite.config import megatron_flags
     from megalite.config.command_line import flag_groups
@@ -98,7 +99,7 @@ def settle_megatron_flags(argv: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Parse, preprocess, and say what was written and what to train with."""
+    """Parse, preprocess, and print what was written and the flags to train with."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "", argv=settle_megatron_flags(sys.argv[1:]))
     from megalite.data.encoding import Encoding
     from megalite.data.preprocess import output_prefix_of, preprocess

@@ -22,13 +22,13 @@ class Arguments:
     input: tuple[str, ...]
     """Files, patterns or directories: JSON lines, .txt (a file is a document), also as .gz or .zst, and .parquet."""
     vocab_size: int
-    """Tokens; 256 of them are bytes, and a few are special."""
+    """Number of tokens; 256 of them are bytes, and a few are special."""
     output_prefix: str
-    """Where to write: PREFIX.model and PREFIX.vocab, or PREFIX/tokenizer.json for byte-level-bpe."""
+    """Path of the output: PREFIX.model and PREFIX.vocab, or PREFIX/tokenizer.json for byte-level-bpe."""
     json_keys: tuple[str, ...] = ("text",)
     """The fields of a record to train on."""
     model_type: Literal["bpe", "unigram", "byte-level-bpe"] = "bpe"
-    """A SentencePiece model, of two kinds, or byte-level BPE for Hugging Face's tokenizers."""
+    """Kind of tokenizer: a SentencePiece model of two kinds, or byte-level BPE for Hugging Face's tokenizers."""
     num_threads: int = 1
     """Threads; more than one may give another SentencePiece model every time."""
 

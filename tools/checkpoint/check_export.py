@@ -1,9 +1,10 @@
-"""Show that others take an exported Hugging Face folder: transformers, vLLM and llama.cpp, as far as they are there.
+"""Show that other programs load an exported Hugging Face folder: transformers, vLLM and llama.cpp, if they are
+installed.
 
     python tools/checkpoint/check_export.py --folder exported [--llama-cpp ~/llama.cpp]
 
-Each must load all of it. Of the same prompt, transformers and vLLM must generate the same tokens; llama.cpp's converter
-must make a GGUF file of it, and its program, where it is built, must write a text from that.
+Each must load all of it. For the same prompt, transformers and vLLM must generate the same tokens; llama.cpp's
+converter must make a GGUF file of it, and its program, if it is built, must write a text from that.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class Arguments:
     folder: str
     """The folder."""
     llama_cpp: str | None = None
-    """A folder with llama.cpp's source, built or not."""
+    """Folder with llama.cpp's source, built or not."""
 
 
 def main() -> None:
-    """Ask those that are there. Raises CheckpointError where one does not take the folder."""
+    """Ask the programs that are installed. Raises CheckpointError if one of them cannot load the folder."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     folder = Path(arguments.folder)
     if not (folder / "config.json").is_file():
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def of_transformers(folder: Path) -> list[int]:
-    """The tokens that transformers takes for the likeliest. Raises CheckpointError where it misses or leaves some."""
+    """Return the tokens that transformers finds likeliest. Raises CheckpointError if it lacks weights or ignores some."""
     import torch
 
     from megalite.conversion.verification import load_with_transformers
@@ -79,7 +80,7 @@ def of_transformers(folder: Path) -> list[int]:
 
 
 def of_vllm(folder: Path) -> list[int]:
-    """The same of vLLM."""
+    """Return the tokens that vLLM finds likeliest."""
     import vllm  # type: ignore[import-not-found]
 
     model = vllm.LLM(str(folder), dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=64)
@@ -89,7 +90,7 @@ def of_vllm(folder: Path) -> list[int]:
 
 
 def of_llama_cpp(folder: Path, source: Path) -> str:
-    """What became of it. Raises CheckpointError where llama.cpp fails."""
+    """Return a description of the result. Raises CheckpointError if llama.cpp fails."""
     converter = source / "convert_hf_to_gguf.py"
     if not converter.is_file():
         raise CheckpointError(f"--llama-cpp {source} has no convert_hf_to_gguf.py")
@@ -105,7 +106,7 @@ def of_llama_cpp(folder: Path, source: Path) -> str:
 
 
 def run(command: list[str]) -> str:
-    """What a command prints. Raises CheckpointError where it fails."""
+    """Return the output of a command. Raises CheckpointError if the command fails."""
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise CheckpointError(f"{' '.join(command)} failed:\n{ended.stderr[-2000:]}")

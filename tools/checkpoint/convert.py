@@ -4,8 +4,8 @@
     python tools/checkpoint/convert.py --loader megalite --saver hf --load-dir run/llama --save-dir exported --verify
     python tools/checkpoint/convert.py --loader megatron --saver hf --load-dir checkpoints/gpt --save-dir exported
 
-Weights are cast only where --target-params-dtype says so. What the other side has no name for is refused, never
-approximated. The optimizer's state is left behind.
+Weights are cast only if --target-params-dtype asks for it. A model that the other format cannot describe exactly is
+refused, never approximated. The optimizer's state is not converted.
 """
 
 from __future__ import annotations
@@ -39,32 +39,34 @@ class Arguments:
     """The flags; their names are those of Megatron-LM's tool."""
 
     loader: Kind
-    """What --load-dir is: a run directory (or a checkpoint in it) of megalite, a Hugging Face folder, or Megatron's."""
+    """Format of --load-dir: a run directory (or a checkpoint in it) of megalite, a Hugging Face folder, or
+    Megatron's."""
     saver: Kind
-    """What --save-dir becomes."""
+    """Format of --save-dir."""
     load_dir: str
     """The folder to read."""
     save_dir: str
-    """The folder to write: a run directory for megalite and Megatron, else one that is not there yet, or empty."""
+    """The folder to write: a run directory for megalite and Megatron, else a folder that is empty or does not exist
+    yet."""
     model_type: Literal["GPT"] = "GPT"
     """The kind of model: there is one."""
     target_params_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """What to cast the weights to; unset: nothing is cast. fp32 takes megalite's master weights, where there are."""
+    """Dtype to cast the weights to; unset: no cast. fp32 takes megalite's master weights, if there are any."""
     target_tensor_parallel_size: int | None = None
-    """For megalite: write a file for each of so many ranks (any layout loads any files). For Megatron: pad the
-    vocabulary for so many."""
+    """For megalite: write one file per rank of this many ranks (any layout loads any files). For Megatron: pad the
+    vocabulary for this many ranks."""
     target_pipeline_parallel_size: int | None = None
-    """For megalite: of a pipeline of so many groups of such ranks."""
+    """For megalite: write files for a pipeline of this many groups of such ranks."""
     true_vocab_size: int | None = None
-    """From Megatron, which may not tell: the tokens of the vocabulary before it was padded."""
+    """The number of tokens in the vocabulary before padding, for Megatron checkpoints that do not record it."""
     tokenizer_model: str | None = None
     """A Hugging Face folder with the tokenizer to copy; unset: the one that --load-dir has or names."""
     max_shard_size: float | None = None
-    """For Hugging Face: a file has so many GB at most; unset: 5."""
+    """Largest size of a Hugging Face file in GB; unset: 5."""
     verify: bool = False
-    """Load both sides again and compare: weights bit for bit, and logits of random tokens, of transformers too."""
+    """Load both sides again and compare: weights bit for bit, and logits of random tokens, also with transformers."""
     workers: int = len(os.sched_getaffinity(0))
-    """Threads that copy tensors; by default one for each core."""
+    """Threads that copy tensors; by default one per core."""
 
 
 def main() -> None:
@@ -123,7 +125,7 @@ def check(arguments: Arguments) -> None:
 
 
 def dtype(arguments: Arguments) -> torch.dtype | None:
-    """What to cast to."""
+    """Return the dtype to cast to."""
     import torch
 
     kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -186,7 +188,7 @@ def write_model(opened: OpenedModel, arguments: Arguments, advance: Advance) -> 
 
 
 def parallel_config(arguments: Arguments) -> ParallelConfig | None:
-    """The layout to write files for, or None where no flag asks for one."""
+    """Return the layout to write files for, or None if no flag asks for one."""
     from megalite.config import ParallelConfig
 
     tensor, pipeline = arguments.target_tensor_parallel_size, arguments.target_pipeline_parallel_size
@@ -196,7 +198,7 @@ def parallel_config(arguments: Arguments) -> ParallelConfig | None:
 
 
 def report(first: OpenedModel, second: OpenedModel) -> None:
-    """Print how far the two sides agree. Raises CheckpointError where they are not one model."""
+    """Print the differences between the two sides. Raises CheckpointError if they are not one model."""
     from megalite.conversion.verification import TOLERANCE, verify
 
     found = verify(first, second)

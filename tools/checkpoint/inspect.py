@@ -5,7 +5,8 @@
     python tools/checkpoint/inspect.py --load run/small-llama/iter_0000300 --verify
     python tools/checkpoint/inspect.py --diff run/small-llama run/resharded
 
-Exit codes: 93 where --verify finds damage or --statistics an element that is not finite; 1 where --diff finds anything.
+Exit codes: 93 if --verify finds damage or --statistics finds an element that is not finite; 1 if --diff finds any
+difference.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ class Arguments:
     """The flags."""
 
     load: str | None = None
-    """The run directory, whose latest checkpoint is meant, or one checkpoint in it (iter_0000100)."""
+    """The run directory, whose latest checkpoint is taken, or one checkpoint in it (iter_0000100)."""
     diff: tuple[str, str] | None = None
-    """Two of these, to be compared: training state, configuration, tensors, and values whatever layouts saved them."""
+    """Two of these to compare: training state, configuration, tensors, and values, whatever layouts saved them."""
     tensors: str = "*"
-    """Only tensors with names of this pattern, as in 'model/layers.0.*' or 'optimizer/*'."""
+    """Only tensors with names of this pattern, such as 'model/layers.0.*' or 'optimizer/*'."""
     config: bool = False
     """Show the configuration of the run."""
     verify: bool = False
     """Compare every byte with its checksum, and list all that is damaged, missing or foreign."""
     statistics: bool = False
-    """Show minimum, maximum, mean, deviation and norm of each tensor, and count what is zero, denormal, not finite."""
+    """Show minimum, maximum, mean, deviation and norm per tensor, and count zero, denormal and non-finite elements."""
     json: bool = False
     """Print one JSON object, with all that is known of each tensor, instead of tables."""
     workers: int = len(os.sched_getaffinity(0))
-    """Threads that read; by default one for each core."""
+    """Threads that read; by default one per core."""
 
 
 def main() -> None:
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 def show_checkpoint(arguments: Arguments, path: str) -> None:
-    """What it holds, then the outcome of what was asked for."""
+    """Show the contents of a checkpoint, then the results of the checks that were asked for."""
     from megalite.checkpoint.inspection import describe
     from megalite.errors import CheckpointError
 
@@ -102,7 +103,7 @@ def open_checkpoint(path: str) -> CheckpointReader:
 
 
 def chosen(names: Iterable[str], pattern: str) -> list[str]:
-    """The names of the pattern. Raises ConfigurationError where there are none."""
+    """Return the names that match the pattern. Raises ConfigurationError if there are none."""
     from megalite.errors import ConfigurationError
 
     names = list(names)
@@ -113,7 +114,7 @@ def chosen(names: Iterable[str], pattern: str) -> list[str]:
 
 
 def others(path: AnyPath) -> list[str]:
-    """The other checkpoints of the run directory."""
+    """Return the other checkpoints of the run directory."""
     from megalite.checkpoint import directory
 
     path = path.resolve()
@@ -141,7 +142,7 @@ def statistics(arguments: Arguments, reader: CheckpointReader, names: Sequence[s
 
 
 def show_differences(arguments: Arguments, first: str, second: str) -> None:
-    """What differs; ends with 1 where anything does."""
+    """Show the differences; exits with 1 if there are any."""
     from megalite.checkpoint.comparison import compare, compared_bytes
     from megalite.checkpoint.progress import show_progress
 
@@ -160,7 +161,7 @@ def show_differences(arguments: Arguments, first: str, second: str) -> None:
 
 
 def lines(arguments: Arguments, found: dict[str, Any]) -> list[str]:
-    """A checkpoint, and what was asked about it, for a person."""
+    """Return the contents of a checkpoint and the results of checks, as lines for a person."""
     facts = {"checkpoint": found["checkpoint"], "others": ", ".join(found["others"]) or "none"}
     facts |= {name.replace("_", " "): value for name, value in found["training"].items()}
     shown = [f"{name:18} {shown_value(value)}" for name, value in facts.items()]
@@ -196,7 +197,7 @@ def tensor_lines(tensors: dict[str, Any]) -> list[str]:
 
 
 def holders(boxes: Sequence[dict[str, Any]]) -> str:
-    """The files that hold a tensor."""
+    """Return the files that hold a tensor."""
     files = [file.removesuffix(".safetensors") for file in dict.fromkeys(box["file"] for box in boxes)]
     return " ".join(files) if len(files) <= 3 else f"{files[0]} ... {files[-1]} ({len(files)})"
 
@@ -237,7 +238,7 @@ def shown_value(value: Any) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as they must be, those of numbers to the right."""
+    """Return the lines of a table with columns as wide as they must be, those of numbers aligned right."""
     columns = [aligned(name, cells) for name, *cells in zip(header, *rows, strict=True)]
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
@@ -249,7 +250,7 @@ def aligned(name: str, cells: Sequence[str]) -> list[str]:
 
 
 def strict(value: Any) -> Any:
-    """What JSON can say: infinities as texts."""
+    """Return a value that strict JSON can hold: infinities become texts."""
     if isinstance(value, dict):
         return {name: strict(each) for name, each in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

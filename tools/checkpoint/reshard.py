@@ -4,8 +4,9 @@
     python tools/checkpoint/reshard.py --load run/small-llama --save run/resharded \\
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4
 
-Any checkpoint loads under any layout without this: it is for reading few files, or for the weights alone. The second
-writes a file for each share of the model, which all data-parallel copies of it read, whatever the ZeRO stage.
+Any checkpoint loads under any layout without this: it is for reading fewer files, or for extracting the weights. The
+second command writes one file per rank of one copy of the model, which all data-parallel copies read, whatever the ZeRO
+stage.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ class Arguments:
     """The flags."""
 
     load: str
-    """The run directory, whose latest checkpoint is meant, or one checkpoint in it (iter_0000100)."""
+    """The run directory, whose latest checkpoint is taken, or one checkpoint in it (iter_0000100)."""
     save: str
     """The run directory to write to, which must not hold a checkpoint of this iteration."""
     files: int | None = None
-    """Write so many files, of equal size."""
+    """Write this many files, of equal size."""
     tensor_model_parallel_size: int | None = None
-    """Write a file for each rank of a copy of the model that is split over so many ranks ..."""
+    """Write one file per rank of a copy of the model that is split over this many ranks ..."""
     pipeline_model_parallel_size: int | None = None
-    """... in each of so many groups, the pipeline's ranks."""
+    """... in each of this many groups, the pipeline's stages."""
     pipeline_model_parallel_layout: str | None = None
-    """What each stage holds, as for pretrain_gpt.py; several stages a rank too. Unset: as many layers each."""
+    """Layers of each stage, as for pretrain_gpt.py; a rank may have several stages. Unset: the same number each."""
     ckpt_format: Literal["megalite", "torch_dist"] = "megalite"
-    """What to write: safetensors files, or those that torch.distributed.checkpoint reads too."""
+    """Format to write: safetensors files, or files that torch.distributed.checkpoint can read, too."""
     optimizer: bool = True
-    """Keep the optimizer's state; with --no-optimizer the weights alone are written."""
+    """Keep the optimizer's state; with --no-optimizer only the weights are written."""
     workers: int = len(os.sched_getaffinity(0))
-    """Threads that copy tensors; by default one for each core."""
+    """Threads that copy tensors; by default one per core."""
 
 
 def main() -> None:
@@ -84,7 +85,7 @@ def main() -> None:
 
 
 def parallel_config(arguments: Arguments) -> ParallelConfig | None:
-    """The layout that the flags describe, or None where none of them is given."""
+    """Return the layout that the flags describe, or None if none of them is given."""
     given = {each.name: getattr(arguments, each.name) for each in fields(Arguments) if "parallel" in each.name}
     given = {name: value for name, value in given.items() if value is not None}
     return ParallelConfig(**given) if given else None
