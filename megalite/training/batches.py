@@ -16,7 +16,8 @@ from megalite.parallel.randomness import RandomKey
 def to_micro_batches(
     arrays: Iterable[MicroBatchArrays], seed: int, dtype: torch.dtype, device: torch.device
 ) -> list[MicroBatch]:
-    """The loss mask takes `dtype`, or fp32 where that is lower: losses are never rounded by it."""
+    """Return micro-batches on the device; the loss mask has `dtype`, but at least fp32, so that losses are never
+    rounded."""
 
     def moved(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -19,7 +19,7 @@ from megalite.training.display import Display
 from megalite.training.progress import Progress
 
 _SECONDS_OF_ANY_SAVE, _BYTES_A_SECOND = 5.0, 100e6
-"""From which the first save is estimated, cautiously: of each rank."""
+"""Figures per rank from which the first save is estimated, cautiously."""
 
 
 class Checkpoints:
@@ -62,8 +62,9 @@ class Checkpoints:
     def save(self, training: TrainingState, config: dict[str, Any], display: Display, *, last: bool) -> None:
         """Save the state as it is now; in the background with --async-save, unless nothing comes after it (`last`).
 
-        So many failures in a row as the flags say are told, and training goes on to the next save: the state that
-        cannot be saved is not lost as long as the run lives. Raises CheckpointError for the next, and for the last.
+        As many failures in a row as the flags allow are only reported, and training goes on to the next save: the state
+        that cannot be saved is not lost as long as the run lives. Raises CheckpointError for the next failure, and for
+        the last save.
         """
         self._finish(display, last=False, another=last)
         self.settle(display)  # what begins clears away what is half removed
@@ -111,7 +112,8 @@ class Checkpoints:
 
     @contextmanager
     def _tolerating(self, display: Display, *, last: bool, another: bool = False) -> Iterator[None]:
-        """`last`: no save comes after it; `another`: the last comes at once, and has its own try."""
+        """Tolerate failures. `last`: no save comes after it; `another`: the last comes at once, and is tried by
+        itself."""
         try:
             yield
         except CheckpointError as error:
@@ -126,11 +128,11 @@ class Checkpoints:
             )
 
     def _remove_old(self) -> None:
-        """Begin to, in the background: a file system may take long over what it is to remove."""
+        """Begin to remove old checkpoints in the background, since a file system may take long over it."""
         interval = self._settings.save_retain_interval
         if interval is not None and self._rank == 0:
             self._removal = aside(partial(checkpoint.remove_old, self._directory, interval))
 
     def close(self) -> None:
-        """Leave what is under way: for a run that ends without having come to the end of it."""
+        """Leave the save that is under way, because the run ends before it is complete."""
         self._saver.close()

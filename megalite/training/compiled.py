@@ -35,7 +35,7 @@ _UNTRACED: tuple[tuple[type | ModuleType, str], ...] = (
 
 
 def require_compiler() -> None:
-    """Raises ConfigurationError where torch.compile lacks what it compiles with."""
+    """Raise ConfigurationError if torch.compile lacks the tools that it compiles with."""
     if torch.cuda.is_available():
         if importlib.util.find_spec("triton") is None:
             raise ConfigurationError("--compile needs Triton on a GPU, which is not installed: pip install triton")
@@ -44,7 +44,7 @@ def require_compiler() -> None:
 
 
 def compile_layers(chunks: Iterable[GPT], backend: str | Callable[..., Any] = "inductor") -> None:
-    """Each layer is compiled when it first runs. Which kernels run must have been chosen (`choose_kernels`)."""
+    """Have each layer compiled when it first runs. The kernels must have been chosen before (`choose_kernels`)."""
     _leave_untraced()
     for chunk in chunks:
         for layer in chunk.layers:
@@ -58,6 +58,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 @functools.cache
 def _leave_untraced() -> None:
-    """Here and not where they stand: the mark imports the compiler, which takes a second."""
+    """Exclude functions from tracing; done here and not at their definitions, since the mark imports the compiler (a
+    second)."""
     for holder, name in _UNTRACED:
         setattr(holder, name, torch.compiler.disable(getattr(holder, name)))

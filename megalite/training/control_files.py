@@ -32,7 +32,7 @@ class ControlFiles:
 
     def clear(self, old_stop: object) -> tuple[str, ...]:
         """Remove what was meant for an earlier run, and tell of it: a STOP only as it was when this one began
-        (`identity`). Raises CheckpointError where it cannot be removed."""
+        (`identity`). Raises CheckpointError if it cannot be removed."""
         if self._directory is None:
             return ()
         stop_is_old = old_stop is not None and identity(self._directory / STOP) == old_stop
@@ -57,7 +57,7 @@ class ControlFiles:
         return self._take(SAVE)
 
     def profile(self) -> bool:
-        """The same of PROFILE. Each asks for one profile."""
+        """Tell if there is a PROFILE, or was one since this was last asked. Each asks for one profile."""
         return self._take(PROFILE)
 
     def _take(self, name: str) -> bool:

@@ -1,6 +1,7 @@
-"""When a run stops by itself because SLURM is about to end the job.
+"""Stop of a run shortly before SLURM ends its job.
 
-How long steps, evaluations and saves take, rank 0 has seen in this run; of the job's end its clock decides.
+Rank 0 decides: it has measured in this run how long steps, evaluations and saves take, and its clock tells the job's
+end.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ VARIABLE = "SLURM_JOB_END_TIME"
 MARGIN = 15.0
 """Seconds for all else: the message that ranks stop, the end of their processes."""
 SAVES = 2.0
-"""The last save may take so many times as long as the longest before: another job may be using the file system."""
+"""Duration allowed for the last save, as a multiple of the longest before: another job may be using the file system."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The longest that a step has taken in this run, in seconds. The first compiles and fills caches: it counts for as
-    long as there is no other."""
+    """Longest time that a step has taken in this run, in seconds.
+
+    The first step compiles and fills caches: it counts only as long as there is no other.
+    """
 
     steps: int = 0
     step: float = 0.0
@@ -29,9 +32,9 @@ class Pace:
 
 
 def job_end(environment: Mapping[str, str], now: float) -> tuple[float | None, str | None]:
-    """When the job ends, in Unix seconds, and a note where what the environment says is of no use.
+    """Return the end of the job, in Unix seconds, and a note if the environment's value is of no use.
 
-    A job that runs beyond its end is not ended by it: the variable is of another job, whose shell this one inherits.
+    If a job runs beyond that end, the value is not its own: it comes from another job, whose shell this one inherits.
     """
     text = environment.get(VARIABLE)
     if text is None:
@@ -44,12 +47,12 @@ def job_end(environment: Mapping[str, str], now: float) -> tuple[float | None, s
 
 
 def why_stop(left: float, step: float, evaluation: float, save: float) -> str | None:
-    """Why the run must stop now, `left` seconds before the job ends; None where another step fits in.
+    """Return why the run must stop now, `left` seconds before the job ends; None if another step fits in.
 
     Args:
         step: the seconds of a step.
-        evaluation: those of the evaluation that is due behind it, 0 where none is.
-        save: those of a save, 0 where nothing is saved.
+        evaluation: those of the evaluation that is due after it, 0 if none is.
+        save: those of a save, 0 if nothing is saved.
     """
     if left >= step + evaluation + SAVES * save + MARGIN:
         return None

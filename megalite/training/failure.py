@@ -1,10 +1,11 @@
-"""From an error on any number of ranks to one message and one exit code.
+"""Reporting of an error on any number of ranks: one message and one exit code.
 
-Every rank that fails comes here. With a process group, the group's own store decides who speaks: the lowest rank that
-failed, once; ranks that fail afterwards, because a peer has left, stay silent and end with the same code. Without a
-group (yet), a launcher of one machine decides: rank 0 speaks at once, and the others wait for the launcher to end them,
-which it does when rank 0 has ended; if nothing ends them, the error was theirs alone, and they speak. Elsewhere ranks
-leave word at the store where others wait for them (meeting.py), and who is the first to do so speaks.
+Every rank that fails comes here. With a process group, the group's own store decides which rank reports: the lowest
+rank that failed, once. Ranks that fail afterwards, because a peer has left, stay silent and end with the same code.
+Without a group (yet), a launcher of one machine decides: rank 0 reports at once, and the others wait for the launcher
+to end them, which it does when rank 0 has ended; if nothing ends them, the error was theirs alone, and they report it.
+Elsewhere ranks leave a message at the store where others wait for them (meeting.py), and the first rank to do so
+reports.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _write_out_whole() -> None:
-    """Raises FileError where something that was printed cannot be written, BrokenPipeError where nobody reads it."""
+    """Raise FileError if something that was printed cannot be written, BrokenPipeError if nobody reads it."""
     problem = write_out()
     if isinstance(problem, BrokenPipeError):
         raise problem
@@ -154,7 +155,7 @@ def _leave_word(message: str, code: int, place: Place) -> int:
 
 
 def _own_place() -> Place:
-    """As far as the launcher's variables can be read, also where some are wrong; else that of a process alone."""
+    """Return this process's place by the launcher's variables, with that of a lone process for unusable ones."""
     texts = (os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     rank, local_rank, world_size = (int(text) if text.isdecimal() else None for text in texts)
     return Place(rank or 0, local_rank or 0, world_size or 1)
@@ -187,8 +188,9 @@ def _agree(store: Store, message: str, code: int, rank: int) -> int:
 
 
 def report(store: Store | None, message: str, code: int) -> int:
-    """Report what no rank can say of itself, as that it was killed; unless one has reported something. Returns the
-    exit code of what is reported. `store` is any that the ranks share: a connection of its own.
+    """Report what a rank cannot report itself, such as being killed, unless a rank has reported something.
+
+    Returns the exit code of the report. `store` is any that the ranks share: a connection of its own.
     """
     store = None if store is None else _of_failures(store)
     mine = f"{_NO_RANK} {code} {secrets.token_hex(8)}"
@@ -203,7 +205,7 @@ def report(store: Store | None, message: str, code: int) -> int:
 
 
 def code_in(word: str, otherwise: int) -> int:
-    """The exit code in the word of a rank, "RANK CODE"; `otherwise` of what only a stranger can have put there."""
+    """Return the exit code in a rank's message, "RANK CODE"; `otherwise` if no rank can have written the message."""
     code = word.split(" ")[1:2]
     return int(code[0]) if code and re.fullmatch(r"[1-9]\d?\d?", code[0], re.ASCII) else otherwise
 
@@ -231,7 +233,10 @@ def _speak(message: str, code: int, rank: int) -> None:
 
 
 def leave_code(code: int) -> None:
-    """For who started the launcher. The first code stays: what other ranks end with is a consequence."""
+    """Leave the exit code for the program that started the launcher.
+
+    The first code stays: those of other ranks are consequences.
+    """
     path = os.environ.get("MEGALITE_EXIT_FILE")
     if path and not Path(path).exists():
         with suppress(FileError, OSError):
@@ -239,8 +244,7 @@ def leave_code(code: int) -> None:
 
 
 def default_store() -> Store | None:
-    """The store of the process group, as far as it is for failures, if there is a group; torch is not imported for the
-    question."""
+    """Return the process group's store for failures, or None without a group; torch is not imported for this."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -250,7 +254,7 @@ def default_store() -> Store | None:
 
 
 def _of_failures(store: Store) -> Store:
-    """The same part of the ranks' store, whatever part of it is given."""
+    """Return the part of the ranks' store that is for failures, whichever part of the store is given."""
     from megalite.torch_internals import PrefixStore
 
     while isinstance(store, PrefixStore):

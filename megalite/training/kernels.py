@@ -15,7 +15,7 @@ from megalite_kernels.implementation import Kernels, use
 def choose_kernels(config: KernelsConfig) -> None:
     """Decide how operations are computed, and import the kernels: a broken Triton ends the run here, not in a step.
 
-    Raises ConfigurationError where what is chosen needs what is not here.
+    Raises ConfigurationError if what is chosen needs what is not here.
     """
     if config.compile:
         require_compiler()

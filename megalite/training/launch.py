@@ -1,4 +1,4 @@
-"""From a place among processes to a place on the mesh, once all are known to have been started alike."""
+"""Connection of a process: from its place among processes to its place on the mesh, once all have started alike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def join(parallel: ParallelConfig, place: Place, description: str) -> ParallelMe
 
 
 def take_place(parallel: ParallelConfig, place: Place) -> ParallelMesh:
-    """This process's place on the mesh, where nobody talks yet. Raises ConfigurationError where nobody ever could."""
+    """Return this process's place on the mesh, before any communication. Raises ConfigurationError if it has none."""
     where = device.local_device(place.local_rank)
     device.activate(where)
     mesh = ParallelMesh(
@@ -64,12 +64,12 @@ def come_together(
 
     Args:
         description: lines that say how this rank was started, the same on all.
-        watch: called once there is a store, before this rank waits for others, with None where it is alone. Tells
+        watch: called once there is a store, before this rank waits for others, with None if it is alone. Tells
             whether it will notice that rank 0 dies.
 
     Raises:
         ConfigurationError: some rank's description differs from rank 0's; on every rank.
-        CommunicationError: the others cannot be reached; a MeetingError where some have not come.
+        CommunicationError: the others cannot be reached; a MeetingError if some have not come.
     """
     timeout = _timeout(parallel)
     if place.world_size == 1:
@@ -98,7 +98,8 @@ def _backend(parallel: ParallelConfig, mesh: ParallelMesh) -> str:
 
 
 def _compare(description: str, store: Store, mesh: ParallelMesh) -> None:
-    """The store and the group of the whole world are all that ranks with different layouts have in common."""
+    """Compare descriptions through the store and the group of the whole world: ranks of different layouts share only
+    these."""
     if mesh.rank == 0:
         store.set("description/0", description)
     differs = store.get("description/0").decode() != description

@@ -173,7 +173,7 @@ class TrainingLoop:
     # ------------------------------------------------------------------------------------------------ when
 
     def _collects_garbage_now(self) -> bool:
-        """With --manual-gc Python's collector is off, so that ranks do not pause at different times."""
+        """Tell whether to collect garbage; --manual-gc turns Python's collector off, so that ranks pause together."""
         training, iteration = self.config.training, self.trainer.iteration
         interval = training.manual_gc_interval
         due = (interval > 0 and iteration % interval == 0) or (training.manual_gc_eval and self.trainer.evaluates_now())

@@ -15,7 +15,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import NO_TERMS, LossTerm, Terms, add_terms
 
 Totals = Mapping[str, float]
-"""By the names of terms."""
+"""Values by the names of terms."""
 
 
 def counted(terms: Sequence[LossTerm], micro_batches: Iterable[MicroBatch]) -> Terms:

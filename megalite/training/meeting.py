@@ -26,9 +26,9 @@ PATIENCE = 30.0
 STORE_HANGS = 20.0
 """Seconds that the store may take beyond a limit: torch has none for a store that stands still."""
 PURPOSE = "run"
-"""Sets the keys of a run's ranks apart from others'."""
+"""Prefix that separates the keys of a run's ranks from others'."""
 SILENCE = 20.0
-"""Seconds after which rank 0 is lost to who waits for it."""
+"""Seconds without a sign after which waiting ranks give up rank 0."""
 WORD_SECONDS = 60.0
 """Seconds that a rank that has failed waits for the store, and rank 0 with it for those who are yet to come there."""
 _BETWEEN_LOOKS, _BETWEEN_BEATS = 0.05, 1.0
@@ -86,8 +86,8 @@ def open_early(place: Place) -> object:
 
 
 def _opened(store: Future[Store], place: Place, seconds: float) -> Store:
-    """Wait for a connection to the store; rank 1, and a rank of each node, says so. Raises TimeoutError where it takes
-    longer, RuntimeError where it fails."""
+    """Wait for a connection to the store; rank 1, and a rank of each node, says so. Raises TimeoutError if it takes
+    longer, RuntimeError if it fails."""
     waited = 0.0
     while waited < seconds and not store.done():
         step = min(max(PATIENCE, waited), seconds - waited)
@@ -113,7 +113,7 @@ def hosted_by_launcher() -> bool:
 
 
 def store_name() -> str:
-    """For messages."""
+    """Return the name of the store for messages."""
     return f"the store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
 
 
@@ -197,7 +197,7 @@ def _come(store: Store, rank: int) -> None:
 
 
 def _in_time(seconds: float, problem: str, call: Callable[[], Result]) -> Result:
-    """Make a call that should not take longer. Raises MeetingError where it does, or the store has gone."""
+    """Make a call that should not take longer. Raises MeetingError if it does, or the store has gone."""
     patience = seconds + STORE_HANGS
     try:
         return within(patience, call)

@@ -28,7 +28,7 @@ class Memory:
     """Bytes on one rank."""
 
     parameters: int
-    """With the state of modules."""
+    """Parameters, and the state of modules."""
     gradients: int
     optimizer: int
     activations: int

@@ -12,7 +12,7 @@ _EVENTS = 100_000  # the last so many are kept, in host memory
 
 
 def record_memory_history(config: ProfilingConfig, rank: int) -> None:
-    """From now on, on this rank. Where memory runs out a snapshot is written at once, before any of it is freed."""
+    """Start recording on this rank. When memory runs out, a snapshot is written at once, before any of it is freed."""
 
     def out_of_memory(device: int, wanted: int, total: int, free: int) -> None:
         _dump(config, f"out_of_memory_rank_{rank}")

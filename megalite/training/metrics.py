@@ -105,7 +105,7 @@ class MetricsWriter:
     writes; the others have none of these, or one without destinations. TensorBoard gets one training step of
     `event_interval`, and none of the figures `without_events`. `note` is a line to tell where the file is damaged or
     lacks some of `recorded`.
-    Raises CheckpointError where the run directory cannot be written.
+    Raises CheckpointError if the run directory cannot be written.
     """
 
     def __init__(
@@ -219,13 +219,13 @@ class _Growing:
         self._waiting = b""
 
     def append(self, data: bytes) -> None:
-        """Raises OSError where not all is written: the rest comes before what is appended next."""
+        """Append data. Raises OSError if not all is written: the rest is written before the next data."""
         self._waiting += data
         while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def close(self) -> None:
-        """Raises OSError where something still finds no space."""
+        """Write the rest and close. Raises OSError if there is still no space."""
         with self._file:
             self.append(b"")
 
@@ -243,7 +243,7 @@ class _Events:
             self._append(Event(step=resume_iteration + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def append(self, record: Mapping[str, Value]) -> None:
-        """Raises OSError where not all is written: the rest comes before what is appended next."""
+        """Append a record. Raises OSError if not all is written: the rest is written before the next record."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -260,7 +260,7 @@ class _Events:
         self._file.append(framed.getvalue())
 
     def close(self) -> None:
-        """Raises OSError where something still finds no space."""
+        """Write the rest and close. Raises OSError if there is still no space."""
         self._file.close()
 
 
@@ -273,13 +273,13 @@ class Published:
         self.file = Path(self._folder.name) / path.name
 
     def fetch(self) -> Path:
-        """The file. Raises OSError."""
+        """Return the local file. Raises OSError."""
         with suppress(FileNotFoundError):
             self.file.write_bytes(self.path.read_bytes())
         return self.file
 
     def publish(self) -> None:
-        """Raises OSError."""
+        """Replace the object by the file. Raises OSError."""
         self.path.put(self.file.read_bytes())
 
 
@@ -334,12 +334,12 @@ def truncate_after(
 
 
 def _opened(path: Path) -> TextIO:
-    """Raises OSError, and ValueError where it is no regular file."""
+    """Open the file. Raises OSError, and ValueError if it is not a regular file."""
     return TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace")
 
 
 def _records(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Value] | None]]:
-    """Each line with its record; None where it is damaged."""
+    """Yield each line with its record, or None if it is damaged."""
     for line in lines:
         try:
             record = json.loads(line)

@@ -66,11 +66,11 @@ class Search:
     """Looks into a rank's actions: `engine.run(..., observer=search)` within `search.through(chunks)`."""
 
     def __init__(self, stages: Stages, rank: int) -> None:
-        """`rank`: in the pipeline."""
+        """Set up; `rank` is the rank in the pipeline."""
         self.first: NotFinite | None = None
-        """Not in time, but in the order of findings."""
+        """First finding in the order of execution, not in time."""
         self.micro_batches: set[int] = set()
-        """Those with a finding."""
+        """Micro-batches with a finding."""
         self._stages, self._rank = stages, rank
         self._action = Action("F", 0, 0)
         self._border, self._before = 0, ""
@@ -199,7 +199,7 @@ class _SearchedGradient:
     search: Search
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
-        """By itself first, so that it can be told from the sum. A sum that was not finite before tells nothing new."""
+        """Compute the gradient by itself first, and report the sum only if both of its parts were finite."""
         own = target if overwrite else torch.empty_like(target)
         self.gradient.add_to(own, overwrite=True)
         finite = not self.search.note(own, f"the gradient of {self.name}", of_parameter=True)

@@ -23,11 +23,11 @@ class Origin:
     """The checkpoints that a run may start from, and what it takes from the first of them that is whole."""
 
     candidates: Candidates
-    """None of them: the run begins anew."""
+    """Checkpoints to start from; if there are none, the run starts fresh."""
     position: bool = True
-    """Go on at its step and sample; else the run begins at step 0."""
+    """Flag for continuing at the checkpoint's step and sample; else the run begins at step 0."""
     optimizer: bool = True
-    """With the state of its optimizer."""
+    """Flag for loading the optimizer's state."""
     model: Path | None = None
     """Hugging Face folder whose weights the run begins with, if there are no candidates."""
 
@@ -67,7 +67,7 @@ def find_origin(settings: CheckpointConfig, mesh: ParallelMesh) -> Origin:
 
 
 def _refuse_other_folders(load: str) -> None:
-    """Raise ConfigurationError where --load, which is no run directory, is a checkpoint, of ours or of others: training
+    """Raise ConfigurationError if --load, which is no run directory, is a checkpoint, of ours or of others: training
     would begin with random weights."""
     folder = open_directory(load)
     if _has(folder, "manifest.json"):
@@ -94,7 +94,7 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
     """The fields of the model and of the tokenizer in the checkpoint that a run with these settings starts from; with
     `tokenizer_type` the run has another tokenizer, whatever goes with a model that another program has written.
 
-    Raises ConfigurationError where there is none, CheckpointError where none can be read.
+    Raises ConfigurationError if there is none, CheckpointError if none can be read.
     """
     origin = find_origin(settings, ParallelMesh())
     paths = origin.candidates.paths

@@ -43,7 +43,7 @@ class _Begun:
     """A run that is ready for its first step, or finished already."""
 
     trainer: Trainer | None
-    """None where it is finished."""
+    """Trainer of the run; None if the run is finished."""
     last: int
     """The number of the last step."""
     how: str
@@ -96,7 +96,7 @@ def _begin(
         return collectives.all_gather_text(str(found), mesh.world(), mesh.device)[0] == str(True)
 
     def load(path: AnyPath) -> tuple[int, Trainer | None]:
-        """The last step, and the run gone on from there; None where it was finished by then."""
+        """Return the last step and the trainer that continues the run, or None if the run was finished by then."""
         described = checkpoint.check_whole(path, mesh)
         training = described.training
         last = last_iteration(config, training.iteration, training.consumed_samples)

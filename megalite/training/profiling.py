@@ -32,7 +32,7 @@ STEPS_OF_FILE = 3
 
 
 def require_device(config: ProfilingConfig, place: torch.device) -> None:
-    """Raises ConfigurationError where a flag asks for what there is on GPUs alone."""
+    """Raise ConfigurationError if a flag asks for something that only GPUs have."""
     if place.type == "cuda":
         return
     if config.profile and not config.use_pytorch_profiler:
@@ -80,7 +80,7 @@ class Profiler:
             self._plan(iteration + 2, iteration + 1 + STEPS_OF_FILE, by_torch=True)
 
     def over(self) -> None:
-        """The run ends."""
+        """End profiling, because the run ends."""
         if self._steps:
             self._display.message(f"the profile of steps {self._between()} is lost: the run ends before they do")
 
@@ -94,7 +94,7 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around the step of this number, the run's first being 1."""
+        """Mark the step of this number, the run's first being 1."""
         if self._recorder is not None and number == self._steps[0] - 1:
             self._recorder.warm_up()
         if self._recorder is not None and number == self._steps[0]:
@@ -129,7 +129,7 @@ class Profiler:
 
 
 class _Trace:
-    """By torch's profiler, in Chrome's format."""
+    """Trace by torch's profiler, in Chrome's format."""
 
     def __init__(self, config: ProfilingConfig) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell of each beginning and each end
@@ -156,7 +156,7 @@ class _Trace:
         self._profiler.stop_trace()
 
     def write(self, path: AnyPath) -> None:
-        """Raises OSError."""
+        """Write the trace. Raises OSError."""
         if isinstance(path, Path):
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = temporary_path(path).with_suffix(".gz")  # by which torch knows to compress

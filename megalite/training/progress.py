@@ -18,8 +18,10 @@ class Progress:
         self._world_size = world_size
 
     def write(self, text: str) -> None:
-        """One line, with the time, the job and the number of ranks, between tabs. A full disk loses it: the run does
-        not depend on it."""
+        """Append one line with the time, the job and the number of ranks, separated by tabs.
+
+        A full disk loses the line: the run does not depend on it.
+        """
         if self._path is None:
             return
         when, job = time.strftime("%Y-%m-%d %H:%M:%S"), os.environ.get("SLURM_JOB_ID", "none")

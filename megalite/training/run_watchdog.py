@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def run_watchdog(
     config: RunConfig, sections: Sections, place: Place, directory: AnyPath | None, store: Store | None
 ) -> Watchdog | None:
-    """Within it a run that hangs is ended, and a rank that dies is named; there is none under --no-watchdog.
+    """Return a context in which a hanging run is ended and a dead rank is named; it does nothing under --no-watchdog.
 
-    `store`: that of the ranks' meeting, where there are several.
+    `store`: that of the ranks' meeting, if there are several.
     """
     if not config.watchdog.watchdog:
         if store is not None and place.rank == 0:

@@ -35,9 +35,9 @@ class Starting:
 
     def __init__(self, place: Place) -> None:
         self.began = time.monotonic()
-        """When the program began, in seconds of `time.monotonic`."""
+        """Time when the program began, by `time.monotonic`."""
         self.job_end, note = job_end(os.environ, time.time())
-        """When the job ends, in Unix seconds (deadline.py); None where that is not known."""
+        """End of the job, in Unix seconds (deadline.py); None if that is not known."""
         self.notes = () if note is None else (note,)
         self.old_stop: object = None
         """The STOP that was there before this run (`identity`); None if there was none, or if this rank does not look.
@@ -47,7 +47,7 @@ class Starting:
         self._store: object = None
 
     def announce(self, config: RunConfig) -> None:
-        """Say what starts, on rank 0: data and torch take a while. Raises BrokenPipeError where nobody reads it."""
+        """Say what starts, on rank 0: data and torch take a while. Raises BrokenPipeError if nobody reads it."""
         if self._place.rank != 0:
             return
         model, where = config.model, config.parallel.layout(self._place.world_size)
@@ -59,7 +59,7 @@ class Starting:
             pass  # a full disk, which does not end a run later either
 
     def look_for_stop(self, save: str | None) -> None:
-        """From now on a STOP that appears in --save, or is touched, ends the process with 85."""
+        """Watch, from now on, for a STOP that appears in --save or is touched; it ends the process with code 85."""
         if save is None or (self._place.local_rank != 0 and self._place.rank != 0):
             return
         path = _directory(save) / STOP
@@ -75,7 +75,7 @@ class Starting:
             self._store = open_early(self._place)
 
     def over(self) -> None:
-        """The loop begins: what comes from now on, or has come since the last look, is for it to see."""
+        """Stop watching, because the loop begins: a STOP that came after the last look is for the loop to see."""
         self._over.set()
 
     def _look(self, path: AnyPath, interval: float) -> None:

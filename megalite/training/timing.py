@@ -23,7 +23,7 @@ class Timing:
     hosts: Sequence[str]
 
     def figures(self) -> dict[str, float]:
-        """For the metrics: the median over ranks of each section, and the slowest rank with the time of its work."""
+        """Return metrics: the median over ranks of each section, and the slowest rank with the time of its work."""
         medians = {f"iteration_time_s/{_key(name)}": median for name, median in self._medians().items()}
         slowest = self._slowest()
         return medians | {
@@ -32,7 +32,7 @@ class Timing:
         }
 
     def line(self) -> str:
-        """For the screen."""
+        """Return a line for the screen."""
         parts = [f"{name} {1000 * seconds:,.1f}" for name, seconds in self._medians().items()]
         if len(self.seconds) == 1:
             return f"ms a step: {', '.join(parts[:-1])}"

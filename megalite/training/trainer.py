@@ -171,7 +171,7 @@ class Trainer:
     def evaluate(self, dataset: Dataset[SampleFields], broken_off: Callable[[], bool] | None = None) -> float | None:
         """The mean language-model loss over `eval_iters` global batches, always from the dataset's first sample on.
 
-        `broken_off` is asked between two batches, and answers the same on all ranks; None where it says so.
+        `broken_off` is asked between two batches, and answers the same on all ranks; None if it says so.
         """
         self.network.eval()
         sums, counts = NO_TERMS, NO_TERMS
@@ -252,7 +252,7 @@ class Trainer:
     def load_model(self, opened: OpenedModel) -> None:
         """Begin with the weights of a model that another program has written.
 
-        Raises CheckpointError, the same on every rank, where it is another network, or cannot be read.
+        Raises CheckpointError, the same on every rank, if it is another network, or cannot be read.
         """
         with checkpoint.together(self.mesh, f"loading {opened.what}"):
             checkpoint.check_same_function(opened.what, opened.config, self.model_config)
