@@ -51,7 +51,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _GeGLU(torch.autograd.Function):
-    """As _SwiGLU; `approximate` is torch's name of GELU's form."""
+    """GELU counterpart of _SwiGLU; `approximate` is torch's name of GELU's form."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, approximate: str) -> Tensor:

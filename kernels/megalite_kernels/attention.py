@@ -119,7 +119,7 @@ def _written_out(
     cap: float | None,
     dropout: DropoutMask | None,
 ) -> Tensor:
-    """For scaled_dot_product_attention bends no scores, and takes no mask of what to drop."""
+    """Compute attention without scaled_dot_product_attention, which has no soft cap and takes no dropout mask."""
     heads, sequence, width = query.shape[1:]
     key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
     scale = 1.0 / math.sqrt(width) if scale is None else scale

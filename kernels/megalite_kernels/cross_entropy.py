@@ -117,8 +117,10 @@ def _chunks(logits: Tensor) -> list[slice]:
 
 
 def statistics(logits: Tensor, labels: Tensor, columns: Columns, options: LossOptions) -> Tensor:
-    """For each token, over this rank's columns: log of the sum of exponentials, the label's logit (0 where another rank
-    has it) and, where labels are smoothed, the sum of the logits. Of no column the log is minus infinity.
+    """Return statistics of each token over this rank's columns.
+
+    They are the log of the sum of exponentials (minus infinity over no columns), the label's logit (0 if another rank
+    has it) and, if labels are smoothed, the sum of the logits.
 
     logits [tokens, width], labels [tokens] in int64, ids of the whole vocabulary; [2 or 3, tokens] in fp32 or wider.
     """

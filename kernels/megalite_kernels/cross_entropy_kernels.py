@@ -25,7 +25,7 @@ def _exp(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _tanh(x: tl.tensor) -> tl.tensor:
-    """To about 1e-7, absolutely."""
+    """Return tanh with an absolute error of about 1e-7."""
     return 2.0 / (1.0 + _exp(-2.0 * x)) - 1.0
 
 

@@ -74,7 +74,8 @@ class Kernels:
         return self.choice == "triton" or (all(tensor.device.type == "cuda" for tensor in tensors) and _INSTALLED)
 
     def description(self, device: torch.device, dtype: torch.dtype) -> str:
-        """For a person: what runs on tensors of this device and dtype, and why where one might have expected Triton."""
+        """Describe what runs on tensors of this device and dtype, and why it is not Triton if that may be
+        surprising."""
         if self._suit_triton(torch.empty(0, device=device, dtype=dtype)):
             import triton
 

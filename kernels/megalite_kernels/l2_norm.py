@@ -21,7 +21,7 @@ BLOCK = 64
 
 
 def sums_of_squares_reference(values: Tensor) -> Tensor:
-    """By chunks that stay in a processor's cache. torch adds up all rows of a matrix in the same order."""
+    """Add up in chunks that stay in a processor's cache. torch adds up all rows of a matrix in the same order."""
     sums = torch.empty(-(-values.numel() // BLOCK), dtype=torch.float64, device=values.device)
     blocks = max(launch.chunk_elements(values.device) // BLOCK, 1)
     for out, chunk in zip(sums.split(blocks), values.split(blocks * BLOCK), strict=True):

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def load_master(master: tl.tensor, parameters: tl.tensor, place: tl.tensor, present: tl.tensor) -> tl.tensor:
-    """In fp32. A master of 16-bit integers is remainders."""
+    """Load master weights as fp32. A master of 16-bit integers holds remainders."""
     if master.dtype.element_ty == tl.int16:
         bits = tl.load(parameters + place, mask=present, other=0).to(tl.int32) << 16
         bits += tl.load(master + place, mask=present, other=0)
@@ -21,7 +21,7 @@ def load_master(master: tl.tensor, parameters: tl.tensor, place: tl.tensor, pres
 def store_master(
     value: tl.tensor, master: tl.tensor, parameters: tl.tensor, place: tl.tensor, present: tl.tensor
 ) -> None:
-    """And the parameters, where they are not their own masters."""
+    """Store master weights, and the parameters if they are not their own masters."""
     if parameters is not None and parameters.dtype.element_ty == tl.int16:
         bits = tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)
         upper = (bits + (1 << 15)) >> 16

@@ -36,7 +36,7 @@ class Flat(NamedTuple):
     gradients: Tensor
     """They stay as they are."""
     master: Tensor | None = None
-    """None: the parameters are their own. int16: remainders."""
+    """Master weights. None: the parameters are their own. int16: remainders."""
     first: int = 0
     """The number of the first element among those that draw by one seed; a multiple of 8."""
 

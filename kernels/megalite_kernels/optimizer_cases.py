@@ -38,7 +38,7 @@ class Update:
     gradients: torch.dtype
     moments: torch.dtype
     momentum: float | None = None
-    """None: AdamW."""
+    """Momentum of SGD; None: AdamW."""
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -95,7 +95,7 @@ class Update:
 
 
 def updates() -> Iterator[tuple[str, Update]]:
-    """With their names."""
+    """Yield the updates with their names."""
     for parameters, kept, gradients, moments in KEPT:
         yield "adamw", Update(parameters, kept, gradients, moments)
         if moments in (torch.bfloat16, torch.int8):

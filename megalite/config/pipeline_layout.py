@@ -109,7 +109,7 @@ def _ranks_of_stages(parallel: ParallelConfig, chunks: int) -> list[int]:
 
 
 def _even(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> list[int]:
-    """As many layers for every stage, where embedding and loss may count as one each."""
+    """Return the same number of layers for every stage, where embedding and loss may count as one layer each."""
     what, layers = _layers_to_share(model, parallel)
     ranks = parallel.pipeline_model_parallel_size
     count = ranks * chunks

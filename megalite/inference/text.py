@@ -1,4 +1,4 @@
-"""From the tokens of several texts, which come in any order, to the texts in the order of their prompts."""
+"""Texts in the order of their prompts, from the tokens of several texts, which come in any order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Piece:
     index: int
     text: str
     finish: Finish | None
-    """With the last piece of the text: why it has ended."""
+    """Reason for the end of the text, in its last piece."""
 
 
 def in_order(

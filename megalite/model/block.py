@@ -21,9 +21,10 @@ from megalite.parallel.randomness import Site, dropout
 from megalite.parallel.stage import NO_TERMS, Terms
 
 MIXERS: Mapping[Mixer, type[Attention]] = {"attention": Attention}
-"""From [sequence (/ size under sequence parallelism), batch, hidden], and what layers share, to the same."""
+"""Modules from [sequence (/ size under sequence parallelism), batch, hidden], and data shared by layers, to the same
+shape."""
 FEED_FORWARDS: Mapping[FeedForward, type[MLP]] = {"dense": MLP}
-"""From the same to the same, and terms of the loss."""
+"""Modules from hidden states to hidden states and terms of the loss."""
 
 
 class LayerOutput(NamedTuple):

@@ -41,7 +41,7 @@ class Loss:
 
 
 class OutputLayer(ColumnParallelLinear):
-    """From hidden states to logits, or to the losses of labels."""
+    """Layer from hidden states to logits, or to the losses of labels."""
 
     def __init__(
         self,
@@ -96,6 +96,6 @@ class Head(nn.Module):
         self.output = OutputLayer(context, weight, vocab_size, config.final_logit_softcapping, loss)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """As the output layer, from what leaves the last layer of the network."""
+        """Apply the norm and the output layer to the hidden states that leave the last layer of the network."""
         found: Tensor = self.output(self.norm(hidden), labels)
         return found

@@ -271,9 +271,9 @@ def _chunks_by_parameter(networks: Sequence[nn.Module]) -> dict[int, list[int]]:
 
 
 def _uses_by_chunk(record: Sharding, chunks: Sequence[int]) -> dict[int, dict[int, int]]:
-    """By chunk the numbers of the uses there, each with its gradients a micro-batch.
+    """Return, by chunk, the numbers of the uses there, each with its gradients per micro-batch.
 
-    Raises ValueError where a chunk holds the parameter and has no use of it, or the other way round.
+    Raises ValueError if a chunk holds the parameter and has no use of it, or the other way round.
     """
     if {use.chunk for use in record.uses} != set(range(len(chunks))):
         raise ValueError(f"{record.name} is held by {len(chunks)} chunks; its uses are {record.uses}")

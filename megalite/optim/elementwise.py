@@ -65,7 +65,7 @@ class _Local:
 
 
 class FusedRule(_Local):
-    """By the fused kernels of torch or apex, a run at a time, for state of the master weights' dtype."""
+    """Update by the fused kernels of torch or apex, one run at a time, for state of the master weights' dtype."""
 
     def __init__(self, runs: Sequence[Run], config: OptimizerConfig) -> None:
         update = _apex_update if config.optimizer_backend == "apex" else _torch_update
@@ -161,9 +161,10 @@ def _apex_update(run: Run, config: OptimizerConfig) -> _Update:
 
 
 class FlatRule(_Local):
-    """By megalite's own, a run at a time: Triton's kernels, or plain operations (`megalite_kernels.optimizer`).
+    """Update by megalite's own kernels, one run at a time: Triton's, or plain operations
+    (`megalite_kernels.optimizer`).
 
-    State and master weights may be of any dtype: the arithmetic is in fp32 (or float64), and what is kept is rounded.
+    State and master weights may be of any dtype: the arithmetic is in fp32 (or float64), and the results are rounded.
     """
 
     def __init__(self, runs: Sequence[Run], config: OptimizerConfig) -> None:
@@ -183,7 +184,9 @@ class FlatRule(_Local):
 
 
 def _seed(run: Run, step: int) -> int:
-    """By which an update rounds moments: the same for all copies of the parameters, also where a tied weight has one
-    in another stage's buckets, and after a run was resumed."""
+    """Return the seed for rounding moments, the same for all replicas of the parameters and after a run was resumed.
+
+    It is also the same if a tied weight has a replica in another stage's buckets.
+    """
     name = run.slots[0].parameter.sharding.pieces[0].tensor.name
     return ((zlib.crc32(name.encode()) & 0x7FFFFFFF) << 31 | step) * 2

@@ -43,7 +43,7 @@ def _of_muon(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
 
 
 KEPT: dict[str, Kept] = {"adam": Kept(_moments), "sgd": Kept(_momentum), "muon": Kept(_of_muon)}
-"""By --optimizer."""
+"""State that is kept, by --optimizer."""
 
 
 def state_names(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:

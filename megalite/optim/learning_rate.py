@@ -27,7 +27,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class Rates:
-    """By what one step of the optimizer multiplies."""
+    """Factors of one step of the optimizer."""
 
     learning_rate: float
     token_table_learning_rate: float
@@ -63,7 +63,7 @@ class LearningRateSchedule:
     wsd_style: str = "exponential"
     wsd_decay_samples: float = 0.0
     step_samples: int = 0
-    """For noam."""
+    """Offset in samples for noam."""
 
     def at(self, consumed_samples: int) -> float:
         """The learning rate of the step that starts when `consumed_samples` have been consumed."""

@@ -63,7 +63,7 @@ class Part:
     counted: bool
     """True if the part enters the matrix from this rank: from the first that holds it."""
     sizes: tuple[int, ...]
-    """By rank of the shard group: elements, in order. Under ZeRO 0 everything is everyone's."""
+    """Number of elements by rank of the shard group, in order. Under ZeRO 0 every rank has all of them."""
     own: tuple[Elements, ...]
 
 
@@ -136,7 +136,8 @@ class Muon:
                 elements.apply(values, rates)
 
     def _orthogonalize(self, own: Matrix, updates: Sequence[Tensor]) -> list[Tensor]:
-        """From what each rank of the shard group holds of a matrix' update to what each is to apply."""
+        """Orthogonalize a matrix, given the updates that the ranks of the shard group own; return the update for each
+        rank."""
         config, tensor, parts = self._config, own.tensor, own.parts
         whole = updates[0].new_zeros(own.box.size)
         chunks = [update.split(own.sizes(peer)) for peer, update in enumerate(updates)]

@@ -61,7 +61,7 @@ def orthogonalized(matrix: Tensor, kind: str, steps: int, dtype: torch.dtype) ->
 
 
 def update_scale(mode: str, rows: int, columns: int) -> float:
-    """By what an orthogonal [rows, columns] is multiplied, as in Megatron-LM.
+    """Return the factor of an orthogonal [rows, columns] update, as in Megatron-LM.
 
     spectral: the same root mean square for all shapes (arXiv:2502.16982; times 0.2 that of an AdamW update, torch's
     `match_rms_adamw`). shape_scaling: torch's `original`. unit_rms_norm: arXiv:2410.21265.

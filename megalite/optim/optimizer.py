@@ -32,7 +32,7 @@ from megalite.parallel.state import State, states_of
 @dataclass(frozen=True)
 class StepResult:
     gradient_norms: Mapping[str, float]
-    """By parameter group: norms before clipping, over the whole model, each of its elements once."""
+    """Norms before clipping by parameter group, over the whole model, with each element counted once."""
 
     @property
     def gradient_norm(self) -> float:

@@ -34,8 +34,8 @@ class StateSlice:
     values: Tensor
     """The parameter's own."""
     state: dict[str, Tensor | View]
-    """By name: the optimizer's, and `master` where the parameter is of lower precision. Views of what is packed, unless
-    within `Optimizer.unpacked`."""
+    """State by name: the optimizer's, and `master` if the parameter is of lower precision. Packed state is given as
+    views, except within `Optimizer.unpacked`."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -44,7 +44,8 @@ class StateSlice:
 
 
 def kept_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> torch.dtype:
-    """In what dtype a state, or `master`, is kept for parameters of one; the dtype of its values where it is packed."""
+    """Return the dtype that a state, or `master`, is kept in, given the parameters' dtype; of packed state that of its
+    values."""
     chosen = {"master": config.main_params_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype)
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return narrow.get(chosen) or torch.promote_types(parameters, torch.float32)
@@ -134,7 +135,7 @@ class Shard:
     def __init__(self, bucket: Bucket, mesh: ParallelMesh, config: OptimizerConfig) -> None:
         self.bucket = bucket
         self.own_states = [own_states(config, slot.parameter, mesh) for slot in bucket.slots]
-        """By slot and name: state of other shapes than the parameters', whole, whatever the slice."""
+        """State of other shapes than the parameters', by slot and name; it is complete, whatever the slice."""
         sharded = bucket.stage > 0
         self.parameters = bucket.parameter_shard if sharded else bucket.parameters
         self.gradients = bucket.gradient_shard if sharded else bucket.gradients

@@ -10,5 +10,5 @@ from megalite.torch_internals import profiler_looks_on
 
 
 def named(name: str) -> AbstractContextManager[object]:
-    """In a profile that is being taken the block has this name; otherwise nothing is done."""
+    """Name the block in a profile that is being taken; otherwise do nothing."""
     return torch.profiler.record_function(name) if profiler_looks_on() else nullcontext()

@@ -206,7 +206,7 @@ class Sharding:
     expert: bool = False
     """True if its data-parallel peers are those of the expert view."""
     uses: tuple[Use, ...] = (Use(),)
-    """By their numbers: two for a weight that two layers share."""
+    """Uses, by number: two for a weight that two layers share."""
 
     @property
     def replica_group(self) -> tuple[int, ...]:

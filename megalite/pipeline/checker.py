@@ -238,7 +238,7 @@ class _Rank:
         return 0
 
     def _message(self, kind: Kind, chunk: int) -> _Message | None:
-        """None where nothing travels, or only within the rank."""
+        """Return the message of an action; None if nothing is sent, or only within the rank."""
         _, way = end = _OTHER_ENDS[kind]
         place = self._ends[end][chunk]
         if place is None or place[0] == self._rank:
@@ -280,7 +280,7 @@ _OTHER_ENDS: dict[Kind, tuple[bool, Kind]] = {
     "send B": (True, "B"),
     "free B": (True, "B"),
 }
-"""For each kind of message: if its other end is the stage before, and what it travels with."""
+"""Other end of each kind of message: True if it is the stage before, and the direction of the message."""
 
 _TAKE: dict[Kind, Callable[[_Rank, Action], int]] = {
     "F": _Rank._forward,

@@ -1,4 +1,4 @@
-"""From orders of computation to the full lists: sends and receives put in, and the reductions of gradients placed."""
+"""Lowering of orders of computation to full lists: adds sends and receives, and the reductions of gradients."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class TimeLine:
 
     @property
     def unit(self) -> tuple[float, str]:
-        """By what to multiply a time to show it, and the unit it then has."""
+        """Factor by which to multiply a time to show it, and the unit of the product."""
         if not self.in_seconds:
             return 1.0, ""
         if self.end >= 1:

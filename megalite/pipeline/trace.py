@@ -26,8 +26,10 @@ _STAGES = ("ranks", "chunks", "v_shaped")
 
 
 def to_trace(time_line: TimeLine) -> str:
-    """In the Trace Event Format: a process a rank, computation and communication as its threads. Assumed times count as
-    seconds."""
+    """Return the time line in the Trace Event Format.
+
+    Each rank is a process, with computation and communication as its threads. Assumed times count as seconds.
+    """
     return json.dumps(
         {
             "traceEvents": list(_events(time_line)),

@@ -107,6 +107,6 @@ def last_words(call: Callable[[], None]) -> None:
 
 
 def ignore_stop_signals() -> None:
-    """For a program that is ending anyway."""
+    """Ignore stop signals, in a program that is ending anyway."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
