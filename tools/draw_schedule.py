@@ -42,7 +42,7 @@ class Arguments:
     num_micro_batches: int | None = None
     """Micro-batches of a step; unset: as many as measured."""
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
-    """For interleaved-1f1b: micro-batches that go through a chunk before the next; unset: as many as ranks."""
+    """Micro-batches that go through a chunk before the next, for interleaved-1f1b; unset: as many as ranks."""
     measured: str | None = None
     """A .json that a run with --profile-pipeline, or this tool, wrote."""
     forward: float | None = None

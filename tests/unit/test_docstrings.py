@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PLACES = ("megalite", "kernels", "tools", "pretrain_gpt.py")
-RIDDLE = re.compile(r'^\s*"""(What|Of|Whether|Where|How|That|Which|The one that)\b.*', re.MULTILINE)
+RIDDLE = re.compile(
+    r'^\s*[rR]?"""(What|Of|Whether|Where|How|That|Which|The one that|As|Like|By|For|From|Is|And|Not|None)\b.*',
+    re.MULTILINE,
+)
 TO_DO = (
-    "megalite/checkpoint", "megalite/conversion", "megalite/data", "megalite/doctor",
-    "megalite/model/gpt.py", "megalite/pipeline/engine.py", "megalite/pipeline/stages.py",
-    "megalite/pipeline/steps.py", "megalite/watchdog", "tools", "pretrain_gpt.py",
+    "megalite/model/gpt.py", "megalite/pipeline/engine.py", "megalite/pipeline/stages.py", "megalite/pipeline/steps.py",
 )  # fmt: skip
 """Older files that do not keep to it yet: the list only gets shorter."""
 
 
+def files_of(place: str) -> list[Path]:
+    return sorted((ROOT / place).rglob("*.py")) or [ROOT / place]
+
+
+def riddles(path: Path) -> Iterator[str]:
+    for riddle in RIDDLE.finditer(path.read_text()):
+        yield f"{path.relative_to(ROOT)}: {riddle.group().strip()}"
+
+
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
-    files = (path for place in PLACES for path in (sorted((ROOT / place).rglob("*.py")) or [ROOT / place]))
-    found = [
-        f"{path.relative_to(ROOT)}: {riddle.group().strip()}"
-        for path in files
-        if not any(path.is_relative_to(ROOT / place) for place in TO_DO)
-        for riddle in RIDDLE.finditer(path.read_text())
-    ]
+    files = [path for place in PLACES for path in files_of(place)]
+    done = [path for path in files if not any(path.is_relative_to(ROOT / place) for place in TO_DO)]
+    found = [riddle for path in done for riddle in riddles(path)]
     assert not found, "\n".join(found)
+
+
+def test_what_is_still_to_do_has_such_docstrings() -> None:
+    clean = [place for place in TO_DO if not any(riddle for path in files_of(place) for riddle in riddles(path))]
+    assert not clean, f"take out of TO_DO: {', '.join(clean)}"

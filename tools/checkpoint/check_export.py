@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def of_transformers(folder: Path) -> list[int]:
-    """Return the tokens that transformers finds likeliest. Raises CheckpointError if it lacks weights or ignores some."""
+    """Return the tokens that transformers finds likeliest. Raises CheckpointError if weights do not match."""
     import torch
 
     from megalite.conversion.verification import load_with_transformers

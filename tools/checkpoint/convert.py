@@ -53,10 +53,10 @@ class Arguments:
     target_params_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype to cast the weights to; unset: no cast. fp32 takes megalite's master weights, if there are any."""
     target_tensor_parallel_size: int | None = None
-    """For megalite: write one file per rank of this many ranks (any layout loads any files). For Megatron: pad the
-    vocabulary for this many ranks."""
+    """Number of tensor-parallel ranks. megalite: one file is written per rank (any layout loads any files). Megatron:
+    the vocabulary is padded for this many ranks."""
     target_pipeline_parallel_size: int | None = None
-    """For megalite: write files for a pipeline of this many groups of such ranks."""
+    """Number of pipeline stages of such ranks to write files for, for megalite."""
     true_vocab_size: int | None = None
     """The number of tokens in the vocabulary before padding, for Megatron checkpoints that do not record it."""
     tokenizer_model: str | None = None
