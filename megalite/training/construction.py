@@ -81,7 +81,7 @@ def make_stages(config: RunConfig) -> Stages:
 
 
 def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
-    """The rank's stages, their values not yet set. `model` has the tokenizer's vocabulary filled in."""
+    """Return the rank's stages, with values not yet set. `model` has the tokenizer's vocabulary filled in."""
     parts, ranks = stage_layers(model, config.parallel), mesh.ranks("pp")
     return gpt.make_chunks(
         model,
@@ -98,7 +98,7 @@ def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stage
 def make_engine(
     config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh, stages: Stages
 ) -> PipelineEngine[MicroBatch]:
-    """The engine, linked to its neighbours: all ranks of a pipeline make theirs together."""
+    """Return the engine, connected to its neighbours: all ranks of a pipeline make theirs together."""
     rank, links = mesh.coordinate("pp"), make_links(mesh, stages)
     return PipelineEngine(chunks, stages, rank, links, mesh.device)
 
@@ -124,13 +124,14 @@ def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, optimizer:
 
 
 def _inside(name: str, buckets: Iterable[Bucket]) -> tuple[Inside, ...]:
-    """List the collectives of copies with these buckets, once for each group."""
+    """List the collectives over these buckets that data-parallel replicas of a pipeline do inside actions, once per
+    group."""
     experts = {bucket.slots[0].parameter.sharding.expert: len(bucket.shard_group.ranks) for bucket in buckets}
     return tuple(Inside(name, f"{size} of {'edp' if expert else 'dp x cp'}") for expert, size in experts.items())
 
 
 def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Collective]]:
-    """List the collectives of this pipeline's ranks once they have run their lists."""
+    """List the collectives of this pipeline's ranks after they have run their lists."""
     own = json.dumps(optimizer.collectives())
     numbers = {rank: number for number, rank in enumerate(mesh.ranks("pp"))}
     behind = []
@@ -141,7 +142,7 @@ def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Col
 
 
 def make_plan(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> Plan:
-    """Plan what each rank holds and saves of the run's checkpoints."""
+    """Plan the parts of the run's checkpoints that each rank holds and saves."""
 
     def contents_at(mesh: ParallelMesh) -> Contents:
         chunks = make_chunks(config, model, mesh, stages)
@@ -165,7 +166,7 @@ def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh)
 
 
 def data_parallel(config: RunConfig, mesh: ParallelMesh, chunks: int) -> DataParallel:
-    """Read from the flags how data-parallel ranks share the work, if a rank has so many chunks."""
+    """Return how data-parallel ranks share the work, from the flags; `chunks` is the number of a rank's chunks."""
     parallel, dtype = config.parallel, model_dtype(config)
     # The list then says when a chunk's reductions begin. Those behind each micro-batch, and on a V, are not aligned.
     looped = chunks > 1 and not shape(parallel).v_shaped
@@ -182,7 +183,7 @@ def data_parallel(config: RunConfig, mesh: ParallelMesh, chunks: int) -> DataPar
 
 
 def make_loss_scale(config: RunConfig) -> LossScale:
-    """The first step's; 1 for every precision but fp16."""
+    """Return the loss scale of the first step; 1 for every precision but fp16."""
     training = config.training
     if not training.fp16:
         return LossScale()
@@ -194,9 +195,10 @@ def make_loss_scale(config: RunConfig) -> LossScale:
 
 
 def _bucket_size(config: RunConfig, mesh: ParallelMesh) -> int | None:
-    """Elements, by Megatron-LM's rule: 40 million, or one million for each data-parallel rank where that is more.
+    """Return the number of elements by Megatron-LM's rule: 40 million, or one million per data-parallel rank if that is
+    more.
 
-    Without overlap nothing is gained by more than one bucket.
+    Without overlap, several buckets have no advantage over one.
     """
     if config.parallel.ddp_bucket_size is not None:
         return config.parallel.ddp_bucket_size
@@ -211,7 +213,7 @@ def count_parameters(chunks: Iterable[GPT], mesh: ParallelMesh) -> int:
 def count_kinds(
     chunks: Iterable[GPT], mesh: ParallelMesh, kind: Callable[[Parameter, LogicalTensor], str]
 ) -> Counter[str]:
-    """The same by what `kind` calls them, in about the order of the model."""
+    """Return the number of parameters by what `kind` calls them, in about the order of the model."""
     own = mesh.rank - mesh.coordinate("tp")  # of this stage, the first tensor-parallel rank
     tensors = {
         piece.tensor.name: (kind(parameter, piece.tensor), math.prod(piece.tensor.shape))

@@ -22,7 +22,7 @@ from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenize
 from megalite.data.verification import Verification
 
 PROBES = 16
-"""Samples of which a checkpoint keeps a checksum."""
+"""Number of samples whose checksums a checkpoint keeps."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,17 @@ class RunData:
     test: Dataset[SampleFields] | None
     notes: tuple[str, ...] = ()
     verification: Verification | None = None
-    """Looks through token files while the run begins and goes on."""
+    """Check of the token files while the run starts and trains."""
 
 
 def vocab_size(tokenizer: Tokenizer, model: ModelConfig) -> int:
-    """Tokens of the network: the tokenizer's, or more where the flags, or weights that others made, say so."""
+    """Return the number of tokens of the network: the tokenizer's, or more if the flags, or imported weights, require
+    it."""
     return max(tokenizer.vocab_size, model.vocab_size or 0)
 
 
 def global_batch_size(config: RunConfig) -> GlobalBatchSize:
-    """Samples a step; `resolve` has filled it in."""
+    """Return the number of samples per step; `resolve` has filled it in."""
     if config.training.global_batch_size is None:
         raise ValueError("the configuration has not been resolved")
     return GlobalBatchSize(config.training.global_batch_size, config.training.rampup_batch_size)

@@ -1,7 +1,7 @@
-"""The screen: what the run is, how it goes, how it ended.
+"""Screen of a run: its configuration, its progress and its end.
 
-On a terminal a live bar with the loss's curve, and a line every `log_interval` steps above it; anywhere else (a log
-file, a pipe) the same lines without the bar. Only the rank that is `enabled` shows anything.
+On a terminal it shows a live bar with the loss's curve, and a line every `log_interval` steps above it; anywhere else
+(a log file, a pipe) the same lines without the bar. Only the rank that is `enabled` shows anything.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _RECENT_STEPS = 20  # the remaining time is reckoned from the mean of so many
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Lets the error through, where Rich would end the process without a word. Called while it is handled."""
+        """Pass the error on; Rich would end the process without a message. Called while the error is handled."""
         raise
 
 
 class _Bearing:
-    """A stream of which is lost what cannot be written, as on a full disk; not where nobody reads it any more."""
+    """Stream that loses data which cannot be written, as on a full disk; it still fails if nobody reads it any more."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self.lost = stream, False
@@ -60,7 +60,8 @@ class _Bearing:
 
 
 class Display:
-    """Shows a run of `train_iterations` steps in all. A context manager: the bar is taken down however the run ends.
+    """Display of a run of `train_iterations` steps in total. A context manager: the bar is removed however the run
+    ends.
 
     `start_iteration` steps were done before, in a run that resumed.
     """
@@ -93,7 +94,7 @@ class Display:
             write_out()
 
     def summary(self, title: str, lines: Mapping[str, object]) -> None:
-        """A titled block of names and values: at the start what runs, at the end what came of it."""
+        """Print a titled block of names and values: at the start the run's configuration, at the end its results."""
         self._take_down()
         if self._enabled:
             width = max(map(len, lines), default=0)
@@ -101,7 +102,7 @@ class Display:
             self._console.print("\n".join([f"[bold]{escape(title)}[/]", *block]))
 
     def message(self, text: str) -> None:
-        """One line of its own, above the bar."""
+        """Print one line of its own, above the bar."""
         if self._enabled:
             self._console.print(escape(text))
 
@@ -181,7 +182,7 @@ def perplexity(loss: float) -> float:
 
 
 def curve(values: Sequence[float]) -> str:
-    """The values as a row of bars from their least to their greatest; one that is not finite leaves a gap."""
+    """Return the values as a row of bars from the least to the greatest; a value that is not finite leaves a gap."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return " " * len(values)

@@ -77,7 +77,7 @@ def run_main(main: Callable[[], int]) -> NoReturn:
 
 
 def _describe(error: BaseException) -> str:
-    """Return the message, to be preceded by where it happened."""
+    """Return the message of an error, without the place where it happened."""
     if isinstance(error, MegaliteError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -107,7 +107,7 @@ def _write_out_whole() -> None:
 
 
 def _innermost(error: BaseException) -> str:
-    """Return where it was raised: the last lines of its traceback before the message."""
+    """Return the place where the error was raised: the last lines of its traceback before the message."""
     return "".join(traceback.format_tb(error.__traceback__)[-1:]).rstrip()
 
 
@@ -155,7 +155,8 @@ def _leave_word(message: str, code: int, place: Place) -> int:
 
 
 def _own_place() -> Place:
-    """Return this process's place by the launcher's variables, with that of a lone process for unusable ones."""
+    """Return this process's place by the launcher's variables; unusable values count as rank 0, local rank 0, world
+    size 1."""
     texts = (os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     rank, local_rank, world_size = (int(text) if text.isdecimal() else None for text in texts)
     return Place(rank or 0, local_rank or 0, world_size or 1)

@@ -1,4 +1,4 @@
-"""Meeting of the ranks before there is a process group: at a store, to whose address their launcher leads them."""
+"""Meeting of the ranks before there is a process group, at a store whose address their launcher gives them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from megalite.training.failure import code_in
 Result = TypeVar("Result")
 
 PATIENCE = 30.0
-"""Seconds after which rank 0 says who has not come, and again after twice as many, and so on."""
+"""Seconds after which rank 0 reports who has not come, and again after twice as many, and so on."""
 STORE_HANGS = 20.0
-"""Seconds that the store may take beyond a limit: torch has none for a store that stands still."""
+"""Seconds that the store may take beyond a limit: torch has no limit for a store that hangs."""
 PURPOSE = "run"
 """Prefix that separates the keys of a run's ranks from others'."""
 SILENCE = 20.0
 """Seconds without a sign after which waiting ranks give up rank 0."""
 WORD_SECONDS = 60.0
-"""Seconds that a rank that has failed waits for the store, and rank 0 with it for those who are yet to come there."""
+"""Seconds for which a failed rank waits for the store, and rank 0 keeps the store for ranks that have yet to come."""
 _BETWEEN_LOOKS, _BETWEEN_BEATS = 0.05, 1.0
 _FILES, _FILES_A_RANK = 24, 2  # that a start opens at least; rank 0 has connections of each rank
 _LEAVING_SECONDS = 1.5 * _BETWEEN_BEATS  # rank 0 may have the store, which others are still asking
@@ -168,7 +168,7 @@ def tell_failure(place: Place, code: int, decide: Callable[[bool], object]) -> i
 
 
 def _stay(store: Store, world_size: int) -> None:
-    """Keep the store, on rank 0, until all have come for what was left there, or will hardly come any more."""
+    """Keep the store, on rank 0, until all ranks have read what was left there, or are unlikely to come any more."""
     end = time.monotonic() + WORD_SECONDS
     while store.add(_CAME, 0) < world_size and time.monotonic() < end:
         time.sleep(_BETWEEN_LOOKS)
@@ -176,7 +176,7 @@ def _stay(store: Store, world_size: int) -> None:
 
 
 def _hear(store: Store, limit: datetime.timedelta, watched: bool) -> str:
-    """Return what rank 0 says: nothing if all have come. Raises MeetingError if it is not `watched` and is silent."""
+    """Return rank 0's message, empty if all have come. Raises MeetingError if rank 0 is silent and not `watched`."""
     beats, silence = 0, 0.0  # by this process's own time: it may have stood still together with rank 0
     while not watched and not store.check([_ALL]):
         now = store.add(_BEATS, 0)
@@ -197,7 +197,7 @@ def _come(store: Store, rank: int) -> None:
 
 
 def _in_time(seconds: float, problem: str, call: Callable[[], Result]) -> Result:
-    """Make a call that should not take longer. Raises MeetingError if it does, or the store has gone."""
+    """Make a call with a time limit. Raises MeetingError if it takes longer, or the store has gone."""
     patience = seconds + STORE_HANGS
     try:
         return within(patience, call)

@@ -152,10 +152,10 @@ class MetricsWriter:
             ) from error
 
     def write(self, metrics: StepMetrics | ValidationMetrics | TestMetrics) -> str | None:
-        """Write a record, or what there is room for: the rest waits in memory for the next call, and `close` is the
-        last. A full disk is often mended by then, be it by the removal of a failed save.
+        """Write a record, or the part of it that there is room for.
 
-        Returns what to tell where that begins.
+        The rest waits in memory for the next call; `close` is the last chance. A full disk often has room again by
+        then, for example after a failed save is removed. Returns a note when this begins.
         """
         record = asdict(metrics)
         record |= record.pop("extra")
@@ -184,9 +184,10 @@ class MetricsWriter:
             self._events.append(record)
 
     def publish(self) -> None:
-        """Let a store have all lines so far, before a checkpoint: on resume no line that came before it may lack.
+        """Publish all lines so far to the store, before a checkpoint: after a resume no line from before it may be
+        missing.
 
-        Where it fails the next call has another try, and `close` the last.
+        If this fails, the next call tries again, and `close` is the last try.
         """
         if self._published is not None:
             with suppress(OSError):
@@ -212,7 +213,7 @@ class MetricsWriter:
 
 
 class _Growing:
-    """A file that is appended to, without a buffer that would lose or tear what finds no space."""
+    """File that is appended to, without a buffer, which would lose or tear data for which there is no space."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
@@ -231,7 +232,7 @@ class _Growing:
 
 
 class _Events:
-    """An event file of TensorBoard's. Its own writer ends for good, in a thread, with the first write that fails."""
+    """Event file of TensorBoard. Its own writer stops for good, in a thread, at the first write that fails."""
 
     def __init__(self, directory: Path, resume_iteration: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # slow to import, and most ranks need none

@@ -58,7 +58,7 @@ def is_finite_everywhere(loss: float, mesh: ParallelMesh) -> bool:
 
 @dataclass(frozen=True)
 class _FirstRun:
-    """Names of what is not finite on a rank after the run that was skipped."""
+    """Names of tensors that are not finite on a rank after the run that was skipped."""
 
     host: str
     parameters: Sequence[str]
@@ -72,7 +72,7 @@ class _FirstRun:
 
 @dataclass(frozen=True)
 class _SecondRun:
-    """Events that a rank saw in the run that was watched."""
+    """Events that a rank saw in the repeated run."""
 
     finding: dict[str, Any] | None
     samples: Sequence[int]
@@ -164,7 +164,8 @@ def _sums(bucket: Bucket) -> Iterator[str]:
 
 
 def _some(names: Iterable[str]) -> list[str]:
-    """No more than are told: where everything is not finite, ranks would send each other their whole lists."""
+    """Return only as many names as are shown: if nothing is finite, ranks would otherwise exchange their whole
+    lists."""
     return list(islice(names, _SHOWN + 1))
 
 
@@ -174,7 +175,8 @@ def _is_summed(bucket: Bucket) -> bool:
 
 
 def _names(bucket: Bucket, values: Tensor, start: int, stop: int) -> Iterator[str]:
-    """Logical names of what is not finite in [start, stop) of a bucket, which are these values."""
+    """Yield the logical names of tensors that are not finite in [start, stop) of a bucket; `values` are its values
+    there."""
     for name, low, high in bucket.layout.pieces(start, stop):
         if value := not_finite(values[low - start : high - start]):
             yield f"{name} ({value})"
@@ -233,7 +235,7 @@ def _of_origin(second: Sequence[_SecondRun], hosts: Sequence[str]) -> str:
 
 
 def _suspects(first: Sequence[_FirstRun]) -> str:
-    """Return where the first run was not finite, as closely as what is left of it tells."""
+    """Return where the first run was not finite, as precisely as its remains tell."""
     hosts = [report.host for report in first]
     losses = [rank for rank, report in enumerate(first) if report.loss]
     own = [rank for rank, report in enumerate(first) if report.own]

@@ -1,7 +1,7 @@
-"""The search through a step: where, in the order of execution, the first value that is not finite comes up.
+"""Search through a step for the first value, in the order of execution, that is not finite.
 
-What passes from module to module is looked at, forward and, as gradients, backward, and each gradient of a parameter
-as it enters its buffer. A layer that is compiled is looked at from outside alone: inside it has no modules.
+It checks tensors that pass from module to module, forward and, as gradients, backward, and each gradient of a parameter
+as it enters its buffer. A compiled layer is checked only from outside: inside it has no modules.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def not_finite(tensor: Tensor) -> str | None:
 
 
 class Search:
-    """Looks into a rank's actions: `engine.run(..., observer=search)` within `search.through(chunks)`."""
+    """Search in a rank's actions: `engine.run(..., observer=search)` within `search.through(chunks)`."""
 
     def __init__(self, stages: Stages, rank: int) -> None:
         """Set up; `rank` is the rank in the pipeline."""
@@ -83,7 +83,7 @@ class Search:
 
     @contextmanager
     def through(self, chunks: Sequence[GPT]) -> Iterator[None]:
-        """Within it the modules and the gradient buffers of the rank's stages are looked into."""
+        """Check the modules and the gradient buffers of the rank's stages during the block."""
         parameters = list({id(p): p for chunk in chunks for p in unique_parameters(chunk)}.values())
         buffers = [parameter.gradient_buffer for parameter in parameters]
         places = [place for number, chunk in enumerate(chunks) for place in self._places(number, chunk)]
@@ -122,8 +122,9 @@ class Search:
         return lambda _, arguments, output: self._look(output, place)
 
     def _look(self, values: Any, place: str) -> None:
-        """At what goes into a module or comes out, and in its time at the gradient of it. The output of one module is
-        the input of another, and looked at once.
+        """Check the tensors that enter or leave a module and, later, their gradients.
+
+        The output of one module is the input of another, and is checked once.
         """
         again = "" if self._action.kind == "F" else ", computed again,"
         for tensor in _tensors(values):
@@ -134,13 +135,13 @@ class Search:
                     tensor.register_hook(partial(self._pass, f"the gradient with respect to {place}"))
 
     def _pass(self, place: str, tensor: Tensor) -> None:
-        """A tensor passes from one module to another."""
+        """Check a tensor that passes from one module to another."""
         self._border += 1
         if not self.note(tensor, place):
             self._before = place
 
     def note(self, tensor: Tensor, place: str, *, of_parameter: bool = False) -> bool:
-        """Tell if the tensor is not finite; then it may be the first."""
+        """Tell whether the tensor is not finite; then it may be the first."""
         value = not_finite(tensor)
         if value is None:
             return False

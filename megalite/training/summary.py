@@ -28,7 +28,7 @@ _MATRICES = "matrices of layers"
 
 
 def summary(trainer: Trainer) -> dict[str, object]:
-    """Names and values for the screen. All ranks take part: what activations take is seen in a forward."""
+    """Return names and values for the screen. All ranks take part: activations are measured in a forward."""
     config, mesh, model, batch = trainer.config, trainer.mesh, trainer.model_config, trainer.batch_size
     parallel = config.parallel
     stage = max((bucket.stage for bucket in trainer.optimizer.buckets), default=0)  # a stage may hold nothing
@@ -63,7 +63,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
 
 
 def _pipeline(trainer: Trainer) -> dict[str, object]:
-    """Tell which rank of the pipeline holds what, if there is more than one stage."""
+    """Return the parts of the model on each rank of the pipeline, if there is more than one stage."""
     if trainer.steps.stages.count == 1:
         return {}
     layers, *ranks = layout_lines(trainer.model_config, trainer.config.parallel)
@@ -72,7 +72,7 @@ def _pipeline(trainer: Trainer) -> dict[str, object]:
 
 
 def _optimizer(trainer: Trainer) -> dict[str, object]:
-    """Describe what Muon acts on, and what it leaves to adam."""
+    """Return the parameters that Muon updates, and those that it leaves to adam."""
     if trainer.config.optimizer.optimizer != "muon":
         return {}
     counts = count_kinds(trainer.chunks, trainer.mesh, _seen_by_muon)
@@ -82,7 +82,7 @@ def _optimizer(trainer: Trainer) -> dict[str, object]:
 
 
 def masks_of_an_operator(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[str, object]:
-    """Name the operator that drops otherwise than on another layout."""
+    """Return a note on the operator whose dropout differs between layouts."""
     if model.attention_dropout == 0.0 or not draws_its_own(device, dtype, model.attn_logit_softcapping):
         return {}
     return {
@@ -99,7 +99,7 @@ def _seen_by_muon(parameter: Parameter, tensor: LogicalTensor) -> str:
 
 
 def measured_memory(trainer: Trainer) -> memory.Memory:
-    """Measure what this rank keeps by a forward of all ranks, over meaningless tokens; it leaves no trace."""
+    """Measure this rank's memory in a forward of all ranks over meaningless tokens; the forward leaves no trace."""
     training, device = trainer.config.training, trainer.mesh.device
     shape = training.micro_batch_size, trainer.config.data.seq_length
     zeros = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -117,7 +117,7 @@ def measured_memory(trainer: Trainer) -> memory.Memory:
 
 
 def _inputs(stages: Stages, stage: int, device: torch.device) -> dict[str, Tensor]:
-    """Zeros in place of the tensors that the stage before passes on."""
+    """Return zeros in place of the tensors that the previous stage sends."""
     return {
         spec.name: torch.zeros(spec.shape or (), dtype=spec.dtype, device=device, requires_grad=spec.gradient)
         for spec in (stages.passes(stage - 1) if stage else ())
@@ -125,13 +125,13 @@ def _inputs(stages: Stages, stage: int, device: torch.device) -> dict[str, Tenso
 
 
 def _peak(trainer: Trainer, sizes: Sequence[int]) -> int:
-    """The most that this rank keeps in a step, from what each chunk keeps of a micro-batch."""
+    """Return the most memory that this rank keeps in a step, from what each chunk keeps of a micro-batch."""
     actions = trainer.steps.training(trainer.num_micro_batches(trainer.batch_size.final))
     return peak_in_flight(actions, sizes)
 
 
 def expected_memory(trainer: Trainer) -> memory.Memory:
-    """Calculate by formula what this rank keeps."""
+    """Calculate this rank's memory by formula."""
     config = trainer.config
     activations = [
         memory.activation_bytes(

@@ -19,14 +19,14 @@ from megalite.pipeline.timeline import TimeLine
 
 
 def gone_by(step: int | None, iteration: int) -> tuple[str, ...]:
-    """A line where a run goes on behind the step whose time line is asked for."""
+    """Return a note if a run resumes after the step whose time line is asked for."""
     if step is None or step > iteration:
         return ()
     return (f"--profile-pipeline {step}: changes nothing, since the run goes on after step {iteration}",)
 
 
 def begin_recording(mesh: ParallelMesh) -> Recording:
-    """A recording whose time begins on all ranks together, as nearly as an all-reduce ends on all."""
+    """Return a recording whose time begins on all ranks together, as precisely as an all-reduce ends on all."""
     collectives.all_reduce_(torch.zeros(1, device=mesh.device), mesh.world()).item()
     return Recording(mesh.device)
 

@@ -1,4 +1,4 @@
-"""A run on this rank: the one step that training repeats, evaluation, and what is saved and loaded."""
+"""Trainer of a run on this rank: the step that training repeats, evaluation, saving and loading."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ what is kept
 
     def save(self, display: Display, *, last: bool) -> None:
-        """Save a checkpoint, where the run has a directory; `last`: nothing comes after it."""
+        """Save a checkpoint, if the run has a directory; `last`: no other save comes after it."""
         if self.checkpoints is None:
             return
         loss_scale = self.loss_scale.state() if self.loss_scale.window is not None else None
@@ -301,7 +301,8 @@ class Trainer:
         )
 
     def _statistics(self, losses: Totals, update: StepResult, rates: Rates) -> dict[str, float]:
-        """The further terms of the loss, the figures that are only recorded on request, and what flags let change."""
+        """Return the further terms of the loss, the figures that are recorded only on request, and values that flags
+        can vary."""
         figures = {name: mean for name, mean in losses.items() if name != LM_LOSS.name}
         if self.config.optimizer.decoupled_lr is not None:
             figures["decoupled_learning_rate"] = rates.token_table_learning_rate
