@@ -1848,7 +1848,7 @@ MUTANTS = (
         "all terms of the loss are summed over the axes of the first",
         "megalite/training/loss_terms.py",
         "mesh.group(*axes))",
-        "mesh.group(*terms[0].axes))",
+        "mesh.group(*next(iter(axes_of.values()))))",
         f"{_LOSS_TERMS}[parts]",
     ),
     Mutant(
@@ -1942,6 +1942,20 @@ MUTANTS = (
         "partial(self.gradient_shard.add_, other.gradient_shard)",
         "partial(self.gradient_shard.add_, other.gradient_shard, alpha=2)",
         "tests/distributed/test_chunks.py::test_two_chunks_give_the_bits_of_one[none-True]",
+    ),
+    Mutant(
+        "what a term of the loss is a mean of is counted over the axes of its sum",
+        "megalite/training/loss_terms.py",
+        "term.count_axes for term",
+        "term.axes for term",
+        f"{_LOSS_TERMS}[parts]",
+    ),
+    Mutant(
+        "what terms of the loss are means of is counted wherever the count happens to be",
+        "megalite/training/loss_terms.py",
+        "term.count(micro_batch).to(device, torch.float64)",
+        "term.count(micro_batch).double()",
+        "tests/unit/test_loss_terms.py::test_counts_are_on_the_device_wherever_they_were_made",
     ),
     Mutant(
         "the ranks of a pipeline do not learn the loss of its last stage",

@@ -36,15 +36,17 @@ class LossTerm:
 
     Attributes:
         name: under which it is recorded.
-        count: of a micro-batch, how much there is of what the term is a mean of, a scalar.
-        axes: of the mesh, over whose ranks sum and count are partial. What stages return is added over the pipeline,
-            too, where the count is the same.
+        count: of a micro-batch, how much there is of what the term is a mean of, a scalar on any device.
+        axes: of the mesh, over whose ranks the sum is partial: over tp, too, where under sequence parallelism each rank
+            makes it from its own part of a sequence. What stages return is added over the pipeline besides.
+        count_axes: over whose ranks the count is partial. Ranks with the same micro-batch count the same.
     """
 
     name: str
     count: Callable[[Any], Tensor]
     weight: float = 1.0
     axes: tuple[str, ...] = ("dp", "cp")
+    count_axes: tuple[str, ...] = ("dp", "cp")
 
 
 def add_terms(terms: Terms, more: Terms) -> Terms:

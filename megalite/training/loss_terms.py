@@ -18,24 +18,31 @@ Totals = Mapping[str, float]
 """By the names of terms."""
 
 
-def counted(terms: Sequence[LossTerm], micro_batches: Iterable[MicroBatch]) -> Terms:
-    """Count what each term is a mean of, on this rank, fp64."""
+def counted(terms: Sequence[LossTerm], micro_batches: Iterable[MicroBatch], device: torch.device) -> Terms:
+    """Count what each term is a mean of, on this rank, fp64 on the device."""
     counts: Terms = NO_TERMS
     for micro_batch in micro_batches:
-        counts = add_terms(counts, {term.name: term.count(micro_batch).double() for term in terms})
+        counts = add_terms(counts, {term.name: term.count(micro_batch).to(device, torch.float64) for term in terms})
     return counts
 
 
-def summed(terms: Sequence[LossTerm], own: Terms, mesh: ParallelMesh, *, over_stages: bool = False) -> Totals:
-    """Add up what ranks have of each term, or nothing: one all-reduce for all terms that are spread over the same axes.
+def total_counts(terms: Sequence[LossTerm], own: Terms, mesh: ParallelMesh) -> Totals:
+    """Add up what ranks have counted for each term, or nothing."""
+    return _totals({term.name: term.count_axes for term in terms}, own, mesh, over_stages=False)
 
-    Args:
-        own: this rank's, fp64.
-        over_stages: the stages of a pipeline have parts of the sum, too.
-    """
+
+def total_sums(terms: Sequence[LossTerm], own: Terms, mesh: ParallelMesh) -> Totals:
+    """Add up the sums that ranks have of each term, or nothing; the stages of a pipeline have parts of them, too."""
+    return _totals({term.name: term.axes for term in terms}, own, mesh, over_stages=True)
+
+
+def _totals(
+    axes_of: Mapping[str, tuple[str, ...]], own: Terms, mesh: ParallelMesh, *, over_stages: bool
+) -> dict[str, float]:
+    """Add up over ranks: one all-reduce for all names that are spread over the same axes. `own`: fp64."""
     zero, found = torch.zeros((), dtype=torch.float64), dict[str, float]()
-    for axes in dict.fromkeys(term.axes for term in terms):
-        names = [term.name for term in terms if term.axes == axes]
+    for axes in dict.fromkeys(axes_of.values()):
+        names = [name for name, spread in axes_of.items() if spread == axes]
         totals = torch.stack([own.get(name, zero).to(mesh.device) for name in names])
         totals = collectives.all_reduce_(totals, mesh.group(*axes))
         if over_stages:

@@ -42,7 +42,7 @@ from megalite.training.data import RunData, global_batch_size, last_iteration, o
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.load_report import load_notes, rounding_notes, state_notes
-from megalite.training.loss_terms import Totals, counted, factors, means, summed
+from megalite.training.loss_terms import Totals, counted, factors, means, total_counts, total_sums
 from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.origin import Origin
@@ -113,7 +113,7 @@ class Trainer:
         with self.sections(DATA):
             arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches(batch_size))
             micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
-        counts = summed(self.terms, counted(self.terms, micro_batches), self.mesh)
+        counts = total_counts(self.terms, counted(self.terms, micro_batches, self.mesh.device), self.mesh)
 
         self.network.train()
         self.optimizer.begin_step(len(micro_batches))
@@ -126,7 +126,7 @@ class Trainer:
         rates = self.rates.at(self.consumed_samples)
         with self.sections(OPTIMIZER):
             update = self.optimizer.step(rates, loss_scale)
-        losses = means(summed(self.terms, sums, self.mesh, over_stages=True), counts)
+        losses = means(total_sums(self.terms, sums, self.mesh), counts)
         searches = (
             update.skipped and self.loss_scale.can_shrink and is_finite_everywhere(sum(losses.values()), self.mesh)
         )
@@ -185,9 +185,9 @@ class Trainer:
                 arrays = loader.micro_batches(batch * batch_size, num_micro_batches)
                 micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
                 sums = add_terms(sums, self.engine.run(actions, micro_batches))
-                counts = add_terms(counts, counted(self.terms, micro_batches))
-        total = summed(self.terms, sums, self.mesh, over_stages=True)
-        return means(total, summed(self.terms, counts, self.mesh))[LM_LOSS.name]
+                counts = add_terms(counts, counted((LM_LOSS,), micro_batches, self.mesh.device))
+        total, count = total_sums((LM_LOSS,), sums, self.mesh), total_counts((LM_LOSS,), counts, self.mesh)
+        return means(total, count)[LM_LOSS.name]
 
     # ------------------------------------------------------------------------------------------------ what is kept
 

@@ -66,12 +66,7 @@ def trained(flags: str) -> list[tuple[float, ...]]:
         pipeline_parallel_size=parallel.pipeline_model_parallel_size,
     )
     axes = ("dp", "cp", "tp") if parallel.sequence_parallel else ("dp", "cp")
-    split = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-
-    def own_tokens(micro_batch: MicroBatch) -> Tensor:
-        return tokens(micro_batch) / split
-
-    more = [LossTerm(name, own_tokens, weight, axes) for name, weight in WEIGHTS.items()]
+    more = [LossTerm(name, tokens, weight, axes) for name, weight in WEIGHTS.items()]
     declared = property(lambda self: (LM_LOSS, *more))
     with mock.patch.object(gpt, "Block", WithSquares), mock.patch.object(gpt.GPT, "loss_terms", declared):
         trainer = Trainer(config, open_data(config), mesh)
