@@ -78,7 +78,11 @@ _IN_PROPORTION = "verdict.py::test_stacks_are_looked_at_in_time_in_proportion_to
 _MEETING = "tests/end_to_end/test_meeting.py::test_"
 _START = "tests/end_to_end/test_stop_at_start.py::test_"
 _PROFILES = "tests/end_to_end/test_profiling.py::test_"
-_TERMS_OF_STAGES = "tests/unit/test_pipeline_engine.py::test_terms_of_any_stage_are_differentiated_at_their_own_scales"
+_PROOFS = "tests/distributed/test_pipeline_steps.py::test_"
+_FAILED_PROOF = f"{_PROOFS}a_proof_that_fails_in_one_pipeline_is_told_in_all"
+_DECLARED = f"{_PROOFS}ranks_that_declare_other_messages_or_terms_are_told_so"
+_ENGINE_ALONE = "tests/unit/test_pipeline_engine.py::test_"
+_TERMS_OF_STAGES = f"{_ENGINE_ALONE}terms_of_any_stage_are_differentiated_at_their_own_scales"
 _MESSAGES = "tests/distributed/test_pipeline_messages.py::test_stages_pass_on_what_is_declared"
 _LOSS_TERMS = "tests/distributed/test_loss_terms.py::test_a_term_of_every_layer_is_trained_on_and_recorded"
 _HANG = "tests/distributed/test_hang.py::test_"
@@ -1789,16 +1793,58 @@ MUTANTS = (
     Mutant(
         "engine: a term of the loss that stages share counts once",
         "megalite/pipeline/engine.py",
-        "self.sums[name] + value if name in self.sums else value",
+        "sums[name] + value if name in sums else value",
         "value",
         _TERMS_OF_STAGES,
     ),
     Mutant(
         "engine: terms of the loss before the last stage are not differentiated",
         "megalite/pipeline/engine.py",
-        "        for name, term in terms.items():\n            if name not in self.factors:",
-        "        for name, term in () if chunk.passes else terms.items():\n            if name not in self.factors:",
+        "        for name, term in terms.items():\n            edges.append",
+        "        for name, term in () if chunk.passes else terms.items():\n            edges.append",
         _TERMS_OF_STAGES,
+    ),
+    Mutant(
+        "engine: a term that is not declared is found in backward alone",
+        "megalite/pipeline/engine.py",
+        "self.factors if training else None, action",
+        "None, action",
+        f"{_ENGINE_ALONE}a_term_that_nobody_has_declared_is_told_at_once",
+    ),
+    Mutant(
+        "engine: a term of the loss may have any shape",
+        "megalite/pipeline/engine.py",
+        "or term.dim() or",
+        "or",
+        f"{_ENGINE_ALONE}a_term_that_is_no_scalar_of_floating_point_is_told[vector]",
+    ),
+    Mutant(
+        "engine: a term of the loss may be of whole numbers",
+        "megalite/pipeline/engine.py",
+        " or not term.is_floating_point():",
+        ":",
+        f"{_ENGINE_ALONE}a_term_that_is_no_scalar_of_floating_point_is_told[integer]",
+    ),
+    Mutant(
+        "engine: a term without a graph is differentiated",
+        "megalite/pipeline/engine.py",
+        " for name, term in terms.items() if term.requires_grad}",
+        " for name, term in terms.items()}",
+        f"{_ENGINE_ALONE}a_term_without_a_graph_is_recorded_alone",
+    ),
+    Mutant(
+        "engine: a tensor without a graph is told in torch's words",
+        "megalite/pipeline/engine.py",
+        "if not tensor.requires_grad:",
+        "if False:",
+        f"{_ENGINE_ALONE}a_tensor_without_a_graph_is_told",
+    ),
+    Mutant(
+        "engine: terms of a rank's stages are added up in the order in which they come",
+        "megalite/pipeline/engine.py",
+        "sums = self._sums[action.chunk]",
+        "sums = self._sums[0]",
+        f"{_ENGINE_ALONE}sums_do_not_depend_on_the_order_of_stages",
     ),
     Mutant(
         "engine: gradients go back for tensors that have none",
@@ -1862,8 +1908,8 @@ MUTANTS = (
     Mutant(
         "engine: no output is freed",
         "megalite/pipeline/engine.py",
-        "self._outputs[key] = edges, terms",
-        'vars(self).setdefault("kept", []).append(tensors)\n            self._outputs[key] = edges, terms',
+        "            self._outputs[key] = edges, {",
+        '            vars(self).setdefault("kept", []).append(tensors)\n            self._outputs[key] = edges, {',
         f"{_ENGINE}a_stage_may_end_in_any_operation[sum]",
     ),
     Mutant(
@@ -3969,9 +4015,58 @@ MUTANTS = (
     Mutant(
         "a proof that fails is told on the rank that made it alone",
         "megalite/pipeline/steps.py",
-        """if "error" in told:""",
-        """if "error" in found:""",
+        "            if error:\n                raise ScheduleError(error) from failure",
+        "            if failure:\n                raise ScheduleError(error) from failure",
         "tests/distributed/test_pipeline_steps.py::test_a_proof_that_fails_is_told_to_all",
+    ),
+    Mutant(
+        "a proof that fails of anything but its schedule leaves the other ranks waiting",
+        "megalite/pipeline/steps.py",
+        "except Exception as error:  # whatever",
+        "except ScheduleError as error:  # whatever",
+        _FAILED_PROOF,
+    ),
+    Mutant(
+        "a proof that fails is told in its own pipeline alone",
+        "megalite/pipeline/steps.py",
+        "for text in all_gather_text(own, mesh.world(), mesh.device)]",
+        """for text in all_gather_text(own, mesh.group("pp"), mesh.device)]""",
+        _FAILED_PROOF,
+    ),
+    Mutant(
+        "ranks may declare other messages",
+        "megalite/pipeline/steps.py",
+        "passes on {spec}",
+        "passes on a tensor",
+        _DECLARED,
+    ),
+    Mutant(
+        "ranks may declare tensors with and without gradients",
+        "megalite/pipeline/stages.py",
+        """{'' if self.gradient else ' without a gradient'}""",
+        "",
+        _DECLARED,
+    ),
+    Mutant(
+        "ranks may declare other terms of the loss",
+        "megalite/pipeline/steps.py",
+        '        *(f"the term of the loss {term}" for term in terms),\n',
+        "",
+        _DECLARED,
+    ),
+    Mutant(
+        "ranks may count a term of the loss over other axes",
+        "megalite/parallel/stage.py",
+        "counted over {counted})",
+        "counted)",
+        _DECLARED,
+    ),
+    Mutant(
+        "a border may be without messages",
+        "megalite/pipeline/stages.py",
+        "if self.messages and len(self.messages) != self.count - 1:",
+        "if self.messages and len(self.messages) > self.count - 1:",
+        "tests/unit/test_pipeline_steps.py::test_borders_with_messages_are_as_many_as_there_are",
     ),
     Mutant(
         "what copies of a pipeline do inside their actions is not compared",

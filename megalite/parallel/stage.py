@@ -48,6 +48,10 @@ class LossTerm:
     axes: tuple[str, ...] = ("dp", "cp")
     count_axes: tuple[str, ...] = ("dp", "cp")
 
+    def __str__(self) -> str:
+        over, counted = (" x ".join(axes) or "no axis" for axes in (self.axes, self.count_axes))
+        return f"{self.name} (weight {self.weight}, summed over {over}, counted over {counted})"
+
 
 def add_terms(terms: Terms, more: Terms) -> Terms:
     """The sum of terms by name."""

@@ -24,6 +24,9 @@ class TensorSpec:
     dtype: torch.dtype | None = None
     gradient: bool = True
 
+    def __str__(self) -> str:
+        return f"{self.name} {self.shape} of {self.dtype}{'' if self.gradient else ' without a gradient'}"
+
 
 _HIDDEN_STATES = (TensorSpec("hidden_states"),)
 
@@ -41,6 +44,12 @@ class Stages:
     v_shaped: bool = False
     messages: tuple[tuple[TensorSpec, ...], ...] = ()
     """What each stage but the last passes to the next, in the order in which it is sent; empty: hidden states each."""
+
+    def __post_init__(self) -> None:
+        if self.messages and len(self.messages) != self.count - 1:
+            raise ValueError(
+                f"{len(self.messages)} borders have messages, and {self.count} stages {self.count - 1} borders"
+            )
 
     @property
     def count(self) -> int:

@@ -30,6 +30,7 @@ from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import LogicalTensor
+from megalite.parallel.stage import LossTerm
 from megalite.pipeline.checker import Collective
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
@@ -103,7 +104,9 @@ def make_engine(
     return PipelineEngine(chunks, stages, rank, links, mesh.device)
 
 
-def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, optimizer: Optimizer) -> Steps:
+def make_steps(
+    config: RunConfig, mesh: ParallelMesh, stages: Stages, optimizer: Optimizer, terms: Sequence[LossTerm]
+) -> Steps:
     """The lists of actions, with what the optimizer communicates inside them and behind: all ranks of a pipeline make
     theirs together.
     """
@@ -120,6 +123,7 @@ def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, optimizer:
         overlap=parallel.overlap_p2p_communication,
         inside={"F": gathers, "B": (*gathers, *reduction), "I": gathers, "W": reduction, "R": at_the_end},
         behind=_behind_the_lists(mesh, optimizer),
+        terms=terms,
     )
 
 
