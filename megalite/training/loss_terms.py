@@ -9,13 +9,44 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from megalite.errors import MegaliteError
 from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT
+from megalite.model.head import LM_LOSS
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import NO_TERMS, LossTerm, Terms, add_terms
+from megalite.training.metrics import is_figure
 
 Totals = Mapping[str, float]
 """By the names of terms."""
+
+
+def declared_terms(chunks: Iterable[GPT]) -> tuple[LossTerm, ...]:
+    """The terms of the loss, which all stages of a rank must declare alike, under names that nothing else has.
+
+    Raises MegaliteError where they do not; that other ranks do, too, is part of the proof of steps.
+    """
+    terms, *others = [chunk.loss_terms for chunk in chunks]
+    for number, other in enumerate(others, 1):
+        if [str(term) for term in other] != [str(term) for term in terms]:
+            raise MegaliteError(
+                f"stages of one rank declare other terms of the loss: chunk 0 {_listed(terms)}, chunk {number} "
+                f"{_listed(other)}. GPT.loss_terms must give those of the whole network, on every stage"
+            )
+    names = [term.name for term in terms]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise MegaliteError(f"several terms of the loss are called {twice[0]}: give each a name of its own")
+    if taken := [name for name in names if name != LM_LOSS.name and is_figure(name)]:
+        raise MegaliteError(
+            f"a term of the loss is called {taken[0]}, which is the name of another figure in the metrics: choose one "
+            "that is free"
+        )
+    return terms
+
+
+def _listed(terms: Iterable[LossTerm]) -> str:
+    return "; ".join(map(str, terms)) or "none"
 
 
 def counted(terms: Sequence[LossTerm], micro_batches: Iterable[MicroBatch], device: torch.device) -> Terms:

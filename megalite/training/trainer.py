@@ -42,7 +42,7 @@ from megalite.training.data import RunData, global_batch_size, last_iteration, o
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.load_report import load_notes, rounding_notes, state_notes
-from megalite.training.loss_terms import Totals, counted, factors, means, total_counts, total_sums
+from megalite.training.loss_terms import Totals, counted, declared_terms, factors, means, total_counts, total_sums
 from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.origin import Origin
@@ -74,7 +74,7 @@ class Trainer:
         if config.kernels.compile:
             compile_layers(self.chunks)
         self.network = nn.ModuleList(self.chunks)
-        self.terms = self.chunks[0].loss_terms
+        self.terms = declared_terms(self.chunks)
         self.optimizer = make_optimizer(config, self.chunks, mesh)
         self.engine = make_engine(config, self.chunks, mesh, stages)
         self.batch_size = global_batch_size(config)
