@@ -1861,10 +1861,17 @@ MUTANTS = (
         f"{_MESSAGES}[1f1b-3-1]",
     ),
     Mutant(
+        "the network declares messages of one sample",
+        "megalite/model/gpt.py",
+        "TensorSpec(HIDDEN_STATES, (sequence, batch, config.hidden_size), dtype)",
+        "TensorSpec(HIDDEN_STATES, (sequence, 1, config.hidden_size), dtype)",
+        "tests/unit/test_parallel_model.py::test_a_stage_passes_on_what_the_network_declares",
+    ),
+    Mutant(
         "terms of the loss of recomputed layers are lost",
         "megalite/model/gpt.py",
-        "            terms = add_terms(terms, own)\n        return hidden, terms",
-        "            terms = terms if recomputed else add_terms(terms, own)\n        return hidden, terms",
+        "            terms = add_sums(terms, own)\n        return hidden, terms",
+        "            terms = terms if recomputed else add_sums(terms, own)\n        return hidden, terms",
         f"{_LOSS_TERMS}[recomputed]",
     ),
     Mutant(
@@ -4070,7 +4077,7 @@ MUTANTS = (
     ),
     Mutant(
         "ranks may declare tensors with and without gradients",
-        "megalite/pipeline/stages.py",
+        "megalite/parallel/stage.py",
         """{'' if self.gradient else ' without a gradient'}""",
         "",
         _DECLARED,

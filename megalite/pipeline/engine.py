@@ -22,11 +22,11 @@ from megalite.parallel.collectives import Pending, done
 from megalite.parallel.device import synchronize
 from megalite.parallel.naming import named
 from megalite.parallel.parameter import DeferredGradients
-from megalite.parallel.stage import NO_TERMS, StageOutput, Terms, add_terms
+from megalite.parallel.stage import NO_SUMS, StageOutput, TensorSpec, TermSums, add_sums
 from megalite.pipeline.point_to_point import Links
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import Span
-from megalite.pipeline.stages import Stages, TensorSpec
+from megalite.pipeline.stages import Stages
 from megalite.torch_internals import profiler_looks_on, run_backward
 
 MicroBatch = TypeVar("MicroBatch")
@@ -187,7 +187,7 @@ class _Chunk(Generic[MicroBatch]):
                 edges.append(get_gradient_edge(tensor))
         return edges
 
-    def check_terms(self, terms: Terms, factors: Mapping[str, float] | None, micro_batch: int) -> None:
+    def check_terms(self, terms: TermSums, factors: Mapping[str, float] | None, micro_batch: int) -> None:
         """Raise MegaliteError for a term that is no scalar, or has no factor where there are some."""
         for name, term in terms.items():
             if not isinstance(term, Tensor) or term.dim() or not term.is_floating_point():
@@ -222,7 +222,7 @@ class _Step(Generic[MicroBatch]):
         self._sums: list[dict[str, Tensor]] = [{} for _ in engine.chunks]
         self._arriving: dict[tuple[str, int, int], list[Pending]] = {}
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
-        self._outputs: dict[tuple[int, int], tuple[list[GradientEdge], Terms]] = {}
+        self._outputs: dict[tuple[int, int], tuple[list[GradientEdge], TermSums]] = {}
         """Inputs, and edges of the graph for outputs, that have a gradient. A graph alone keeps no output that its
         operations do not need: so the values of one that has been sent are let go of."""
         self._to_send: dict[tuple[str, int, int], list[Tensor]] = {}
@@ -258,9 +258,9 @@ class _Step(Generic[MicroBatch]):
 
     def sums(self) -> dict[str, Tensor]:
         """Add up each term over the rank's stages, in their order: chunks are numbered by it."""
-        total: Terms = NO_TERMS
+        total: TermSums = NO_SUMS
         for sums in self._sums:
-            total = add_terms(total, sums)
+            total = add_sums(total, sums)
         return dict(total)
 
     # ------------------------------------------------------------------------------------------------ computation

@@ -3,30 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor that a stage passes to the next one for every micro-batch.
-
-    Attributes:
-        shape: for hidden states [sequence (/ size under sequence parallelism), batch, hidden]; like `dtype`, None
-            where nothing is sent, as in a schedule that is only drawn.
-        gradient: the next stage gives its gradient back.
-    """
-
-    name: str
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
-    gradient: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.shape} of {self.dtype}{'' if self.gradient else ' without a gradient'}"
-
+from megalite.parallel.stage import TensorSpec
 
 _HIDDEN_STATES = (TensorSpec("hidden_states"),)
 

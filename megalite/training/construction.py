@@ -35,7 +35,7 @@ from megalite.pipeline.checker import Collective
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.stages import Stages, TensorSpec
+from megalite.pipeline.stages import Stages
 from megalite.pipeline.steps import Inside, Steps
 from megalite.training.data import RunData
 
@@ -75,10 +75,9 @@ def make_stages(config: RunConfig) -> Stages:
     """How the model's stages lie on the pipeline's ranks, and what they pass on."""
     parallel, chunks = config.parallel, virtual_stages(config.model, config.parallel)
     sequence = config.data.seq_length // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
-    size = sequence, config.training.micro_batch_size, config.model.hidden_size
-    hidden = TensorSpec(gpt.HIDDEN_STATES, size, model_dtype(config))
-    borders = parallel.pipeline_model_parallel_size * chunks - 1
-    return Stages(parallel.pipeline_model_parallel_size, chunks, shape(parallel).v_shaped, ((hidden,),) * borders)
+    ranks, batch = parallel.pipeline_model_parallel_size, config.training.micro_batch_size
+    passed = gpt.messages(config.model, ranks * chunks, sequence=sequence, batch=batch, dtype=model_dtype(config))
+    return Stages(ranks, chunks, shape(parallel).v_shaped, passed)
 
 
 def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> list[GPT]:

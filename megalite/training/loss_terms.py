@@ -15,7 +15,7 @@ from megalite.model.gpt import GPT
 from megalite.model.head import LM_LOSS
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.stage import NO_TERMS, LossTerm, Terms, add_terms
+from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums, add_sums
 from megalite.training.metrics import is_figure
 
 Totals = Mapping[str, float]
@@ -49,26 +49,26 @@ def _listed(terms: Iterable[LossTerm]) -> str:
     return "; ".join(map(str, terms)) or "none"
 
 
-def counted(terms: Sequence[LossTerm], micro_batches: Iterable[MicroBatch], device: torch.device) -> Terms:
+def counted(terms: Sequence[LossTerm], micro_batches: Iterable[MicroBatch], device: torch.device) -> TermSums:
     """Count what each term is a mean of, on this rank, fp64 on the device."""
-    counts: Terms = NO_TERMS
+    counts: TermSums = NO_SUMS
     for micro_batch in micro_batches:
-        counts = add_terms(counts, {term.name: term.count(micro_batch).to(device, torch.float64) for term in terms})
+        counts = add_sums(counts, {term.name: term.count(micro_batch).to(device, torch.float64) for term in terms})
     return counts
 
 
-def total_counts(terms: Sequence[LossTerm], own: Terms, mesh: ParallelMesh) -> Totals:
+def total_counts(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -> Totals:
     """Add up what ranks have counted for each term, or nothing."""
     return _totals({term.name: term.count_axes for term in terms}, own, mesh, over_stages=False)
 
 
-def total_sums(terms: Sequence[LossTerm], own: Terms, mesh: ParallelMesh) -> Totals:
+def total_sums(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -> Totals:
     """Add up the sums that ranks have of each term, or nothing; the stages of a pipeline have parts of them, too."""
     return _totals({term.name: term.axes for term in terms}, own, mesh, over_stages=True)
 
 
 def _totals(
-    axes_of: Mapping[str, tuple[str, ...]], own: Terms, mesh: ParallelMesh, *, over_stages: bool
+    axes_of: Mapping[str, tuple[str, ...]], own: TermSums, mesh: ParallelMesh, *, over_stages: bool
 ) -> dict[str, float]:
     """Add up over ranks: one all-reduce for all names that are spread over the same axes. `own`: fp64."""
     zero, found = torch.zeros((), dtype=torch.float64), dict[str, float]()

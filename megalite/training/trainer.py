@@ -22,7 +22,7 @@ from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.stage import NO_TERMS, add_terms
+from megalite.parallel.stage import NO_SUMS, add_sums
 from megalite.pipeline.engine import Recording
 from megalite.training.batches import to_micro_batches
 from megalite.training.checkpoints import Checkpoints
@@ -174,7 +174,7 @@ class Trainer:
         `broken_off` is asked between two batches, and answers the same on all ranks; None where it says so.
         """
         self.network.eval()
-        sums, counts = NO_TERMS, NO_TERMS
+        sums, counts = NO_SUMS, NO_SUMS
         batch_size = self.batch_size.final
         num_micro_batches = self.num_micro_batches(batch_size)
         actions = self.steps.evaluation(num_micro_batches)
@@ -184,8 +184,8 @@ class Trainer:
                     return None
                 arrays = loader.micro_batches(batch * batch_size, num_micro_batches)
                 micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
-                sums = add_terms(sums, self.engine.run(actions, micro_batches))
-                counts = add_terms(counts, counted((LM_LOSS,), micro_batches, self.mesh.device))
+                sums = add_sums(sums, self.engine.run(actions, micro_batches))
+                counts = add_sums(counts, counted((LM_LOSS,), micro_batches, self.mesh.device))
         total, count = total_sums((LM_LOSS,), sums, self.mesh), total_counts((LM_LOSS,), counts, self.mesh)
         return means(total, count)[LM_LOSS.name]
 

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.stage import LossTerm
+from megalite.parallel.stage import LossTerm, TensorSpec
 from megalite.pipeline import steps as module
 from megalite.pipeline.checker import Collective
 from megalite.pipeline.lowering import Reductions, lower
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import ScheduleError
-from megalite.pipeline.stages import Stages, TensorSpec
+from megalite.pipeline.stages import Stages
 from megalite.pipeline.steps import Inside, Steps
 from tests.harness.rank_pool import RankPools
 

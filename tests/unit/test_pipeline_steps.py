@@ -7,11 +7,12 @@ import time
 
 import pytest
 
+from megalite.parallel.stage import TensorSpec
 from megalite.pipeline import steps as module
 from megalite.pipeline.lowering import Reductions, lower
 from megalite.pipeline.schedules import SCHEDULES, Action
 from megalite.pipeline.simulator import ScheduleError
-from megalite.pipeline.stages import Stages, TensorSpec
+from megalite.pipeline.stages import Stages
 from megalite.pipeline.steps import Steps
 
 
