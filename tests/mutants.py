@@ -79,7 +79,11 @@ _IN_PROPORTION = "verdict.py::test_stacks_are_looked_at_in_time_in_proportion_to
 _MEETING = "tests/end_to_end/test_meeting.py::test_"
 _START = "tests/end_to_end/test_stop_at_start.py::test_"
 _PROFILES = "tests/end_to_end/test_profiling.py::test_"
-_TERMS_OF_STAGES = "tests/unit/test_pipeline_engine.py::test_terms_of_any_stage_are_differentiated_at_their_own_scales"
+_PROOFS = "tests/distributed/test_pipeline_steps.py::test_"
+_FAILED_PROOF = f"{_PROOFS}a_proof_that_fails_in_one_pipeline_is_told_in_all"
+_DECLARED = f"{_PROOFS}ranks_that_declare_other_messages_or_terms_are_told_so"
+_ENGINE_ALONE = "tests/unit/test_pipeline_engine.py::test_"
+_TERMS_OF_STAGES = f"{_ENGINE_ALONE}terms_of_any_stage_are_differentiated_at_their_own_scales"
 _MESSAGES = "tests/distributed/test_pipeline_messages.py::test_stages_pass_on_what_is_declared"
 _LOSS_TERMS = "tests/distributed/test_loss_terms.py::test_a_term_of_every_layer_is_trained_on_and_recorded"
 _HANG = "tests/distributed/test_hang.py::test_"
@@ -1896,16 +1900,58 @@ MUTANTS = (
     Mutant(
         "engine: a term of the loss that stages share counts once",
         "megalite/pipeline/engine.py",
-        "self.sums[name] + value if name in self.sums else value",
+        "sums[name] + value if name in sums else value",
         "value",
         _TERMS_OF_STAGES,
     ),
     Mutant(
         "engine: terms of the loss before the last stage are not differentiated",
         "megalite/pipeline/engine.py",
-        "        for name, term in terms.items():\n            if name not in self.factors:",
-        "        for name, term in () if chunk.passes else terms.items():\n            if name not in self.factors:",
+        "        for name, term in terms.items():\n            edges.append",
+        "        for name, term in () if chunk.passes else terms.items():\n            edges.append",
         _TERMS_OF_STAGES,
+    ),
+    Mutant(
+        "engine: a term that is not declared is found in backward alone",
+        "megalite/pipeline/engine.py",
+        "self.factors if training else None, action",
+        "None, action",
+        f"{_ENGINE_ALONE}a_term_that_nobody_has_declared_is_told_at_once",
+    ),
+    Mutant(
+        "engine: a term of the loss may have any shape",
+        "megalite/pipeline/engine.py",
+        "or term.dim() or",
+        "or",
+        f"{_ENGINE_ALONE}a_term_that_is_no_scalar_of_floating_point_is_told[True-vector]",
+    ),
+    Mutant(
+        "engine: a term of the loss may be of whole numbers",
+        "megalite/pipeline/engine.py",
+        " or not term.is_floating_point():",
+        ":",
+        f"{_ENGINE_ALONE}a_term_that_is_no_scalar_of_floating_point_is_told[True-integer]",
+    ),
+    Mutant(
+        "engine: a term without a graph is differentiated",
+        "megalite/pipeline/engine.py",
+        " for name, term in terms.items() if term.requires_grad}",
+        " for name, term in terms.items()}",
+        f"{_ENGINE_ALONE}a_term_without_a_graph_is_recorded_alone",
+    ),
+    Mutant(
+        "engine: a tensor without a graph is told in torch's words",
+        "megalite/pipeline/engine.py",
+        "if not tensor.requires_grad:",
+        "if False:",
+        f"{_ENGINE_ALONE}a_tensor_without_a_graph_is_told",
+    ),
+    Mutant(
+        "engine: terms of a rank's stages are added up in the order in which they come",
+        "megalite/pipeline/engine.py",
+        "sums = self._sums[action.chunk]",
+        "sums = self._sums[0]",
+        f"{_ENGINE_ALONE}sums_do_not_depend_on_the_order_of_stages",
     ),
     Mutant(
         "engine: gradients go back for tensors that have none",
@@ -1922,10 +1968,17 @@ MUTANTS = (
         f"{_MESSAGES}[1f1b-3-1]",
     ),
     Mutant(
+        "the network declares messages of one sample",
+        "megalite/model/gpt.py",
+        "TensorSpec(HIDDEN_STATES, (sequence, batch, config.hidden_size), dtype)",
+        "TensorSpec(HIDDEN_STATES, (sequence, 1, config.hidden_size), dtype)",
+        "tests/unit/test_parallel_model.py::test_a_stage_passes_on_what_the_network_declares",
+    ),
+    Mutant(
         "terms of the loss of recomputed layers are lost",
         "megalite/model/gpt.py",
-        "            terms = add_terms(terms, own)\n        return hidden, terms",
-        "            terms = terms if recomputed else add_terms(terms, own)\n        return hidden, terms",
+        "            terms = add_sums(terms, own)\n        return hidden, terms",
+        "            terms = terms if recomputed else add_sums(terms, own)\n        return hidden, terms",
         f"{_LOSS_TERMS}[recomputed]",
     ),
     Mutant(
@@ -1955,7 +2008,7 @@ MUTANTS = (
         "all terms of the loss are summed over the axes of the first",
         "megalite/training/loss_terms.py",
         "mesh.group(*axes))",
-        "mesh.group(*terms[0].axes))",
+        "mesh.group(*next(iter(axes_of.values()))))",
         f"{_LOSS_TERMS}[parts]",
     ),
     Mutant(
@@ -1969,8 +2022,8 @@ MUTANTS = (
     Mutant(
         "engine: no output is freed",
         "megalite/pipeline/engine.py",
-        "self._outputs[key] = edges, terms",
-        'vars(self).setdefault("kept", []).append(tensors)\n            self._outputs[key] = edges, terms',
+        "            self._outputs[key] = edges, {",
+        '            vars(self).setdefault("kept", []).append(tensors)\n            self._outputs[key] = edges, {',
         f"{_ENGINE}a_stage_may_end_in_any_operation[sum]",
     ),
     Mutant(
@@ -2049,6 +2102,48 @@ MUTANTS = (
         "partial(self.gradient_shard.add_, other.gradient_shard)",
         "partial(self.gradient_shard.add_, other.gradient_shard, alpha=2)",
         "tests/distributed/test_chunks.py::test_two_chunks_give_the_bits_of_one[none-True]",
+    ),
+    Mutant(
+        "stages of a rank may declare other terms of the loss",
+        "megalite/training/loss_terms.py",
+        "if [str(term) for term in other] != [str(term) for term in terms]:",
+        "if False:",
+        "tests/unit/test_loss_terms.py::test_terms_are_those_that_all_stages_declare",
+    ),
+    Mutant(
+        "two terms of the loss may have one name",
+        "megalite/training/loss_terms.py",
+        "names.count(name) > 1]",
+        "names.count(name) > 2]",
+        "tests/unit/test_loss_terms.py::test_names_of_terms_are_their_own",
+    ),
+    Mutant(
+        "a term of the loss may be called like a figure of the metrics",
+        "megalite/training/loss_terms.py",
+        "if name != LM_LOSS.name and is_figure(name)]",
+        "if False]",
+        "tests/unit/test_loss_terms.py::test_a_term_is_not_called_like_a_figure_of_the_metrics[grad_norm]",
+    ),
+    Mutant(
+        "a figure that a flag adds to the metrics may be a term's, too",
+        "megalite/training/metrics.py",
+        """"params_norm", "num_zeros_in_grad", "world_size"}""",
+        """"world_size"}""",
+        "tests/distributed/test_loss_terms.py::test_no_term_can_be_called_like_a_figure_that_flags_add",
+    ),
+    Mutant(
+        "what a term of the loss is a mean of is counted over the axes of its sum",
+        "megalite/training/loss_terms.py",
+        "term.count_axes for term",
+        "term.axes for term",
+        f"{_LOSS_TERMS}[parts]",
+    ),
+    Mutant(
+        "what terms of the loss are means of is counted wherever the count happens to be",
+        "megalite/training/loss_terms.py",
+        "term.count(micro_batch).to(device, torch.float64)",
+        "term.count(micro_batch).double()",
+        "tests/unit/test_loss_terms.py::test_counts_are_on_the_device_wherever_they_were_made",
     ),
     Mutant(
         "the ranks of a pipeline do not learn the loss of its last stage",
@@ -4062,9 +4157,58 @@ MUTANTS = (
     Mutant(
         "a proof that fails is told on the rank that made it alone",
         "megalite/pipeline/steps.py",
-        """if "error" in told:""",
-        """if "error" in found:""",
+        "            if error:\n                raise ScheduleError(error) from failure",
+        "            if failure:\n                raise ScheduleError(error) from failure",
         "tests/distributed/test_pipeline_steps.py::test_a_proof_that_fails_is_told_to_all",
+    ),
+    Mutant(
+        "a proof that fails of anything but its schedule leaves the other ranks waiting",
+        "megalite/pipeline/steps.py",
+        "except Exception as error:  # whatever",
+        "except ScheduleError as error:  # whatever",
+        _FAILED_PROOF,
+    ),
+    Mutant(
+        "a proof that fails is told in its own pipeline alone",
+        "megalite/pipeline/steps.py",
+        "for text in all_gather_text(own, mesh.world(), mesh.device)]",
+        """for text in all_gather_text(own, mesh.group("pp"), mesh.device)]""",
+        _FAILED_PROOF,
+    ),
+    Mutant(
+        "ranks may declare other messages",
+        "megalite/pipeline/steps.py",
+        "passes on {spec}",
+        "passes on a tensor",
+        _DECLARED,
+    ),
+    Mutant(
+        "ranks may declare tensors with and without gradients",
+        "megalite/parallel/stage.py",
+        """{'' if self.gradient else ' without a gradient'}""",
+        "",
+        _DECLARED,
+    ),
+    Mutant(
+        "ranks may declare other terms of the loss",
+        "megalite/pipeline/steps.py",
+        '        *(f"the term of the loss {term}" for term in terms),\n',
+        "",
+        _DECLARED,
+    ),
+    Mutant(
+        "ranks may count a term of the loss over other axes",
+        "megalite/parallel/stage.py",
+        "counted over {counted})",
+        "counted)",
+        _DECLARED,
+    ),
+    Mutant(
+        "a border may be without messages",
+        "megalite/pipeline/stages.py",
+        "if self.messages and len(self.messages) != self.count - 1:",
+        "if self.messages and len(self.messages) > self.count - 1:",
+        "tests/unit/test_pipeline_steps.py::test_borders_with_messages_are_as_many_as_there_are",
     ),
     Mutant(
         "what copies of a pipeline do inside their actions is not compared",

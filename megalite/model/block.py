@@ -18,7 +18,7 @@ from megalite.model.mlp import MLP
 from megalite.model.norm import Norm
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
-from megalite.parallel.stage import NO_TERMS, Terms
+from megalite.parallel.stage import NO_SUMS, TermSums
 
 MIXERS: Mapping[Mixer, type[Attention]] = {"attention": Attention}
 """From [sequence (/ size under sequence parallelism), batch, hidden], and what layers share, to the same."""
@@ -31,7 +31,7 @@ class LayerOutput(NamedTuple):
 
     hidden: Tensor
     branch: Tensor
-    terms: Terms = NO_TERMS
+    terms: TermSums = NO_SUMS
 
 
 class Block(nn.Module):

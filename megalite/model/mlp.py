@@ -10,7 +10,7 @@ from megalite.config.model import ModelConfig
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
-from megalite.parallel.stage import NO_TERMS, Terms
+from megalite.parallel.stage import NO_SUMS, TermSums
 from megalite_kernels.activation import FUNCTIONS
 
 
@@ -51,6 +51,6 @@ class MLP(nn.Module):
             context.replicated(down_bias) if config.add_bias_linear else None,
         )
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Terms]:
+    def forward(self, hidden: Tensor) -> tuple[Tensor, TermSums]:
         """[sequence (/ size under sequence parallelism), batch, hidden] to the same, and no terms of the loss."""
-        return self.down(self.activation(self.up(hidden), self.up.bias)), NO_TERMS
+        return self.down(self.activation(self.up(hidden), self.up.bias)), NO_SUMS

@@ -30,11 +30,12 @@ from megalite.parallel.initialization import set_initial_values
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import LogicalTensor
+from megalite.parallel.stage import LossTerm
 from megalite.pipeline.checker import Collective
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.stages import Stages, TensorSpec
+from megalite.pipeline.stages import Stages
 from megalite.pipeline.steps import Inside, Steps
 from megalite.training.data import RunData
 
@@ -74,10 +75,9 @@ def make_stages(config: RunConfig) -> Stages:
     """Place the model's stages on the pipeline's ranks, with what they pass on."""
     parallel, chunks = config.parallel, virtual_stages(config.model, config.parallel)
     sequence = config.data.seq_length // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
-    size = sequence, config.training.micro_batch_size, config.model.hidden_size
-    hidden = TensorSpec(gpt.HIDDEN_STATES, size, model_dtype(config))
-    borders = parallel.pipeline_model_parallel_size * chunks - 1
-    return Stages(parallel.pipeline_model_parallel_size, chunks, shape(parallel).v_shaped, ((hidden,),) * borders)
+    ranks, batch = parallel.pipeline_model_parallel_size, config.training.micro_batch_size
+    passed = gpt.messages(config.model, ranks * chunks, sequence=sequence, batch=batch, dtype=model_dtype(config))
+    return Stages(ranks, chunks, shape(parallel).v_shaped, passed)
 
 
 def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
@@ -103,7 +103,9 @@ def make_engine(
     return PipelineEngine(chunks, stages, rank, links, mesh.device)
 
 
-def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, optimizer: Optimizer) -> Steps:
+def make_steps(
+    config: RunConfig, mesh: ParallelMesh, stages: Stages, optimizer: Optimizer, terms: Sequence[LossTerm]
+) -> Steps:
     """The lists of actions, with what the optimizer communicates inside them and behind: all ranks of a pipeline make
     theirs together.
     """
@@ -120,6 +122,7 @@ def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, optimizer:
         overlap=parallel.overlap_p2p_communication,
         inside={"F": gathers, "B": (*gathers, *reduction), "I": gathers, "W": reduction, "R": at_the_end},
         behind=_behind_the_lists(mesh, optimizer),
+        terms=terms,
     )
 
 

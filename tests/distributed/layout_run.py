@@ -34,10 +34,10 @@ from megalite.parallel.stage import StageOutput
 from megalite.pipeline.engine import PipelineEngine, Stage
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
+from megalite.pipeline.stages import Stages
 from megalite.pipeline.steps import Steps
 from megalite.training.compiled import compile_layers
 from tests.distributed.layout_cell import (
-    HIDDEN,
     RECOMPUTE,
     SEQUENCE,
     Cell,
@@ -48,7 +48,7 @@ from tests.distributed.layout_cell import (
     rates,
     sample_numbers,
 )
-from tests.harness.stages import LOSS, passing_hidden
+from tests.harness.stages import LOSS
 
 SEED = 1234
 BUCKET_SIZE = 700  # elements: several buckets of this small model, for the overlap
@@ -141,7 +141,7 @@ class Training:
         self.plan = make_plan(mesh, cell)
         self.sample_losses: dict[int, Tensor] = {}
         """As in RankResult."""
-        stages, rank = passing_hidden(cell.stages, hidden_shape(cell), cell.torch_dtype), mesh.coordinate("pp")
+        stages, rank = with_messages(cell.stages, cell), mesh.coordinate("pp")
         recording = [recording_losses(chunk, self.sample_losses) for chunk in chunks]
         self.engine = PipelineEngine(recording, stages, rank, make_links(mesh, stages), mesh.device)
         self.steps = Steps(
@@ -229,8 +229,12 @@ def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
     )
 
 
-def hidden_shape(cell: Cell) -> tuple[int, ...]:
-    return SEQUENCE // (cell.tp if cell.sequence_parallel else 1), cell.micro_batch_size, HIDDEN
+def with_messages(stages: Stages, cell: Cell) -> Stages:
+    """The stages, with what those of the cell's network pass on."""
+    sequence = SEQUENCE // (cell.tp if cell.sequence_parallel else 1)
+    batch, dtype = cell.micro_batch_size, cell.torch_dtype
+    passed = gpt.messages(model_config(cell), stages.count, sequence=sequence, batch=batch, dtype=dtype)
+    return replace(stages, messages=passed)
 
 
 def recording_losses(chunk: GPT, sample_losses: dict[int, Tensor]) -> Stage[MicroBatch]:
