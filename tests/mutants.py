@@ -187,8 +187,8 @@ MUTANTS = (
     ),
     Mutant(
         "the query scale is left out",
-        "megalite/model/attention.py",
-        "scale=self.score_scale,",
+        "megalite/model/attention_core.py",
+        "scale=self.scale,",
         "scale=None,",
         _network("llama, query scale"),
     ),
@@ -606,6 +606,34 @@ MUTANTS = (
         "tests/unit/test_attention.py::test_attention_in_blocks_is_the_dense_one",
     ),
     Mutant(
+        "a query that sees no key counts when parts of the keys are put together",
+        "kernels/megalite_kernels/attention.py",
+        "lse = scores.logsumexp(dim=-1).masked_fill(blind.squeeze(-1), -math.inf)",
+        "lse = scores.logsumexp(dim=-1)",
+        "tests/unit/test_attention_lse.py::test_parts_of_the_keys_together_are_the_whole",
+    ),
+    Mutant(
+        "a query that sees no key has no finite gradient",
+        "kernels/megalite_kernels/attention.py",
+        "mask | blind, scale, cap",
+        "mask, scale, cap",
+        "tests/unit/test_attention_lse.py::test_a_query_that_sees_nothing_gives_nothing",
+    ),
+    Mutant(
+        "no gradient comes through the log-sum-exp",
+        "kernels/megalite_kernels/attention.py",
+        "lse = scores.logsumexp(dim=-1)",
+        "lse = scores.detach().logsumexp(dim=-1)",
+        "tests/unit/test_attention_lse.py::test_both_outputs_and_their_gradients_are_those_of_the_formulas",
+    ),
+    Mutant(
+        "tokens that are left over when a sequence is cut into equal parts are lost",
+        "megalite/parallel/sequence.py",
+        "if left:",
+        "if False:",
+        f"{_UNIT}randomness.py::test_tokens_that_do_not_make_equal_parts_are_an_error",
+    ),
+    Mutant(
         "scores in blocks are computed twice",
         "kernels/megalite_kernels/attention.py",
         "cap is not None and not isinstance(mask, BlockMask)",
@@ -832,8 +860,8 @@ MUTANTS = (
     ),
     Mutant(
         "an operator with a mask of its own draws it from a stream",
-        "megalite/model/attention.py",
-        "context.key.seed_site(self.site, rows[0].start, query.device)",
+        "megalite/model/attention_core.py",
+        "random.seed_site(self.site, rows[0].start, query.device)",
         "pass",
         f"{_UNIT}model.py::test_an_operator_with_a_mask_of_its_own_draws_it_by_the_sample",
     ),
@@ -1706,8 +1734,8 @@ MUTANTS = (
     Mutant(
         "sequence-parallel ranks take the first rank's positions",
         "megalite/model/embedding.py",
-        ".chunk(self.shards)[self.shard]",
-        ".chunk(self.shards)[0]",
+        ".split(len(hidden))[self.shard]",
+        ".split(len(hidden))[0]",
         _one_step("tp2-sp-dp1"),
     ),
     Mutant(
@@ -3519,9 +3547,9 @@ MUTANTS = (
     ),
     Mutant(
         "the heads of all ranks draw the same",
-        "megalite/model/attention.py",
-        "rows = context.layout.rows_of(self.own_heads)",
-        "rows = context.layout.rows_of(range(self.heads))",
+        "megalite/model/attention_core.py",
+        "rows = layout.rows_of(self.heads)",
+        "rows = layout.rows_of(range(len(self.heads)))",
         f"{_DRAWS}[2-False-gpt2]",
     ),
     Mutant(

@@ -81,6 +81,21 @@ def test_attention_in_blocks_is_the_dense_one(
     assert graphs["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize(("groups", "cap"), [(4, None), (2, 2.0)])
+def test_the_log_sum_exp_in_blocks_is_the_dense_one(groups: int, cap: float | None, graphs: dict[str, int]) -> None:
+    """And its gradient."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [heads(256, count, generator) for count in (4, groups, groups)]
+    first = first_visible(micro_batch(256), None)
+    found = []
+    for mask in (kernel.block_mask(first), kernel.dense_mask(first)):
+        output, lse = kernel.attention_with_lse(*parts, mask, scale=0.7, cap=cap)
+        found.append([output, lse, *torch.autograd.grad(output.sin().sum() + lse.sin().sum(), parts)])
+    for ours, reference in zip(*found, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-12)
+    assert graphs["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize("recompute", [Recompute(), Recompute(attention=True), Recompute(method="uniform")])
 def test_a_network_in_blocks_is_the_dense_one(
     recompute: Recompute, graphs: dict[str, int], monkeypatch: pytest.MonkeyPatch
