@@ -634,6 +634,20 @@ MUTANTS = (
         f"{_UNIT}randomness.py::test_tokens_that_do_not_make_equal_parts_are_an_error",
     ),
     Mutant(
+        "a part of a sample without documents or window sees what stands there in its beginning",
+        "megalite/model/gpt.py",
+        "if causal and layout.is_whole and",
+        "if causal and",
+        "tests/unit/test_attention.py::test_a_part_of_a_sample_is_masked_as_the_whole_is",
+    ),
+    Mutant(
+        "the queries of a part of a sample look from its beginning",
+        "megalite/model/gpt.py",
+        "dense_mask(first, layout.places(first.device), ",
+        "dense_mask(first, None, ",
+        "tests/unit/test_attention.py::test_a_part_of_a_sample_is_masked_as_the_whole_is",
+    ),
+    Mutant(
         "scores in blocks are computed twice",
         "kernels/megalite_kernels/attention.py",
         "cap is not None and not isinstance(mask, BlockMask)",

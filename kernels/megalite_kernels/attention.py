@@ -41,17 +41,18 @@ def goes_in_blocks(device: torch.device, dtype: torch.dtype, sequence: int, widt
     return sequence % BLOCK == 0 and width in _WIDTHS
 
 
-def dense_mask(first: Tensor) -> Tensor:
-    """The first key that each query sees, [batch or 1, sequence], to [batch or 1, 1, sequence, sequence] bool, true
-    where a query may look.
+def dense_mask(first: Tensor, queries: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+    """The first place that each query sees, [batch or 1, queries], to [batch or 1, 1, queries, keys] bool, true where a
+    query may look. `queries` and `keys` are their places in the sample; None: all of them, in their order.
     """
-    keys = torch.arange(first.shape[1], device=first.device)
-    return ((keys <= keys.unsqueeze(1)) & (keys >= first.unsqueeze(2))).unsqueeze(1)
+    whole = torch.arange(first.shape[1], device=first.device)
+    queries, keys = (whole if places is None else places for places in (queries, keys))
+    return ((keys <= queries.unsqueeze(1)) & (keys >= first.unsqueeze(2))).unsqueeze(1)
 
 
 def block_mask(first: Tensor) -> BlockMask:
-    """The same, of [batch, sequence] that never falls along the sequence, as blocks of scores: for each block of
-    queries those of which it sees all, and those of which it sees a part.
+    """The same of a whole sample, of [batch, sequence] that never falls along the sequence, as blocks of scores: for
+    each block of queries those of which it sees all, and those of which it sees a part.
     """
     sequence = first.shape[1]
     blocks = torch.arange(sequence // BLOCK, device=first.device)

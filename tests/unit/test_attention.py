@@ -13,10 +13,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from megalite.model.batch import MicroBatch, first_keys, first_visible
 from megalite.model.recompute import Recompute
 from megalite.parallel.randomness import RandomKey
+from megalite.parallel.sequence import SequenceLayout
 from megalite_kernels import attention as kernel
 from tests.distributed.layout_expected import one_thread
 from tests.harness.stages import loss_of
-from tests.unit.test_parallel_model import GEMMA, VOCABULARY, network
+from tests.unit.test_parallel_model import GEMMA, LLAMA, VOCABULARY, network
 
 BATCH = 2
 
@@ -141,3 +142,19 @@ def test_first_visible() -> None:
     assert first_visible(batch, None).tolist() == [[0, 0, 2, 2, 2, 5], [0] * 6]
     assert first_visible(batch, 1).tolist() == [[0, 0, 2, 2, 3, 5], [0, 0, 1, 2, 3, 4]]
     assert first_visible(replace(batch, first_keys=None), 2).tolist() == [[0, 0, 0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_part_of_a_sample_is_masked_as_the_whole_is(documents: bool) -> None:
+    """With its window, and without any; against all keys, and by the kernel against those of a part."""
+    made, whole = network(GEMMA), micro_batch(12, documents=documents)
+    layout = SequenceLayout(12, (range(3, 6), range(9, 12)))
+    places = layout.places(torch.device("cpu"))
+    first = None if whole.first_keys is None else whole.first_keys[:, places]
+    part = replace(whole, tokens=whole.tokens[:, places], first_keys=first, parts=layout)
+    for window in (None, 2):
+        expected = kernel.dense_mask(first_visible(whole, window))[:, :, places]
+        assert torch.equal(made._mask(part, window), expected)
+        found = kernel.dense_mask(first_visible(part, window), places, places[2:])
+        assert torch.equal(found, expected[..., places[2:]])
+    assert network(LLAMA)._mask(replace(part, first_keys=None), None) is not None
