@@ -6,7 +6,7 @@ With sandwich norms, norm(attention(...)) and norm(mlp(...)) stand in the place 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -20,10 +20,25 @@ from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
 from megalite.parallel.stage import NO_SUMS, TermSums
 
-MIXERS: Mapping[Mixer, type[Attention]] = {"attention": Attention}
-"""From [sequence (/ size under sequence parallelism), batch, hidden], and what layers share, to the same."""
-FEED_FORWARDS: Mapping[FeedForward, type[MLP]] = {"dense": MLP}
-"""From the same to the same, and terms of the loss."""
+
+class MixerModule(Protocol):
+    """Mixer of tokens: from [sequence (/ size under sequence parallelism), batch, hidden] to the same."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, *, recompute: bool) -> None: ...
+
+    def __call__(self, hidden: Tensor, context: LayerContext) -> Tensor: ...
+
+
+class FeedForwardModule(Protocol):
+    """Layer that treats tokens one by one: from the same to the same, and sums of its loss terms."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None: ...
+
+    def __call__(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]: ...
+
+
+MIXERS: Mapping[Mixer, type[MixerModule]] = {"attention": Attention}
+FEED_FORWARDS: Mapping[FeedForward, type[FeedForwardModule]] = {"dense": MLP}
 
 
 class LayerOutput(NamedTuple):
@@ -67,7 +82,7 @@ class Block(nn.Module):
             normed, hidden = self.mlp_norm(hidden), hidden + attended
         else:
             normed, hidden = self.mlp_norm(attended, hidden)
-        transformed, terms = self.mlp(normed)
+        transformed, terms = self.mlp(normed, context)
         if self.mlp_output_norm is not None:
             transformed = self.mlp_output_norm(transformed)
         return LayerOutput(hidden, dropout(transformed, probability, context.key, self.mlp_site, context.rows), terms)

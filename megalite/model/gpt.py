@@ -133,16 +133,16 @@ class GPT(nn.Module):
         return LayerContext(rotary, windowed_rotary, mask, windowed, micro_batch.key, layout, rows, cache)
 
     def _mask(self, micro_batch: MicroBatch, window: int | None) -> Tensor | BlockMask | None:
-        """Of layers with this window."""
+        """Of layers with this window: what the tokens see of their whole samples."""
         config, batch, layout = self.config, micro_batch.tokens.shape[0], micro_batch.layout
         causal = micro_batch.first_keys is None and (window is None or window >= layout.length - 1)
-        if causal and config.attn_logit_softcapping is None:
+        if causal and layout.is_whole and config.attn_logit_softcapping is None:
             return None
         first = first_visible(micro_batch, window)
         dropout = config.attention_dropout if self.training else 0.0
-        if goes_in_blocks(first.device, self.dtype, layout.length, config.head_dim, dropout):
+        if layout.is_whole and goes_in_blocks(first.device, self.dtype, layout.length, config.head_dim, dropout):
             return block_mask(first.expand(batch, -1))
-        return dense_mask(first)
+        return dense_mask(first, layout.places(first.device), torch.arange(layout.length, device=first.device))
 
     def _run_layers(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
         terms = NO_SUMS

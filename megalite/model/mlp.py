@@ -7,6 +7,7 @@ import math
 from torch import Tensor, nn
 
 from megalite.config.model import ModelConfig
+from megalite.model.batch import LayerContext
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
@@ -51,6 +52,9 @@ class MLP(nn.Module):
             context.replicated(down_bias) if config.add_bias_linear else None,
         )
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, TermSums]:
-        """[sequence (/ size under sequence parallelism), batch, hidden] to the same, and no terms of the loss."""
+    def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
+        """[sequence (/ size under sequence parallelism), batch, hidden] to the same, and no terms of the loss.
+
+        It treats each token by itself, and alike: what layers share it does not need.
+        """
         return self.down(self.activation(self.up(hidden), self.up.bias)), NO_SUMS
