@@ -999,6 +999,20 @@ MUTANTS = (
         "tests/unit/test_grouped.py::test_offsets_that_do_not_deal_all_rows_are_an_error",
     ),
     Mutant(
+        "a layout that nothing runs on has no ranks for its experts",
+        "megalite/conversion/layout.py",
+        "math.lcm(parallel.model_parallel_size, parallel.expert_tensor_model_pipeline_parallel_size)",
+        "math.lcm(parallel.model_parallel_size)",
+        "tests/unit/test_checkpoint_resharding.py::test_the_weights_of_ranks_of_any_view_are_the_model",
+    ),
+    Mutant(
+        "an axis of the experts that is shorter than that of the rest is taken",
+        "megalite/config/validate.py",
+        "if of_experts not in (None, tensor):",
+        "if (of_experts or 1) > tensor:",
+        "tests/unit/test_config_validate.py::test_axes_to_come_are_refused_and_must_fit_the_ranks",
+    ),
+    Mutant(
         "rows of other experts than a weight has are taken",
         "megalite/parallel/grouped.py",
         "if (len(offsets) - 1, input.shape[1]) != (experts, width):",
