@@ -27,8 +27,7 @@ class Kept:
     flat: Callable[[OptimizerConfig, ParameterGroup], tuple[str, ...]]
     """Names of what has a number for each element of a group's parameters, on the shards as these are."""
     own: Mapping[str, OwnState] = field(default_factory=dict)
-    """State of other shapes, by name. (No rule of KEPT has any yet; tests/distributed/test_checkpoint_state.py proves it
-    by a rule that averages rows and columns.)"""
+    """State of other shapes, by name. (The rule that tests/distributed/test_checkpoint_state.py makes has some.)"""
 
 
 def _moments(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:
