@@ -10,7 +10,7 @@ from megalite.config.model import ModelConfig
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
-from megalite.parallel.stage import NO_TERMS, Terms
+from megalite.parallel.stage import NO_TERMS, LossTerm, Terms
 from megalite_kernels.activation import FUNCTIONS
 
 
@@ -50,6 +50,11 @@ class MLP(nn.Module):
             context.split(down, {1: "ffn"}),
             context.replicated(down_bias) if config.add_bias_linear else None,
         )
+
+    @staticmethod
+    def loss_terms(config: ModelConfig) -> tuple[LossTerm, ...]:
+        """The terms of a network's loss that layers of this kind return: none."""
+        return ()
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Terms]:
         """[sequence (/ size under sequence parallelism), batch, hidden] to the same, and no terms of the loss."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline import steps as module
 from megalite.pipeline.checker import Collective
@@ -11,7 +12,7 @@ from megalite.pipeline.lowering import Reductions, lower
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
-from megalite.pipeline.steps import Inside, Steps
+from megalite.pipeline.steps import Steps
 from tests.harness.rank_pool import RankPools
 
 TRAINING, EVALUATION = [2, 4, 6, 8], [8]
