@@ -1041,6 +1041,35 @@ MUTANTS = (
         "tests/unit/test_declarations.py::test_terms_of_layers_are_the_networks_on_every_stage",
     ),
     Mutant(
+        "what is counted in forward is counted again where that is recomputed",
+        "megalite/parallel/tally.py",
+        "        ctx.numbers, ctx.tally = numbers, tally\n",
+        "        ctx.numbers, ctx.tally = numbers * 0, tally\n        tally.own += numbers\n",
+        "tests/distributed/test_tally.py::test_layers_count_alike_on_every_layout[recomputed]",
+    ),
+    Mutant(
+        "a step counts what those before it have counted, too",
+        "megalite/optim/optimizer.py",
+        "            tally.begin_step()\n",
+        "            pass\n",
+        "tests/distributed/test_tally.py::test_layers_count_alike_on_every_layout[copies]",
+    ),
+    Mutant(
+        "what a skipped step has counted is taken",
+        "megalite/optim/optimizer.py",
+        "        if result.skipped:\n            return result\n",
+        "        if result.skipped:\n            for part in self._counting():\n                part.run()\n"
+        "            return result\n",
+        "tests/distributed/test_tally.py::test_layers_count_alike_on_every_layout[stages]",
+    ),
+    Mutant(
+        "a rank takes what it has counted alone",
+        "megalite/parallel/tally.py",
+        "totals = collectives.all_reduce_(torch.cat([tally.own for tally in tallies]), tallies[0].group)",
+        "totals = torch.cat([tally.own for tally in tallies])",
+        "tests/distributed/test_tally.py::test_layers_count_alike_on_every_layout[copies]",
+    ),
+    Mutant(
         "rows of other experts than a weight has are taken",
         "megalite/parallel/grouped.py",
         "if (len(offsets) - 1, input.shape[1]) != (experts, width):",
