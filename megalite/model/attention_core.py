@@ -18,8 +18,8 @@ from megalite_kernels.attention import attention, draws_its_own, keeps_scores
 
 
 class Core(Protocol):
-    """From queries, keys and values to mixed values. Ranks that share a sequence have a core of their own, which may use
-    the one of a rank that is alone."""
+    """From queries, keys and values to mixed values. Ranks that share a sequence have a core of their own, which may
+    use the one of a rank that is alone."""
 
     def __call__(
         self,

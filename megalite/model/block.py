@@ -18,7 +18,7 @@ from megalite.model.mlp import MLP
 from megalite.model.norm import Norm
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
-from megalite.parallel.stage import NO_SUMS, TermSums
+from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
 
 
 class MixerModule(Protocol):
@@ -33,6 +33,10 @@ class FeedForwardModule(Protocol):
     """Layer that treats tokens one by one: from the same to the same, and sums of its loss terms."""
 
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None: ...
+
+    @staticmethod
+    def loss_terms(config: ModelConfig) -> tuple[LossTerm, ...]:
+        """Declare the terms of the loss that layers of this kind return."""
 
     def __call__(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]: ...
 

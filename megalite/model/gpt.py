@@ -13,13 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import LayerContext, MicroBatch, first_visible
-from megalite.model.block import Block
+from megalite.model.block import FEED_FORWARDS, Block
 from megalite.model.cache import KeyValueCache
 from megalite.model.embedding import Embedding, word_sharding
 from megalite.model.head import LM_LOSS, Head, Loss
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
 from megalite.parallel.context import ParallelContext
+from megalite.parallel.inside import Inside, inside_forward
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Use
@@ -85,7 +86,18 @@ class GPT(nn.Module):
     @property
     def loss_terms(self) -> tuple[LossTerm, ...]:
         """The terms of the whole network's loss; a stage returns the sums of some."""
-        return (LM_LOSS,)
+        kinds = dict.fromkeys(FEED_FORWARDS[layer.feed_forward] for layer in self.config.layers)
+        return (LM_LOSS, *(term for kind in kinds for term in kind.loss_terms(self.config)))
+
+    def inside(self, *, backward: bool) -> list[Inside]:
+        """What the stage's layers do with other ranks in forward, or in backward, recomputed layers twice."""
+        if not backward:
+            return inside_forward(self.layers)
+        found = []
+        for start, stop, recomputed in reversed(self.recompute.spans(len(self.layers))):
+            those = inside_forward(list(self.layers)[start:stop])
+            found += [*(those if recomputed else ()), *reversed(those)]
+        return found
 
     def forward(self, inputs: Mapping[str, Tensor], micro_batch: MicroBatch) -> StageOutput:
         """Hidden states [sequence (/ size under sequence parallelism), batch, hidden] to the same.

@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from megalite.parallel.collectives import all_gather_text
+from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.checker import Collective, check
@@ -36,14 +37,6 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-class Inside(NamedTuple):
-    """What copies of a pipeline do together inside an action: its name and that of its group."""
-
-    name: str
-    group: str
-    """By the axes of the mesh, as "dp x cp" or "ep": by them each rank finds those with whom it does it."""
 
 
 class _Step(NamedTuple):

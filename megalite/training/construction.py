@@ -27,6 +27,7 @@ from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
 from megalite.parallel.initialization import set_initial_values
+from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import LogicalTensor
@@ -36,7 +37,7 @@ from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.stages import Stages
-from megalite.pipeline.steps import Inside, Steps
+from megalite.pipeline.steps import Steps
 from megalite.training.data import RunData
 
 
@@ -104,11 +105,19 @@ def make_engine(
 
 
 def make_steps(
-    config: RunConfig, mesh: ParallelMesh, stages: Stages, optimizer: Optimizer, terms: Sequence[LossTerm]
+    config: RunConfig,
+    mesh: ParallelMesh,
+    stages: Stages,
+    chunks: Sequence[GPT],
+    optimizer: Optimizer,
+    terms: Sequence[LossTerm],
 ) -> Steps:
-    """The lists of actions, with what the optimizer communicates inside them and behind: all ranks of a pipeline make
-    theirs together.
+    """The lists of actions, with what layers and the optimizer communicate inside them, and the optimizer after them.
+
+    All ranks of a pipeline make theirs together.
     """
+    forward = tuple(each for chunk in chunks for each in chunk.inside(backward=False))
+    backward = tuple(each for chunk in chunks for each in chunk.inside(backward=True))
     parallel, each = config.parallel, optimizer.reduces_each_micro_batch
     gathers = _inside("gather of parameters", (bucket for bucket in optimizer.buckets if bucket.stage == 3))
     reductions = _inside("reduction of gradients", optimizer.buckets)
@@ -120,7 +129,13 @@ def make_steps(
         group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
         reductions=Reductions(each, parallel.overlap_grad_reduce, parallel.align_grad_reduce),
         overlap=parallel.overlap_p2p_communication,
-        inside={"F": gathers, "B": (*gathers, *reduction), "I": gathers, "W": reduction, "R": at_the_end},
+        inside={
+            "F": (*gathers, *forward),
+            "B": (*gathers, *backward, *reduction),
+            "I": (*gathers, *backward),
+            "W": reduction,
+            "R": at_the_end,
+        },
         behind=_behind_the_lists(mesh, optimizer),
         terms=terms,
     )
@@ -215,12 +230,12 @@ def count_kinds(
     chunks: Iterable[GPT], mesh: ParallelMesh, kind: Callable[[Parameter, LogicalTensor], str]
 ) -> Counter[str]:
     """The same by what `kind` calls them, in about the order of the model."""
-    own = mesh.rank - mesh.coordinate("tp")  # of this stage, the first tensor-parallel rank
+    first = min(mesh.ranks("dp", "cp", "tp"))  # of those with this stage
     tensors = {
         piece.tensor.name: (kind(parameter, piece.tensor), math.prod(piece.tensor.shape))
         for chunk in chunks
         for parameter, piece in named_pieces(chunk)
-        if min(parameter.sharding.copies) >= own  # else it is tied, and counted by an earlier rank
+        if min(parameter.sharding.copies) >= first  # else it is tied, and counted by an earlier stage
     }
     counts = Counter[str]()
     for name, size in tensors.values():

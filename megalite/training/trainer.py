@@ -78,7 +78,7 @@ class Trainer:
         self.optimizer = make_optimizer(config, self.chunks, mesh)
         self.engine = make_engine(config, self.chunks, mesh, stages)
         self.batch_size = global_batch_size(config)
-        self.steps = make_steps(config, mesh, stages, self.optimizer, self.terms)
+        self.steps = make_steps(config, mesh, stages, self.chunks, self.optimizer, self.terms)
         sizes = [self.num_micro_batches(size) for size in self.batch_size.sizes]
         self.steps.prove(sizes, sizes[-1:], mesh)
         self.rates = rate_schedules(

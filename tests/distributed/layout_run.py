@@ -41,6 +41,7 @@ from tests.distributed.layout_cell import (
     RECOMPUTE,
     SEQUENCE,
     Cell,
+    Split,
     batch,
     loss_terms,
     model_config,
@@ -89,15 +90,15 @@ class RankResult:
 def run_cells(cells: Sequence[Cell]) -> list[RankResult]:
     """Every cell in turn, on this rank of as many processes as each of the cells needs."""
     meshes = make_meshes(cells)
-    return [run_cell(meshes[cell.tp, cell.pp], cell) for cell in cells]
+    return [run_cell(meshes[cell.split], cell) for cell in cells]
 
 
-def make_meshes(cells: Iterable[Cell]) -> dict[tuple[int, int], ParallelMesh]:
-    """This rank's meshes, by (tp, pp): one for all cells that are split alike."""
+def make_meshes(cells: Iterable[Cell]) -> dict[Split, ParallelMesh]:
+    """This rank's meshes: one for all cells that are split alike."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return {
-        (tp, pp): ParallelMesh(rank=rank, world_size=world_size, tensor_parallel_size=tp, pipeline_parallel_size=pp)
-        for tp, pp in dict.fromkeys((cell.tp, cell.pp) for cell in cells)
+        split: ParallelMesh(rank=rank, world_size=world_size, **split._asdict())
+        for split in dict.fromkeys(cell.split for cell in cells)
     }
 
 
@@ -156,13 +157,13 @@ class Training:
         mesh, optimizer = self.mesh, self.optimizer
         micro_batches = list(local_micro_batches(self.cell, number, mesh.coordinate("dp")))
         own = sum(m.loss_mask.sum(dtype=torch.float64).item() for m in micro_batches)
-        count = collectives.all_reduce_(torch.tensor([own]).double(), mesh.group("dp")).item()
+        count = collectives.all_reduce_(torch.tensor([own]).double(), mesh.group("dp", "cp")).item()
         optimizer.begin_step(len(micro_batches))
         factors = {LOSS: 1.0 / count if count else 0.0}
         with several_chunks_of_logits():
             sums = self.engine.run(self.steps.training(len(micro_batches)), micro_batches, factors, optimizer)
         update = optimizer.step(rates(self.cell, number))
-        loss_sum = collectives.all_reduce_(sums.get(LOSS, torch.zeros(()).double()).view(1), mesh.group("dp"))
+        loss_sum = collectives.all_reduce_(sums.get(LOSS, torch.zeros(()).double()).view(1), mesh.group("dp", "cp"))
         return collectives.all_reduce_(loss_sum, mesh.group("pp")).item() / max(count, 1.0), update
 
     def save(self, directory: Path, iteration: int, ckpt_format: str = "megalite") -> Path:
@@ -231,7 +232,7 @@ def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
 
 def with_messages(stages: Stages, cell: Cell) -> Stages:
     """The stages, with what those of the cell's network pass on."""
-    sequence = SEQUENCE // (cell.tp if cell.sequence_parallel else 1)
+    sequence = SEQUENCE // cell.cp // (cell.tp if cell.sequence_parallel else 1)
     batch, dtype = cell.micro_batch_size, cell.torch_dtype
     passed = gpt.messages(model_config(cell), stages.count, sequence=sequence, batch=batch, dtype=dtype)
     return replace(stages, messages=passed)
@@ -310,7 +311,8 @@ def held(network: nn.Module, mesh: ParallelMesh, tensor_of: Callable[[Parameter]
     for parameter, piece in named_pieces(network):
         values = piece.view(tensor_of(parameter).detach()).clone()
         digest = hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
-        sent = values if mesh.coordinate("dp") == 0 else None
+        peers = ("edp",) if parameter.sharding.expert else ("dp", "cp")
+        sent = values if mesh.rank == mesh.ranks(*peers)[0] else None
         pieces.append(Held(piece.tensor.name, piece.tensor.shape, piece.box, digest, sent))
     return pieces
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm, TensorSpec
 from megalite.pipeline import steps as module
@@ -15,7 +16,7 @@ from megalite.pipeline.lowering import Reductions, lower
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
-from megalite.pipeline.steps import Inside, Steps
+from megalite.pipeline.steps import Steps
 from tests.harness.rank_pool import RankPools
 
 TRAINING, EVALUATION = [2, 4, 6, 8], [8]
