@@ -1873,14 +1873,14 @@ MUTANTS = (
         "megalite/checkpoint/loading.py",
         "optimizer.steps = manifest.training.optimizer_steps if state else 0",
         "optimizer.steps = 0",
-        f"{_GOES_ON}[3]",
+        _GOES_ON,
     ),
     Mutant(
         "a load leaves the padding of the optimizer's state as it was",
         "megalite/checkpoint/loading.py",
         "for values in (run.values, *run.tensors.values()):",
         "for values in (run.values,):",
-        f"{_GOES_ON}[3]",
+        _GOES_ON,
     ),
     Mutant(
         "an object store's tracker names a checkpoint before its manifest is there",
@@ -1946,7 +1946,7 @@ MUTANTS = (
         "megalite/checkpoint/fetching.py",
         "        for blocks, row in zip(now, received, strict=True):",
         "        for blocks, row in zip(now[1:], received[1:], strict=True):",
-        f"{_GOES_ON}[8]",
+        _GOES_ON,
     ),
     Mutant(
         "the first of the copies saves all of them",
