@@ -79,7 +79,11 @@ _IN_PROPORTION = "verdict.py::test_stacks_are_looked_at_in_time_in_proportion_to
 _MEETING = "tests/end_to_end/test_meeting.py::test_"
 _START = "tests/end_to_end/test_stop_at_start.py::test_"
 _PROFILES = "tests/end_to_end/test_profiling.py::test_"
-_TERMS_OF_STAGES = "tests/unit/test_pipeline_engine.py::test_terms_of_any_stage_are_differentiated_at_their_own_scales"
+_PROOFS = "tests/distributed/test_pipeline_steps.py::test_"
+_FAILED_PROOF = f"{_PROOFS}a_proof_that_fails_in_one_pipeline_is_told_in_all"
+_DECLARED = f"{_PROOFS}ranks_that_declare_other_messages_or_terms_are_told_so"
+_ENGINE_ALONE = "tests/unit/test_pipeline_engine.py::test_"
+_TERMS_OF_STAGES = f"{_ENGINE_ALONE}terms_of_any_stage_are_differentiated_at_their_own_scales"
 _MESSAGES = "tests/distributed/test_pipeline_messages.py::test_stages_pass_on_what_is_declared"
 _LOSS_TERMS = "tests/distributed/test_loss_terms.py::test_a_term_of_every_layer_is_trained_on_and_recorded"
 _HANG = "tests/distributed/test_hang.py::test_"
@@ -189,8 +193,8 @@ MUTANTS = (
     ),
     Mutant(
         "the query scale is left out",
-        "megalite/model/attention.py",
-        "scale=self.score_scale,",
+        "megalite/model/attention_core.py",
+        "scale=self.scale,",
         "scale=None,",
         _network("llama, query scale"),
     ),
@@ -636,6 +640,48 @@ MUTANTS = (
         "tests/unit/test_attention.py::test_attention_in_blocks_is_the_dense_one",
     ),
     Mutant(
+        "a query that sees no key counts when parts of the keys are put together",
+        "kernels/megalite_kernels/attention.py",
+        "lse = scores.logsumexp(dim=-1).masked_fill(blind.squeeze(-1), -math.inf)",
+        "lse = scores.logsumexp(dim=-1)",
+        "tests/unit/test_attention_lse.py::test_parts_of_the_keys_together_are_the_whole",
+    ),
+    Mutant(
+        "a query that sees no key has no finite gradient",
+        "kernels/megalite_kernels/attention.py",
+        "mask | blind, scale, cap",
+        "mask, scale, cap",
+        "tests/unit/test_attention_lse.py::test_a_query_that_sees_nothing_gives_nothing",
+    ),
+    Mutant(
+        "no gradient comes through the log-sum-exp",
+        "kernels/megalite_kernels/attention.py",
+        "lse = scores.logsumexp(dim=-1)",
+        "lse = scores.detach().logsumexp(dim=-1)",
+        "tests/unit/test_attention_lse.py::test_both_outputs_and_their_gradients_are_those_of_the_formulas",
+    ),
+    Mutant(
+        "tokens that are left over when a sequence is cut into equal parts are lost",
+        "megalite/parallel/sequence.py",
+        "if left:",
+        "if False:",
+        f"{_UNIT}randomness.py::test_tokens_that_do_not_make_equal_parts_are_an_error",
+    ),
+    Mutant(
+        "a part of a sample without documents or window sees what stands there in its beginning",
+        "megalite/model/gpt.py",
+        "if causal and layout.is_whole and",
+        "if causal and",
+        "tests/unit/test_attention.py::test_a_part_of_a_sample_is_masked_as_the_whole_is",
+    ),
+    Mutant(
+        "the queries of a part of a sample look from its beginning",
+        "megalite/model/gpt.py",
+        "dense_mask(first, layout.places(first.device), ",
+        "dense_mask(first, None, ",
+        "tests/unit/test_attention.py::test_a_part_of_a_sample_is_masked_as_the_whole_is",
+    ),
+    Mutant(
         "scores in blocks are computed twice",
         "kernels/megalite_kernels/attention.py",
         "cap is not None and not isinstance(mask, BlockMask)",
@@ -862,8 +908,8 @@ MUTANTS = (
     ),
     Mutant(
         "an operator with a mask of its own draws it from a stream",
-        "megalite/model/attention.py",
-        "context.key.seed_site(self.site, rows[0].start, query.device)",
+        "megalite/model/attention_core.py",
+        "random.seed_site(self.site, rows[0].start, query.device)",
         "pass",
         f"{_UNIT}model.py::test_an_operator_with_a_mask_of_its_own_draws_it_by_the_sample",
     ),
@@ -949,7 +995,7 @@ MUTANTS = (
         "megalite/optim/shard.py",
         "self.start, self.stop = bucket.place.held",
         "self.start, self.stop = bucket.place.held[0] + sharded, bucket.place.held[1] + sharded",
-        f"{_STEPS}[4]",
+        "tests/distributed/test_layouts.py::test_one_step_is_the_oracles[tp1-dp2]",
     ),
     Mutant(
         "ZeRO 3 frees a block's weights before its last use of them",
@@ -1041,6 +1087,105 @@ MUTANTS = (
         "or offsets[-1] != len(input) or",
         "or",
         "tests/unit/test_grouped.py::test_offsets_that_do_not_deal_all_rows_are_an_error",
+    ),
+    Mutant(
+        "a layout that nothing runs on has no ranks for its experts",
+        "megalite/conversion/layout.py",
+        "math.lcm(parallel.model_parallel_size, parallel.expert_tensor_model_pipeline_parallel_size)",
+        "math.lcm(parallel.model_parallel_size)",
+        "tests/unit/test_checkpoint_resharding.py::test_the_weights_of_ranks_of_any_view_are_the_model",
+    ),
+    Mutant(
+        "an axis of the experts that is shorter than that of the rest is taken",
+        "megalite/config/validate.py",
+        "if of_experts not in (None, tensor):",
+        "if (of_experts or 1) > tensor:",
+        "tests/unit/test_config_validate.py::test_axes_to_come_are_refused_and_must_fit_the_ranks",
+    ),
+    Mutant(
+        "a rank does not count experts that an earlier rank has, too",
+        "megalite/training/construction.py",
+        'first = min(mesh.ranks("dp", "cp", "tp"))',
+        'first = mesh.ranks("tp")[0]',
+        "tests/unit/test_declarations.py::test_every_rank_counts_all_experts",
+    ),
+    Mutant(
+        "the proof is not told what recomputed layers do again",
+        "megalite/model/gpt.py",
+        "found += [*(those if recomputed else ()), *reversed(those)]",
+        "found += reversed(those)",
+        "tests/unit/test_declarations.py::test_what_layers_do_together_is_declared",
+    ),
+    Mutant(
+        "the proof is not told what layers do with other ranks",
+        "megalite/training/construction.py",
+        '"F": (*gathers, *forward),',
+        '"F": gathers,',
+        "tests/unit/test_declarations.py::test_the_proof_is_told_of_it",
+    ),
+    Mutant(
+        "only the stages that have such layers know of their term",
+        "megalite/model/gpt.py",
+        "for layer in self.config.layers)\n        return (LM_LOSS",
+        "for layer in self.config.layers[: len(self.layers)])\n        return (LM_LOSS",
+        "tests/unit/test_declarations.py::test_terms_of_layers_are_the_networks_on_every_stage",
+    ),
+    Mutant(
+        "what is counted in forward is counted again where that is recomputed",
+        "megalite/parallel/tally.py",
+        "        ctx.numbers, ctx.tally = numbers, tally\n",
+        "        ctx.numbers, ctx.tally = numbers * 0, tally\n        tally.own += numbers\n",
+        "tests/distributed/test_tally.py::test_layers_count_alike_on_every_layout[recomputed]",
+    ),
+    Mutant(
+        "a step counts what those before it have counted, too",
+        "megalite/optim/optimizer.py",
+        "            tally.begin_step()\n",
+        "            pass\n",
+        "tests/distributed/test_tally.py::test_layers_count_alike_on_every_layout[copies]",
+    ),
+    Mutant(
+        "what a skipped step has counted is taken",
+        "megalite/optim/optimizer.py",
+        "        if result.skipped:\n            return result\n",
+        "        if result.skipped:\n            for part in self._counting():\n                part.run()\n"
+        "            return result\n",
+        "tests/distributed/test_tally.py::test_layers_count_alike_on_every_layout[stages]",
+    ),
+    Mutant(
+        "a rank takes what it has counted alone",
+        "megalite/parallel/tally.py",
+        "totals = collectives.all_reduce_(torch.cat([tally.own for tally in tallies]), tallies[0].group)",
+        "totals = torch.cat([tally.own for tally in tallies])",
+        "tests/distributed/test_tally.py::test_layers_count_alike_on_every_layout[copies]",
+    ),
+    Mutant(
+        "rows of other experts than a weight has are taken",
+        "megalite/parallel/grouped.py",
+        "if (len(offsets) - 1, input.shape[1]) != (experts, width):",
+        "if input.shape[1] != width:",
+        "tests/unit/test_grouped.py::test_rows_of_other_experts_than_the_weights_are_an_error",
+    ),
+    Mutant(
+        "counts that leave rows out are taken",
+        "megalite/parallel/dispatch.py",
+        "if sum(send_counts) != len(rows):",
+        "if sum(send_counts) > len(rows):",
+        "tests/distributed/test_dispatch.py::test_counts_that_do_not_deal_the_rows_are_an_error",
+    ),
+    Mutant(
+        "counts that are not one for each rank are taken",
+        "megalite/parallel/dispatch.py",
+        "if len(counts) != group.size or min(counts) < 0:",
+        "if counts and min(counts) < 0:",
+        "tests/distributed/test_dispatch.py::test_counts_that_do_not_deal_the_rows_are_an_error",
+    ),
+    Mutant(
+        "counts that do not divide among the ranks lose their last ones",
+        "megalite/parallel/dispatch.py",
+        "if len(counts) % group.size:",
+        "if len(counts) < group.size:",
+        "tests/distributed/test_dispatch.py::test_counts_that_are_not_equally_many_for_each_rank_are_an_error",
     ),
     Mutant(
         "gradients of rows travel back by the counts of the way there",
@@ -1728,14 +1873,14 @@ MUTANTS = (
         "megalite/checkpoint/loading.py",
         "optimizer.steps = manifest.training.optimizer_steps if state else 0",
         "optimizer.steps = 0",
-        f"{_GOES_ON}[3]",
+        _GOES_ON,
     ),
     Mutant(
         "a load leaves the padding of the optimizer's state as it was",
         "megalite/checkpoint/loading.py",
         "for values in (run.values, *run.tensors.values()):",
         "for values in (run.values,):",
-        f"{_GOES_ON}[3]",
+        _GOES_ON,
     ),
     Mutant(
         "an object store's tracker names a checkpoint before its manifest is there",
@@ -1801,7 +1946,7 @@ MUTANTS = (
         "megalite/checkpoint/fetching.py",
         "        for blocks, row in zip(now, received, strict=True):",
         "        for blocks, row in zip(now[1:], received[1:], strict=True):",
-        f"{_GOES_ON}[8]",
+        _GOES_ON,
     ),
     Mutant(
         "the first of the copies saves all of them",
@@ -1813,8 +1958,8 @@ MUTANTS = (
     Mutant(
         "sequence-parallel ranks take the first rank's positions",
         "megalite/model/embedding.py",
-        ".chunk(self.shards)[self.shard]",
-        ".chunk(self.shards)[0]",
+        ".split(len(hidden))[self.shard]",
+        ".split(len(hidden))[0]",
         _one_step("tp2-sp-dp1"),
     ),
     Mutant(
@@ -1896,16 +2041,58 @@ MUTANTS = (
     Mutant(
         "engine: a term of the loss that stages share counts once",
         "megalite/pipeline/engine.py",
-        "self.sums[name] + value if name in self.sums else value",
+        "sums[name] + value if name in sums else value",
         "value",
         _TERMS_OF_STAGES,
     ),
     Mutant(
         "engine: terms of the loss before the last stage are not differentiated",
         "megalite/pipeline/engine.py",
-        "        for name, term in terms.items():\n            if name not in self.factors:",
-        "        for name, term in () if chunk.passes else terms.items():\n            if name not in self.factors:",
+        "        for name, term in terms.items():\n            edges.append",
+        "        for name, term in () if chunk.passes else terms.items():\n            edges.append",
         _TERMS_OF_STAGES,
+    ),
+    Mutant(
+        "engine: a term that is not declared is found in backward alone",
+        "megalite/pipeline/engine.py",
+        "self.factors if training else None, action",
+        "None, action",
+        f"{_ENGINE_ALONE}a_term_that_nobody_has_declared_is_told_at_once",
+    ),
+    Mutant(
+        "engine: a term of the loss may have any shape",
+        "megalite/pipeline/engine.py",
+        "or term.dim() or",
+        "or",
+        f"{_ENGINE_ALONE}a_term_that_is_no_scalar_of_floating_point_is_told[True-vector]",
+    ),
+    Mutant(
+        "engine: a term of the loss may be of whole numbers",
+        "megalite/pipeline/engine.py",
+        " or not term.is_floating_point():",
+        ":",
+        f"{_ENGINE_ALONE}a_term_that_is_no_scalar_of_floating_point_is_told[True-integer]",
+    ),
+    Mutant(
+        "engine: a term without a graph is differentiated",
+        "megalite/pipeline/engine.py",
+        " for name, term in terms.items() if term.requires_grad}",
+        " for name, term in terms.items()}",
+        f"{_ENGINE_ALONE}a_term_without_a_graph_is_recorded_alone",
+    ),
+    Mutant(
+        "engine: a tensor without a graph is told in torch's words",
+        "megalite/pipeline/engine.py",
+        "if not tensor.requires_grad:",
+        "if False:",
+        f"{_ENGINE_ALONE}a_tensor_without_a_graph_is_told",
+    ),
+    Mutant(
+        "engine: terms of a rank's stages are added up in the order in which they come",
+        "megalite/pipeline/engine.py",
+        "sums = self._sums[action.chunk]",
+        "sums = self._sums[0]",
+        f"{_ENGINE_ALONE}sums_do_not_depend_on_the_order_of_stages",
     ),
     Mutant(
         "engine: gradients go back for tensors that have none",
@@ -1922,10 +2109,17 @@ MUTANTS = (
         f"{_MESSAGES}[1f1b-3-1]",
     ),
     Mutant(
+        "the network declares messages of one sample",
+        "megalite/model/gpt.py",
+        "TensorSpec(HIDDEN_STATES, (sequence, batch, config.hidden_size), dtype)",
+        "TensorSpec(HIDDEN_STATES, (sequence, 1, config.hidden_size), dtype)",
+        "tests/unit/test_parallel_model.py::test_a_stage_passes_on_what_the_network_declares",
+    ),
+    Mutant(
         "terms of the loss of recomputed layers are lost",
         "megalite/model/gpt.py",
-        "            terms = add_terms(terms, own)\n        return hidden, terms",
-        "            terms = terms if recomputed else add_terms(terms, own)\n        return hidden, terms",
+        "            terms = add_sums(terms, own)\n        return hidden, terms",
+        "            terms = terms if recomputed else add_sums(terms, own)\n        return hidden, terms",
         f"{_LOSS_TERMS}[recomputed]",
     ),
     Mutant(
@@ -1955,7 +2149,7 @@ MUTANTS = (
         "all terms of the loss are summed over the axes of the first",
         "megalite/training/loss_terms.py",
         "mesh.group(*axes))",
-        "mesh.group(*terms[0].axes))",
+        "mesh.group(*next(iter(axes_of.values()))))",
         f"{_LOSS_TERMS}[parts]",
     ),
     Mutant(
@@ -1969,8 +2163,8 @@ MUTANTS = (
     Mutant(
         "engine: no output is freed",
         "megalite/pipeline/engine.py",
-        "self._outputs[key] = edges, terms",
-        'vars(self).setdefault("kept", []).append(tensors)\n            self._outputs[key] = edges, terms',
+        "            self._outputs[key] = edges, {",
+        '            vars(self).setdefault("kept", []).append(tensors)\n            self._outputs[key] = edges, {',
         f"{_ENGINE}a_stage_may_end_in_any_operation[sum]",
     ),
     Mutant(
@@ -2049,6 +2243,48 @@ MUTANTS = (
         "partial(self.gradient_shard.add_, other.gradient_shard)",
         "partial(self.gradient_shard.add_, other.gradient_shard, alpha=2)",
         "tests/distributed/test_chunks.py::test_two_chunks_give_the_bits_of_one[none-True]",
+    ),
+    Mutant(
+        "stages of a rank may declare other terms of the loss",
+        "megalite/training/loss_terms.py",
+        "if [str(term) for term in other] != [str(term) for term in terms]:",
+        "if False:",
+        "tests/unit/test_loss_terms.py::test_terms_are_those_that_all_stages_declare",
+    ),
+    Mutant(
+        "two terms of the loss may have one name",
+        "megalite/training/loss_terms.py",
+        "names.count(name) > 1]",
+        "names.count(name) > 2]",
+        "tests/unit/test_loss_terms.py::test_names_of_terms_are_their_own",
+    ),
+    Mutant(
+        "a term of the loss may be called like a figure of the metrics",
+        "megalite/training/loss_terms.py",
+        "if name != LM_LOSS.name and is_figure(name)]",
+        "if False]",
+        "tests/unit/test_loss_terms.py::test_a_term_is_not_called_like_a_figure_of_the_metrics[grad_norm]",
+    ),
+    Mutant(
+        "a figure that a flag adds to the metrics may be a term's, too",
+        "megalite/training/metrics.py",
+        """"params_norm", "num_zeros_in_grad", "world_size"}""",
+        """"world_size"}""",
+        "tests/distributed/test_loss_terms.py::test_no_term_can_be_called_like_a_figure_that_flags_add",
+    ),
+    Mutant(
+        "what a term of the loss is a mean of is counted over the axes of its sum",
+        "megalite/training/loss_terms.py",
+        "term.count_axes for term",
+        "term.axes for term",
+        f"{_LOSS_TERMS}[parts]",
+    ),
+    Mutant(
+        "what terms of the loss are means of is counted wherever the count happens to be",
+        "megalite/training/loss_terms.py",
+        "term.count(micro_batch).to(device, torch.float64)",
+        "term.count(micro_batch).double()",
+        "tests/unit/test_loss_terms.py::test_counts_are_on_the_device_wherever_they_were_made",
     ),
     Mutant(
         "the ranks of a pipeline do not learn the loss of its last stage",
@@ -3626,9 +3862,9 @@ MUTANTS = (
     ),
     Mutant(
         "the heads of all ranks draw the same",
-        "megalite/model/attention.py",
-        "rows = context.layout.rows_of(self.own_heads)",
-        "rows = context.layout.rows_of(range(self.heads))",
+        "megalite/model/attention_core.py",
+        "rows = layout.rows_of(self.heads)",
+        "rows = layout.rows_of(range(len(self.heads)))",
         f"{_DRAWS}[2-False-gpt2]",
     ),
     Mutant(
@@ -4062,9 +4298,58 @@ MUTANTS = (
     Mutant(
         "a proof that fails is told on the rank that made it alone",
         "megalite/pipeline/steps.py",
-        """if "error" in told:""",
-        """if "error" in found:""",
+        "            if error:\n                raise ScheduleError(error) from failure",
+        "            if failure:\n                raise ScheduleError(error) from failure",
         "tests/distributed/test_pipeline_steps.py::test_a_proof_that_fails_is_told_to_all",
+    ),
+    Mutant(
+        "a proof that fails of anything but its schedule leaves the other ranks waiting",
+        "megalite/pipeline/steps.py",
+        "except Exception as error:  # whatever",
+        "except ScheduleError as error:  # whatever",
+        _FAILED_PROOF,
+    ),
+    Mutant(
+        "a proof that fails is told in its own pipeline alone",
+        "megalite/pipeline/steps.py",
+        "for text in all_gather_text(own, mesh.world(), mesh.device)]",
+        """for text in all_gather_text(own, mesh.group("pp"), mesh.device)]""",
+        _FAILED_PROOF,
+    ),
+    Mutant(
+        "ranks may declare other messages",
+        "megalite/pipeline/steps.py",
+        "passes on {spec}",
+        "passes on a tensor",
+        _DECLARED,
+    ),
+    Mutant(
+        "ranks may declare tensors with and without gradients",
+        "megalite/parallel/stage.py",
+        """{'' if self.gradient else ' without a gradient'}""",
+        "",
+        _DECLARED,
+    ),
+    Mutant(
+        "ranks may declare other terms of the loss",
+        "megalite/pipeline/steps.py",
+        '        *(f"the term of the loss {term}" for term in terms),\n',
+        "",
+        _DECLARED,
+    ),
+    Mutant(
+        "ranks may count a term of the loss over other axes",
+        "megalite/parallel/stage.py",
+        "counted over {counted})",
+        "counted)",
+        _DECLARED,
+    ),
+    Mutant(
+        "a border may be without messages",
+        "megalite/pipeline/stages.py",
+        "if self.messages and len(self.messages) != self.count - 1:",
+        "if self.messages and len(self.messages) > self.count - 1:",
+        "tests/unit/test_pipeline_steps.py::test_borders_with_messages_are_as_many_as_there_are",
     ),
     Mutant(
         "what copies of a pipeline do inside their actions is not compared",

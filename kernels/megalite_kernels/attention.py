@@ -5,6 +5,9 @@ The mask decides what runs: with a dense one torch's scaled_dot_product_attentio
 (arXiv:2412.05496), which leaves out the blocks of scores that no query sees. Under a cap, or where probabilities are
 dropped by place (`dropout`), attention over a dense mask is written out; a GPU's fused operator drops by a mask of its
 own (`draws_its_own`).
+
+Attention to parts of the keys is put together by the log-sum-exp of each part's scores (`attention_with_lse`): with lse
+that of all lse_i, lse = log(sum of exp(lse_i)), the output is the sum of exp(lse_i - lse) * output_i.
 """
 
 from __future__ import annotations
@@ -12,11 +15,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from megalite_kernels.activation import soft_cap
 from megalite_kernels.dropout import DropoutMask, drop
@@ -37,17 +41,18 @@ def goes_in_blocks(device: torch.device, dtype: torch.dtype, sequence: int, widt
     return sequence % BLOCK == 0 and width in _WIDTHS
 
 
-def dense_mask(first: Tensor) -> Tensor:
-    """The first key that each query sees, [batch or 1, sequence], to [batch or 1, 1, sequence, sequence] bool, true
-    where a query may look.
+def dense_mask(first: Tensor, queries: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+    """The first place that each query sees, [batch or 1, queries], to [batch or 1, 1, queries, keys] bool, true where a
+    query may look. `queries` and `keys` are their places in the sample; None: all of them, in their order.
     """
-    keys = torch.arange(first.shape[1], device=first.device)
-    return ((keys <= keys.unsqueeze(1)) & (keys >= first.unsqueeze(2))).unsqueeze(1)
+    whole = torch.arange(first.shape[1], device=first.device)
+    queries, keys = (whole if places is None else places for places in (queries, keys))
+    return ((keys <= queries.unsqueeze(1)) & (keys >= first.unsqueeze(2))).unsqueeze(1)
 
 
 def block_mask(first: Tensor) -> BlockMask:
-    """The same, of [batch, sequence] that never falls along the sequence, as blocks of scores: for each block of
-    queries those of which it sees all, and those of which it sees a part.
+    """The same of a whole sample, of [batch, sequence] that never falls along the sequence, as blocks of scores: for
+    each block of queries those of which it sees all, and those of which it sees a part.
     """
     sequence = first.shape[1]
     blocks = torch.arange(sequence // BLOCK, device=first.device)
@@ -93,21 +98,58 @@ def attention(
     cap: float | None,
     dropout: DropoutMask | None,
 ) -> Tensor:
-    """[batch, heads, sequence, width] to the same, over keys and values [batch, groups, sequence, width].
+    """[batch, heads, queries, width] to the same, over keys and values [batch, groups, keys, width].
 
-    Consecutive heads share a group. `mask`: None is causal; with blocks there is no dropout (`goes_in_blocks`).
-    `scale`: None is 1 / the root of the width. `dropout`: of the probabilities, whose rows are [heads * sequence].
+    Consecutive heads share a group. `mask`: None is causal, from the first key on; with blocks there is no dropout
+    (`goes_in_blocks`). `scale`: None is 1 / the root of the width. `dropout`: of the probabilities, whose rows are
+    [heads * queries].
     """
-    shared = key.shape[1] != query.shape[1]
     if isinstance(mask, BlockMask):
-        bend = None if cap is None else _bend(cap)
-        return _flex_attention()(query, key, value, score_mod=bend, block_mask=mask, scale=scale, enable_gqa=shared)
+        output: Tensor = _in_blocks(query, key, value, mask, scale, cap)
+        return output
     if cap is not None or (dropout is not None and not draws_its_own(query.device, query.dtype, cap)):
         return _written_out(query, key, value, mask, scale, cap, dropout)
-    chance = 0.0 if dropout is None else dropout.probability
+    chance, shared = 0.0 if dropout is None else dropout.probability, key.shape[1] != query.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=chance, scale=scale, enable_gqa=shared
     )
+
+
+def attention_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | BlockMask | None,
+    *,
+    scale: float | None,
+    cap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `attention` without dropout, and the log-sum-exp of each query's scores.
+
+    The latter is [batch, heads, queries], in fp32 or wider: the natural logarithm, of scores after scaling and soft cap.
+    Gradients flow through both.
+
+    A query that sees no key has the output 0 and the log-sum-exp -inf. Nothing is dropped: what is to be dropped of a
+    part of the keys no `Dropout` can say. Over a dense mask it is written out, and keeps every score for backward:
+    torch's operators return the log-sum-exp, and take no gradient of it.
+    """
+    if isinstance(mask, BlockMask):
+        output, more = _in_blocks(query, key, value, mask, scale, cap, return_aux=AuxRequest(lse=True))
+        return output, more.lse
+    mask = _causal(query, key) if mask is None else mask
+    # A softmax over nothing is no number, and neither is its gradient: over all keys, it is left out.
+    blind = ~mask.any(dim=-1, keepdim=True)
+    scores = _scores(query, key, mask | blind, scale, cap)
+    lse = scores.logsumexp(dim=-1).masked_fill(blind.squeeze(-1), -math.inf)
+    output = torch.softmax(scores, dim=-1).to(value.dtype) @ _for_heads_of(query, value)
+    return output.masked_fill(blind, 0.0), lse
+
+
+def _in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None, cap: float | None, **more: Any
+) -> Any:
+    bend, shared = None if cap is None else _bend(cap), key.shape[1] != query.shape[1]
+    return _flex_attention()(query, key, value, score_mod=bend, block_mask=mask, scale=scale, enable_gqa=shared, **more)
 
 
 def _written_out(
@@ -120,18 +162,30 @@ def _written_out(
     dropout: DropoutMask | None,
 ) -> Tensor:
     """Compute attention without scaled_dot_product_attention, which has no soft cap and takes no dropout mask."""
-    heads, sequence, width = query.shape[1:]
-    key, value = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (key, value))
-    scale = 1.0 / math.sqrt(width) if scale is None else scale
-    scores = (query @ key.transpose(2, 3)).to(torch.promote_types(query.dtype, torch.float32)) * scale
-    if mask is None:
-        mask = torch.ones(sequence, sequence, dtype=torch.bool, device=query.device).tril()
-    if cap is not None:
-        scores = soft_cap(scores, cap)
-    probabilities = torch.softmax(scores.masked_fill(~mask, -math.inf), dim=-1).to(value.dtype)
+    scores = _scores(query, key, _causal(query, key) if mask is None else mask, scale, cap)
+    probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
     if dropout is not None:
         probabilities = drop(probabilities.flatten(1, 2), dropout, dimension=0).view_as(probabilities)
-    return probabilities @ value
+    return probabilities @ _for_heads_of(query, value)
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor, scale: float | None, cap: float | None) -> Tensor:
+    """[batch, heads, queries, keys], in fp32 or wider; -inf where a query may not look."""
+    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = query @ _for_heads_of(query, key).transpose(2, 3)
+    scores = scores.to(torch.promote_types(query.dtype, torch.float32)) * scale
+    if cap is not None:
+        scores = soft_cap(scores, cap)
+    return scores.masked_fill(~mask, -math.inf)
+
+
+def _for_heads_of(query: Tensor, shared: Tensor) -> Tensor:
+    """Keys or values of groups, repeated for each head of theirs."""
+    return shared.repeat_interleave(query.shape[1] // shared.shape[1], dim=1)
+
+
+def _causal(query: Tensor, key: Tensor) -> Tensor:
+    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
 
 
 @functools.cache  # one function for all layers and steps: the compiled kernel is of this one

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from megalite.config.schedules import ScheduleName
+
+
+class MeshSizes(TypedDict):
+    """The axes of both views of a mesh, in the words of `ParallelMesh`."""
+
+    tensor_parallel_size: int
+    context_parallel_size: int
+    pipeline_parallel_size: int
+    expert_parallel_size: int
+    expert_tensor_parallel_size: int
 
 
 @dataclass(frozen=True)
@@ -84,12 +94,21 @@ class ParallelConfig:
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
     @property
-    def expert_parallel_size(self) -> int:
+    def expert_tensor_model_pipeline_parallel_size(self) -> int:
         """Ranks that hold one copy of all experts, over all stages."""
-        tensor = self.expert_tensor_parallel_size
-        if tensor is None:
-            tensor = self.tensor_model_parallel_size
-        return tensor * self.expert_model_parallel_size * self.pipeline_model_parallel_size
+        sizes = self.mesh_sizes
+        return sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"] * sizes["pipeline_parallel_size"]
+
+    @property
+    def mesh_sizes(self) -> MeshSizes:
+        tensor, of_experts = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
+        return {
+            "tensor_parallel_size": tensor,
+            "context_parallel_size": self.context_parallel_size,
+            "pipeline_parallel_size": self.pipeline_model_parallel_size,
+            "expert_parallel_size": self.expert_model_parallel_size,
+            "expert_tensor_parallel_size": tensor if of_experts is None else of_experts,
+        }
 
     @property
     def zero_stage(self) -> int:

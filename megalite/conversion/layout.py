@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -19,7 +20,7 @@ from megalite.pipeline.stages import Stages
 
 
 def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[list[tuple[str, Box]]]:
-    """Yield, for each rank of one copy of the model, the boxes of weights and of modules' state that it would save.
+    """Yield the boxes of weights and of modules' state that each rank would save, of as few ranks as this split needs.
 
     The model is built as that rank would build it, on the meta device. Raises ConfigurationError if the model cannot be
     split in this way.
@@ -27,12 +28,8 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
     check_divides(model, parallel)
     parts = stage_layers(model, parallel)
     stages = Stages(parallel.pipeline_model_parallel_size, virtual_stages(model, parallel))
-    size = parallel.model_parallel_size
-    world = ParallelMesh(
-        world_size=size,
-        tensor_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_parallel_size=parallel.pipeline_model_parallel_size,
-    )
+    size = math.lcm(parallel.model_parallel_size, parallel.expert_tensor_model_pipeline_parallel_size)
+    world = ParallelMesh(world_size=size, **parallel.mesh_sizes)
 
     def contents_at(mesh: ParallelMesh) -> Contents:
         held = [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
-import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
-from torch.utils.checkpoint import checkpoint
 
 from megalite.config.model import ModelConfig
+from megalite.model.attention_core import Core, LocalCore
 from megalite.model.batch import LayerContext
 from megalite.model.norm import Norm
 from megalite.parallel.context import AXES, ParallelContext
@@ -19,7 +16,6 @@ from megalite.parallel.mesh import Group
 from megalite.parallel.placement import stacked
 from megalite.parallel.randomness import Site
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal, Piece, Sharding
-from megalite_kernels.attention import attention, draws_its_own, keeps_scores
 from megalite_kernels.rotary import rotary_embedding
 
 
@@ -72,12 +68,7 @@ class Attention(nn.Module):
         group = context.group("heads")
         self.head_dim, self.heads = width, heads // group.size
         self.windowed = config.layers[layer].keys_before is not None
-        self.soft_cap, scalar = config.attn_logit_softcapping, config.query_pre_attn_scalar
-        self.score_scale = None if scalar is None else 1.0 / math.sqrt(scalar)
-        self.rotary_interleaved = config.rotary_interleaved
-        self.dropout, self.recompute = config.attention_dropout, recompute
-        self.site = Site(layer, "attention")
-        self.own_heads = range(group.rank * self.heads, (group.rank + 1) * self.heads)
+        self.rotary_interleaved, self.layer = config.rotary_interleaved, layer
         name = f"layers.{layer}.attention"
         draw = Normal(config.init_method_std)
         query = LogicalTensor(
@@ -117,7 +108,16 @@ class Attention(nn.Module):
             # Each rank normalises its own heads: the weights' gradients are partial whatever the sequence does.
             self.query_norm = Norm(config, context, f"{name}.query_norm", width, of_part=True)
             self.key_norm = Norm(config, context, f"{name}.key_norm", width, of_part=True)
-        self.key_value_of_head = self._key_value_of_head(config, group)
+        scalar = config.query_pre_attn_scalar
+        self.core: Core = LocalCore(
+            heads=range(group.rank * self.heads, (group.rank + 1) * self.heads),
+            groups=self._key_value_of_head(config, group),
+            scale=None if scalar is None else 1.0 / math.sqrt(scalar),
+            cap=config.attn_logit_softcapping,
+            dropout=config.attention_dropout,
+            site=Site(layer, "attention"),
+            recompute=recompute,
+        )
 
     def _key_value_of_head(self, config: ModelConfig, over: Group) -> list[int]:
         """The local key-value group of each local query head; heads are split over the ranks of `over`."""
@@ -130,18 +130,11 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """[sequence (/ size under sequence parallelism), batch, hidden] to the same."""
         query, key, value = self._project(hidden, context)
-        return self.output(self.attend(query, key, value, context))
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> Tensor:
-        """Queries, keys and values as of `_project` to [sequence, batch, heads * head_dim]."""
         if context.cache is not None:
-            key, value = context.cache.extend(self.site.layer, key, value)
-        dropout = self.dropout if self.training else 0.0
+            key, value = context.cache.extend(self.layer, key, value)
         mask = context.windowed_mask if self.windowed else context.mask
-        core = functools.partial(self._core, context=context, mask=mask, dropout=dropout)
-        if (self.recompute or keeps_scores(mask, self.soft_cap)) and torch.is_grad_enabled():
-            return checkpoint(core, query, key, value, use_reentrant=False, preserve_rng_state=False)
-        return core(query, key, value)
+        random = context.key if self.training else None
+        return self.output(self.core(query, key, value, mask, context.layout, random))
 
     def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [sequence, batch, heads, head_dim], keys and values [sequence, batch, groups, head_dim]."""
@@ -157,30 +150,3 @@ class Attention(nn.Module):
         if rotary is not None:
             query, key = rotary_embedding(query, key, *rotary, interleaved=self.rotary_interleaved)
         return query, key, value
-
-    def _core(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        context: LayerContext,
-        mask: Tensor | BlockMask | None,
-        dropout: float,
-    ) -> Tensor:
-        """[sequence, batch, heads, head_dim] to [sequence, batch, heads * head_dim]; a cache gives more keys and
-        values than there are queries.
-        """
-        groups = key.shape[2]
-        even = self.key_value_of_head == [head * groups // self.heads for head in range(self.heads)]
-        if not even or self.heads % groups:
-            key, value = key[:, :, self.key_value_of_head], value[:, :, self.key_value_of_head]
-        drop = None
-        if dropout > 0.0:
-            rows = context.layout.rows_of(self.own_heads)
-            drop = context.key.dropout_mask(dropout, self.site, rows)
-            if draws_its_own(query.device, query.dtype, self.soft_cap):
-                context.key.seed_site(self.site, rows[0].start, query.device)
-        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        mixed = attention(query, key, value, mask, scale=self.score_scale, cap=self.soft_cap, dropout=drop)
-        return mixed.permute(2, 0, 1, 3).flatten(2)

@@ -6,7 +6,7 @@ With sandwich norms, norm(attention(...)) and norm(mlp(...)) stand in the place 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -18,13 +18,31 @@ from megalite.model.mlp import MLP
 from megalite.model.norm import Norm
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
-from megalite.parallel.stage import NO_TERMS, Terms
+from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
 
-MIXERS: Mapping[Mixer, type[Attention]] = {"attention": Attention}
-"""Modules from [sequence (/ size under sequence parallelism), batch, hidden], and data shared by layers, to the same
-shape."""
-FEED_FORWARDS: Mapping[FeedForward, type[MLP]] = {"dense": MLP}
-"""Modules from hidden states to hidden states and terms of the loss."""
+
+class MixerModule(Protocol):
+    """Mixer of tokens: from [sequence (/ size under sequence parallelism), batch, hidden] to the same."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, *, recompute: bool) -> None: ...
+
+    def __call__(self, hidden: Tensor, context: LayerContext) -> Tensor: ...
+
+
+class FeedForwardModule(Protocol):
+    """Layer that treats tokens one by one: from the same to the same, and sums of its loss terms."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None: ...
+
+    @staticmethod
+    def loss_terms(config: ModelConfig) -> tuple[LossTerm, ...]:
+        """Declare the terms of the loss that layers of this kind return."""
+
+    def __call__(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]: ...
+
+
+MIXERS: Mapping[Mixer, type[MixerModule]] = {"attention": Attention}
+FEED_FORWARDS: Mapping[FeedForward, type[FeedForwardModule]] = {"dense": MLP}
 
 
 class LayerOutput(NamedTuple):
@@ -32,7 +50,7 @@ class LayerOutput(NamedTuple):
 
     hidden: Tensor
     branch: Tensor
-    terms: Terms = NO_TERMS
+    terms: TermSums = NO_SUMS
 
 
 class Block(nn.Module):
@@ -68,7 +86,7 @@ class Block(nn.Module):
             normed, hidden = self.mlp_norm(hidden), hidden + attended
         else:
             normed, hidden = self.mlp_norm(attended, hidden)
-        transformed, terms = self.mlp(normed)
+        transformed, terms = self.mlp(normed, context)
         if self.mlp_output_norm is not None:
             transformed = self.mlp_output_norm(transformed)
         return LayerOutput(hidden, dropout(transformed, probability, context.key, self.mlp_site, context.rows), terms)

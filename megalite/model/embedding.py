@@ -43,7 +43,7 @@ class Embedding(nn.Module):
         if config.scale_embeddings:
             self.scale = torch.tensor(math.sqrt(config.hidden_size), dtype=context.dtype).item()
         self.dropout = config.hidden_dropout
-        self.shard, self.shards = context.shard, context.shards
+        self.shard = context.shard
         self.site = Site(0, "embedding")
 
     def forward(self, tokens: Tensor, positions: Tensor, key: RandomKey, rows: Runs) -> Tensor:
@@ -55,6 +55,6 @@ class Embedding(nn.Module):
         if self.scale is not None:
             hidden = hidden * self.scale
         if self.position is not None:
-            local = positions.t().chunk(self.shards)[self.shard]
-            hidden = hidden + F.embedding(local, self.position)
+            own = positions.t().split(len(hidden))[self.shard]
+            hidden = hidden + F.embedding(own, self.position)
         return dropout(hidden, self.dropout if self.training else 0.0, key, self.site, rows)

@@ -38,8 +38,13 @@ class SequenceLayout:
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs])
 
     def part(self, number: int, parts: int) -> Runs:
-        """The places of one of the equal parts into which the rank's tokens are cut in their order."""
-        tokens = sum(map(len, self.runs)) // parts
+        """The places of one of the equal parts into which the rank's tokens are cut in their order.
+
+        Raises ValueError where some would be left over.
+        """
+        tokens, left = divmod(sum(map(len, self.runs)), parts)
+        if left:
+            raise ValueError(f"{tokens * parts + left} tokens of a sample do not make {parts} equal parts")
         begin, found = number * tokens, []
         for run in self.runs:
             cut = run[max(begin, 0) : max(begin + tokens, 0)]

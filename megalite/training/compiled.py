@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from megalite.errors import ConfigurationError
-from megalite.model.attention import Attention
+from megalite.model.attention_core import LocalCore
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import Bucket
 from megalite.parallel import randomness
@@ -28,7 +28,7 @@ from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 _UNTRACED: tuple[tuple[type | ModuleType, str], ...] = (
     (ColumnParallelLinear, "forward"),
     (RowParallelLinear, "forward"),
-    (Attention, "attend"),
+    (LocalCore, "__call__"),
     (randomness, "drop_by_key"),
     (Bucket, "finish_parameter_gather"),
 )

@@ -23,7 +23,7 @@ from megalite.optim.buckets import Bucket
 from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.stage import Terms
+from megalite.parallel.stage import TermSums
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
@@ -46,7 +46,7 @@ class SkippedStep:
     micro_batches: Sequence[MicroBatch]
     factors: Mapping[str, float]
     loss_scale: float
-    sums: Terms
+    sums: TermSums
     """Sums of this rank alone."""
 
 

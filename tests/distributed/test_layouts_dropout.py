@@ -112,7 +112,7 @@ def test_dropout_is_the_oracles_however_samples_are_split(split: str, family: st
 
 def draws(cell: Cell) -> list[DropoutMask]:
     """What each random site drops, over all micro-batches."""
-    (chunk,) = initialized_chunks(make_meshes([cell])[cell.tp, cell.pp], cell)
+    (chunk,) = initialized_chunks(make_meshes([cell])[cell.split], cell)
     seen: list[DropoutMask] = []
 
     def noted(shape: torch.Size, dimension: int, mask: DropoutMask) -> Tensor:

@@ -13,10 +13,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from megalite.model.batch import MicroBatch, first_keys, first_visible
 from megalite.model.recompute import Recompute
 from megalite.parallel.randomness import RandomKey
+from megalite.parallel.sequence import SequenceLayout
 from megalite_kernels import attention as kernel
 from tests.distributed.layout_expected import one_thread
 from tests.harness.stages import loss_of
-from tests.unit.test_parallel_model import GEMMA, VOCABULARY, network
+from tests.unit.test_parallel_model import GEMMA, LLAMA, VOCABULARY, network
 
 BATCH = 2
 
@@ -81,6 +82,21 @@ def test_attention_in_blocks_is_the_dense_one(
     assert graphs["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize(("groups", "cap"), [(4, None), (2, 2.0)])
+def test_the_log_sum_exp_in_blocks_is_the_dense_one(groups: int, cap: float | None, graphs: dict[str, int]) -> None:
+    """And its gradient."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [heads(256, count, generator) for count in (4, groups, groups)]
+    first = first_visible(micro_batch(256), None)
+    found = []
+    for mask in (kernel.block_mask(first), kernel.dense_mask(first)):
+        output, lse = kernel.attention_with_lse(*parts, mask, scale=0.7, cap=cap)
+        found.append([output, lse, *torch.autograd.grad(output.sin().sum() + lse.sin().sum(), parts)])
+    for ours, reference in zip(*found, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-10, atol=1e-12)
+    assert graphs["unique_graphs"] == 1
+
+
 @pytest.mark.parametrize("recompute", [Recompute(), Recompute(attention=True), Recompute(method="uniform")])
 def test_a_network_in_blocks_is_the_dense_one(
     recompute: Recompute, graphs: dict[str, int], monkeypatch: pytest.MonkeyPatch
@@ -126,3 +142,19 @@ def test_first_visible() -> None:
     assert first_visible(batch, None).tolist() == [[0, 0, 2, 2, 2, 5], [0] * 6]
     assert first_visible(batch, 1).tolist() == [[0, 0, 2, 2, 3, 5], [0, 0, 1, 2, 3, 4]]
     assert first_visible(replace(batch, first_keys=None), 2).tolist() == [[0, 0, 0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_part_of_a_sample_is_masked_as_the_whole_is(documents: bool) -> None:
+    """With its window, and without any; against all keys, and by the kernel against those of a part."""
+    made, whole = network(GEMMA), micro_batch(12, documents=documents)
+    layout = SequenceLayout(12, (range(3, 6), range(9, 12)))
+    places = layout.places(torch.device("cpu"))
+    first = None if whole.first_keys is None else whole.first_keys[:, places]
+    part = replace(whole, tokens=whole.tokens[:, places], first_keys=first, layout=layout)
+    for window in (None, 2):
+        expected = kernel.dense_mask(first_visible(whole, window))[:, :, places]
+        assert torch.equal(made._mask(part, window), expected)
+        found = kernel.dense_mask(first_visible(part, window), places, places[2:])
+        assert torch.equal(found, expected[..., places[2:]])
+    assert network(LLAMA)._mask(replace(part, first_keys=None), None) is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import MicroBatch, first_keys
-from megalite.model.gpt import GPT
+from megalite.model.gpt import GPT, messages
 from megalite.model.head import Loss
 from megalite.model.norm import Norm
 from megalite.model.recompute import Recompute
@@ -23,6 +23,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
+from megalite.parallel.stage import StageOutput, TensorSpec
 from tests.distributed.layout_expected import one_thread
 from tests.distributed.layout_run import perturb_constants
 from tests.harness.close import assert_gradient_close
@@ -281,7 +282,7 @@ def test_dropout_differs_from_sample_to_sample(config: ModelConfig, kind: str) -
 
 def test_an_operator_with_a_mask_of_its_own_draws_it_by_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU; here torch's operator takes its numbers from the CPU's generator."""
-    for place in ("megalite.model.attention", "megalite_kernels.attention"):
+    for place in ("megalite.model.attention_core", "megalite_kernels.attention"):
         monkeypatch.setattr(f"{place}.draws_its_own", lambda *arguments: True)
     made = network(replace(GPT2, attention_dropout=0.1))
     batch = micro_batch(documents=False)
@@ -376,3 +377,11 @@ def test_a_stage_has_the_windows_of_its_own_layers() -> None:
         stage = network(config, part=StageLayers(first, 2, embedding=first == 0, loss=first == 2))
         passed, terms = stage(passed, batch)
     torch.testing.assert_close(terms[LOSS], loss_of(whole, batch), rtol=1e-12, atol=0)
+
+
+def test_a_stage_passes_on_what_the_network_declares() -> None:
+    stage = network(LLAMA, part=StageLayers(0, 1, embedding=True, loss=False))
+    output: StageOutput = stage({}, micro_batch(documents=False))
+    found = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in output.tensors.items()]
+    passed = messages(LLAMA, 2, sequence=SEQUENCE, batch=BATCH, dtype=torch.float64)
+    assert passed == (tuple(found),)

@@ -89,3 +89,8 @@ def test_a_sequence_that_lies_in_two_runs_drops_what_the_whole_drops() -> None:
     assert layout.rows_of(range(1, 3)) == (range(14, 16), range(20, 22), range(26, 28), range(32, 34))
     assert SequenceLayout.whole(12).rows_of(range(1, 3)) == (range(12, 36),)
     assert SequenceLayout(6, (range(1), range(2, 5))).part(1, 2) == (range(3, 5),)
+
+
+def test_tokens_that_do_not_make_equal_parts_are_an_error() -> None:
+    with pytest.raises(ValueError, match="12 tokens of a sample do not make 5 equal parts"):
+        SequenceLayout.whole(12).part(0, 5)

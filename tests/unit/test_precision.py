@@ -286,7 +286,7 @@ def test_the_tokens_that_count_are_counted_exactly() -> None:
         assert torch.equal(batch.loss_mask, torch.from_numpy(mask))
         assert batch.key == RandomKey(1, (2, 3))
     expected = sum(float(value) for mask in masks for value in mask.flat)
-    assert counted((LM_LOSS,), batches)[LOSS].item() == expected
+    assert counted((LM_LOSS,), batches, torch.device("cpu"))[LOSS].item() == expected
 
 
 # ---------------------------------------------------------------------------------------------------- updates
