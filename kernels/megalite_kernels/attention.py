@@ -126,7 +126,7 @@ def attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """Compute `attention` without dropout, and the log-sum-exp of each query's scores.
 
-    The latter is [batch, heads, queries], in fp32 or wider: the natural logarithm, of scores after scaling and soft cap.
+    The latter is [batch, heads, queries], in fp32 or wider, the natural logarithm, of scores scaled and capped.
     Gradients flow through both.
 
     A query that sees no key has the output 0 and the log-sum-exp -inf. Nothing is dropped: what is to be dropped of a
