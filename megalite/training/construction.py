@@ -73,7 +73,7 @@ def make_loss(config: RunConfig) -> Loss:
 def make_stages(config: RunConfig) -> Stages:
     """How the model's stages lie on the pipeline's ranks, and what they pass on."""
     parallel, chunks = config.parallel, virtual_stages(config.model, config.parallel)
-    sequence = config.data.seq_length // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    sequence = config.data.seq_length // parallel.sequence_parts
     size = sequence, config.training.micro_batch_size, config.model.hidden_size
     hidden = TensorSpec(gpt.HIDDEN_STATES, size, model_dtype(config))
     borders = parallel.pipeline_model_parallel_size * chunks - 1
