@@ -25,7 +25,7 @@ from benchmarks import plain_pytorch
 from megalite.config import ModelConfig, OptimizerConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import MicroBatch
-from megalite.model.gpt import GPT, HIDDEN_STATES
+from megalite.model.gpt import GPT, messages
 from megalite.model.head import LM_LOSS
 from megalite.optim.buckets import DataParallel
 from megalite.optim.exact_sum import sums_over_ranks
@@ -38,7 +38,7 @@ from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.stages import Stages, TensorSpec
+from megalite.pipeline.stages import Stages
 from megalite.pipeline.steps import Steps
 from megalite_kernels.l2_norm import sums_of_squares
 
@@ -68,7 +68,7 @@ def llama(layers: int, hidden: int, heads: int, ffn: int, vocabulary: int) -> Mo
 
 def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: bool = False, stage: int = 0) -> Step:
     config = llama(LAYERS, HIDDEN, HEADS, FFN, vocabulary)
-    stages, rank, each = make_stages(mesh.size("pp")), mesh.coordinate("pp"), LAYERS // mesh.size("pp")
+    stages, rank, each = make_stages(config, mesh.size("pp")), mesh.coordinate("pp"), LAYERS // mesh.size("pp")
     part = StageLayers(rank * each, each, embedding=rank == 0, loss=rank == stages.ranks - 1)
     model = GPT(config, mesh, part=part, sequence_parallel=sequence_parallel)
     initialize(model, seed=1)
@@ -92,9 +92,8 @@ def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: boo
     return step
 
 
-def make_stages(count: int) -> Stages:
-    hidden = TensorSpec(HIDDEN_STATES, (SEQUENCE, BATCH, HIDDEN), torch.float32)
-    return Stages(count, messages=((hidden,),) * (count - 1))
+def make_stages(config: ModelConfig, count: int) -> Stages:
+    return Stages(count, messages=messages(config, count, sequence=SEQUENCE, batch=BATCH, dtype=torch.float32))
 
 
 def plain_step(vocabulary: int) -> Step:

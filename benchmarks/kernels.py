@@ -32,7 +32,7 @@ from benchmarks.kernel_rivals import RIVALS, Functions, available, function_for,
 from benchmarks.results import RESULTS, write_results
 from megalite_kernels import cases
 from megalite_kernels.cases import Case
-from megalite_kernels.cross_entropy import Columns, Terms, gradient_, losses, statistics
+from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, losses, statistics
 from megalite_kernels.implementation import Kernels, current, use
 from megalite_kernels.measure import ELEMENTS, REPEATS, Step, Traffic, case_step, copy_rate, interleaved, traffic
 
@@ -107,13 +107,13 @@ def of_loss(rivals: Mapping[str, Functions], tokens: int | None, vocabulary: int
     logits = torch.randn(tokens, vocabulary, dtype=torch.bfloat16, device=device)
     labels = torch.randint(vocabulary, (tokens,), device=device)
     scales = torch.full((tokens,), 1.0 / tokens, device=device)
-    columns, terms = Columns(0, vocabulary, vocabulary), Terms()
+    columns, options = Columns(0, vocabulary, vocabulary), LossOptions()
 
     def ours(mark: Callable[[], None]) -> None:
-        found = statistics(logits, labels, columns, terms)
-        losses(found, vocabulary, terms)
+        found = statistics(logits, labels, columns, options)
+        losses(found, vocabulary, options)
         mark()
-        gradient_(logits, labels, found[0].clone(), scales, columns, terms)
+        gradient_(logits, labels, found[0].clone(), scales, columns, options)
 
     def plain(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), labels)

@@ -25,10 +25,10 @@ from torch.distributed import pipelining
 
 from benchmarks.results import write_results
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.stage import StageOutput
+from megalite.parallel.stage import StageOutput, TensorSpec
 from megalite.pipeline.engine import PipelineEngine, Stage
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.stages import Stages, TensorSpec
+from megalite.pipeline.stages import Stages
 from megalite.pipeline.steps import Steps
 
 SHAPE = 16, 4, 64  # [sequence, batch, hidden]: 16 KiB of fp32

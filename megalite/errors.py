@@ -55,7 +55,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 def exit_code_of(error: BaseException) -> int:
-    """What the program ends with for an error that nothing catches."""
+    """Return the code that the program ends with for an error that nothing catches."""
     if isinstance(error, MegaliteError):
         return error.exit_code
     if isinstance(error, SystemExit):

@@ -21,7 +21,10 @@ MOST_MARKS = 3_000_000
 """Braces, brackets, commas and colons of a JSON text: beside its own bytes, 100 bytes of memory each at most."""
 DEEPEST = 64
 """Levels of lists and objects in each other; the deepest file of those that are read has eight."""
-_WHOLE_NUMBERS = range(-(2**63), 2**64)
+MOST_AXES = 64
+"""The most axes of a tensor, as torch has them: the product of endless sizes would take for ever."""
+WHOLE_NUMBERS = range(-(2**63), 2**64)
+"""Those of 64 bits, with a sign or without."""
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 100
 
@@ -123,7 +126,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _whole_number(text: str) -> int | float:
     if text == "-0":  # which no whole number is
         return -0.0
-    if len(text) > 20 or (number := int(text)) not in _WHOLE_NUMBERS:
+    if len(text) > 20 or (number := int(text)) not in WHOLE_NUMBERS:
         raise ValueError(f"a whole number of {len(text.lstrip('-'))} digits, where 64 bits hold no more than 20")
     return number
 

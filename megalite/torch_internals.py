@@ -1,4 +1,4 @@
-"""What is used of torch that is not public, each with its reason: the file to look at when torch has a new release.
+"""Uses of what is not public in torch, each with its reason: the file to look at when torch has a new release.
 
 tests/unit/test_torch_internals.py asks for all of it, under the releases that pyproject.toml allows.
 """
@@ -68,7 +68,7 @@ def groups_and_members() -> list[tuple[Any, Mapping[int, int]]]:
 
 
 def flight_records() -> list[Any]:
-    """What each flight recorder of this torch holds: there is no public way to read one while it records."""
+    """Return what each flight recorder of torch holds: there is no public way to read one while it records."""
     dumps = (getattr(_distributed_c10d, name, None) for name in _FLIGHT_RECORDERS)
     return [json.loads(dump()) for dump in dumps if dump is not None]
 
@@ -79,7 +79,7 @@ def sequence_number(group: Any) -> int:
 
 
 def profiler_looks_on() -> bool:
-    """Whether a profiler of torch's, or nsys with its ranges, is on: `record_function` costs time without one, too."""
+    """Tell if a profiler of torch's, or nsys with its ranges, is on: `record_function` costs time without one, too."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
@@ -94,7 +94,7 @@ def make_subclass(kind: type[Made], data: Tensor) -> Made:
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """What tells the storage under a tensor from all others, also on the meta device, where none has an address."""
+    """Return what tells the storage under a tensor from all others, also on the meta device, without addresses."""
     return tensor.untyped_storage()._cdata
 
 
@@ -116,7 +116,7 @@ def rebuild_tensor() -> Callable[..., Tensor]:
 
 
 def storage_info(path: str, offset: int, length: int) -> Any:
-    """Where a part stands in a folder of distributed checkpoints, of a class whose name is a part of the format."""
+    """Place of a part in a folder of distributed checkpoints, of a class whose name is a part of the format."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # takes a second
 
     return _StorageInfo(path, offset, length)

@@ -25,6 +25,7 @@ COST = {"unit": 1, "kernels": 2, "distributed": 2, "end_to_end": 8}
 """What a test takes, about, by the folder that it is in."""
 TESTS_FAILED = 1  # pytest's exit code; anything else but 0 is a broken run, which proves nothing
 SECONDS = 180
+"""Of the tests that one mutant must fail."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,11 @@ _IN_PROPORTION = "verdict.py::test_stacks_are_looked_at_in_time_in_proportion_to
 _MEETING = "tests/end_to_end/test_meeting.py::test_"
 _START = "tests/end_to_end/test_stop_at_start.py::test_"
 _PROFILES = "tests/end_to_end/test_profiling.py::test_"
-_TERMS_OF_STAGES = "tests/unit/test_pipeline_engine.py::test_terms_of_any_stage_are_differentiated_at_their_own_scales"
+_PROOFS = "tests/distributed/test_pipeline_steps.py::test_"
+_FAILED_PROOF = f"{_PROOFS}a_proof_that_fails_in_one_pipeline_is_told_in_all"
+_DECLARED = f"{_PROOFS}ranks_that_declare_other_messages_or_terms_are_told_so"
+_ENGINE_ALONE = "tests/unit/test_pipeline_engine.py::test_"
+_TERMS_OF_STAGES = f"{_ENGINE_ALONE}terms_of_any_stage_are_differentiated_at_their_own_scales"
 _MESSAGES = "tests/distributed/test_pipeline_messages.py::test_stages_pass_on_what_is_declared"
 _LOSS_TERMS = "tests/distributed/test_loss_terms.py::test_a_term_of_every_layer_is_trained_on_and_recorded"
 _HANG = "tests/distributed/test_hang.py::test_"
@@ -105,6 +110,7 @@ _DATA = "tests/unit/test_data_"
 _APART = f"{_DATA}index_cache.py::test_"
 _CHECKPOINT = "tests/unit/test_checkpoint.py::test_"
 _STATE = "tests/distributed/test_checkpoint_state.py::test_"
+_EXPERT_RULES = "tests/unit/test_conversion_experts.py::test_"
 _NOT_OTHERS = "do_not_come_from_the_indices_of_others"
 
 MUTANTS = (
@@ -410,6 +416,34 @@ MUTANTS = (
         "tests/kernels/test_implementation.py::test_triton_is_not_imported_before_it_is_needed",
     ),
     Mutant(
+        "a broken Triton is found in the first step",
+        "megalite/training/kernels.py",
+        "        kernels.import_triton(on_gpu=torch.cuda.is_available())",
+        "        pass",
+        "tests/kernels/test_implementation.py::test_triton_that_is_broken_is_found_when_the_kernels_are_chosen[auto]",
+    ),
+    Mutant(
+        "the forward that measures memory at the start changes states of modules",
+        "megalite/training/memory.py",
+        "            state.copy_(values)",
+        "            pass",
+        "tests/unit/test_memory.py::test_a_forward_at_the_start_leaves_states_as_they_were",
+    ),
+    Mutant(
+        "states of modules are not in the memory at the start",
+        "megalite/training/memory.py",
+        "_storages([*flat, *states])",
+        "_storages(flat)",
+        "tests/unit/test_memory.py::test_states_of_modules_and_rules_are_counted",
+    ),
+    Mutant(
+        "states of modules and of update rules are not in the formula of the memory",
+        "megalite/training/memory.py",
+        "for states in (optimizer.module_states, (), own)]",
+        "for states in ((), (), ())]",
+        "tests/unit/test_memory.py::test_states_of_modules_and_rules_are_counted",
+    ),
+    Mutant(
         "float64 goes to kernels that compute in fp32",
         "kernels/megalite_kernels/implementation.py",
         'if self.choice == "reference" or any(tensor.dtype == torch.float64 for tensor in tensors):',
@@ -475,7 +509,7 @@ MUTANTS = (
     Mutant(
         "layers are compiled anew for the numbers of their samples",
         "megalite/training/compiled.py",
-        '    (randomness, "drop_hidden"),\n',
+        '    (randomness, "drop_by_key"),\n',
         "",
         "tests/distributed/test_compiled.py::test_dropout_is_that_of_layers_which_are_not_compiled",
     ),
@@ -769,8 +803,8 @@ MUTANTS = (
     Mutant(
         "the loss shares the smoothed part of a label among this rank's columns",
         "kernels/megalite_kernels/cross_entropy.py",
-        "gradient.sub_((scales[tokens] * (terms.label_smoothing / columns.vocab_size)).unsqueeze(1))",
-        "gradient.sub_((scales[tokens] * (terms.label_smoothing / columns.valid)).unsqueeze(1))",
+        "gradient.sub_((scales[tokens] * (options.label_smoothing / columns.vocab_size)).unsqueeze(1))",
+        "gradient.sub_((scales[tokens] * (options.label_smoothing / columns.valid)).unsqueeze(1))",
         f"{_OUTPUT}losses_and_gradients_are_torchs[2-False-apart-training]",
     ),
     Mutant(
@@ -875,8 +909,8 @@ MUTANTS = (
     Mutant(
         "the dropout key forgets the sample",
         "kernels/megalite_kernels/dropout.py",
-        "[first, sample, what.layer, what.site]",
-        "[first, 0, what.layer, what.site]",
+        "[first, sample, mask.layer, mask.site]",
+        "[first, 0, mask.layer, mask.site]",
         f"{_UNIT}model.py::test_dropout_differs_from_sample_to_sample[config0-hidden_dropout]",
     ),
     Mutant(
@@ -896,8 +930,8 @@ MUTANTS = (
     Mutant(
         "all rows of a micro-batch are dropped as its first",
         "kernels/megalite_kernels/dropout.py",
-        "[first, sample, what.layer, what.site]",
-        "[first, what.samples[0], what.layer, what.site]",
+        "[first, sample, mask.layer, mask.site]",
+        "[first, mask.samples[0], mask.layer, mask.site]",
         f"{_DROPOUT}[tp2-dp2-gpt2]",
     ),
     Mutant(
@@ -922,6 +956,20 @@ MUTANTS = (
         f"{_DROPOUT_KERNEL}the_kernel_drops_what_the_reference_drops",
     ),
     Mutant(
+        "the kernel of dropout reads its samples' numbers from a tensor, which is copied to the device in each forward",
+        "kernels/megalite_kernels/dropout_kernels.py",
+        "output.view(-1)[begin:], samples.start)",
+        "output.view(-1)[begin:], torch.tensor(samples.start))",
+        f"{_DROPOUT_KERNEL}consecutive_samples_are_one_launch_without_a_tensor_of_their_numbers",
+    ),
+    Mutant(
+        "the kernel of dropout takes samples for consecutive that are not",
+        "kernels/megalite_kernels/dropout.py",
+        "if i == 0 or sample != self.samples[i - 1] + 1]",
+        "if i == 0]",
+        f"{_DROPOUT_KERNEL}the_kernel_drops_what_the_reference_drops",
+    ),
+    Mutant(
         "the kernel of dropout leaves the layer out",
         "kernels/megalite_kernels/dropout_kernels.py",
         "zeros + layer, zeros + site)",
@@ -938,7 +986,7 @@ MUTANTS = (
     Mutant(
         "the mask of dropout is not that of the gradient",
         "kernels/megalite_kernels/dropout.py",
-        "return _masked(grad_output, kept, ctx.what), None, None",
+        "return _masked(grad_output, kept, ctx.mask), None, None",
         "return grad_output, None, None",
         f"{_UNIT}randomness.py::test_dropout_scales_what_it_keeps_and_is_the_identity_at_zero",
     ),
@@ -961,7 +1009,7 @@ MUTANTS = (
         "megalite/optim/shard.py",
         "self.start, self.stop = bucket.place.held",
         "self.start, self.stop = bucket.place.held[0] + sharded, bucket.place.held[1] + sharded",
-        f"{_STEPS}[4]",
+        "tests/distributed/test_layouts.py::test_one_step_is_the_oracles[tp1-dp2]",
     ),
     Mutant(
         "ZeRO 3 frees a block's weights before its last use of them",
@@ -1053,6 +1101,105 @@ MUTANTS = (
         "or offsets[-1] != len(input) or",
         "or",
         "tests/unit/test_grouped.py::test_offsets_that_do_not_deal_all_rows_are_an_error",
+    ),
+    Mutant(
+        "a layout that nothing runs on has no ranks for its experts",
+        "megalite/conversion/layout.py",
+        "math.lcm(parallel.model_parallel_size, parallel.expert_tensor_model_pipeline_parallel_size)",
+        "math.lcm(parallel.model_parallel_size)",
+        "tests/unit/test_checkpoint_resharding.py::test_the_weights_of_ranks_of_any_view_are_the_model",
+    ),
+    Mutant(
+        "an axis of the experts that is shorter than that of the rest is taken",
+        "megalite/config/validate.py",
+        "if of_experts not in (None, tensor):",
+        "if (of_experts or 1) > tensor:",
+        "tests/unit/test_config_validate.py::test_axes_to_come_are_refused_and_must_fit_the_ranks",
+    ),
+    Mutant(
+        "a rank does not count experts that an earlier rank has, too",
+        "megalite/training/construction.py",
+        'first = min(mesh.ranks("dp", "cp", "tp"))',
+        'first = mesh.ranks("tp")[0]',
+        "tests/unit/test_declarations.py::test_every_rank_counts_all_experts",
+    ),
+    Mutant(
+        "the proof is not told what recomputed layers do again",
+        "megalite/model/gpt.py",
+        "found += [*(those if recomputed else ()), *reversed(those)]",
+        "found += reversed(those)",
+        "tests/unit/test_declarations.py::test_what_layers_do_together_is_declared",
+    ),
+    Mutant(
+        "the proof is not told what layers do with other ranks",
+        "megalite/training/construction.py",
+        '"F": (*gathers, *forward),',
+        '"F": gathers,',
+        "tests/unit/test_declarations.py::test_the_proof_is_told_of_it",
+    ),
+    Mutant(
+        "only the stages that have such layers know of their term",
+        "megalite/model/gpt.py",
+        "for layer in self.config.layers)\n        return (LM_LOSS",
+        "for layer in self.config.layers[: len(self.layers)])\n        return (LM_LOSS",
+        "tests/unit/test_declarations.py::test_terms_of_layers_are_the_networks_on_every_stage",
+    ),
+    Mutant(
+        "what is counted in forward is counted again where that is recomputed",
+        "megalite/parallel/tally.py",
+        "        ctx.numbers, ctx.tally = numbers, tally\n",
+        "        ctx.numbers, ctx.tally = numbers * 0, tally\n        tally.own += numbers\n",
+        "tests/distributed/test_tally.py::test_layers_count_alike_on_every_layout[recomputed]",
+    ),
+    Mutant(
+        "a step counts what those before it have counted, too",
+        "megalite/optim/optimizer.py",
+        "            tally.begin_step()\n",
+        "            pass\n",
+        "tests/distributed/test_tally.py::test_layers_count_alike_on_every_layout[copies]",
+    ),
+    Mutant(
+        "what a skipped step has counted is taken",
+        "megalite/optim/optimizer.py",
+        "        if result.skipped:\n            return result\n",
+        "        if result.skipped:\n            for part in self._counting():\n                part.run()\n"
+        "            return result\n",
+        "tests/distributed/test_tally.py::test_layers_count_alike_on_every_layout[stages]",
+    ),
+    Mutant(
+        "a rank takes what it has counted alone",
+        "megalite/parallel/tally.py",
+        "totals = collectives.all_reduce_(torch.cat([tally.own for tally in tallies]), tallies[0].group)",
+        "totals = torch.cat([tally.own for tally in tallies])",
+        "tests/distributed/test_tally.py::test_layers_count_alike_on_every_layout[copies]",
+    ),
+    Mutant(
+        "rows of other experts than a weight has are taken",
+        "megalite/parallel/grouped.py",
+        "if (len(offsets) - 1, input.shape[1]) != (experts, width):",
+        "if input.shape[1] != width:",
+        "tests/unit/test_grouped.py::test_rows_of_other_experts_than_the_weights_are_an_error",
+    ),
+    Mutant(
+        "counts that leave rows out are taken",
+        "megalite/parallel/dispatch.py",
+        "if sum(send_counts) != len(rows):",
+        "if sum(send_counts) > len(rows):",
+        "tests/distributed/test_dispatch.py::test_counts_that_do_not_deal_the_rows_are_an_error",
+    ),
+    Mutant(
+        "counts that are not one for each rank are taken",
+        "megalite/parallel/dispatch.py",
+        "if len(counts) != group.size or min(counts) < 0:",
+        "if counts and min(counts) < 0:",
+        "tests/distributed/test_dispatch.py::test_counts_that_do_not_deal_the_rows_are_an_error",
+    ),
+    Mutant(
+        "counts that do not divide among the ranks lose their last ones",
+        "megalite/parallel/dispatch.py",
+        "if len(counts) % group.size:",
+        "if len(counts) < group.size:",
+        "tests/distributed/test_dispatch.py::test_counts_that_are_not_equally_many_for_each_rank_are_an_error",
     ),
     Mutant(
         "gradients of rows travel back by the counts of the way there",
@@ -1617,17 +1764,17 @@ MUTANTS = (
         f"{_STATE}a_new_optimizer_leaves_the_modules_their_state",
     ),
     Mutant(
-        "a checkpoint without a module's state is loaded without a word",
+        "a checkpoint without a module's state is loaded for inference without a word",
         "megalite/checkpoint/loading.py",
-        "return part.name if state or part.name in manifest.tensors else None",
-        "return part.name if part.name in manifest.tensors else None",
-        f"{_STATE}a_run_with_state_that_the_checkpoint_lacks_is_told_what_to_do",
+        "regions = held_regions(module, optimizer)\n",
+        "regions = [r for r in held_regions(module, optimizer) if optimizer or r.part.name.startswith(MODEL)]\n",
+        f"{_STATE}a_checkpoint_without_state_that_the_network_has_is_refused[for inference]",
     ),
     Mutant(
         "a new optimizer takes the modules' state along",
         "megalite/checkpoint/loading.py",
-        "return part.name if state or part.name in manifest.tensors else None",
-        "return part.name if state else None",
+        "return name if state or name.startswith((MODEL, STATE)) or",
+        "return name if state or name.startswith(MODEL) or",
         f"{_STATE}a_new_optimizer_leaves_the_modules_their_state",
     ),
     Mutant(
@@ -1635,26 +1782,89 @@ MUTANTS = (
         "megalite/checkpoint/loading.py",
         "        own.begin()\n",
         "        pass\n",
-        f"{_STATE}with_the_weights_of_others_all_state_begins_anew",
+        f"{_STATE}with_the_weights_of_others_the_optimizer_begins_anew_and_no_state_is_made_up",
     ),
     Mutant(
         "a module's state that the run lacks is left out",
         "megalite/checkpoint/loading.py",
         "kinds = (MODEL, STATE, OPTIMIZER) if",
         "kinds = (MODEL, OPTIMIZER) if",
-        f"{_STATE}a_checkpoint_with_state_that_the_run_lacks_is_refused",
+        f"{_STATE}a_checkpoint_with_state_that_the_network_lacks_is_refused[to continue]",
     ),
     Mutant(
-        "nobody is told of state that begins anew",
-        "megalite/training/load_report.py",
-        "[name for name in held if name not in saved]",
-        "[]",
-        f"{_STATE}a_run_with_state_that_the_checkpoint_lacks_is_told_what_to_do",
+        "inference and a new optimizer leave a module's state out",
+        "megalite/checkpoint/loading.py",
+        "else (MODEL, STATE)\n",
+        "else (MODEL,)\n",
+        f"{_STATE}a_checkpoint_with_state_that_the_network_lacks_is_refused[for inference]",
+    ),
+    Mutant(
+        "state begins anew with the weights of others",
+        "megalite/checkpoint/loading.py",
+        "r.part.name.startswith((MODEL, MASTER, STATE))]",
+        "r.part.name.startswith((MODEL, MASTER))]",
+        f"{_STATE}with_the_weights_of_others_the_optimizer_begins_anew_and_no_state_is_made_up",
+    ),
+    Mutant(
+        "state is taken for the weight of its name where files are cut",
+        "megalite/checkpoint/manifest.py",
+        "return MODEL + split_name(tensor)[1] if tensor.startswith(OPTIMIZER) else tensor\n",
+        "return MODEL + split_name(tensor)[1]\n",
+        f"{_STATE}state_and_a_weight_of_one_name_are_two[True]",
+    ),
+    Mutant(
+        "state is taken for the weight of its name where weights of others are loaded",
+        "megalite/checkpoint/loading.py",
+        "r.part.name.removeprefix(MODEL).removeprefix(MASTER), r)",
+        "r.part.name.removeprefix(MODEL).removeprefix(MASTER).removeprefix(STATE), r)",
+        f"{_STATE}with_the_weights_of_others_the_optimizer_begins_anew_and_no_state_is_made_up",
+    ),
+    Mutant(
+        "a weight of whole numbers is read",
+        "megalite/checkpoint/manifest.py",
+        "if not dtype.is_floating_point and name",
+        "if False and name",
+        "tests/unit/test_checkpoint_manifest.py::test_a_weight_is_of_no_whole_numbers[model/a]",
+    ),
+    Mutant(
+        "whole numbers are cast where casts are asked for",
+        "megalite/checkpoint/loading.py",
+        "if saved.dtype.is_floating_point != part.dtype.is_floating_point:",
+        "if False:",
+        f"{_STATE}whole_numbers_are_never_cast[state/toy.router.bias]",
+    ),
+    Mutant(
+        "all experts of files are the first",
+        "megalite/conversion/mapping.py",
+        "Box((expert, *box.offset), (1, *box.size))",
+        "Box((0, *box.offset), (1, *box.size))",
+        f"{_EXPERT_RULES}experts_are_read_in_their_order_any_box_of_them[a tensor of each]",
+    ),
+    Mutant(
+        "experts of files are counted from one",
+        "megalite/conversion/mapping.py",
+        "rule.file.format(layer=layer, expert=expert)",
+        "rule.file.format(layer=layer, expert=expert + 1)",
+        f"{_EXPERT_RULES}experts_are_written_as_they_were_read[a tensor of each]",
+    ),
+    Mutant(
+        "a tensor of an expert that the files lack is passed over",
+        "megalite/conversion/mapping.py",
+        "            if kind is None or kind.shape != tensor.shape:\n",
+        "            if kind is None:\n                continue\n            if kind.shape != tensor.shape:\n",
+        f"{_EXPERT_RULES}a_tensor_of_an_expert_that_is_missing_too_many_or_of_another_shape_is_named",
+    ),
+    Mutant(
+        "a tensor of whole numbers is converted to a weight",
+        "megalite/conversion/mapping.py",
+        "if not kind.dtype.is_floating_point:",
+        "if False:",
+        f"{_EXPERT_RULES}a_weight_is_of_no_whole_numbers",
     ),
     Mutant(
         "an optimizer's state of another shape is cut as its weight",
         "megalite/checkpoint/resharding.py",
-        "(alike if kind.shape == weight.shape else others)",
+        "(alike if kind.shape == tensors.get(owner, kind).shape else others)",
         "alike",
         f"{_STATE}files_for_a_layout_have_what_its_ranks_hold",
     ),
@@ -1677,14 +1887,14 @@ MUTANTS = (
         "megalite/checkpoint/loading.py",
         "optimizer.steps = manifest.training.optimizer_steps if state else 0",
         "optimizer.steps = 0",
-        f"{_GOES_ON}[3]",
+        _GOES_ON,
     ),
     Mutant(
         "a load leaves the padding of the optimizer's state as it was",
         "megalite/checkpoint/loading.py",
         "for values in (run.values, *run.tensors.values()):",
         "for values in (run.values,):",
-        f"{_GOES_ON}[3]",
+        _GOES_ON,
     ),
     Mutant(
         "an object store's tracker names a checkpoint before its manifest is there",
@@ -1750,7 +1960,7 @@ MUTANTS = (
         "megalite/checkpoint/fetching.py",
         "        for blocks, row in zip(now, received, strict=True):",
         "        for blocks, row in zip(now[1:], received[1:], strict=True):",
-        f"{_GOES_ON}[8]",
+        _GOES_ON,
     ),
     Mutant(
         "the first of the copies saves all of them",
@@ -1845,16 +2055,58 @@ MUTANTS = (
     Mutant(
         "engine: a term of the loss that stages share counts once",
         "megalite/pipeline/engine.py",
-        "self.sums[name] + value if name in self.sums else value",
+        "sums[name] + value if name in sums else value",
         "value",
         _TERMS_OF_STAGES,
     ),
     Mutant(
         "engine: terms of the loss before the last stage are not differentiated",
         "megalite/pipeline/engine.py",
-        "        for name, term in terms.items():\n            if name not in self.factors:",
-        "        for name, term in () if chunk.passes else terms.items():\n            if name not in self.factors:",
+        "        for name, term in terms.items():\n            edges.append",
+        "        for name, term in () if chunk.passes else terms.items():\n            edges.append",
         _TERMS_OF_STAGES,
+    ),
+    Mutant(
+        "engine: a term that is not declared is found in backward alone",
+        "megalite/pipeline/engine.py",
+        "self.factors if training else None, action",
+        "None, action",
+        f"{_ENGINE_ALONE}a_term_that_nobody_has_declared_is_told_at_once",
+    ),
+    Mutant(
+        "engine: a term of the loss may have any shape",
+        "megalite/pipeline/engine.py",
+        "or term.dim() or",
+        "or",
+        f"{_ENGINE_ALONE}a_term_that_is_no_scalar_of_floating_point_is_told[True-vector]",
+    ),
+    Mutant(
+        "engine: a term of the loss may be of whole numbers",
+        "megalite/pipeline/engine.py",
+        " or not term.is_floating_point():",
+        ":",
+        f"{_ENGINE_ALONE}a_term_that_is_no_scalar_of_floating_point_is_told[True-integer]",
+    ),
+    Mutant(
+        "engine: a term without a graph is differentiated",
+        "megalite/pipeline/engine.py",
+        " for name, term in terms.items() if term.requires_grad}",
+        " for name, term in terms.items()}",
+        f"{_ENGINE_ALONE}a_term_without_a_graph_is_recorded_alone",
+    ),
+    Mutant(
+        "engine: a tensor without a graph is told in torch's words",
+        "megalite/pipeline/engine.py",
+        "if not tensor.requires_grad:",
+        "if False:",
+        f"{_ENGINE_ALONE}a_tensor_without_a_graph_is_told",
+    ),
+    Mutant(
+        "engine: terms of a rank's stages are added up in the order in which they come",
+        "megalite/pipeline/engine.py",
+        "sums = self._sums[action.chunk]",
+        "sums = self._sums[0]",
+        f"{_ENGINE_ALONE}sums_do_not_depend_on_the_order_of_stages",
     ),
     Mutant(
         "engine: gradients go back for tensors that have none",
@@ -1871,10 +2123,17 @@ MUTANTS = (
         f"{_MESSAGES}[1f1b-3-1]",
     ),
     Mutant(
+        "the network declares messages of one sample",
+        "megalite/model/gpt.py",
+        "TensorSpec(HIDDEN_STATES, (sequence, batch, config.hidden_size), dtype)",
+        "TensorSpec(HIDDEN_STATES, (sequence, 1, config.hidden_size), dtype)",
+        "tests/unit/test_parallel_model.py::test_a_stage_passes_on_what_the_network_declares",
+    ),
+    Mutant(
         "terms of the loss of recomputed layers are lost",
         "megalite/model/gpt.py",
-        "            terms = add_terms(terms, own)\n        return hidden, terms",
-        "            terms = terms if recomputed else add_terms(terms, own)\n        return hidden, terms",
+        "            terms = add_sums(terms, own)\n        return hidden, terms",
+        "            terms = terms if recomputed else add_sums(terms, own)\n        return hidden, terms",
         f"{_LOSS_TERMS}[recomputed]",
     ),
     Mutant(
@@ -1904,7 +2163,7 @@ MUTANTS = (
         "all terms of the loss are summed over the axes of the first",
         "megalite/training/loss_terms.py",
         "mesh.group(*axes))",
-        "mesh.group(*terms[0].axes))",
+        "mesh.group(*next(iter(axes_of.values()))))",
         f"{_LOSS_TERMS}[parts]",
     ),
     Mutant(
@@ -1918,8 +2177,8 @@ MUTANTS = (
     Mutant(
         "engine: no output is freed",
         "megalite/pipeline/engine.py",
-        "self._outputs[key] = edges, terms",
-        'vars(self).setdefault("kept", []).append(tensors)\n            self._outputs[key] = edges, terms',
+        "            self._outputs[key] = edges, {",
+        '            vars(self).setdefault("kept", []).append(tensors)\n            self._outputs[key] = edges, {',
         f"{_ENGINE}a_stage_may_end_in_any_operation[sum]",
     ),
     Mutant(
@@ -1998,6 +2257,48 @@ MUTANTS = (
         "partial(self.gradient_shard.add_, other.gradient_shard)",
         "partial(self.gradient_shard.add_, other.gradient_shard, alpha=2)",
         "tests/distributed/test_chunks.py::test_two_chunks_give_the_bits_of_one[none-True]",
+    ),
+    Mutant(
+        "stages of a rank may declare other terms of the loss",
+        "megalite/training/loss_terms.py",
+        "if [str(term) for term in other] != [str(term) for term in terms]:",
+        "if False:",
+        "tests/unit/test_loss_terms.py::test_terms_are_those_that_all_stages_declare",
+    ),
+    Mutant(
+        "two terms of the loss may have one name",
+        "megalite/training/loss_terms.py",
+        "names.count(name) > 1]",
+        "names.count(name) > 2]",
+        "tests/unit/test_loss_terms.py::test_names_of_terms_are_their_own",
+    ),
+    Mutant(
+        "a term of the loss may be called like a figure of the metrics",
+        "megalite/training/loss_terms.py",
+        "if name != LM_LOSS.name and is_figure(name)]",
+        "if False]",
+        "tests/unit/test_loss_terms.py::test_a_term_is_not_called_like_a_figure_of_the_metrics[grad_norm]",
+    ),
+    Mutant(
+        "a figure that a flag adds to the metrics may be a term's, too",
+        "megalite/training/metrics.py",
+        """"params_norm", "num_zeros_in_grad", "world_size"}""",
+        """"world_size"}""",
+        "tests/distributed/test_loss_terms.py::test_no_term_can_be_called_like_a_figure_that_flags_add",
+    ),
+    Mutant(
+        "what a term of the loss is a mean of is counted over the axes of its sum",
+        "megalite/training/loss_terms.py",
+        "term.count_axes for term",
+        "term.axes for term",
+        f"{_LOSS_TERMS}[parts]",
+    ),
+    Mutant(
+        "what terms of the loss are means of is counted wherever the count happens to be",
+        "megalite/training/loss_terms.py",
+        "term.count(micro_batch).to(device, torch.float64)",
+        "term.count(micro_batch).double()",
+        "tests/unit/test_loss_terms.py::test_counts_are_on_the_device_wherever_they_were_made",
     ),
     Mutant(
         "the ranks of a pipeline do not learn the loss of its last stage",
@@ -2362,7 +2663,7 @@ MUTANTS = (
     Mutant(
         "a tensor of a safetensors file has axes without end",
         "megalite/conversion/huggingface_files.py",
-        " or len(values) > _MOST_AXES:",
+        " or len(values) > MOST_AXES:",
         ":",
         "tests/unit/test_conversion_safetensors.py::test_what_the_format_forbids_is_refused[many axes]",
     ),
@@ -3643,8 +3944,8 @@ MUTANTS = (
     Mutant(
         "logits are capped in their own precision",
         "kernels/megalite_kernels/cross_entropy.py",
-        "valid = _capped(logits[tokens, : columns.valid].to(dtype), terms)",
-        "valid = _capped(logits[tokens, : columns.valid], terms).to(dtype)",
+        "valid = _capped(logits[tokens, : columns.valid].to(dtype), options)",
+        "valid = _capped(logits[tokens, : columns.valid], options).to(dtype)",
         f"{_PRECISION}losses_of_tokens[all terms-bfloat16]",
     ),
     Mutant(
@@ -3969,8 +4270,8 @@ MUTANTS = (
     Mutant(
         "weights of others leave the masters as they are",
         "megalite/checkpoint/loading.py",
-        "r.part.name.startswith((MODEL, MASTER))]",
-        "r.part.name.startswith(MODEL)]",
+        "r.part.name.startswith((MODEL, MASTER, STATE))]",
+        "r.part.name.startswith((MODEL, STATE))]",
         f"{_CHECKPOINT}weights_of_others_are_rounded_and_their_masters_are_not[masters]",
     ),
     Mutant(
@@ -4018,9 +4319,58 @@ MUTANTS = (
     Mutant(
         "a proof that fails is told on the rank that made it alone",
         "megalite/pipeline/steps.py",
-        """if "error" in told:""",
-        """if "error" in found:""",
+        "            if error:\n                raise ScheduleError(error) from failure",
+        "            if failure:\n                raise ScheduleError(error) from failure",
         "tests/distributed/test_pipeline_steps.py::test_a_proof_that_fails_is_told_to_all",
+    ),
+    Mutant(
+        "a proof that fails of anything but its schedule leaves the other ranks waiting",
+        "megalite/pipeline/steps.py",
+        "except Exception as error:  # whatever",
+        "except ScheduleError as error:  # whatever",
+        _FAILED_PROOF,
+    ),
+    Mutant(
+        "a proof that fails is told in its own pipeline alone",
+        "megalite/pipeline/steps.py",
+        "for text in all_gather_text(own, mesh.world(), mesh.device)]",
+        """for text in all_gather_text(own, mesh.group("pp"), mesh.device)]""",
+        _FAILED_PROOF,
+    ),
+    Mutant(
+        "ranks may declare other messages",
+        "megalite/pipeline/steps.py",
+        "passes on {spec}",
+        "passes on a tensor",
+        _DECLARED,
+    ),
+    Mutant(
+        "ranks may declare tensors with and without gradients",
+        "megalite/parallel/stage.py",
+        """{'' if self.gradient else ' without a gradient'}""",
+        "",
+        _DECLARED,
+    ),
+    Mutant(
+        "ranks may declare other terms of the loss",
+        "megalite/pipeline/steps.py",
+        '        *(f"the term of the loss {term}" for term in terms),\n',
+        "",
+        _DECLARED,
+    ),
+    Mutant(
+        "ranks may count a term of the loss over other axes",
+        "megalite/parallel/stage.py",
+        "counted over {counted})",
+        "counted)",
+        _DECLARED,
+    ),
+    Mutant(
+        "a border may be without messages",
+        "megalite/pipeline/stages.py",
+        "if self.messages and len(self.messages) != self.count - 1:",
+        "if self.messages and len(self.messages) > self.count - 1:",
+        "tests/unit/test_pipeline_steps.py::test_borders_with_messages_are_as_many_as_there_are",
     ),
     Mutant(
         "what copies of a pipeline do inside their actions is not compared",
@@ -4162,8 +4512,8 @@ def main() -> None:
         chosen = sample(chosen, arguments.sample, version())
     tests = sorted({mutant.test for mutant in chosen})
     with _copy() as tree:
-        if _pytest(tree, *tests).returncode != 0:
-            sys.exit("the named tests do not pass on the tree as it is")
+        if (whole := _pytest(tree, *tests, seconds=SECONDS * len(tests))).returncode != 0:
+            sys.exit(f"the named tests do not pass on the tree as it is\n{whole.stdout}")
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as workers:
         verdicts = []
         for mutant, verdict in zip(chosen, workers.map(_verdict, chosen), strict=True):
@@ -4219,12 +4569,12 @@ def _copy() -> Iterator[Path]:
         yield Path(directory)
 
 
-def _pytest(tree: Path, *tests: str) -> subprocess.CompletedProcess[str]:
-    """Run tests of `tree`; what it prints is shown where they are expected to pass."""
+def _pytest(tree: Path, *tests: str, seconds: float = SECONDS) -> subprocess.CompletedProcess[str]:
+    """Run tests of `tree`. Raises subprocess.TimeoutExpired if they take longer."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
-        command, cwd=tree, env=environment, timeout=SECONDS, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=tree, env=environment, timeout=seconds, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 

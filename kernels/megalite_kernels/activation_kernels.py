@@ -22,7 +22,7 @@ COLUMNS = 4096  # a wider row is shared by several programs
 
 @triton.jit
 def _value_and_slope(x: tl.tensor, FUNCTION: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Of the function at x, in fp32."""
+    """Return the function of x, in fp32."""
     if FUNCTION == "squared_relu":
         positive = tl.where(x < 0.0, 0.0, x)  # tl.maximum would hide NaN
         value, slope = positive * positive, 2.0 * positive

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from megalite_kernels.activation import soft_cap
-from megalite_kernels.dropout import Dropout, drop
+from megalite_kernels.dropout import DropoutMask, drop
 
 BLOCK = 128
 """Queries of a block, and keys."""
@@ -31,7 +31,7 @@ _WIDTHS = (16, 32, 64, 128, 256)
 
 
 def goes_in_blocks(device: torch.device, dtype: torch.dtype, sequence: int, width: int, dropout: float) -> bool:
-    """Whether FlexAttention is for heads of `width` channels there, over runs of `sequence` tokens.
+    """Tell if FlexAttention is for heads of `width` channels there, over runs of `sequence` tokens.
 
     It has no dropout and no fp64, and its gradients are sound for whole blocks alone
     (github.com/pytorch/pytorch/issues/153799).
@@ -42,7 +42,7 @@ def goes_in_blocks(device: torch.device, dtype: torch.dtype, sequence: int, widt
 
 
 Mask = Tensor | BlockMask | None
-"""What each query sees, as `dense_mask` and `block_mask` have it; None: causal, from the first key on."""
+"""The keys that each query sees, as `dense_mask` and `block_mask` say them; None: causal, from the first key on."""
 
 
 def dense_mask(first: Tensor, queries: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
@@ -92,7 +92,7 @@ def draws_its_own(device: torch.device, dtype: torch.dtype, cap: float | None) -
 
 
 def keeps_scores(mask: Mask, cap: float | None) -> bool:
-    """Whether backward finds every score kept, which to compute again is the better deal."""
+    """Tell if backward would keep every score, so that computing the scores again is the better deal."""
     return cap is not None and not isinstance(mask, BlockMask)
 
 
@@ -104,7 +104,7 @@ def attention(
     *,
     scale: float | None,
     cap: float | None,
-    dropout: Dropout | None,
+    dropout: DropoutMask | None,
 ) -> Tensor:
     """[batch, heads, queries, width] to the same, over keys and values [batch, groups, keys, width].
 
@@ -164,7 +164,7 @@ def _written_out(
     mask: Tensor | None,
     scale: float | None,
     cap: float | None,
-    dropout: Dropout | None,
+    dropout: DropoutMask | None,
 ) -> Tensor:
     """For scaled_dot_product_attention bends no scores, and takes no mask of what to drop."""
     scores = _scores(query, key, _causal(query, key) if mask is None else mask, scale, cap)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, squared_relu, swiglu
-from megalite_kernels.cross_entropy import Columns, Terms, gradient_, statistics
-from megalite_kernels.dropout import Dropout, drop
+from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, statistics
+from megalite_kernels.dropout import DropoutMask, drop
 from megalite_kernels.l2_norm import sums_of_squares
 from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 from megalite_kernels.optimizer_cases import FLAT, updates
@@ -27,14 +27,14 @@ from megalite_kernels.rotary import rotary_embedding
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
 CENTERED_HIDDEN = (2048, 4096, 5120, 8192, 12288, 16384)  # GPT-3 has 12288, whose backward keeps the most sums
 HEAD = 128
-EVERY_TERM = Terms(label_smoothing=0.1, z_loss=1e-4, soft_cap=30.0)
-# Of logits: width, columns, dtype and terms. A large vocabulary, a small one, and the last of 8 ranks, with padding.
+EVERY_TERM = LossOptions(label_smoothing=0.1, z_loss=1e-4, soft_cap=30.0)
+# Of logits: width, columns, dtype and options. A large vocabulary, a small one, and the last of 8 ranks, with padding.
 LOGITS = (
-    (131072, Columns(0, 131072, 131072), torch.bfloat16, Terms()),
+    (131072, Columns(0, 131072, 131072), torch.bfloat16, LossOptions()),
     (131072, Columns(0, 131072, 131072), torch.bfloat16, EVERY_TERM),
-    (131072, Columns(0, 131072, 131072), torch.float32, Terms()),
+    (131072, Columns(0, 131072, 131072), torch.float32, LossOptions()),
     (131072, Columns(0, 131072, 131072), torch.float32, EVERY_TERM),
-    (32000, Columns(0, 32000, 32000), torch.bfloat16, Terms()),
+    (32000, Columns(0, 32000, 32000), torch.bfloat16, LossOptions()),
     (6288, Columns(44016, 6241, 50257), torch.bfloat16, EVERY_TERM),
 )
 ROTARY_HEADS, ROTARY_GROUPS = 32, 8
@@ -54,7 +54,7 @@ class Case:
     operation: str
     """The name by which it can be left to the reference."""
     name: str
-    """Of the function, and its sizes and dtypes."""
+    """Name of the function, with its sizes and dtypes."""
     width: int
     """Elements of a token in the largest input."""
     make_inputs: Callable[[int, str], list[Tensor]]
@@ -62,13 +62,13 @@ class Case:
     run: Callable[..., Tensor | tuple[Tensor, ...]]
     """The operation on the inputs, which it may write over. In float64 it is what the kernels are compared with."""
     keeps_inputs: bool = True
-    """Whether backward reads the inputs again: they count as traffic there."""
+    """True if backward reads the inputs again: they count as traffic there."""
     traffic: Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[int, int]] | None = None
     """Bytes that forward and backward cannot but move, of inputs and outputs; None: as `measure.traffic` says."""
     tolerance: float | None = None
-    """Of the error's norm over the result's; None: that of each output's dtype, as `selftest` has it."""
+    """Largest norm of the error over the result's; None: that of each output's dtype, as `selftest` has it."""
     timed: Callable[[Sequence[Tensor]], Callable[[], object]] | None = None
-    """Where `run` does more than the operation: gives what is timed, from inputs that it may write over."""
+    """Maker of the call to time, if `run` does more than the operation; the call may write over its inputs."""
 
     def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         found = self.run(*inputs)
@@ -135,25 +135,25 @@ def _logits(width: int, columns: Columns, dtype: torch.dtype, tokens: int, devic
     return [logits, labels, log_sums, torch.rand(tokens, device=device)]
 
 
-def _statistics(columns: Columns, terms: Terms, *inputs: Tensor) -> Tensor:
-    return statistics(inputs[0], inputs[1], columns, terms)
+def _statistics(columns: Columns, options: LossOptions, *inputs: Tensor) -> Tensor:
+    return statistics(inputs[0], inputs[1], columns, options)
 
 
-def _gradient(columns: Columns, terms: Terms, *inputs: Tensor) -> Tensor:
+def _gradient(columns: Columns, options: LossOptions, *inputs: Tensor) -> Tensor:
     """Written over the logits."""
     logits, labels, log_sums, scales = inputs
-    gradient_(logits, labels, log_sums, scales, columns, terms)
+    gradient_(logits, labels, log_sums, scales, columns, options)
     return logits
 
 
 def _cross_entropies() -> Iterator[Case]:
-    for width, columns, dtype, terms in LOGITS:
+    for width, columns, dtype, options in LOGITS:
         inputs = partial(_logits, width, columns, dtype)
-        what = f"{'every term' if terms is EVERY_TERM else 'plain'} {width} {_dtypes(dtype)}"
+        what = f"{'every term' if options is EVERY_TERM else 'plain'} {width} {_dtypes(dtype)}"
         for name, run in (("statistics", _statistics), ("gradient_", _gradient)):
             # The sum of logits cancels: what is left of it has many times its terms' relative error.
-            tolerance = 3e-4 if name == "statistics" and terms is EVERY_TERM else None
-            run = partial(run, columns, terms)
+            tolerance = 3e-4 if name == "statistics" and options is EVERY_TERM else None
+            run = partial(run, columns, options)
             yield Case("cross_entropy", f"{name} {what}", width, inputs, run, tolerance=tolerance)
 
 
@@ -228,8 +228,8 @@ def _quantization_traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -
 def _dropped(values: Tensor) -> Tensor:
     """The second half of a sample."""
     tokens = len(values)
-    what = Dropout(0.1, seed=1, layer=2, site=3, samples=(4,), rows=(range(tokens, 2 * tokens),))
-    return drop(values.unsqueeze(1), what, dimension=1)
+    mask = DropoutMask(0.1, seed=1, layer=2, site=3, samples=(4,), rows=(range(tokens, 2 * tokens),))
+    return drop(values.unsqueeze(1), mask, dimension=1)
 
 
 def _dropouts() -> Iterator[Case]:

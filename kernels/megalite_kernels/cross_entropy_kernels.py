@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite_kernels.cross_entropy import Columns, Terms
+from megalite_kernels.cross_entropy import Columns, LossOptions
 from megalite_kernels.launch import Tile, as_rows, tile
 
 STATISTICS_COLUMNS = 2048  # at once, and as many are under way
@@ -127,30 +127,37 @@ def _gradient(
 # ------------------------------------------------------------------------------------------------- what launches them
 
 
-def launch_statistics(logits: Tensor, labels: Tensor, columns: Columns, terms: Terms) -> Tensor:
+def launch_statistics(logits: Tensor, labels: Tensor, columns: Columns, options: LossOptions) -> Tensor:
     flat, (rows, width) = as_rows(logits), logits.shape
-    smoothed = terms.label_smoothing != 0.0
+    smoothed = options.label_smoothing != 0.0
     found = torch.empty((2 + smoothed, rows), dtype=torch.float32, device=logits.device)
     if rows:
         shape, group = _tile(width, STATISTICS_COLUMNS), ACCESS_BYTES // logits.element_size()
         _statistics[(rows,)](
-            *(flat, labels.contiguous(), found, rows, flat.stride(0), columns.first, terms.soft_cap or 1.0),
-            *(width, columns.valid, smoothed, terms.soft_cap is not None, group, max(shape.columns, group)),
+            *(flat, labels.contiguous(), found, rows, flat.stride(0), columns.first, options.soft_cap or 1.0),
+            *(width, columns.valid, smoothed, options.soft_cap is not None, group, max(shape.columns, group)),
             num_warps=shape.warps,
         )
     return found
 
 
 def launch_gradient_(
-    logits: Tensor, labels: Tensor, log_sums: Tensor, scales: Tensor, columns: Columns, terms: Terms
+    logits: Tensor, labels: Tensor, log_sums: Tensor, scales: Tensor, columns: Columns, options: LossOptions
 ) -> None:
     rows, width = logits.shape
     if rows:
-        shape, smoothing = _tile(width, GRADIENT_COLUMNS), terms.label_smoothing
+        shape, smoothing = _tile(width, GRADIENT_COLUMNS), options.label_smoothing
         _gradient[(rows, -(-width // shape.columns))](
             *(logits, labels.contiguous(), log_sums.contiguous(), scales.contiguous(), logits.stride(0), columns.first),
-            *(1.0 - smoothing, smoothing / columns.vocab_size, terms.z_loss, terms.soft_cap or 1.0),
-            *(width, columns.valid, smoothing != 0.0, terms.z_loss != 0.0, terms.soft_cap is not None, shape.columns),
+            *(1.0 - smoothing, smoothing / columns.vocab_size, options.z_loss, options.soft_cap or 1.0),
+            *(
+                width,
+                columns.valid,
+                smoothing != 0.0,
+                options.z_loss != 0.0,
+                options.soft_cap is not None,
+                shape.columns,
+            ),
             num_warps=shape.warps,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import itertools
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite_kernels.dropout import GROUP, Dropout
+from megalite_kernels.dropout import GROUP, DropoutMask
 
 COUNTERS = 256
 """Counters of a program."""
@@ -18,11 +18,11 @@ COUNTERS = 256
 # ------------------------------------------------------------------------------------------------- the kernel
 
 
-@triton.jit(do_not_specialize=["elements", "seed", "offset", "layer", "site"])
+@triton.jit(do_not_specialize=["elements", "first_sample", "seed", "offset", "layer", "site"])
 def _drop(
     input: tl.tensor,
     output: tl.tensor,
-    samples: tl.tensor,
+    first_sample: tl.int64,
     seed: tl.int64,
     layer: tl.int64,
     site: tl.int64,
@@ -42,7 +42,7 @@ def _drop(
     batch = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0).to(tl.int64) * COUNTERS + tl.arange(0, COUNTERS)
     zeros = tl.zeros_like(group)
-    a, b, c, d = tl.philox(seed, offset + group, zeros + tl.load(samples + batch), zeros + layer, zeros + site)
+    a, b, c, d = tl.philox(seed, offset + group, zeros + (first_sample + batch), zeros + layer, zeros + site)
     words = tl.join(tl.join(a, c), tl.join(b, d))
     low, high = tl.join(words & 0xFFFF, words >> 32 & 0xFFFF), tl.join(words >> 16 & 0xFFFF, words >> 48)
     drawn = tl.join(low, high).reshape(COUNTERS, 16).to(tl.int32)
@@ -62,34 +62,29 @@ class Dropped(torch.autograd.Function):
     """Keeps nothing: backward draws again."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, dimension: int, what: Dropout) -> Tensor:
-        ctx.dimension, ctx.what = dimension, what
-        return _launch(input, dimension, what)
+    def forward(ctx: Any, input: Tensor, dimension: int, mask: DropoutMask) -> Tensor:
+        ctx.dimension, ctx.mask = dimension, mask
+        return _launch(input, dimension, mask)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        return _launch(grad_output, ctx.dimension, ctx.what), None, None
+        return _launch(grad_output, ctx.dimension, ctx.mask), None, None
 
 
-@lru_cache(maxsize=256)  # a copy to a GPU for each micro-batch under way, not for each site
-def _on(device: torch.device, samples: tuple[int, ...]) -> Tensor:
-    return torch.tensor(samples, dtype=torch.int64, device=device)
-
-
-def _launch(input: Tensor, dimension: int, what: Dropout) -> Tensor:
-    """Drop from rows whose width is a multiple of GROUP."""
+def _launch(input: Tensor, dimension: int, mask: DropoutMask) -> Tensor:
+    """Drop from rows whose width is a multiple of GROUP. Nothing is copied to the device, which would wait for it."""
     input = input.contiguous()
     output = torch.empty_like(input)
     width = input.shape[-1]
     row_stride, sample_stride = input.stride(1 - dimension), input.stride(dimension)
-    for here, run in what.runs():
+    for (here, run), (batch, samples) in itertools.product(mask.runs(), mask.runs_of_samples()):
         elements = len(run) * width
         if not elements:
             continue
-        begin = here.start * row_stride
-        _drop[(-(-elements // (GROUP * COUNTERS)), len(what.samples))](
-            *(input.view(-1)[begin:], output.view(-1)[begin:], _on(input.device, what.samples)),
-            *(what.seed, what.layer, what.site, run.start * width // GROUP + 1, elements),
-            *(width, row_stride, sample_stride, what.threshold, what.scale, COUNTERS),
+        begin = here.start * row_stride + batch.start * sample_stride
+        _drop[(-(-elements // (GROUP * COUNTERS)), len(samples))](
+            *(input.view(-1)[begin:], output.view(-1)[begin:], samples.start),
+            *(mask.seed, mask.layer, mask.site, run.start * width // GROUP + 1, elements),
+            *(width, row_stride, sample_stride, mask.threshold, mask.scale, COUNTERS),
         )
     return output

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: its Triton kernels, or its reference in plain PyTorch.
+"""Choice of an operation's implementation: its Triton kernels, or its reference in plain PyTorch.
 
 `auto`: Triton where the tensors are on a CUDA or ROCm device and Triton is installed, the reference elsewhere;
 `triton`: Triton on every device, which fits a GPU, Triton's interpreter, and compilation on the meta device;
@@ -10,13 +10,16 @@ they are called in forward, in backward and in an optimizer's step, far from who
 something is computed; torch has its own such choices, of attention's kernels among others, in the same way.
 
 Kernels stand in files of their own, `..._kernels.py`, which alone import Triton. An operation imports its file where
-Triton has been decided for: a process that runs the references never imports it.
+Triton has been decided for: a process that runs the references never imports it. `import_triton` imports all of them
+before, so that a broken Triton is found when a run starts.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -58,6 +61,12 @@ class Kernels:
     def runs_triton(self, operation: Operation, *tensors: Tensor) -> bool:
         """Tell whether the operation on these tensors runs as Triton kernels."""
         return operation not in self.to_reference and self._suit_triton(*tensors)
+
+    def import_triton(self, *, on_gpu: bool) -> None:
+        """Import all files of Triton kernels, if operations there run them. Raises what a broken Triton raises."""
+        if self.choice == "triton" or (self.choice == "auto" and on_gpu and _INSTALLED):
+            for name in sorted(path.stem for path in Path(__file__).parent.glob("*_kernels.py")):
+                importlib.import_module(f"megalite_kernels.{name}")
 
     def _suit_triton(self, *tensors: Tensor) -> bool:
         if self.choice == "reference" or any(tensor.dtype == torch.float64 for tensor in tensors):

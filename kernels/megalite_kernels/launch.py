@@ -1,4 +1,4 @@
-"""How a kernel over rows is laid over the GPU: its view of a tensor, its tile, and its number of programs."""
+"""Layout of a kernel over rows on the GPU: its view of a tensor, its tile, and its number of programs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tile(width: int, *, largest: int) -> Tile:
 
 
 def unit(elements: int) -> int:
-    """How many elements of a flat buffer a mask can take for one: UNIT, but where they are no multiple of it."""
+    """Return how many elements of a flat buffer a mask can take for one: UNIT if they are a multiple of it, else 1."""
     return 1 if elements % UNIT else UNIT
 
 
@@ -53,7 +53,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def looping_programs(tiles: int, warps: int, device: torch.device) -> int:
-    """How many programs of so many warps share the tiles of a kernel that adds up over them; at least one."""
+    """Return how many programs of so many warps share the tiles of a kernel that adds up over them; at least one."""
     return max(min(tiles, LOOPING_WARPS // warps * _multiprocessors(device)), 1)
 
 

@@ -1,4 +1,4 @@
-"""What kernels read and write master weights by, in Triton: see master_weights.py."""
+"""Functions by which kernels read and write master weights, in Triton: see master_weights.py."""
 
 from __future__ import annotations
 

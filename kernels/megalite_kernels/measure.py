@@ -1,4 +1,4 @@
-"""How long operations take, and at what share of a copy's bandwidth.
+"""Measurement of how long operations take, and at what share of a copy's bandwidth.
 
 Cases here are sized far beyond the caches. A kernel that is shorter than its launch would be timed with the gap before
 it: so the device gets a head start of copies, and calls are queued behind one another.
@@ -17,7 +17,7 @@ from torch import Tensor
 from megalite_kernels.cases import Case
 
 ELEMENTS = 2**28
-"""Of the largest input of a case that is timed."""
+"""Elements of the largest input of a case that is timed."""
 WARM_UP, REPEATS = 3, 15
 
 
@@ -54,7 +54,7 @@ class Times:
 
 
 Step = Callable[[Callable[[], None]], object]
-"""What is timed: it calls its argument between its parts."""
+"""Call to time: it calls its argument between its parts."""
 
 
 def interleaved(steps: Sequence[Step], device: torch.device, repeats: int = REPEATS) -> list[list[float]]:
@@ -97,7 +97,7 @@ def time_case(case: Case, inputs: Sequence[Tensor], repeats: int = REPEATS) -> T
 
 
 def case_step(case: Case, inputs: Sequence[Tensor]) -> Step:
-    """What is timed of a case."""
+    """Return the call that is timed of a case."""
     if case.timed is None:
         return step_of(case.outputs, inputs)
     alone = case.timed(inputs)

@@ -28,7 +28,7 @@ class Quantized:
     scales: Tensor
     """One for each block; the last may be short."""
     root: bool
-    """Of an average of squares: what is kept is its root."""
+    """True for an average of squares, which is kept as its root."""
 
     @staticmethod
     def zeros(elements: int, format: torch.dtype, device: torch.device, *, root: bool) -> Quantized:

@@ -1,4 +1,4 @@
-"""What kernels read and write moments by, in Triton: see moments.py."""
+"""Functions by which kernels read and write moments, in Triton: see moments.py."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Moment = Tensor | Quantized
 
 
 class Flat(NamedTuple):
-    """What is updated: [elements] each."""
+    """Tensors to update: [elements] each."""
 
     parameters: Tensor
     gradients: Tensor
@@ -56,7 +56,7 @@ class AdamW(NamedTuple):
     step: int
     """Counts updates from 1."""
     factor: float = 1.0
-    """What the gradients are multiplied by."""
+    """Factor of the gradients."""
     seed: int = 0
     """An even number of 63 bits, by which moments are rounded to 8 bits: of each update another."""
 
@@ -68,7 +68,7 @@ class SGD(NamedTuple):
     decay: float
     momentum: float
     factor: float = 1.0
-    """What the gradients are multiplied by."""
+    """Factor of the gradients."""
     seed: int = 0
     """An even number of 63 bits, by which moments are rounded to 8 bits: of each update another."""
 

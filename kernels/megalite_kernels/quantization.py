@@ -30,7 +30,7 @@ GROUP = 8  # elements that share a counter
 
 
 class Format(NamedTuple):
-    """How a code is made: of a number's exponent, above the lowest, and the bits of its mantissa."""
+    """Layout of a code: a number's exponent, above the lowest, and the bits of its mantissa."""
 
     mantissa: int
     lowest: int
@@ -45,7 +45,7 @@ FORMATS = {
 
 
 def storage(format: torch.dtype) -> torch.dtype:
-    """What kernels see: Triton has fp8 on some GPUs alone, and codes are made of integers."""
+    """Return the dtype that kernels see: Triton has fp8 on some GPUs alone, and codes are made of integers."""
     return torch.int8 if format == torch.int8 else torch.uint8
 
 
@@ -138,7 +138,7 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scales: Tensor, block: int, dtype: torch.dtype) -> Tensor:
-    """What `quantize` made of flat values, in this dtype.
+    """Return the flat values that `quantize` encoded, in this dtype.
 
     Raises:
         ValueError: there is no such format or block, or the scales are not one for each block.

@@ -25,7 +25,7 @@ def quantized(
     LARGEST: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Of fp32 [rows, block] in registers, codes in int32 [rows, block] and scales [rows].
+    """Quantize fp32 [rows, block] in registers to codes in int32 [rows, block] and scales [rows].
 
     `first`: the number of each row's first element in the whole, int64 [rows].
     """
@@ -57,7 +57,7 @@ def quantized(
 
 @triton.jit
 def dequantized(codes: tl.tensor, scales: tl.tensor, MANTISSA: tl.constexpr, LOWEST: tl.constexpr) -> tl.tensor:
-    """Of codes [rows, block] in registers, as they lie in memory, and scales [rows], fp32 [rows, block]."""
+    """Return codes [rows, block] in registers, as they lie in memory, times scales [rows]: fp32 [rows, block]."""
     codes = codes.to(tl.int32)
     if MANTISSA == 7:
         return codes.to(tl.float32) * scales[:, None]

@@ -1,4 +1,4 @@
-"""Whether the kernels compute on this machine's GPU what they should, and how near they come to its bandwidth.
+"""Test of the kernels on this machine's GPU: that results are right, and how near they come to its bandwidth.
 
     python -m megalite_kernels.selftest [--only WORD] [--numbers]
 
@@ -26,14 +26,14 @@ from megalite_kernels.implementation import Kernels, use
 from megalite_kernels.measure import ELEMENTS, copy_rate, time_case, traffic
 
 TOLERANCE = {torch.float64: 5e-7, torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
-"""Of the norm of the error: 8 and 2 roundings to nearest of the dtype, as the tests have it; what kernels give in
+"""Largest norm of the error: 8 and 2 roundings to nearest of the dtype, as in the tests; what kernels give in
 float64 are sums of what they computed in fp32."""
 TOKENS = {"cuda": (1, 1031), "cpu": (1, 3)}
 EXIT_WRONG, EXIT_NOTHING_TO_TEST = 1, 2
 
 
 def largest_error(case: Case, tokens: int, device: str) -> float:
-    """Of outputs and gradients, over what is tolerated; infinite where two runs differ by a bit, or are not finite."""
+    """Error of outputs and gradients over what is tolerated; infinite where two runs differ or are not finite."""
     torch.manual_seed(tokens)
     inputs = case.make_inputs(tokens, device)
     incoming: list[Tensor] = []
@@ -73,13 +73,13 @@ def _error(case: Case, ours: Tensor, again: Tensor, exact: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What an operation computed."""
+    """Results of an operation."""
 
     case: Case
     error: float
     """The largest, over what is tolerated."""
     failure: str = ""
-    """What was raised instead."""
+    """Error that was raised instead."""
 
     @property
     def right(self) -> bool:
@@ -101,7 +101,7 @@ def check_numbers(chosen: Sequence[Case], device: str) -> Iterator[Numbers]:
 
 @dataclass(frozen=True)
 class Speed:
-    """How long one direction of an operation took."""
+    """Time that one direction of an operation took."""
 
     case: Case
     direction: str

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalite.checkpoint import manifest
 from megalite.checkpoint.choosing import check_sizes
 from megalite.checkpoint.damage import Damage
-from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, logical_name
+from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, split_name
 from megalite.checkpoint.progress import Advance, in_threads
 from megalite.checkpoint.reader import CheckpointReader, size_in_bytes, whole
 from megalite.checkpoint.storage import AnyPath
@@ -46,9 +46,7 @@ def _totals(tensors: dict[str, SavedTensor]) -> dict[str, dict[str, int]]:
     """By kind: the weights, the modules' state, and each state of the optimizer."""
     totals: dict[str, dict[str, int]] = {}
     for name, tensor in tensors.items():
-        kind = totals.setdefault(
-            name.removesuffix(logical_name(name)).rstrip("/"), dict.fromkeys(("tensors", "elements", "bytes"), 0)
-        )
+        kind = totals.setdefault(split_name(name)[0], dict.fromkeys(("tensors", "elements", "bytes"), 0))
         kind["tensors"] += 1
         kind["elements"] += whole(tensor).numel
         kind["bytes"] += size_in_bytes(tensor)

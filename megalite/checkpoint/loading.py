@@ -13,28 +13,21 @@ from megalite.checkpoint.agreement import all_gather_text, check_all_see, togeth
 from megalite.checkpoint.container import Part
 from megalite.checkpoint.fetching import Dealt, Target, deal, fetch, needed_blocks
 from megalite.checkpoint.manifest import (
+    MASTER,
+    MODEL,
+    OPTIMIZER,
+    STATE,
     Block,
     Manifest,
     SavedBox,
     TrainingState,
     covers,
     dtype_name,
-    logical_name,
     read_manifest,
 )
-from megalite.checkpoint.plan import (
-    MASTER,
-    MODEL,
-    OPTIMIZER,
-    STATE,
-    Plan,
-    Region,
-    boxes,
-    held_regions,
-    held_slices,
-    held_states,
-)
-from megalite.checkpoint.source import Source
+from megalite.checkpoint.plan import Plan, Region, boxes, held_regions, held_slices, held_states
+from megalite.checkpoint.reader import dtype_of
+from megalite.checkpoint.source import Kind, Source
 from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
@@ -67,9 +60,9 @@ def load(
 
     Every rank calls it. Every byte that is used has been compared with its checksum. Padding becomes zero. `described`:
     what `check_whole` has read of it; None: it is read here. Without `state` the optimizer begins anew, its master
-    weights those that were loaded, and so does state of modules that the checkpoint lacks. With `casts` weights that
-    were saved in another precision are rounded, once, from the finest that there are. With the `plan` of all ranks,
-    those of a node read what several of them need once; without, each reads for itself.
+    weights those that were loaded. With `casts` weights that were saved in another precision are rounded, once, from
+    the finest that there are. With the `plan` of all ranks, those of a node read what several of them need once;
+    without, each reads for itself.
 
     Raises:
         DamagedCheckpointError: a file is not as it was written; the same on every rank. The weights and the state may
@@ -114,7 +107,7 @@ def _fill(
         dealt = _dealt(manifest, plan, node, state, casts) if plan is not None and node.size > 1 else {}
     if described is None:
         check_all_see(str(manifest.checksum), path, mesh)
-    kinds = (MODEL, STATE, OPTIMIZER) if optimizer is not None and state else (MODEL,)
+    kinds = (MODEL, STATE, OPTIMIZER) if optimizer is not None and state else (MODEL, STATE)
     _check_all_used(manifest, {name for name, _ in chosen}, mesh, path, kinds)
     _zero_the_rest(module, optimizer, state)
     failure = fetch(path, manifest, wanted, dealt, node, mesh.device)
@@ -129,28 +122,24 @@ def _fill(
 
 
 def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimizer | None, mesh: ParallelMesh) -> None:
-    """Set the weights from the logical tensors of a source, cast to what they are here; all other state begins anew.
+    """Set the weights and the modules' state from a source, cast to what they are here; the optimizer begins anew.
 
-    Every rank calls it. Padding becomes zero. Raises CheckpointError, the same on every rank, where `what` cannot be
-    read, or is not of this model.
+    Every rank calls it. Padding becomes zero. The source has a weight by its logical name, state as `state/NAME`.
+    Raises CheckpointError, the same on every rank, where `what` cannot be read, or is not of this model.
     """
     if optimizer is not None:
         optimizer.finish_parameter_gather()
     for parameter, _ in named_pieces(module):
         parameter.allocate()
     with optimizer.unpacked() if optimizer is not None else nullcontext(), together(mesh, f"loading {what}"):
-        held = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER))]
-        problems = dict.fromkeys(
-            f"{name} {list(region.part.shape)} is not in it"
-            for region in held
-            if (kind := source.tensors.get(name := logical_name(region.part.name))) is None
-            or kind.shape != region.part.shape
-        )
-        if problems:
-            raise CheckpointError(f"it is of another model:\n{_listed(list(problems))}")
+        regions = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER, STATE))]
+        held = [(r.part.name.removeprefix(MODEL).removeprefix(MASTER), r) for r in regions]
+        different = (_difference(name, source.tensors.get(name), region.part) for name, region in held)
+        if problems := dict.fromkeys(problem for problem in different if problem):
+            raise CheckpointError(f"it does not fit this run:\n{_listed(list(problems))}")
         _zero_the_rest(module, optimizer, state=False)
-        for region in held:
-            source.fill(logical_name(region.part.name), region.part.box, region.values)
+        for name, region in held:
+            source.fill(name, region.part.box, region.values)
     if optimizer is not None:
         optimizer.begin_parameter_gather()
         optimizer.finish_parameter_gather()
@@ -158,10 +147,8 @@ def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimi
 
 def _source(manifest: Manifest, part: Part, state: bool, casts: bool) -> str | None:
     """The tensor that a part is read from; None where it is not to be filled."""
-    if part.name.startswith(STATE):
-        return part.name if state or part.name in manifest.tensors else None
     name = _finest(manifest, part) if casts else part.name
-    return name if state or name.startswith(MODEL) or (casts and name.startswith(MASTER)) else None
+    return name if state or name.startswith((MODEL, STATE)) or (casts and name.startswith(MASTER)) else None
 
 
 def _finest(manifest: Manifest, part: Part) -> str:
@@ -242,12 +229,9 @@ def _check_fits(manifest: Manifest, chosen: Iterable[tuple[str, Part]], casts: b
 def _mismatch(manifest: Manifest, name: str, part: Part, casts: bool) -> str | None:
     """Why a part cannot be read from the tensor of a name, or None."""
     saved = manifest.tensors.get(name)
-    if saved is None and name.startswith(STATE):
-        return f"{name} {list(part.shape)} is not in it: --no-load-optim and --finetune begin it anew"
-    if saved is None:
-        return f"{name} {list(part.shape)} is not in it: it is of another model"
-    if saved.shape != part.shape:
-        return f"{name} has shape {list(saved.shape)} in it and {list(part.shape)} in this run's model"
+    different = _difference(name, None if saved is None else Kind(saved.shape, dtype_of(saved)), part)
+    if saved is None or different is not None:
+        return different
     dtype = dtype_name(part.dtype)
     if saved.dtype != dtype and not casts:
         flags = f"start the run {_PRECISION_FLAGS[saved.dtype]}, or " if saved.dtype in _PRECISION_FLAGS else ""
@@ -261,6 +245,18 @@ def _mismatch(manifest: Manifest, name: str, part: Part, casts: bool) -> str | N
         )
     if not covers((box.box for box in saved.boxes), part.box):
         return f"{name} is incomplete in it: its boxes do not hold {part.box} exactly once"
+    return None
+
+
+def _difference(name: str, saved: Kind | None, part: Part) -> str | None:
+    """Why a part cannot be read from a tensor, whatever is cast, or None."""
+    if saved is None:
+        return f"{name} {list(part.shape)} is not in it: it is of another model"
+    if saved.shape != part.shape:
+        return f"{name} has shape {list(saved.shape)} in it and {list(part.shape)} in this run's model"
+    if saved.dtype.is_floating_point != part.dtype.is_floating_point:
+        ours, theirs = dtype_name(part.dtype), dtype_name(saved.dtype)
+        return f"{name} is {theirs} in it and {ours} in this run: whole numbers are never cast; load another checkpoint"
     return None
 
 

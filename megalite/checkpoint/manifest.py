@@ -16,7 +16,8 @@ box's first to the block's last, so that a block is checked by itself, from the 
 
 Names are `model/NAME` for a weight, `state/NAME` for what a module keeps that is no weight, and `optimizer/STATE/NAME`
 for what the optimizer keeps of weight NAME, in its shape or in another; NAME is the logical tensor's. Shapes are those
-of the mathematics: nothing of the layout that saved it shows but how the boxes are cut.
+of the mathematics: nothing of the layout that saved it shows but how the boxes are cut. Weights and their masters are
+floating-point numbers; what is kept beside them may be whole numbers, int64.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from megalite.parallel.sharding import Box
 from megalite.small_files import MIB, MOST_MARKS, parse_json, shown
 
 NAME = "manifest.json"
+MODEL, STATE, OPTIMIZER = "model/", "state/", "optimizer/"
+MASTER = OPTIMIZER + "master/"
 VERSION = 2
 BLOCK = 1 << 22
 """Bytes of a box that have a checksum of their own."""
@@ -237,9 +240,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def logical_name(tensor: str) -> str:
-    """The logical name of a tensor of a checkpoint; of the optimizer's state, that of its weight."""
-    return tensor.split("/", 2 if tensor.startswith("optimizer/") else 1)[-1]
+def split_name(tensor: str) -> tuple[str, str]:
+    """The kind of a tensor of a checkpoint, as in `model` and `optimizer/exp_avg`, and its logical name."""
+    *kind, logical = tensor.split("/", 2 if tensor.startswith(OPTIMIZER) else 1)
+    return "/".join(kind), logical
+
+
+def owner_name(tensor: str) -> str:
+    """The name of the weight that a tensor of the optimizer's state is of; any other tensor is its own."""
+    return MODEL + split_name(tensor)[1] if tensor.startswith(OPTIMIZER) else tensor
 
 
 def covers(boxes: Iterable[Box], target: Box) -> bool:
@@ -361,6 +370,8 @@ def _tensor_from_json(name: str, fields: dict[str, Any]) -> SavedTensor:
     dtype = _DTYPES.get(fields["dtype"])
     if dtype is None:
         raise TypeError(f"{shown(name)} is of {shown(fields['dtype'])}, which is no dtype of a checkpoint")
+    if not dtype.is_floating_point and name.startswith((MODEL, MASTER)):
+        raise TypeError(f"{shown(name)} is a weight, and of whole numbers, {dtype_name(dtype)}")
     boxes = tuple(_box_from_json(name, dtype, saved) for saved in fields["boxes"])
     return SavedTensor(_axes(name, fields["shape"]), fields["dtype"], boxes)
 

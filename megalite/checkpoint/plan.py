@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from megalite.checkpoint.container import Part
+from megalite.checkpoint.manifest import MODEL, OPTIMIZER, STATE
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.buckets import DataParallel, plan_buckets
 from megalite.optim.kept import own_states
@@ -25,9 +26,6 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import Box, LogicalTensor, Piece
 from megalite.parallel.state import State, states_of
-
-MODEL, STATE, OPTIMIZER = "model/", "state/", "optimizer/"
-MASTER = OPTIMIZER + "master/"
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from megalite.checkpoint import saving
 from megalite.checkpoint.attempt import FolderAttempt
 from megalite.checkpoint.file_writer import Cut, FileWriter
 from megalite.checkpoint.formats import NATIVE, Format
-from megalite.checkpoint.manifest import Manifest, TrainingState, covers, logical_name
+from megalite.checkpoint.manifest import Manifest, TrainingState, covers, owner_name, split_name
 from megalite.checkpoint.new_folder import writing
-from megalite.checkpoint.plan import MODEL
 from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.source import Kind, Source, numbers_as_numbers
@@ -38,7 +37,7 @@ def cut_evenly(tensors: Mapping[str, Kind], files: int) -> Cut:
 
 
 def _by_weight(name: str) -> tuple[str, str]:
-    return numbers_as_numbers(logical_name(name)), name
+    return numbers_as_numbers(split_name(name)[1]), name
 
 
 def cut_by_weights(tensors: Mapping[str, Kind], weights: Iterable[Iterable[tuple[str, Box]]]) -> Cut:
@@ -50,15 +49,14 @@ def cut_by_weights(tensors: Mapping[str, Kind], weights: Iterable[Iterable[tuple
     alike: dict[str, list[str]] = {}
     others: dict[str, list[str]] = {}
     for name, kind in tensors.items():
-        weight = tensors.get(MODEL + logical_name(name), kind)
-        (alike if kind.shape == weight.shape else others).setdefault(logical_name(name), []).append(name)
+        owner = owner_name(name)
+        (alike if kind.shape == tensors.get(owner, kind).shape else others).setdefault(owner, []).append(name)
     cut: list[list[tuple[str, Box]]] = []
     for file in weights:
         placed: list[tuple[str, Box]] = []
-        for weight_name, box in file:
-            weight_name = logical_name(weight_name)
-            placed += [(name, box) for name in alike.get(weight_name, ())]
-            placed += [(name, Box.whole(tensors[name].shape)) for name in others.pop(weight_name, ())]
+        for owner, box in file:
+            placed += [(name, box) for name in alike.get(owner, ())]
+            placed += [(name, Box.whole(tensors[name].shape)) for name in others.pop(owner, ())]
         cut.append(placed)
     boxes: dict[str, list[Box]] = {name: [] for name in tensors}
     for name, box in (placed for file in cut for placed in file):

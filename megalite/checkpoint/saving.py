@@ -16,8 +16,8 @@ from megalite.checkpoint.attempt import Attempt, new_attempt
 from megalite.checkpoint.box_file import Written
 from megalite.checkpoint.container import Part, Place
 from megalite.checkpoint.formats import NATIVE, Format, Placed
-from megalite.checkpoint.manifest import Manifest, SavedBox, SavedFile, SavedTensor, TrainingState, covers
-from megalite.checkpoint.plan import OPTIMIZER, Plan, Region, saved_regions
+from megalite.checkpoint.manifest import OPTIMIZER, Manifest, SavedBox, SavedFile, SavedTensor, TrainingState, covers
+from megalite.checkpoint.plan import Plan, Region, saved_regions
 from megalite.checkpoint.staging import Staging
 from megalite.checkpoint.storage import AnyPath, create, sizes
 from megalite.errors import CheckpointError

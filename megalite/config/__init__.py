@@ -1,4 +1,4 @@
-"""What a run is: one frozen dataclass a concern; flags and YAML are made from them."""
+"""Configuration of a run: one frozen dataclass a concern; flags and YAML are made from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers see a sliding window alone, as Megatron-LM's --window-size and --window-attn-skip-freq say."""
+"""Layers that see a sliding window alone, as Megatron-LM's --window-size and --window-attn-skip-freq say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_LAYERS = 10_000
 
 
 def keys_before(window_size: str | None, skip_freq: str | None, layers: int) -> Sequence[int | None]:
-    """How many keys before its own a token of each layer sees; None: all.
+    """Return how many keys before its own a token of each layer sees; None: all.
 
     Raises ConfigurationError where a flag cannot be read, or tells of another number of layers.
     """

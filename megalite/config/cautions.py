@@ -1,11 +1,11 @@
-"""What a run may do and may still regret: said once, at its start."""
+"""Cautions about what a run may do and may still regret: said once, at its start."""
 
 from __future__ import annotations
 
 from megalite.config.run import RunConfig
 
 _HALF_OF_THE_LAST_BIT = 2.0**-8
-"""Of bf16: a change by less than this share of a number may be rounded away."""
+"""Precision of bf16: a change by less than this share of a number may be rounded away."""
 
 
 def cautions(config: RunConfig) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Where the run is saved and what it continues from."""
+"""Options: where the run is saved, and what it continues from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CheckpointConfig:
     async_save: bool = False
     """Write checkpoints in the background, from a copy in host memory, while training goes on."""
     ckpt_format: Literal["megalite", "torch_dist"] = "megalite"
-    """What is written: safetensors files, or those that torch.distributed.checkpoint reads too. Either is loaded."""
+    """Format to write: safetensors files, or those that torch.distributed.checkpoint reads too. Either is loaded."""
     tolerated_save_failures: int = 2
     """Failed saves in a row after which training still goes on to the next; 0: the first ends the run."""
     log_progress: bool = False
@@ -47,21 +47,21 @@ class CheckpointConfig:
 
     @property
     def loads_huggingface(self) -> bool:
-        """Whether load is a Hugging Face folder."""
+        """True if load is a Hugging Face folder."""
         if self.load is None or is_url(self.load):
             return False
         return os.path.isfile(os.path.join(self.load, "config.json"))  # False where the system takes no such name
 
     @property
     def loads_where_it_saves(self) -> bool:
-        """Whether load and save are one directory."""
+        """True if load and save are one directory."""
         if self.save is None or self.load is None:
             return False
         return _one_name(self.save) == _one_name(self.load)
 
 
 def is_url(directory: str) -> bool:
-    """Whether a directory is on an object store, as s3://bucket/run is."""
+    """Tell if a directory is on an object store, as s3://bucket/run is."""
     return "://" in directory
 
 

@@ -1,4 +1,4 @@
-"""What the run reads: token files or mock data, their order and masks."""
+"""Data that the run reads: token files or mock data, their order and masks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class DataConfig(TokenizerFlags):
 
     @property
     def divided(self) -> bool:
-        """Whether `split` divides one blend into training, validation and test."""
+        """True if `split` divides one blend into training, validation and test."""
         return bool(self.data_path or self.data_args_path)
 
     def split_shares(self) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""Which implementation of the fused operations runs, and whether what is between them is compiled."""
+"""Options: implementation of the fused operations, and compilation of what is between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """How operations are computed; what they compute is the same, but for rounding."""
+    """Ways to compute operations; the results are the same, but for rounding."""
 
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""

@@ -1,4 +1,4 @@
-"""What the run tells: screen, metrics file, TensorBoard."""
+"""Reports of the run: screen, metrics file, TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Where and how often numbers are reported."""
+    """Options: where and how often numbers are reported."""
 
     log_interval: int = 100
     """Steps between lines on the screen."""

@@ -109,7 +109,7 @@ ALREADY_SO: Mapping[str, str] = {
     disable-flight-recorder-include-only-active""",
     "nothing is reported to other services, and object stores are reached by URLs": "no-one-logger disable-msc",
 }
-"""What is so -> flags that ask for it, with =1 where the flag takes a value."""
+"""Facts that hold anyway -> flags that ask for them, with =1 where the flag takes a value."""
 
 CONTEXT = "arrives with context parallelism"
 EXPERTS = "arrives with mixture of experts"
@@ -416,7 +416,7 @@ REFUSED: Mapping[str, str] = {
 
 
 def settled(flag: str, values: Sequence[str]) -> str | None:
-    """What becomes of `flag` (without dashes) that is no field: the start-up line if it is already so, or None for a
+    """Decide on `flag` (without dashes) that is no field: the start-up line if it is already so, or None for a
     flag unknown to Megatron-LM too. Raises ConfigurationError, saying why, where it is refused."""
     if flag in _already_so():
         count, why = _already_so()[flag]

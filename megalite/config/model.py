@@ -1,4 +1,4 @@
-"""What the network is: sizes, positions, activations, norms, initialisation."""
+"""Options of the network: sizes, positions, activations, norms, initialisation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelConfig:
     max_position_embeddings: int | None = None
     """Rows of the learned position table; needed by learned_absolute, at least seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
-    """How a token knows its position: a learned table, rotary embeddings, these as YaRN scales them, or not at all."""
+    """Positions of tokens: a learned table, rotary embeddings, these as YaRN scales them, or none at all."""
     rotary_base: float = 10000.0
     """Base of the rotary frequencies (theta)."""
     rotary_percent: float = 1.0
@@ -53,7 +53,7 @@ class ModelConfig:
     rope_scaling_original_max_position_embeddings: int = 8192
     """Context length before the Llama 3.1 scaling."""
     rotary_scaling_factor: float = 1.0
-    """How many times the original context YaRN (arXiv:2309.00071) is to reach; yarn needs one above 1."""
+    """Multiple of the original context that YaRN (arXiv:2309.00071) is to reach; yarn needs one above 1."""
     yarn_original_max_position_embeddings: int | None = None
     """Context length before YaRN; needed by yarn."""
     yarn_beta_fast: float = 32.0
@@ -67,7 +67,7 @@ class ModelConfig:
     mscale_all_dim: float = 0.0
     """Acts as mscale says."""
     yarn_attention_factor: float | None = None
-    """What YaRN multiplies queries and keys by, whatever mscale and mscale-all-dim; unset: as they say."""
+    """Factor of queries and keys under YaRN, whatever mscale and mscale-all-dim; unset: as they say."""
     window_size: str | None = None
     """LEFT,0: a token sees this many keys before its own and none after it; unset: all before it."""
     window_attn_skip_freq: str | None = None
@@ -121,7 +121,7 @@ class ModelConfig:
 
     @property
     def rotary(self) -> bool:
-        """Whether queries and keys are turned by their position."""
+        """True if queries and keys are turned by their position."""
         return self.position_embedding_type in ("rope", "yarn")
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""How weights change: the optimizer, the learning-rate schedule, clipping, weight decay."""
+"""Updates of weights: the optimizer, the learning-rate schedule, clipping, weight decay."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     """Weight decay of matrices (biases and norms have none)."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
-    """How weight decay rises over the run; constant: it is weight-decay."""
+    """Course of weight decay over the run; constant: it is weight-decay."""
     start_weight_decay: float | None = None
     """Weight decay at the start of the run, where it rises."""
     end_weight_decay: float | None = None
@@ -83,15 +83,15 @@ class OptimizerConfig:
     use_precision_aware_optimizer: bool = False
     """With bf16 or fp16: let the optimizer keep what it keeps in the four dtypes that follow."""
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of the buffers in which gradients are added up and reduced."""
+    """Dtype of the buffers in which gradients are added up and reduced."""
     main_params_dtype: Literal["fp32", "fp16"] = "fp32"
-    """Of the master weights."""
+    """Dtype of the master weights."""
     store_param_remainders: bool = False
     """With bf16: keep of each fp32 master what its parameter lacks of it, 16 bits instead of 32; no bit changes."""
     exp_avg_dtype: Literal["fp32", "bf16", "fp16", "int8", "fp8"] = "fp32"
-    """Of Adam's average of gradients, or of the momentum of sgd and muon. int8 and fp8: in blocks with a scale each."""
+    """Dtype of Adam's average of gradients, or of sgd's and muon's momentum. int8 and fp8: in blocks of one scale."""
     exp_avg_sq_dtype: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
-    """Of Adam's average of their squares. int8 and fp8: its root, in blocks with a scale each."""
+    """Dtype of Adam's average of their squares. int8 and fp8: its root, in blocks with a scale each."""
 
     @property
     def narrow(self) -> dict[str, str]:
@@ -100,7 +100,7 @@ class OptimizerConfig:
         return {name: value for name in names if (value := getattr(self, name)) != "fp32"}
 
     def learning_rate_multiplier(self, global_batch_size: int) -> float:
-        """What lr-scaling-rule multiplies every learning rate by, except lr-warmup-init."""
+        """Return the factor of every learning rate by lr-scaling-rule, except lr-warmup-init."""
         if self.lr_scaling_rule is None or self.lr_scaling_base_batch_size is None:
             return 1.0
         ratio = global_batch_size / self.lr_scaling_base_batch_size

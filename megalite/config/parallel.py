@@ -1,11 +1,21 @@
-"""How the run is split over ranks, and how they talk."""
+"""Split of the run over ranks, and their communication."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from megalite.config.schedules import ScheduleName
+
+
+class MeshSizes(TypedDict):
+    """The axes of both views of a mesh, in the words of `ParallelMesh`."""
+
+    tensor_parallel_size: int
+    context_parallel_size: int
+    pipeline_parallel_size: int
+    expert_parallel_size: int
+    expert_tensor_parallel_size: int
 
 
 @dataclass(frozen=True)
@@ -29,7 +39,7 @@ class ParallelConfig:
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Stages of a rank; unset: 1, with zb-v 2, or as the two other ways to say it give."""
     pipeline_model_parallel_layout: str | None = None
-    """What each stage holds, by letters: E embedding, t layer, L output and loss, | next stage; x*n and (..)*n
+    """Contents of each stage, by letters: E embedding, t layer, L output and loss, | next stage; x*n and (..)*n
     repeat, as in "Ett|(ttt|)*6ttL". The stages go round the pipeline ranks."""
     decoder_first_pipeline_num_layers: int | None = None
     """Layers of the first pipeline rank; unset: as many as the others."""
@@ -48,7 +58,7 @@ class ParallelConfig:
     use_distributed_optimizer: bool = False
     """Shard optimizer state and master weights over the data-parallel ranks (ZeRO 1)."""
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = None
-    """What stays sharded over data-parallel ranks (ZeRO 0 to 3); unset: optim with use-distributed-optimizer."""
+    """State that stays sharded over data-parallel ranks (ZeRO 0 to 3); unset: optim with use-distributed-optimizer."""
     num_distributed_optimizer_instances: int = 1
     """Groups of data-parallel (and context-parallel) ranks that each hold a whole set of shards (hybrid sharding)."""
     overlap_grad_reduce: bool = False
@@ -65,7 +75,7 @@ class ParallelConfig:
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; unset: nccl on GPUs, gloo on CPUs."""
     distributed_timeout_minutes: int = 10
-    """How long a rank waits in a collective before the run fails."""
+    """Time that a rank waits in a collective before the run fails."""
 
     def data_parallel_size(self, world_size: int) -> int:
         """Groups of ranks with samples of their own among `world_size` (which `validate` has found divisible)."""
@@ -89,12 +99,21 @@ class ParallelConfig:
         return self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     @property
-    def expert_parallel_size(self) -> int:
+    def expert_tensor_model_pipeline_parallel_size(self) -> int:
         """Ranks that hold one copy of all experts, over all stages."""
-        tensor = self.expert_tensor_parallel_size
-        if tensor is None:
-            tensor = self.tensor_model_parallel_size
-        return tensor * self.expert_model_parallel_size * self.pipeline_model_parallel_size
+        sizes = self.mesh_sizes
+        return sizes["expert_tensor_parallel_size"] * sizes["expert_parallel_size"] * sizes["pipeline_parallel_size"]
+
+    @property
+    def mesh_sizes(self) -> MeshSizes:
+        tensor, of_experts = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
+        return {
+            "tensor_parallel_size": tensor,
+            "context_parallel_size": self.context_parallel_size,
+            "pipeline_parallel_size": self.pipeline_model_parallel_size,
+            "expert_parallel_size": self.expert_model_parallel_size,
+            "expert_tensor_parallel_size": tensor if of_experts is None else of_experts,
+        }
 
     @property
     def zero_stage(self) -> int:

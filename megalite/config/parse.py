@@ -28,7 +28,7 @@ _DESCRIPTION = (
 
 @dataclass(frozen=True)
 class ParsedArguments:
-    """What a command line asks for, and the lines to show at the start about flags that change nothing."""
+    """Configuration that a command line asks for, and the start's lines about flags that change nothing."""
 
     config: RunConfig
     notes: tuple[str, ...]
@@ -107,7 +107,7 @@ def _takes_saved_fields(sections: Sections, given: Mapping[str, Sequence[str]]) 
 
 
 def _loading(sections: Sections, given: Mapping[str, Sequence[str]]) -> CheckpointConfig:
-    """What decides which checkpoint a run starts from, before the rest is known."""
+    """Options that decide which checkpoint a run starts from, before the rest is known."""
     names = [name for name in ("save", "load", "resume", "ckpt-step") if name in given]
     fields: dict[str, Any] = {name.replace("-", "_"): given[name][0] for name in names}
     fields = {name: None if value == "None" else value for name, value in fields.items()}
@@ -117,7 +117,7 @@ def _loading(sections: Sections, given: Mapping[str, Sequence[str]]) -> Checkpoi
 
 
 def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:
-    """What a flag means: arguments for tyro, or a note that it changes nothing."""
+    """Translate a flag: arguments for tyro, or a note that it changes nothing."""
     if not flag:
         raise ConfigurationError(f"{shown(' '.join(values))} stands before any flag")
     if flag in (*megatron_flags.SHORTHANDS, megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.USE_MEGATRON_FSDP):
@@ -217,7 +217,7 @@ def _build(tokens: list[str], sections: Sections) -> RunConfig:
 
 
 def _run_tyro(tokens: list[str], sections: Sections) -> RunConfig:
-    """What flags give over the fields that YAML gives; required fields that YAML does not give are left to flags."""
+    """Return what flags give over the fields of YAML; required fields that YAML does not give are left to flags."""
     import tyro  # here, since all of megalite imports the configuration and few parse one
 
     given = {name: dict(values) for name, values in sections.items()}

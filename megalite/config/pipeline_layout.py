@@ -1,4 +1,4 @@
-"""Which layers each stage of the pipeline holds, as the flags say, and which rank holds the stage."""
+"""Layers that each stage of the pipeline holds, as the flags say, and the rank that holds the stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalite.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class StageLayers:
-    """What one stage holds: `layers` layers from number `first_layer` on, and perhaps what stands at the ends."""
+    """Contents of one stage: `layers` layers from number `first_layer` on, and perhaps what stands at the ends."""
 
     first_layer: int
     layers: int
@@ -57,7 +57,7 @@ def schedule_name(model: ModelConfig, parallel: ParallelConfig) -> str:
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLayers, ...]:
-    """What each stage holds, in the order in which a micro-batch goes through them, whichever rank has them.
+    """Return what each stage holds, in the order in which a micro-batch goes through them, whichever rank has them.
 
     Raises ConfigurationError where the layers do not come out even, naming what was counted.
     """
@@ -139,7 +139,7 @@ def _uneven(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
 
 
 def _layers_to_share(model: ModelConfig, parallel: ParallelConfig) -> tuple[str, int]:
-    """What the stages share evenly, in words and as a number."""
+    """Return what the stages share evenly, in words and as a number."""
     words, count = f"--num-layers {model.num_layers}", model.num_layers
     for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
         if getattr(parallel, name):

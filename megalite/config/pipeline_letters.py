@@ -22,7 +22,7 @@ _FOREIGN = {
 
 
 def stages_of_letters(layout: str) -> list[str]:
-    """What each stage holds, in order, each letter written out. Raises ConfigurationError for what has no meaning."""
+    """Return what each stage holds, in order, each letter written out. Raises ConfigurationError for nonsense."""
     text = _written_out(layout)
     for letter in text:
         if letter not in "EtL|":

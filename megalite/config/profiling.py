@@ -1,4 +1,4 @@
-"""What shows where a run spends its time and its memory."""
+"""Options that show where a run spends its time and its memory."""
 
 from __future__ import annotations
 

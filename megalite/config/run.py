@@ -41,14 +41,14 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     """Screen, metrics, TensorBoard."""
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
-    """Where time and memory go."""
+    """Measurement of time and memory."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
-    """What finds a run that hangs."""
+    """Watchdog for a run that hangs."""
 
 
 @dataclass(frozen=True)
 class FieldPlace:
-    """Where a field stands: its section, its type, and whether a run must give it."""
+    """Place of a field: its section, its type, and if a run must give it."""
 
     section: str
     kind: Any

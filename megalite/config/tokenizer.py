@@ -1,4 +1,4 @@
-"""Which tokenizer: the flags that a run shares with the tools that make and show its data."""
+"""Tokenizer flags that a run shares with the tools that make and show its data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FastEncoding = Literal["auto", "require", "off"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFlags:
-    """What names a tokenizer and its files."""
+    """Name of a tokenizer, and its files."""
 
     tokenizer_type: TokenizerType | None = None
     """Kind of tokenizer; Llama2Tokenizer is a SentencePiece model, NullTokenizer stands for data already in tokens."""
@@ -31,7 +31,7 @@ class TokenizerFlags:
     merge_file: str | None = None
     """The merges.txt of a GPT2BPETokenizer."""
     tiktoken_pattern: str = "v2"
-    """What cuts words for a TikTokenizer: v1, v2, gpt2, cl100k, or a regular expression."""
+    """Pattern that cuts words for a TikTokenizer: v1, v2, gpt2, cl100k, or a regular expression."""
     tiktoken_num_special_tokens: int = 1000
     """Special tokens of a TikTokenizer's .json file."""
     tokenizer_special_tokens: tuple[str, ...] = ()

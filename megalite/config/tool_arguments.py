@@ -1,4 +1,4 @@
-"""What the commands in `tools/` share: flags from a frozen dataclass, and one message and an exit code for an error."""
+"""Parts that commands in `tools/` share: flags from a frozen dataclass, and one message and exit code for an error."""
 
 from __future__ import annotations
 

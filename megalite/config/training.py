@@ -37,7 +37,7 @@ class TrainingConfig:
     loss_scale: float | None = None
     """With fp16: a constant loss scale; unset: a dynamic one."""
     initial_loss_scale: float = 2.0**32
-    """Where a dynamic loss scale starts."""
+    """Start of a dynamic loss scale."""
     min_loss_scale: float = 1.0
     """A dynamic loss scale never goes below."""
     loss_scale_window: int = 1000

@@ -60,9 +60,9 @@ _TOKENIZER_FLAGS = {
 _TO_COME = {
     "context_parallel_size": megatron_flags.CONTEXT,
     "expert_model_parallel_size": megatron_flags.EXPERTS,
-    "expert_tensor_parallel_size": megatron_flags.EXPERTS,
 }
-"""Axes of which the mesh, the buckets and checkpoints know, and the network does not yet."""
+"""Axes of which the mesh, the buckets and checkpoints know, and the network does not yet. (Of the experts' tensor axis
+too: see `_to_come`.)"""
 _IDLE_WITHOUT_PIPELINE = {
     "account_for_embedding_in_pipeline_split": "account-for-embedding-in-pipeline-split",
     "account_for_loss_in_pipeline_split": "account-for-loss-in-pipeline-split",
@@ -217,7 +217,7 @@ def _division(config: RunConfig, world_size: int) -> Iterator[str]:
 def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
     shared = "tensor_model" if parallel.expert_tensor_parallel_size is None else "expert_tensor"
     groups = {  # those of the experts only where they are others
-        parallel.expert_parallel_size: (f"{shared}_parallel_size", "expert_model_parallel_size"),
+        parallel.expert_tensor_model_pipeline_parallel_size: (f"{shared}_parallel_size", "expert_model_parallel_size"),
         parallel.model_parallel_size: ("tensor_model_parallel_size", "context_parallel_size"),
     }
     for names in [names for size, names in groups.items() if world_size % size]:
@@ -228,7 +228,8 @@ def _uneven_groups(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
 
 def _instances(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
     instances, copies = parallel.num_distributed_optimizer_instances, parallel.data_parallel_size(world_size)
-    peers, of_experts = copies * parallel.context_parallel_size, world_size // parallel.expert_parallel_size
+    peers = copies * parallel.context_parallel_size
+    of_experts = world_size // parallel.expert_tensor_model_pipeline_parallel_size
     if peers % instances:
         kinds = "data-parallel" if peers == copies else "data- and context-parallel"
         yield f"--num-distributed-optimizer-instances {instances} does not divide {peers} {kinds} ranks"
@@ -276,8 +277,14 @@ def model_problems(model: ModelConfig) -> list[str]:
 def _to_come(config: RunConfig) -> Iterator[str]:
     for name, reason in _TO_COME.items():
         size = getattr(config.parallel, name)
-        if size is not None and size > 1:
+        if size > 1:
             yield f"--{name.replace('_', '-')} {size}: {reason}; it takes 1"
+    tensor, of_experts = config.parallel.tensor_model_parallel_size, config.parallel.expert_tensor_parallel_size
+    if of_experts not in (None, tensor):
+        yield (
+            f"--expert-tensor-parallel-size {of_experts}: {megatron_flags.EXPERTS}; it takes {tensor}, as "
+            "--tensor-model-parallel-size"
+        )
 
 
 def _positions(config: RunConfig) -> Iterator[str]:

@@ -44,7 +44,7 @@ def checkpoint_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _one_directory(checkpoint: CheckpointConfig) -> Iterator[str]:
-    """What --load and --save of one directory leave without a meaning."""
+    """Refuse options that --load and --save of one directory leave without a meaning."""
     if checkpoint.loads_where_it_saves and checkpoint.resume == "auto":
         for flag in _given(checkpoint, _OF_LOAD):
             yield (

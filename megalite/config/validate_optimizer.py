@@ -36,7 +36,7 @@ def _muon(optimizer: OptimizerConfig) -> Iterator[str]:
 
 
 def _what_is_kept(config: RunConfig) -> Iterator[str]:
-    """What its back end can keep, and in which precision."""
+    """Refuse state that the back end cannot keep, or not in this precision."""
     optimizer, training = config.optimizer, config.training
     backend = optimizer.optimizer_backend
     if backend == "apex" and training.fp64:

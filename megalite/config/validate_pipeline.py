@@ -46,7 +46,7 @@ def why_nothing_is_aligned(model: ModelConfig, parallel: ParallelConfig) -> str 
 
 
 def _contradictions(parallel: ParallelConfig) -> Iterator[str]:
-    """What is said in two ways at once, or of a pipeline that is not there."""
+    """Refuse what is said in two ways at once, or of a pipeline that is not there."""
     ways = _given(parallel, _NUMBERS_OF_STAGES)
     if len(ways) > 1:
         yield f"{' and '.join(ways)} each give the stages of a rank: keep one"

@@ -28,7 +28,7 @@ def rate_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _lengths(config: RunConfig, unit: str) -> tuple[float, int | None]:
-    """Of the warm-up and of the whole schedule, None for a run without a length, in iters or samples."""
+    """Return the lengths of the warm-up and of the whole schedule, None for a run without end, in iters or samples."""
     optimizer = config.optimizer
     whole = getattr(optimizer, f"lr_decay_{unit}") or getattr(config.training, f"train_{unit}")
     if optimizer.lr_warmup_fraction is not None:
@@ -37,7 +37,7 @@ def _lengths(config: RunConfig, unit: str) -> tuple[float, int | None]:
 
 
 def _phases(config: RunConfig, unit: str) -> Iterator[str]:
-    """Whether warm-up and the last phase of WSD fit into the decay."""
+    """Check that warm-up and the last phase of WSD fit into the decay."""
     optimizer = config.optimizer
     warmup, decay = _lengths(config, unit)
     last = getattr(optimizer, f"lr_wsd_decay_{unit}")
@@ -52,7 +52,7 @@ def _phases(config: RunConfig, unit: str) -> Iterator[str]:
 
 
 def _idle(config: RunConfig, unit: str) -> Iterator[str]:
-    """What no schedule reads."""
+    """Refuse what no schedule reads."""
     optimizer = config.optimizer
     if optimizer.lr_warmup_init and not _lengths(config, unit)[0]:
         yield f"--lr-warmup-init {optimizer.lr_warmup_init} needs a warm-up: --lr-warmup-{unit} or --lr-warmup-fraction"
@@ -75,7 +75,7 @@ def _noam(config: RunConfig, unit: str) -> Iterator[str]:
 
 
 def _bounds(config: RunConfig, unit: str) -> Iterator[str]:
-    """Whether a rate is above the highest."""
+    """Refuse a rate above the highest."""
     optimizer = config.optimizer
     batch_size = config.training.global_batch_size or config.training.micro_batch_size
     if optimizer.lr_decay_style == "noam":

@@ -1,4 +1,4 @@
-"""Whether a run that hangs is ended, and when."""
+"""Options for ending a run that hangs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WatchdogConfig:
-    """What finds a run that hangs, says which rank is missing, and ends it."""
+    """Watchdog: finds a run that hangs, says which rank is missing, and ends it."""
 
     watchdog: bool = True
     """End a run that hangs, and name a rank that dies. A debugger's breakpoint looks like a hang: off, then."""

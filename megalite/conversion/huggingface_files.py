@@ -19,7 +19,7 @@ from megalite.conversion.family import Family
 from megalite.conversion.restricted_pickle import StoredTensor
 from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
-from megalite.small_files import LARGEST, MIB, open_regular, parse_json, read_small_file, reason, shown
+from megalite.small_files import LARGEST, MIB, MOST_AXES, open_regular, parse_json, read_small_file, reason, shown
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OF_BUFFERS = {"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32}
@@ -30,8 +30,6 @@ _LONGEST_HEADER = 1 << 25
 LARGEST_CONFIG = 4 * MIB
 """Bytes of a config.json; one with the names of 20,000 classes has one million."""
 _LONGEST_NAME = 200
-_MOST_AXES = 64
-"""As torch has them; of sizes without end the product takes for ever."""
 _RESIDENT = 1 << 26
 """Bytes of a mapped file that are handed out before the memory of all is given back, unless one tensor has more."""
 
@@ -180,7 +178,7 @@ def _entry(name: str, fields: Any, header: int) -> _Entry:
 
 
 def _are_counts(values: Any) -> bool:
-    if not isinstance(values, list) or len(values) > _MOST_AXES:
+    if not isinstance(values, list) or len(values) > MOST_AXES:
         return False
     return all(type(value) is int and value >= 0 for value in values)
 

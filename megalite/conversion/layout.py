@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 
 from megalite.checkpoint import Contents, Plan
-from megalite.checkpoint.plan import OPTIMIZER
+from megalite.checkpoint.manifest import OPTIMIZER
 from megalite.config import ModelConfig, OptimizerConfig, ParallelConfig
 from megalite.config.pipeline_layout import stage_layers, virtual_stages
 from megalite.errors import ConfigurationError
@@ -19,7 +20,7 @@ from megalite.pipeline.stages import Stages
 
 
 def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[list[tuple[str, Box]]]:
-    """For each rank of one copy of the model the boxes of weights, and of modules' state, that it would save.
+    """For each rank of as few as can be split so, the boxes of weights, and of modules' state, that it would save.
 
     The model is built, without memory, as that rank would build it. Raises ConfigurationError where the model cannot be
     split so.
@@ -27,12 +28,8 @@ def weights_of_ranks(model: ModelConfig, parallel: ParallelConfig) -> Iterator[l
     check_divides(model, parallel)
     parts = stage_layers(model, parallel)
     stages = Stages(parallel.pipeline_model_parallel_size, virtual_stages(model, parallel))
-    size = parallel.model_parallel_size
-    world = ParallelMesh(
-        world_size=size,
-        tensor_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_parallel_size=parallel.pipeline_model_parallel_size,
-    )
+    size = math.lcm(parallel.model_parallel_size, parallel.expert_tensor_model_pipeline_parallel_size)
+    world = ParallelMesh(world_size=size, **parallel.mesh_sizes)
 
     def contents_at(mesh: ParallelMesh) -> Contents:
         held = [parts[stage] for stage in stages.of_rank(mesh.coordinate("pp"))]

@@ -18,7 +18,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from megalite.checkpoint.manifest import covers
+from megalite.checkpoint.manifest import covers, dtype_name
 from megalite.checkpoint.source import Kind, Source, widest
 from megalite.config import ModelConfig
 from megalite.errors import CheckpointError
@@ -35,7 +35,8 @@ class Piece:
     """A box of a logical tensor in a file's tensor."""
 
     tensor: str
-    """The logical tensor's name; that of a layer's without `layers.N.` in front, in a rule for each layer."""
+    """The logical tensor's name; that of a layer's without `layers.N.` in front, in a rule for each layer. In a rule
+    for each expert the experts are its first axis, which everything else here leaves out."""
     index: Index = ()
     """Where it stands in the file's tensor, as that is looked at."""
     offset: tuple[int, ...] = ()
@@ -47,7 +48,8 @@ class Rule:
     """What a tensor of the files is. It applies where the model has the logical tensors named."""
 
     file: str
-    """Its name, with {layer} in it where each layer has one."""
+    """Its name, with {layer} in it where each layer has one, and {expert} where each expert has: a rule for a tensor
+    that has all experts is a rule like others."""
     pattern: str
     """How to look at it: an einops pattern that only splits and moves axes. Axes: those of `axis_lengths`."""
     pieces: tuple[Piece, ...] | Callable[[ModelConfig], tuple[Piece, ...]]
@@ -89,8 +91,7 @@ def file_tensors(rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str
     found = []
     for rule in rules:
         for layer in range(model.num_layers) if "{layer}" in rule.file else (None,):
-            tensor = _file_tensor(rule, model, logical, layer)
-            found += [] if tensor is None else [tensor]
+            found += _file_tensors(rule, model, logical, layer)
     boxes: dict[str, list[Box]] = {name: [] for name in logical}
     for name, box, _ in (each for tensor in found for each in tensor.boxes):
         boxes[name].append(box)
@@ -100,14 +101,14 @@ def file_tensors(rules: Iterable[Rule], model: ModelConfig, logical: Mapping[str
     return found
 
 
-def _file_tensor(
+def _file_tensors(
     rule: Rule, model: ModelConfig, logical: Mapping[str, tuple[int, ...]], layer: int | None
-) -> FileTensor | None:
-    """The tensor of a rule, in a layer; None where the model has none."""
+) -> list[FileTensor]:
+    """The tensors of a rule, in a layer: one, or one for each expert; none where the model has none."""
     prefix = "" if layer is None else f"layers.{layer}."
     pieces = rule.pieces(model) if callable(rule.pieces) else rule.pieces
     if not all(prefix + piece.tensor in logical for piece in pieces):
-        return None
+        return []
     lengths = axis_lengths(model)
     axes = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w+", rule.pattern.split("->")[0])]
     shape = tuple(math.prod(lengths[name] for name in names) for names in axes)
@@ -119,7 +120,24 @@ def _file_tensor(
         boxes.append((prefix + piece.tensor, Box(offset, size), view))
     if sum(box.numel for _, box, _ in boxes) != math.prod(shape):
         raise ValueError(f"the pieces of {rule.file} are not all of it")
-    return FileTensor(rule.file.format(layer=layer), shape, tuple(boxes))
+    if "{expert}" not in rule.file:
+        return [FileTensor(rule.file.format(layer=layer), shape, tuple(boxes))]
+    return [
+        FileTensor(
+            rule.file.format(layer=layer, expert=expert),
+            shape,
+            tuple(
+                (name, Box((expert, *box.offset), (1, *box.size)), partial(_as_expert, view))
+                for name, box, view in boxes
+            ),
+        )
+        for expert in range(logical[boxes[0][0]][0])
+    ]
+
+
+def _as_expert(view: View, values: Tensor) -> Tensor:
+    """Look at an expert's tensor as at one that has all experts, and of these one."""
+    return view(values).unsqueeze(0)
 
 
 def _view(pattern: str, lengths: Mapping[str, int], index: Index, values: Tensor) -> Tensor:
@@ -151,6 +169,9 @@ class FromFiles:
             if kind is None or kind.shape != tensor.shape:
                 there = "is missing" if kind is None else f"has shape {list(kind.shape)}"
                 problems.append(f"{tensor.name} {there} where the model has {list(tensor.shape)}")
+                continue
+            if not kind.dtype.is_floating_point:
+                problems.append(f"{tensor.name} is {dtype_name(kind.dtype)} where weights are floating point")
                 continue
             for name, box, view in tensor.boxes:
                 self._boxes[name].append((tensor, box, view))

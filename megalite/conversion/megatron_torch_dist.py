@@ -20,14 +20,13 @@ from megalite.conversion.restricted_pickle import StoredTensor, read_pickle
 from megalite.conversion.torch_archive import read_torch_file
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
-from megalite.small_files import MIB, read_json, shown
+from megalite.small_files import MIB, MOST_AXES, read_json, shown
 
 _OF_THE_RUN = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine)\b.*")
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d)(.*)")
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])")
 _COMMON = "common_state/shard_0_1"
 _LONGEST_NAME = 1000
-_MOST_AXES = 64
 _LARGEST_METADATA = 256 * MIB
 """Bytes of `.metadata`: some 150 for each chunk, a million of which are 1,000 tensors on 1,000 ranks."""
 
@@ -155,7 +154,7 @@ def _name(value: object) -> str:
 
 
 def _numbers(values: object) -> tuple[int, ...]:
-    if not isinstance(values, tuple) or len(values) > _MOST_AXES or not all(map(_is_number, values)):
+    if not isinstance(values, tuple) or len(values) > MOST_AXES or not all(map(_is_number, values)):
         raise TypeError(f"{shown(values)} is neither a size nor an offset")
     return values
 

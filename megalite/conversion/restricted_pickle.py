@@ -22,14 +22,12 @@ import torch
 from torch import Tensor
 
 from megalite.errors import CheckpointError
-from megalite.small_files import LARGEST, read_small_file
+from megalite.small_files import LARGEST, MOST_AXES, WHOLE_NUMBERS, read_small_file
 
 _MOST_NAMES = 10_000
 """Classes and functions that a pickle may name; each that is not allowed takes a kilobyte."""
-_MOST_AXES = 64
 _MOST_NUMBERED_KEYS = 10_000
 """Keys that are numbers or tuples: whoever chooses those can give all the same hash, and they are compared in pairs."""
-_WHOLE_NUMBERS = range(-(2**63), 2**64)
 
 
 class Record:
@@ -110,7 +108,7 @@ def _tensor(storage: object, offset: int, shape: tuple[int, ...], strides: tuple
 
 
 def _size(values: tuple[int, ...]) -> tuple[int, ...]:
-    if not isinstance(values, tuple | list) or len(values) > _MOST_AXES:
+    if not isinstance(values, tuple | list) or len(values) > MOST_AXES:
         raise pickle.UnpicklingError("a size is none")
     return tuple(values)
 
@@ -179,7 +177,7 @@ class Unpickler(pickle._Unpickler):
     def check_key(self, key: object) -> None:
         """Raise UnpicklingError where hashing a key, or comparing it with others, may take for ever."""
         values = key if type(key) is tuple else (key,)
-        if len(values) > _MOST_AXES or not all(map(_is_plain, values)):
+        if len(values) > MOST_AXES or not all(map(_is_plain, values)):
             raise pickle.UnpicklingError("a key that none of these files has")
         self._numbered_keys += type(key) in (int, tuple)
         if self._numbered_keys > _MOST_NUMBERED_KEYS:
@@ -188,7 +186,7 @@ class Unpickler(pickle._Unpickler):
     def _instantiate(self, kind: Any, arguments: Any) -> None:
         if isinstance(kind, type) and issubclass(kind, Record):
             self.append(kind(arguments))
-        elif isinstance(kind, _Function) and len(arguments) <= _MOST_AXES:
+        elif isinstance(kind, _Function) and len(arguments) <= MOST_AXES:
             self.append(kind(*arguments))
         elif kind is _Dictionary and not arguments:
             self.append(_Dictionary())
@@ -203,7 +201,7 @@ def _refused(unpickler: Any) -> None:
 def _is_plain(value: object) -> bool:
     """Tell whether a value is hashed and compared in no time; a record, as DCP has for keys, by what it is."""
     if type(value) is int:
-        return value in _WHOLE_NUMBERS
+        return value in WHOLE_NUMBERS
     return value is None or type(value) in (str, bytes, bool, torch.dtype) or isinstance(value, Record)
 
 

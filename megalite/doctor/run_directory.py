@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint import AnyPath, write_atomically
-from megalite.checkpoint.plan import OPTIMIZER
+from megalite.checkpoint.manifest import OPTIMIZER
 from megalite.checkpoint.run_lock import SEEN_WITHIN
 from megalite.config import ParallelConfig, RunConfig
 from megalite.doctor.findings import Finding

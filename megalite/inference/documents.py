@@ -1,4 +1,4 @@
-"""What a model is evaluated on: the documents of token files and of texts, without what is around them."""
+"""Documents on which a model is evaluated: those of token files and of texts, without what is around them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def beginning_of_documents(tokenizer: Tokenizer) -> list[int]:
 
 
 def context_of_documents(tokenizer: Tokenizer) -> list[int]:
-    """What the first token of a document is predicted from: its beginning by the tokenizer's template, or else, as in
+    """Return what a document's first token is predicted from: its beginning by the tokenizer's template, or else, as in
     training, the token that ends the document before."""
     return beginning_of_documents(tokenizer) or [tokenizer.eod]
 
@@ -103,7 +103,7 @@ def read_texts(
 
 
 def limited(count: int, limit: float | None) -> int:
-    """How many of `count` a `--limit` leaves: so many, or below 1 such a share, rounded up."""
+    """Return how many of `count` a `--limit` leaves: so many, or below 1 such a share, rounded up."""
     if limit is None:
         return count
     return math.ceil(count * limit) if limit < 1 else min(count, int(limit))

@@ -101,7 +101,7 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None
 
 
 def _positions(config: ModelConfig) -> int | None:
-    """How many a model with a table of them has learnt."""
+    """Return the number of positions that a model with a table of them has learnt."""
     return config.max_position_embeddings if config.position_embedding_type == "learned_absolute" else None
 
 
@@ -112,7 +112,7 @@ class _Sequence:
     index: int
     tokens: list[int]
     limit: int
-    """Of all tokens, the prompt's among them."""
+    """Largest number of tokens in all, the prompt's among them."""
     generator: torch.Generator
     read: int = 0
     """Tokens whose keys and values are in the cache."""
@@ -150,7 +150,7 @@ class _Batch:
             sequence.read = len(sequence.tokens)
 
     def next_tokens(self) -> list[tuple[_Sequence, int]]:
-        """What the last stage has chosen, on every rank."""
+        """Return what the last stage has chosen, on every rank."""
         return list(zip(self.sequences, self.network.share(self.chosen).tolist(), strict=True))
 
     def goes_on(self) -> bool:

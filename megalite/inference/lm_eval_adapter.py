@@ -73,7 +73,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without a context is predicted from."""
+        """Return what a text without a context is predicted from."""
         return self._context[-1]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -87,7 +87,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
         return tokens if begins else [*self._beginning, *tokens]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Of each continuation after its context: the log-probability, and whether greedy generation would write it."""
+        """Score each continuation after its context: the log-probability, and if greedy generation would write it."""
         self._check_agreement(requests)
         scored: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
         return scored
@@ -115,7 +115,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
         return [math.fsum(score.log_probability for score in islice(scores, len(each))) for each in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """What the model writes after each context, up to the first of the texts that end it, or the end of a
+        """Return what the model writes after each context, up to the first of the texts that end it, or the end of a
         document."""
         self._check_agreement(requests)
         alike: dict[str, list[int]] = {}
@@ -187,7 +187,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
 
 
 def _sampling(options: dict[str, Any]) -> Sampling:
-    """How a task's options, but for what they say of length and end, choose tokens."""
+    """Return how tokens are chosen by a task's options, but for what they say of length and end."""
     sampled = options.pop("do_sample")
     known = {name: options.pop(name) for name in ("temperature", "top_k", "top_p") if name in options}
     if options:

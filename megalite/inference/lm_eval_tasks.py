@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
-"""What of lm_eval's results a file keeps."""
+"""Fields of lm_eval's results that a file keeps."""
 
 
 @dataclass(frozen=True)

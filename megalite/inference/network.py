@@ -22,7 +22,7 @@ from megalite.config.pipeline_layout import StageLayers
 from megalite.errors import ConfigurationError
 from megalite.model.batch import MicroBatch
 from megalite.model.cache import KeyValueCache
-from megalite.model.gpt import GPT, make_chunks
+from megalite.model.gpt import GPT, make_chunks, messages
 from megalite.parallel import collectives
 from megalite.parallel.collectives import Pending, done
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -52,18 +52,20 @@ class Network:
         rank = self.mesh.coordinate("pp")
         hidden = None
         if self.stage.embedding is None:
-            shape = (tokens.shape[1], tokens.shape[0], self.config.hidden_size)
-            arriving = torch.empty(shape, dtype=self.stage.dtype, device=self.mesh.device)
+            batch, sequence = tokens.shape
+            passed = messages(self.config, self.mesh.size("pp"), sequence=sequence, batch=batch, dtype=self.stage.dtype)
+            (spec,) = passed[rank - 1]
+            arriving = torch.empty(spec.shape or (), dtype=spec.dtype, device=self.mesh.device)
             hidden = self.links.receive(arriving, rank - 1).wait(f"stage {rank} waited for hidden states")
-        batch = MicroBatch(tokens, positions, first_keys=None, labels=None, loss_mask=None, key=RandomKey(0, ()))
-        hidden, _ = self.stage.hidden_states(hidden, batch, cache)
+        micro_batch = MicroBatch(tokens, positions, first_keys=None, labels=None, loss_mask=None, key=RandomKey(0, ()))
+        hidden, _ = self.stage.hidden_states(hidden, micro_batch, cache)
         if self.stage.head is None:
             self._sent.wait(f"stage {rank} waited until its hidden states had arrived")
             self._sent = self.links.send(hidden.contiguous(), rank + 1)
         return hidden
 
     def share(self, values: Tensor) -> Tensor:
-        """What the last stage has, on every rank of the pipeline; the others give zeros."""
+        """Return what the last stage has, on every rank of the pipeline; the others give zeros."""
         return collectives.all_reduce_(values.contiguous(), self.mesh.group("pp"))
 
 
@@ -135,7 +137,7 @@ def logits(network: Network, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What the model says of each token but the first, after those before it; both [batch, sequence - 1]."""
+    """Scores of each token but the first, after those before it; both [batch, sequence - 1]."""
 
     log_probabilities: Tensor
     """Natural, in fp32 or wider."""

@@ -1,4 +1,4 @@
-"""How well a model predicts documents: loss, perplexity, bits per byte."""
+"""Quality of a model's predictions of documents: loss, perplexity, bits per byte."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megalite.inference.windows import sliding_windows
 
 @dataclass(frozen=True)
 class Figures:
-    """What a model makes of a data set."""
+    """Predictions of a data set by a model, summed up."""
 
     name: str
     documents: int
@@ -25,7 +25,7 @@ class Figures:
     loss: float
     """The mean over them of -ln of their probability, in nats."""
     text_bytes: int | None = None
-    """What the text takes as UTF-8, where it is known."""
+    """Bytes of the text as UTF-8, if known."""
     why_no_bytes: str | None = None
     """Why it is not known."""
 
@@ -36,7 +36,7 @@ class Figures:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """What the text takes, coded by the model; comparable between tokenizers."""
+        """Bits a byte of the text, coded by the model; comparable between tokenizers."""
         return None if not self.text_bytes else self.loss * self.tokens / math.log(2) / self.text_bytes
 
     def to_json(self) -> dict[str, object]:

@@ -13,7 +13,7 @@ from megalite.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. The filters apply in this order: temperature, top-k, top-p."""
+    """Choice of a token. The filters apply in this order: temperature, top-k, top-p."""
 
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token."""

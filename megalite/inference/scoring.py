@@ -1,4 +1,4 @@
-"""What a model says of windows, on any layout: data-parallel ranks share them, and all get every result."""
+"""Scores of windows by a model, on any layout: data-parallel ranks share them, and all get every result."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megalite.parallel import collectives
 
 @dataclass(frozen=True)
 class Score:
-    """Of the predictions of a window that count."""
+    """Score of the predictions of a window that count."""
 
     log_probability: float
     """The sum, natural."""
     greedy: bool
-    """Whether each token is the likeliest one there."""
+    """True if each token is the likeliest one there."""
 
 
 def score_windows(

@@ -20,7 +20,7 @@ class TextStream:
         self._tokenizer, self._shown = tokenizer, 0
 
     def part(self, count: int | None = None, *, ended: bool = False) -> str:
-        """What has come since the last part, of the first `count` tokens (None: of all)."""
+        """Return what has come since the last part, of the first `count` tokens (None: of all)."""
         text = self._tokenizer.decode(self.tokens[:count])
         whole = len(text) if ended else len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
         part, self._shown = text[self._shown : whole], max(self._shown, whole)

@@ -17,7 +17,8 @@ from megalite_kernels.attention import Mask, attention, draws_its_own, keeps_sco
 
 
 class Core(Protocol):
-    """Ranks that share a sequence have one of their own, which may use the one of a rank that is alone."""
+    """From queries, keys and values to mixed values. Ranks that share a sequence have a core of their own, which may
+    use the one of a rank that is alone."""
 
     def __call__(
         self,
@@ -41,7 +42,7 @@ class Core(Protocol):
 
 @dataclass(frozen=True)
 class LocalCore:
-    """Over the keys and values that it is given.
+    """Attention of one rank over the keys and values that it is given.
 
     Attributes:
         heads: of the model, those that are here.
@@ -95,7 +96,7 @@ class LocalCore:
         drop = None
         if random is not None and self.dropout > 0.0:
             rows = layout.rows_of(self.heads)
-            drop = random.dropout(self.dropout, self.site, rows)
+            drop = random.dropout_mask(self.dropout, self.site, rows)
             if draws_its_own(query.device, query.dtype, self.cap):
                 random.seed_site(self.site, rows[0].start, query.device)
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))

@@ -1,4 +1,4 @@
-"""What a stage computes on, and what its layers need to know of it."""
+"""Micro-batches that a stage computes on, and facts about them that its layers share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from megalite.model.cache import KeyValueCache
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
 from megalite_kernels.attention import Mask
+
+_WHOLE = SequenceLayout(0, ())  # stands for all of the tokens, whose number a default cannot know
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,17 @@ class MicroBatch:
     loss_mask: Tensor | None
     """[batch, sequence], the weight of each token's loss"""
     key: RandomKey
-    parts: SequenceLayout | None = None
-    """The places of the tokens in their samples; None: they are whole samples"""
+    layout: SequenceLayout = _WHOLE
+    """The places of the tokens in their samples; by default they are whole samples"""
 
-    @property
-    def layout(self) -> SequenceLayout:
-        """The places of the tokens in their samples."""
-        return SequenceLayout.whole(self.tokens.shape[1]) if self.parts is None else self.parts
+    def __post_init__(self) -> None:
+        if self.layout is _WHOLE:
+            object.__setattr__(self, "layout", SequenceLayout.whole(self.tokens.shape[1]))
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What every layer of a stage shares for one micro-batch."""
+    """Facts that every layer of a stage shares for one micro-batch."""
 
     rotary: tuple[Tensor, Tensor] | None
     """cosine and sine [sequence, batch, 1, rotated / 2]"""
@@ -57,7 +58,7 @@ class LayerContext:
     rows: Runs
     """The places in the sample of what stands between layers: of a part of the tokens under sequence parallelism"""
     cache: KeyValueCache | None = None
-    """Where the tokens before these are; None: nowhere"""
+    """Keys and values of the tokens before these; None: there are none"""
 
 
 def first_keys(document_ids: Tensor) -> Tensor:

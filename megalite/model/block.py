@@ -18,11 +18,11 @@ from megalite.model.mlp import MLP
 from megalite.model.norm import Norm
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.randomness import Site, dropout
-from megalite.parallel.stage import NO_TERMS, Terms
+from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
 
 
 class MixerModule(Protocol):
-    """What mixes tokens: from [sequence (/ size under sequence parallelism), batch, hidden] to the same."""
+    """Mixer of tokens: from [sequence (/ size under sequence parallelism), batch, hidden] to the same."""
 
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int, *, recompute: bool) -> None: ...
 
@@ -30,11 +30,15 @@ class MixerModule(Protocol):
 
 
 class FeedForwardModule(Protocol):
-    """What treats tokens one by one: from the same to the same, and its terms of the loss."""
+    """Layer that treats tokens one by one: from the same to the same, and sums of its loss terms."""
 
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None: ...
 
-    def __call__(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Terms]: ...
+    @staticmethod
+    def loss_terms(config: ModelConfig) -> tuple[LossTerm, ...]:
+        """Declare the terms of the loss that layers of this kind return."""
+
+    def __call__(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]: ...
 
 
 MIXERS: Mapping[Mixer, type[MixerModule]] = {"attention": Attention}
@@ -46,7 +50,7 @@ class LayerOutput(NamedTuple):
 
     hidden: Tensor
     branch: Tensor
-    terms: Terms = NO_TERMS
+    terms: TermSums = NO_SUMS
 
 
 class Block(nn.Module):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """What the attention layers of a stage have read of a batch of sequences: a token's slot is its position.
+    """Keys and values of a batch of sequences in the attention layers of a stage: a token's slot is its position.
 
     Sequences of different lengths are padded at their end. Padding fills slots, too, that no token of its sequence sees
     before the one which stands there has taken its place.
@@ -48,7 +48,7 @@ class KeyValueCache:
         return key, value
 
     def mask(self, before: int | None = None) -> Tensor | None:
-        """What the tokens of this pass see, [batch, 1, sequence, slots so far] bool: the slots up to their own, and
+        """Return what this pass's tokens see, [batch, 1, sequence, slots so far] bool: the slots up to their own, and
         with `before` none that is farther back. None: causal, from the first slot on.
         """
         sequence = self._positions.shape[1]

@@ -13,17 +13,18 @@ from torch.utils.checkpoint import checkpoint
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import LayerContext, MicroBatch, first_visible
-from megalite.model.block import Block
+from megalite.model.block import FEED_FORWARDS, Block
 from megalite.model.cache import KeyValueCache
 from megalite.model.embedding import Embedding, word_sharding
 from megalite.model.head import LM_LOSS, Head, Loss
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
 from megalite.parallel.context import ParallelContext
+from megalite.parallel.inside import Inside, inside_forward
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Use
-from megalite.parallel.stage import NO_TERMS, LossTerm, StageOutput, Terms, add_terms
+from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TensorSpec, TermSums, add_sums
 from megalite_kernels.attention import Mask, block_mask, dense_mask, goes_in_blocks
 
 HIDDEN_STATES = "hidden_states"
@@ -85,7 +86,18 @@ class GPT(nn.Module):
     @property
     def loss_terms(self) -> tuple[LossTerm, ...]:
         """The terms of the whole network's loss; a stage returns the sums of some."""
-        return (LM_LOSS,)
+        kinds = dict.fromkeys(FEED_FORWARDS[layer.feed_forward] for layer in self.config.layers)
+        return (LM_LOSS, *(term for kind in kinds for term in kind.loss_terms(self.config)))
+
+    def inside(self, *, backward: bool) -> list[Inside]:
+        """What the stage's layers do with other ranks in forward, or in backward, recomputed layers twice."""
+        if not backward:
+            return inside_forward(self.layers)
+        found = []
+        for start, stop, recomputed in reversed(self.recompute.spans(len(self.layers))):
+            those = inside_forward(list(self.layers)[start:stop])
+            found += [*(those if recomputed else ()), *reversed(those)]
+        return found
 
     def forward(self, inputs: Mapping[str, Tensor], micro_batch: MicroBatch) -> StageOutput:
         """Hidden states [sequence (/ size under sequence parallelism), batch, hidden] to the same.
@@ -103,7 +115,7 @@ class GPT(nn.Module):
 
     def hidden_states(
         self, hidden: Tensor | None, micro_batch: MicroBatch, cache: KeyValueCache | None = None
-    ) -> tuple[Tensor, Terms]:
+    ) -> tuple[Tensor, TermSums]:
         """As forward, up to what leaves the last layer of the stage. With a cache, the tokens see those in it, too."""
         if not micro_batch.layout.is_whole:
             raise ValueError("the network needs whole samples, and the micro-batch has a part of each")
@@ -112,7 +124,7 @@ class GPT(nn.Module):
             hidden = self.embedding(micro_batch.tokens, micro_batch.positions, micro_batch.key, rows)
         if hidden is None:
             raise ValueError("a stage without the embedding needs hidden states")
-        return self._run_layers(hidden, self._context(micro_batch, cache)) if len(self.layers) else (hidden, NO_TERMS)
+        return self._run_layers(hidden, self._context(micro_batch, cache)) if len(self.layers) else (hidden, NO_SUMS)
 
     def _context(self, micro_batch: MicroBatch, cache: KeyValueCache | None) -> LayerContext:
         rotary = windowed_rotary = None
@@ -146,24 +158,34 @@ class GPT(nn.Module):
             return block_mask(first.expand(batch, -1), places, layout.length)
         return dense_mask(first, places, torch.arange(layout.length, device=first.device))
 
-    def _run_layers(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Terms]:
-        terms = NO_TERMS
+    def _run_layers(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
+        terms = NO_SUMS
         for start, stop, recomputed in self.recompute.spans(len(self.layers)):
             layers = list(self.layers)[start:stop]
             if recomputed and torch.is_grad_enabled():
                 hidden, own = checkpoint(_run, layers, hidden, context, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden, own = _run(layers, hidden, context)
-            terms = add_terms(terms, own)
+            terms = add_sums(terms, own)
         return hidden, terms
 
 
-def _run(layers: Sequence[nn.Module], hidden: Tensor, context: LayerContext) -> tuple[Tensor, Terms]:
-    branch, terms = None, NO_TERMS
+def _run(layers: Sequence[nn.Module], hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
+    branch, terms = None, NO_SUMS
     for layer in layers:
         hidden, branch, own = layer(hidden, branch, context)
-        terms = add_terms(terms, own)
+        terms = add_sums(terms, own)
     return hidden if branch is None else hidden + branch, terms
+
+
+def messages(
+    config: ModelConfig, stages: int, *, sequence: int, batch: int, dtype: torch.dtype
+) -> tuple[tuple[TensorSpec, ...], ...]:
+    """Declare what each stage but the last passes to the next for a micro-batch of so many samples.
+
+    `sequence`: the tokens of each that a rank has between two layers, its part of them under sequence parallelism.
+    """
+    return ((TensorSpec(HIDDEN_STATES, (sequence, batch, config.hidden_size), dtype),),) * (stages - 1)
 
 
 def make_chunks(

@@ -18,7 +18,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
 from megalite.parallel.stage import LossTerm
 from megalite_kernels.activation import soft_cap
-from megalite_kernels.cross_entropy import Terms
+from megalite_kernels.cross_entropy import LossOptions
 
 
 def _valid_tokens(micro_batch: MicroBatch) -> Tensor:
@@ -32,7 +32,7 @@ LM_LOSS = LossTerm("lm_loss", _valid_tokens)
 
 @dataclass(frozen=True)
 class Loss:
-    """What is trained on beside the cross entropy, and how it is computed."""
+    """Options of the loss: what is trained on beside the cross entropy, and how it is computed."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -53,7 +53,7 @@ class OutputLayer(ColumnParallelLinear):
     ) -> None:
         """`weight`: of a layer of its own, its placement; else that of the word embedding."""
         super().__init__(context, "vocabulary", [weight], use=1 if isinstance(weight, Parameter) else 0)
-        self.vocab_size, self.fused, self.evaluated = vocab_size, loss.fused, Terms(soft_cap=soft_cap)
+        self.vocab_size, self.fused, self.evaluated = vocab_size, loss.fused, LossOptions(soft_cap=soft_cap)
         self.trained = replace(self.evaluated, label_smoothing=loss.label_smoothing, z_loss=loss.z_loss)
 
     def forward(self, input: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -63,12 +63,12 @@ class OutputLayer(ColumnParallelLinear):
         if labels is None:
             logits = super().forward(input)
             return logits if self.evaluated.soft_cap is None else soft_cap(logits, self.evaluated.soft_cap)
-        terms = self.trained if self.training else self.evaluated
+        options = self.trained if self.training else self.evaluated
         if not self.fused:
-            return vocab_parallel_cross_entropy(super().forward(input), labels, self.group, self.vocab_size, terms)
+            return vocab_parallel_cross_entropy(super().forward(input), labels, self.group, self.vocab_size, options)
         weight, group, split = self.weights[0], self.group, self.sequence_parallel
         return linear_cross_entropy(
-            input, weight, labels, group, self.vocab_size, terms, sequence_parallel=split, use=self.use
+            input, weight, labels, group, self.vocab_size, options, sequence_parallel=split, use=self.use
         )
 
 

@@ -11,7 +11,7 @@ from megalite.model.batch import LayerContext
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.sharding import Constant, LogicalTensor, Normal
-from megalite.parallel.stage import NO_TERMS, Terms
+from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums
 from megalite_kernels.activation import FUNCTIONS
 
 
@@ -52,9 +52,14 @@ class MLP(nn.Module):
             context.replicated(down_bias) if config.add_bias_linear else None,
         )
 
-    def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Terms]:
+    @staticmethod
+    def loss_terms(config: ModelConfig) -> tuple[LossTerm, ...]:
+        """Declare the terms of the loss that layers of this kind return: none."""
+        return ()
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
         """[sequence (/ size under sequence parallelism), batch, hidden] to the same, and no terms of the loss.
 
         It treats each token by itself, and alike: what layers share it does not need.
         """
-        return self.down(self.activation(self.up(hidden), self.up.bias)), NO_TERMS
+        return self.down(self.activation(self.up(hidden), self.up.bias)), NO_SUMS

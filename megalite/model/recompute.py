@@ -1,4 +1,4 @@
-"""Which activations are computed again in backward instead of being kept."""
+"""Choice of the activations that are computed again in backward instead of being kept."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _blend(frequencies: Tensor, kept: Tensor, factor: float) -> Tensor:
 
 
 def amplitude(config: ModelConfig) -> float:
-    """What the rotation multiplies a query or a key by: 1, but for YaRN's sharper attention (arXiv:2309.00071, 3.4)."""
+    """Return the factor of a query or a key: 1, but for YaRN's sharper attention (arXiv:2309.00071, 3.4)."""
     if config.position_embedding_type != "yarn":
         return 1.0
     if config.yarn_attention_factor is not None:

@@ -1,4 +1,4 @@
-"""Where a bucket's gradients are summed, over micro-batches and then over data-parallel ranks."""
+"""Sums of a bucket's gradients, over micro-batches and then over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Accumulator:
 
     @property
     def gradients_a_micro_batch(self) -> int:
-        """Of all parameters and uses."""
+        """Number of gradients that all parameters and uses give."""
         return len(self._slot_of) * sum(self._times.values())
 
     def gradient(self, parameter: Parameter, use: int) -> Tensor:
@@ -152,7 +152,7 @@ class Accumulator:
             self._begin_reduction()
 
     def completion(self) -> Iterator[Collective[object]]:
-        """What completes this rank's slice of the step's gradients."""
+        """Steps that complete this rank's slice of the step's gradients."""
         yield Collective("wait for the gradients' reduction", self._shard_group.ranks, self._finish)
         yield from self.reduction.completion(self.gradient_shard)
 

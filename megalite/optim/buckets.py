@@ -26,10 +26,10 @@ from megalite.parallel.sharding import Sharding
 
 @dataclass(frozen=True)
 class DataParallel:
-    """How a run spreads what it keeps over its data-parallel ranks, and what of the talking overlaps computation."""
+    """Options: how a run spreads its state over data-parallel ranks, and which communication overlaps computation."""
 
     gradient_dtype: torch.dtype
-    """Of the buffers in which gradients are gathered and summed."""
+    """Dtype of the buffers in which gradients are gathered and summed."""
     stage: int = 0
     """ZeRO 0 to 3."""
     instances: int = 1
@@ -68,7 +68,7 @@ class Bucket:
         self.place, self.layout, self.slots, self.length = place, layout, layout.slots, layout.length
         self.shard_group, self.stage = shard_group, place.stage
         self.prefetch = options.overlap_gather
-        """Whether ZeRO 3 gathers it before its block's turn."""
+        """True if ZeRO 3 gathers it before its block's turn."""
         self.accumulators = tuple(
             Accumulator(
                 layout,
@@ -149,7 +149,7 @@ class Bucket:
                 accumulator.begin_reduction(micro_batches)
 
     def completion(self) -> Iterator[Collective[object]]:
-        """What completes this rank's slice of the step's gradients, those of uses in other chunks added."""
+        """Steps that complete this rank's slice of the step's gradients, those of uses in other chunks added."""
         for accumulator in self.accumulators:
             yield from accumulator.completion()
         for other in self.accumulators[1:]:

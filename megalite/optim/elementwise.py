@@ -52,7 +52,7 @@ def elementwise_rule(runs: Sequence[Run], config: OptimizerConfig) -> FusedRule 
 
 
 def _is_wide(run: Run) -> bool:
-    """Whether all that is kept is in the dtype of the arithmetic."""
+    """Tell if all of the state is in the dtype of the arithmetic."""
     wide = torch.promote_types(run.parameters.dtype, torch.float32)
     return all(isinstance(kept, Tensor) and kept.dtype == wide for kept in run.kept().values())
 

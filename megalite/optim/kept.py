@@ -27,7 +27,7 @@ class Kept:
     flat: Callable[[OptimizerConfig, ParameterGroup], tuple[str, ...]]
     """Names of what has a number for each element of a group's parameters, on the shards as these are."""
     own: Mapping[str, OwnState] = field(default_factory=dict)
-    """State of other shapes, by name."""
+    """State of other shapes, by name. (The rule that tests/distributed/test_checkpoint_state.py makes has some.)"""
 
 
 def _moments(config: OptimizerConfig, group: ParameterGroup) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""How parameters are dealt into flat buckets: a pure function of their sizes and records.
+"""Layout of parameters in flat buckets: a pure function of their sizes and records.
 
 Parameters of one kind (dtype, data-parallel peers, copies, uses, chunks) stand one behind the other in reverse order of
 registration, about the order in which backward reaches them. All members of a shard group or a replica group get the
@@ -39,7 +39,7 @@ class ParameterGroup:
     weight_decay: bool
     token_table: bool
     matrices: bool
-    """Whether a matrix-wise optimizer sees them as matrices."""
+    """True if a matrix-wise optimizer sees them as matrices."""
 
     NAMES: ClassVar = ("weights", "vectors", "token_tables")
 
@@ -78,7 +78,7 @@ class BucketLayout:
                 yield group, slice(low - start, high - start)
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """What stands in [start, stop) and no padding: parts of logical tensors, their names and places."""
+        """Yield what stands in [start, stop) and is no padding: parts of logical tensors, their names and places."""
         for slot in self.slots:
             record = slot.parameter.sharding
             columns = math.prod(record.local_shape[1:])

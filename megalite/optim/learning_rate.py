@@ -31,9 +31,9 @@ class Rates:
 
     learning_rate: float
     token_table_learning_rate: float
-    """Of the word embedding and the output layer (Megatron-LM's decoupled rate)."""
+    """Rate of the word embedding and the output layer (Megatron-LM's decoupled rate)."""
     weight_decay: float
-    """Of what has any."""
+    """Weight decay of the parameters that have any."""
 
     def of(self, group: ParameterGroup) -> tuple[float, float]:
         """The learning rate and the weight decay of a group."""
@@ -87,7 +87,7 @@ class LearningRateSchedule:
         return max(self.minimum, self.maximum * math.sqrt(self.warmup_samples / samples))
 
     def _height(self, consumed_samples: int) -> float:
-        """Where the rate stands between the minimum, 0, and the maximum, 1."""
+        """Return the rate's place between the minimum, 0, and the maximum, 1."""
         if self.style == "WSD":
             start, shape = self.decay_samples - self.wsd_decay_samples, _SHAPES[self.wsd_style]
         else:
@@ -119,7 +119,7 @@ class RateSchedules:
 
     learning_rate: LearningRateSchedule
     token_tables: LearningRateSchedule
-    """Of the word embedding and the output layer."""
+    """Rate of the word embedding and the output layer."""
     weight_decay: WeightDecaySchedule
 
     def at(self, consumed_samples: int) -> Rates:

@@ -29,7 +29,7 @@ class LossScale:
         return LossScale(initial, minimum, window, hysteresis, overflows_left=hysteresis)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps; the rule itself is the flags'."""
+        """State that a checkpoint keeps; the rule itself is the flags'."""
         return {"value": self.value, "good_steps": self.good_steps, "overflows_left": self.overflows_left}
 
     def restored(self, state: Mapping[str, float]) -> LossScale:
@@ -43,7 +43,7 @@ class LossScale:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether a skipped step is a search for the right scale rather than a sign of divergence."""
+        """True if a skipped step is a search for the right scale rather than a sign of divergence."""
         return self.window is not None and self.value > self.minimum
 
     def after(self, *, overflow: bool) -> LossScale:

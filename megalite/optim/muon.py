@@ -31,7 +31,7 @@ PRODUCTS: Mapping[str, torch.dtype] = {"medium": torch.bfloat16, "high": torch.f
 
 @dataclass(frozen=True)
 class Elements:
-    """What this rank updates of a matrix in one parameter, perhaps nothing: views of any shape."""
+    """Part of a matrix in one parameter that this rank updates, perhaps nothing: views of any shape."""
 
     group: ParameterGroup
     master: Tensor
@@ -57,11 +57,11 @@ class Elements:
 
 @dataclass(frozen=True)
 class Part:
-    """What a piece of the tensor has of one matrix, and how much of it each rank of the shard group updates."""
+    """Part of one matrix that a piece of the tensor has, and how much of it each rank of the shard group updates."""
 
     box: Box
     counted: bool
-    """Whether the part enters the matrix from this rank: from the first that holds it."""
+    """True if the part enters the matrix from this rank: from the first that holds it."""
     sizes: tuple[int, ...]
     """By rank of the shard group: elements, in order. Under ZeRO 0 everything is everyone's."""
     own: tuple[Elements, ...]
@@ -104,7 +104,7 @@ class Muon:
             run.round_parameters()
 
     def collectives(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Of each round: the parts to the ranks that orthogonalize, over the split of their matrices, and back."""
+        """Yield each round's collectives: parts to ranks that orthogonalize, over their matrices' split, and back."""
         for matrices in self._rounds:
             group = matrices[0].shard_group
             if matrices[0].sharded:
@@ -200,7 +200,7 @@ def _part(shard: Shard, slot: Slot, piece: Piece, box: Box, run: Run | None, spl
 
 
 def _elements(runs: Iterable[tuple[int, int]], run: Run, group: ParameterGroup) -> Iterator[Elements]:
-    """What stands in a run of the shard of some runs of the bucket's elements; neighbours as far apart and as long as
+    """Views of some runs of the bucket's elements in a run of the shard; neighbours as far apart and as long as
     each other are one view.
     """
     alike: list[list[tuple[int, int]]] = []

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from torch import nn
 
@@ -27,6 +28,7 @@ from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Parameter
 from megalite.parallel.state import State, states_of
+from megalite.parallel.tally import Tally, end_step, tallies_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Whether a gradient that is not finite, anywhere, made every rank skip the update."""
+        """True if a gradient that is not finite, anywhere, made every rank skip the update."""
         return not math.isfinite(self.gradient_norm)
 
 
@@ -57,6 +59,7 @@ class Optimizer:
         overlap_gather: bool,
         reduces_each_micro_batch: bool = False,
         module_states: Sequence[State] = (),
+        tallies: Sequence[Tally] = (),
     ) -> None:
         """`overlap_gather`: leave the gather of the parameters running into the next forward.
         `reduces_each_micro_batch`: gradients are reduced after each (ZeRO 2 and 3), else once a step. It is the same on
@@ -65,6 +68,10 @@ class Optimizer:
         self.buckets, self.mesh, self.config = buckets, mesh, config
         self.module_states = module_states
         """State of the network's modules; no update changes it."""
+        self._tallies: dict[tuple[int, ...], list[Tally]] = {}
+        """Modules' tallies by the ranks over which they are added up."""
+        for tally in tallies:
+            self._tallies.setdefault(tally.group.ranks, []).append(tally)
         self._overlap_gather = overlap_gather
         self.reduces_each_micro_batch = reduces_each_micro_batch
         self.steps = 0
@@ -88,7 +95,7 @@ class Optimizer:
             yield from shard.slices(*shard.bucket.place.held)
 
     def saved_slices(self) -> Iterator[StateSlice]:
-        """What this rank saves: over all ranks, each element of each global tensor once."""
+        """Yield what this rank saves: over all ranks, each element of each global tensor once."""
         for shard in self.shards:
             yield from shard.slices(*shard.bucket.place.saved)
 
@@ -105,6 +112,8 @@ class Optimizer:
         """Expect the gradients of so many micro-batches."""
         for bucket in self.buckets:
             bucket.begin_step(micro_batches)
+        for tally in chain.from_iterable(self._tallies.values()):
+            tally.begin_step()
 
     def reduce(self, chunk: int, micro_batches: int) -> None:
         """Begin the reductions that are due behind so many micro-batches of a chunk."""
@@ -141,10 +150,12 @@ class Optimizer:
         for pending in [gather.run() for gather in self._gradient_gathers()]:
             pending.wait()
         self._update(rates, self._clipping(result.gradient_norm) / loss_scale)
+        for part in self._counting():
+            part.run()
         return result
 
     def collectives(self) -> list[tuple[str, tuple[int, ...]]]:
-        """What `step` does together with other ranks, in order, where it does not skip: names and ranks.
+        """Collectives of `step` with other ranks, in order, if it does not skip: names and ranks.
 
         Gathers of one kind are all begun before the first is waited for. What is waited for may have ended: under ZeRO
         2 and 3 most reductions end inside the list.
@@ -152,7 +163,8 @@ class Optimizer:
         own: list[Collective[object]] = [*self._completion(), self._norms(), *self._gradient_gathers()]
         rules = [part for rule in self._rules for part in rule.collectives()]
         gathers = [(part.name, part.ranks) for part in self._parameter_gathers()]
-        every = [*((part.name, part.ranks) for part in own), *rules, *gathers]
+        counting = [(part.name, part.ranks) for part in self._counting()]
+        every = [*((part.name, part.ranks) for part in own), *rules, *gathers, *counting]
         return [(name, ranks) for name, ranks in every if len(ranks) > 1]
 
     def _completion(self) -> Iterator[Collective[object]]:
@@ -168,6 +180,9 @@ class Optimizer:
 
     def _parameter_gathers(self) -> list[Collective[None]]:
         return [bucket.parameter_gather() for bucket in reversed(self.buckets) if bucket.stage in (1, 2)]
+
+    def _counting(self) -> list[Collective[None]]:
+        return [Collective("counts", ranks, partial(end_step, those)) for ranks, those in self._tallies.items()]
 
     def _clipping(self, norm: float) -> float:
         return min(1.0, self.config.clip_grad / (norm + 1e-6)) if self.config.clip_grad > 0.0 else 1.0
@@ -234,4 +249,5 @@ def make_optimizer(
         overlap_gather=options.overlap_gather,
         reduces_each_micro_batch=each or any(bucket.stage >= 2 for bucket in buckets),
         module_states=list(states_of(nn.ModuleList(networks))),
+        tallies=tallies_of(nn.ModuleList(networks)),
     )

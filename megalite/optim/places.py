@@ -1,4 +1,4 @@
-"""Which of each bucket a rank holds, owns and saves: a pure function of the mesh and the parameters' records.
+"""Parts of each bucket that a rank holds, owns and saves: a pure function of the mesh and the parameters' records.
 
 So any rank can tell it of any other without asking.
 """
@@ -25,11 +25,11 @@ class BucketPlace:
     """ZeRO 0 to 3; 0 where there is one shard."""
     shards: int
     shard: int
-    """Which of the equal slices is this rank's."""
+    """Number of this rank's slice among the equal ones."""
     replicas: int
-    """How many ranks have the same slice: copies of the parameters, times instances."""
+    """Number of ranks that have the same slice: copies of the parameters, times instances."""
     replica: int
-    """Which of them this rank is."""
+    """Number of this rank among them."""
 
     @staticmethod
     def of(
@@ -44,7 +44,7 @@ class BucketPlace:
 
     @property
     def counted_here(self) -> bool:
-        """Whether this rank is the one of the replicas that counts where each element counts once."""
+        """True if this rank is the one of the replicas that counts where each element counts once."""
         return self.replica == 0
 
     @property
@@ -55,12 +55,12 @@ class BucketPlace:
 
     @property
     def held(self) -> tuple[int, int]:
-        """What this rank updates: under ZeRO 0 everything."""
+        """Range that this rank updates: under ZeRO 0 everything."""
         return self.owned if self.stage else (0, self.layout.length)
 
     @property
     def saved(self) -> tuple[int, int]:
-        """What this rank saves: its part of the slice, of which each of the replicas saves as much."""
+        """Range that this rank saves: its part of the slice, of which each of the replicas saves as much."""
         begin, end = self.owned
         start, length = share(end - begin, self.replicas, self.replica)
         return begin + start, begin + start + length

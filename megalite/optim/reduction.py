@@ -31,7 +31,7 @@ class Reduction(Protocol):
         """Start; the result, in `out` where given, is this rank's slice of the sum. `gradients` may be overwritten."""
 
     def completion(self, gradients: Tensor) -> Iterator[Collective[object]]:
-        """What completes this rank's slice in place, once a step, after the last of its reductions."""
+        """Steps that complete this rank's slice in place, once a step, after the last of its reductions."""
 
 
 class ReduceScatter:

@@ -1,4 +1,4 @@
-"""Which rule updates which parameters."""
+"""Choice of the update rule of each parameter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class UpdateRule(Protocol):
         """
 
     def collectives(self) -> Iterable[tuple[str, tuple[int, ...]]]:
-        """What an update does together with other ranks, in order: names and ranks."""
+        """List an update's collectives with other ranks, in order: names and ranks."""
 
 
 def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:

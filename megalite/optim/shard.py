@@ -1,4 +1,4 @@
-"""What a rank updates of a bucket, cut into runs that are treated alike, and the state that is kept of them."""
+"""Part of a bucket that a rank updates, cut into runs that are treated alike, with the optimizer's state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megalite.parallel.parameter import Parameter
 from megalite_kernels.moments import BLOCK, Quantized
 
 FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""Of moments in 8 bits."""
+"""Formats of moments in 8 bits, by their names in flags."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ def kept_format(config: OptimizerConfig, name: str) -> torch.dtype | None:
 
 
 def state_dtypes(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> dict[str, torch.dtype]:
-    """What is kept beside parameters of a group and a dtype, but for a master, by the dtype of its values."""
+    """Return the dtype of each state's values, beside parameters of a group and a dtype, but for a master."""
     return {name: kept_dtype(config, name, parameters) for name in state_names(config, group)}
 
 
 def bytes_an_element(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> float:
-    """What the state takes, but for a master."""
+    """Return the bytes an element that the state takes, but for a master."""
     dtypes = state_dtypes(config, group, parameters)
     eight = 1 + torch.float32.itemsize / BLOCK
     return sum(eight if kept_format(config, name) else dtype.itemsize for name, dtype in dtypes.items())
@@ -76,7 +76,7 @@ def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor
 
 
 def all_state_dtypes(config: OptimizerConfig, parameter: Parameter) -> dict[str, torch.dtype]:
-    """What is kept beside a parameter, a number for each element, in the order of `StateSlice.state`."""
+    """State beside a parameter with a number for each element, in the order of `StateSlice.state`."""
     dtype = parameter.dtype
     master = kept_dtype(config, "master", dtype)
     return state_dtypes(config, ParameterGroup.of(parameter), dtype) | ({"master": master} if master != dtype else {})
@@ -88,7 +88,7 @@ class Run:
 
     group: ParameterGroup
     slots: tuple[Slot, ...]
-    """Of all the parameters that the run belongs to; the first and the last may reach into other ranks' shards."""
+    """Slots of all the parameters in the run; the first and the last may reach into other ranks' shards."""
     start: int
     stop: int
     """Elements [start, stop) of the bucket."""
@@ -98,7 +98,7 @@ class Run:
     gradients: Tensor
     state: dict[str, Tensor | Quantized]
     unpacked: dict[str, Tensor] = field(default_factory=dict)
-    """What is packed, in fp32 tensors, while a checkpoint is loaded."""
+    """Packed state as fp32 tensors, while a checkpoint is loaded."""
 
     @property
     def has_master(self) -> bool:
@@ -129,7 +129,7 @@ class Run:
 
 
 class Shard:
-    """What this rank updates of one bucket: its slice, or under ZeRO 0 everything."""
+    """Part of one bucket that this rank updates: its slice, or under ZeRO 0 everything."""
 
     def __init__(self, bucket: Bucket, mesh: ParallelMesh, config: OptimizerConfig) -> None:
         self.bucket = bucket
@@ -152,7 +152,7 @@ class Shard:
 
     @property
     def owned_masters(self) -> Tensor | View:
-        """Of what no other rank of the shard group is to answer for."""
+        """Master weights of the slice that this rank owns: no other of the shard group answers for it."""
         if self.master.dtype == torch.int16:
             return View(Remainders(self.parameters, self.master), 0, len(self.master))[self.owned_part]
         return self.master[self.owned_part]
@@ -181,7 +181,7 @@ class Shard:
 
     @property
     def owned_part(self) -> slice:
-        """What of this shard no other rank of the shard group is to answer for."""
+        """Part of this shard that no other rank of the shard group is to answer for."""
         start, stop = self.bucket.owned_range
         return slice(start - self.start, stop - self.start)
 

@@ -1,1 +1,1 @@
-"""Where a rank stands and how ranks talk: mesh, collectives, sharding, parallel layers, keyed randomness."""
+"""Places of ranks and communication between them: mesh, collectives, sharding, parallel layers, keyed randomness."""

@@ -36,7 +36,7 @@ class Pending:
     work: Any
     finish: Callable[[], Tensor]
     waits: Waits | None = None
-    """What the time spent waiting is added to."""
+    """Counter to which the time spent waiting is added."""
 
     def wait(self, what: str = "a collective failed", *details: object) -> Tensor:
         """The result. Raises CommunicationError, which begins with `what % details`, where a rank of the group has gone

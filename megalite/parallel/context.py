@@ -15,12 +15,12 @@ from megalite.parallel.sharding import LogicalTensor, Sharding
 
 Meaning = Literal["heads", "ffn", "vocabulary"]
 AXES: Mapping[Meaning, tuple[str, ...]] = {"heads": ("tp",), "ffn": ("tp",), "vocabulary": ("tp",)}
-"""What a dimension of a logical tensor means -> the axes of the mesh that split it."""
+"""Meaning of a dimension of a logical tensor -> the axes of the mesh that split it."""
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """What a layer needs to know of its rank; layers ask by what a dimension means, never by the name of an axis.
+    """Facts about its rank that a layer needs; layers ask by what a dimension means, never by the name of an axis.
 
     Attributes:
         sequence_parallel: between the layers' products, activations are split along the sequence over the ranks that

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
-from megalite_kernels.cross_entropy import Columns, Terms, combined, gradient_, losses, statistics
+from megalite_kernels.cross_entropy import Columns, LossOptions, combined, gradient_, losses, statistics
 from megalite_kernels.launch import as_rows
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, group: Group, vocab_size: int, terms: Terms | None = None
+    logits: Tensor, labels: Tensor, group: Group, vocab_size: int, options: LossOptions | None = None
 ) -> Tensor:
     """Loss of each token, in fp32 or wider.
 
@@ -28,14 +28,14 @@ def vocab_parallel_cross_entropy(
         labels: [...], ids in [0, vocab_size).
         group: the ranks that hold the vocabulary, in order.
         vocab_size: the true vocabulary; columns at or past it are padding.
-        terms: what else is in the loss; None: nothing.
+        options: changes to the loss; None: no change.
     Returns: [...].
     Raises: RuntimeError in a second backward pass, and for leaf logits, which are somebody's to keep.
     """
     if logits.is_leaf and logits.requires_grad:
         raise RuntimeError("the logits handed to the loss must be an intermediate result: backward overwrites them")
     columns = Columns.of_rank(group.rank, logits.shape[-1], vocab_size)
-    found: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, group, columns, terms or Terms())
+    found: Tensor = _VocabParallelCrossEntropy.apply(logits, labels, group, columns, options or LossOptions())
     return found
 
 
@@ -48,12 +48,14 @@ def over_ranks(statistics: Tensor, group: Group) -> Tensor:
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Group, columns: Columns, terms: Terms) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, group: Group, columns: Columns, options: LossOptions
+    ) -> Tensor:
         matrix = as_rows(logits)
-        found = over_ranks(statistics(matrix, labels.reshape(-1), columns, terms), group)
+        found = over_ranks(statistics(matrix, labels.reshape(-1), columns, options), group)
         ctx.save_for_backward(matrix, labels, found[0].clone())  # by itself: the other statistics are done with
-        ctx.shape, ctx.columns, ctx.terms, ctx.consumed = logits.shape, columns, terms, False
-        return losses(found, columns.vocab_size, terms).view(labels.shape)
+        ctx.shape, ctx.columns, ctx.options, ctx.consumed = logits.shape, columns, options, False
+        return losses(found, columns.vocab_size, options).view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -62,5 +64,5 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.consumed = True
         matrix, labels, log_sums = ctx.saved_tensors
         gradient = matrix.detach()
-        gradient_(gradient, labels.reshape(-1), log_sums, gradients[0].reshape(-1), ctx.columns, ctx.terms)
+        gradient_(gradient, labels.reshape(-1), log_sums, gradients[0].reshape(-1), ctx.columns, ctx.options)
         return gradient.view(ctx.shape), None, None, None, None

@@ -41,7 +41,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def adds_products_in(target: torch.Tensor) -> bool:
-    """Whether torch can add the product of two matrices of half its precision to `target` without a temporary."""
+    """Tell if torch can add the product of two matrices of half its precision to `target` without a temporary."""
     return target.device.type == "cuda" and torch.version.hip is None and target.dtype == torch.float32
 
 

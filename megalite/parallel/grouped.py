@@ -42,7 +42,7 @@ def grouped_linear(input: Tensor, weight: Parameter, offsets: Sequence[int], use
 
     Args:
         input: [rows, in], sorted by expert.
-        weight: experts x out x in elements in that order.
+        weight: of this rank's experts, the first dimension of what it holds: [experts x out, in].
         offsets: [experts + 1], from 0 to all rows: expert e has those from offsets[e] to offsets[e + 1].
         use: of the weight, where it is tied: this one's number.
 
@@ -50,10 +50,16 @@ def grouped_linear(input: Tensor, weight: Parameter, offsets: Sequence[int], use
         [rows, out].
 
     Raises:
-        ValueError: the offsets do not deal all rows.
+        ValueError: the offsets do not deal all rows, or not to the weight's experts, or the rows are of another width.
     """
     if not offsets or offsets[0] != 0 or offsets[-1] != len(input) or any(b < a for a, b in pairwise(offsets)):
         raise ValueError(f"the offsets {list(offsets)[:9]} ... do not rise from 0 to the {len(input)} rows")
+    experts, width = weight.sharding.pieces[0].box.size[0], weight.sharding.local_shape[-1]
+    if (len(offsets) - 1, input.shape[1]) != (experts, width):
+        raise ValueError(
+            f"rows of {len(offsets) - 1} experts with {input.shape[1]} numbers each are given to "
+            f"{weight.sharding.name}, which has {experts} experts for rows of {width}"
+        )
     found: Tensor = _GroupedLinear.apply(input, weight, tuple(offsets), use)
     return found
 

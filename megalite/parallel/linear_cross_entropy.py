@@ -20,7 +20,7 @@ from megalite.parallel import collectives
 from megalite.parallel.cross_entropy import over_ranks
 from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, hand_over, is_deferred
-from megalite_kernels.cross_entropy import Columns, Terms, gradient_, losses, statistics
+from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, losses, statistics
 
 CHUNK_ELEMENTS, CHUNK_TOKENS = 1 << 28, 1024
 """Logits that are there at once, and the fewest tokens: with fewer, products do not fill a GPU."""
@@ -34,7 +34,7 @@ def linear_cross_entropy(
     labels: Tensor,
     group: Group,
     vocab_size: int,
-    terms: Terms | None = None,
+    options: LossOptions | None = None,
     *,
     sequence_parallel: bool = False,
     use: int = 0,
@@ -47,20 +47,20 @@ def linear_cross_entropy(
         labels: [sequence, batch], ids in [0, vocab_size).
         group: the ranks that hold the vocabulary, in order.
         vocab_size: the true vocabulary; rows at or past it are padding.
-        terms: what else is in the loss; None: nothing.
+        options: changes to the loss; None: no change.
         use: of the weight, where it is tied: this one's number.
     Returns: [sequence, batch].
     """
     columns = Columns.of_rank(group.rank, weight.shape[0], vocab_size)
     split_over = group if sequence_parallel and group.size > 1 else None
-    settings = split_over, group, use, columns, terms or Terms()
+    settings = split_over, group, use, columns, options or LossOptions()
     found: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, *settings)
     return found
 
 
 @dataclass(frozen=True)
 class _LogitGradients:
-    """What the gradient of the logits is made from, chunk by chunk."""
+    """Inputs from which the gradient of the logits is made, chunk by chunk."""
 
     labels: Tensor
     log_sums: Tensor
@@ -68,13 +68,13 @@ class _LogitGradients:
     """Gradients of the losses; these three [tokens]."""
     weight: Tensor
     columns: Columns
-    terms: Terms
+    options: LossOptions
 
     def of(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Chunks of [tokens, hidden] states, each with the gradient of its logits [tokens, columns]."""
         for tokens, logits in _logits(hidden, self.weight):
             labels, log_sums, scales = (part[tokens] for part in (self.labels, self.log_sums, self.scales))
-            gradient_(logits, labels, log_sums, scales, self.columns, self.terms)
+            gradient_(logits, labels, log_sums, scales, self.columns, self.options)
             yield tokens, logits
 
 
@@ -114,23 +114,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: Group,
         use: int,
         columns: Columns,
-        terms: Terms,
+        options: LossOptions,
     ) -> Tensor:
         ids, whole = labels.reshape(-1), _whole(hidden, split_over)
-        parts = [statistics(logits, ids[tokens], columns, terms) for tokens, logits in _logits(whole, weight)]
+        parts = [statistics(logits, ids[tokens], columns, options) for tokens, logits in _logits(whole, weight)]
         found = over_ranks(torch.cat(parts, dim=1), group)
         ctx.save_for_backward(hidden, labels, found[0].clone())  # by itself: the other statistics are done with
         # The parameter is kept as it is: a saved tensor would lose its buffer.
         ctx.weight, ctx.split_over, ctx.group, ctx.use = weight, split_over, group, use
-        ctx.columns, ctx.terms = columns, terms
-        return losses(found, columns.vocab_size, terms).view(labels.shape)
+        ctx.columns, ctx.options = columns, options
+        return losses(found, columns.vocab_size, options).view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, labels, log_sums = (saved.detach() for saved in ctx.saved_tensors)  # what is kept has no graph
         weight, split_over = ctx.weight, ctx.split_over
         tokens = labels.reshape(-1), log_sums, gradients[0].reshape(-1)
-        logit_gradients = _LogitGradients(*tokens, weight, ctx.columns, ctx.terms)
+        logit_gradients = _LogitGradients(*tokens, weight, ctx.columns, ctx.options)
         whole = _whole(hidden, split_over)
         hidden_gradient = torch.empty_like(whole, memory_format=torch.contiguous_format)
         if is_deferred(weight):

@@ -1,4 +1,4 @@
-"""Where a rank stands: one grid of ranks seen through a dense and an expert view that share the pipeline axis."""
+"""Place of a rank: one grid of ranks seen through a dense and an expert view that share the pipeline axis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPERT_AXES = ("pp", "edp", "ep", "etp")
 
 @dataclass
 class Waits:
-    """How long a rank has waited for others, as the host sees it: what waits on a GPU does not keep the host."""
+    """Time that a rank has waited for others, as the host sees it: a wait on a GPU does not keep the host."""
 
     seconds: float = 0.0
 
@@ -33,7 +33,7 @@ class Group:
     """Position of this process in `ranks`."""
     process_group: dist.ProcessGroup | None = None
     waits: Waits = field(default_factory=Waits, compare=False)
-    """What the time spent waiting for the group is added to."""
+    """Counter to which the time spent waiting for the group is added."""
 
     @property
     def size(self) -> int:

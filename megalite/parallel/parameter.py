@@ -111,15 +111,15 @@ class DeferredGradients:
 
 
 class GradientBuffer(Protocol):
-    """Where gradients are gathered: the one door through which they enter."""
+    """Buffer in which gradients are gathered: the one door through which they enter."""
 
     @property
     def deferred(self) -> DeferredGradients | None:
-        """What keeps gradients that arrive now; None: they are added."""
+        """Keeper of the gradients that arrive now; None: they are added."""
 
     @property
     def frees_parameters(self) -> bool:
-        """Whether a parameter's values may be gone once its gradient has been added or kept."""
+        """True if a parameter's values may be gone once its gradient has been added or kept."""
 
     def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
         """Take a gradient of one of the parameter's uses in a forward pass, by number."""
@@ -150,7 +150,7 @@ class Parameter(nn.Parameter):
 
 
 def is_deferred(parameter: Parameter) -> bool:
-    """Whether a gradient that is handed over now is kept to be added later."""
+    """Tell if a gradient that is handed over now is kept to be added later."""
     return parameter.gradient_buffer is not None and parameter.gradient_buffer.deferred is not None
 
 

@@ -10,7 +10,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.sharding import Box, LogicalTensor, Piece, Sharding, share
 
 DENSE, EXPERT = ("tp",), ("ep", "etp")
-"""Of either view, the axes over which a data-parallel replica of a stage is split."""
+"""Axes of either view over which a data-parallel replica of a stage is split."""
 
 
 def whole(tensor: LogicalTensor) -> Box:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megalite.parallel.device import default_generator
 from megalite.parallel.sequence import Runs
-from megalite_kernels.dropout import Dropout, drop
+from megalite_kernels.dropout import DropoutMask, drop
 
 SITES = {"embedding": 0, "attention": 1, "attention output": 2, "mlp output": 3}
-"""Of a layer, by the number that the rule knows them by: no two layers' and no two sites' numbers may be the same."""
+"""Number of each site in the rule: no two layers' and no two sites' numbers may be the same."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Site:
 
 @dataclass(frozen=True)
 class RandomKey:
-    """What the random numbers of one micro-batch depend on, beside the site."""
+    """Key of one micro-batch's random numbers, which depend on it and on the site alone."""
 
     seed: int
     samples: tuple[int, ...]
     """The number of each row's sample in the run's order."""
 
-    def dropout(self, probability: float, site: Site, rows: Runs) -> Dropout:
-        """Tell what `site` drops of these rows of its tensor, of each sample."""
-        return Dropout(probability, self.seed, site.layer, SITES[site.name], self.samples, rows)
+    def dropout_mask(self, probability: float, site: Site, rows: Runs) -> DropoutMask:
+        """Return what `site` drops from these rows of its tensor, of each sample."""
+        return DropoutMask(probability, self.seed, site.layer, SITES[site.name], self.samples, rows)
 
     def seed_site(self, site: Site, first_row: int, device: torch.device) -> None:
         """Seed the device's default generator for a fused operator that draws by itself, which follows no rule."""
@@ -62,9 +62,9 @@ def dropout(input: Tensor, probability: float, key: RandomKey, site: Site, rows:
     """
     if probability == 0.0:
         return input
-    return drop_hidden(input, probability, key, site, rows)
+    return drop_by_key(input, probability, key, site, rows)
 
 
-def drop_hidden(input: Tensor, probability: float, key: RandomKey, site: Site, rows: Runs) -> Tensor:
-    """As `dropout`, at a probability above 0."""
-    return drop(input, key.dropout(probability, site, rows), dimension=1)
+def drop_by_key(input: Tensor, probability: float, key: RandomKey, site: Site, rows: Runs) -> Tensor:
+    """Do as `dropout`, at a probability above 0: compiled layers leave this untraced."""
+    return drop(input, key.dropout_mask(probability, site, rows), dimension=1)

@@ -1,4 +1,4 @@
-"""Where activations change hands between the replicated and the split regions of a layer, with their gradients.
+"""Exchange of activations between the replicated and the split regions of a layer, with their gradients.
 
 Each function pairs a map with its transpose (Megatron-LM, arXiv:1909.08053; sequence parallelism, arXiv:2205.05198):
 copy and reduce, gather and scatter along the last dimension, all-gather and reduce-scatter along the sequence

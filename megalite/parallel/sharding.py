@@ -40,7 +40,7 @@ class LogicalTensor:
     matrices: str | None = None
     """An einops pattern to [matrices, rows, columns], what a matrix-wise optimizer sees; None for vectors, tables."""
     token_table: bool = False
-    """Whether its rows stand for tokens, as the word embedding's and the output layer's do."""
+    """True if its rows stand for tokens, as the word embedding's and the output layer's do."""
 
     def as_matrices(self, values: Tensor) -> Tensor:
         """View a tensor of this shape, or a box of whole matrices, as [matrices, rows, columns].
@@ -192,7 +192,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What a rank holds of one or more logical tensors in one local parameter.
+    """Part of one or more logical tensors that a rank holds in one local parameter.
 
     Rows that no piece covers are padding: they start at zero and their gradient is zero.
     """
@@ -202,9 +202,9 @@ class Sharding:
     copies: tuple[int, ...]
     """The ranks of this data-parallel replica that hold the same values, this one among them."""
     summed: bool
-    """Whether each copy sees only its part of the gradient, so that it must still be summed over `copies`."""
+    """True if each copy sees only its part of the gradient, so that it must still be summed over `copies`."""
     expert: bool = False
-    """Whether its data-parallel peers are those of the expert view."""
+    """True if its data-parallel peers are those of the expert view."""
     uses: tuple[Use, ...] = (Use(),)
     """By their numbers: two for a weight that two layers share."""
 

@@ -17,11 +17,11 @@ from megalite.pipeline.stages import Stages
 
 @dataclass(frozen=True)
 class Collective:
-    """What ranks do together, by a name that tells it from what else they do."""
+    """Operation of several ranks together, by a name that tells it from their others."""
 
     name: str
     ranks: tuple[int, ...]
-    """Of the pipeline."""
+    """Ranks of the pipeline."""
 
     def __str__(self) -> str:
         return self.name
@@ -29,7 +29,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Report:
-    """What each rank keeps at most at one time."""
+    """Peaks of each rank: the most that it keeps at one time."""
 
     activations: tuple[int, ...]
     """Forwards over all chunks whose B or W is to come."""
@@ -77,7 +77,7 @@ def check(
 
 @dataclass(frozen=True)
 class _Step:
-    """What is the same for all ranks."""
+    """Facts that are the same for all ranks."""
 
     stages: Stages
     micro_batches: int
@@ -92,12 +92,12 @@ class _Step:
 
 
 def _say(stages: Sequence[int], at: object) -> str:
-    """What a rank is at: an action with its stage."""
+    """Return what a rank is at: an action with its stage."""
     return f"{at} (stage {stages[at.chunk]})" if isinstance(at, Action) else str(at)
 
 
 class _Message(NamedTuple):
-    """What is at the other end of a chunk's messages of one kind."""
+    """Return the other end of a chunk's messages of one kind."""
 
     peer: int
     edge: Communicator
@@ -108,7 +108,7 @@ class _Message(NamedTuple):
 
 
 class _Rank:
-    """What a rank has done so far of its list, action by action, and its program."""
+    """Actions of its list that a rank has done so far, and its program."""
 
     def __init__(self, step: _Step, rank: int) -> None:
         self._step, self._rank = step, rank
@@ -144,7 +144,7 @@ class _Rank:
             self._together(Communicator(collective.ranks), collective.name, collective)
 
     def _whole(self, chunk: int) -> Iterator[Action]:
-        """What a chunk does in a whole step, but for receives: without them it could not have done it."""
+        """Yield what a chunk does in a whole step, but for receives: without them it could not have done it."""
         kinds: list[Kind] = ["F"]
         if self._messages["send F"][chunk] is not None:
             kinds += ["send F", "free F"]
@@ -201,7 +201,7 @@ class _Rank:
         return 0
 
     def _need(self, way: Kind, action: Action, giver: tuple[int, int] | None) -> None:
-        """What a computation begins with: its message, from another rank or from a chunk of its own."""
+        """Require what a computation begins with: its message, from another rank or from a chunk of its own."""
         if giver is None:
             return
         rank, chunk = giver
@@ -280,7 +280,7 @@ _OTHER_ENDS: dict[Kind, tuple[bool, Kind]] = {
     "send B": (True, "B"),
     "free B": (True, "B"),
 }
-"""Of each kind of message whether its other end is the stage before, and what it travels with."""
+"""For each kind of message: if its other end is the stage before, and what it travels with."""
 
 _TAKE: dict[Kind, Callable[[_Rank, Action], int]] = {
     "F": _Rank._forward,

@@ -21,7 +21,7 @@ DIGIT = 7.0
 """The width of a digit of the numbers in the boxes."""
 WIDTHS = 760.0, 4000.0
 MOST_MESSAGES = 400
-"""That are drawn: more would be a grey band."""
+"""Messages that are drawn: more would be a grey band."""
 
 Colour = tuple[int, int, int]
 COLOURS: dict[Kind, Colour] = {"F": (47, 111, 187), "B": (24, 118, 76), "I": (232, 148, 32), "W": (138, 76, 166)}

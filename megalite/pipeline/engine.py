@@ -22,11 +22,11 @@ from megalite.parallel.collectives import Pending, done
 from megalite.parallel.device import synchronize
 from megalite.parallel.naming import named
 from megalite.parallel.parameter import DeferredGradients
-from megalite.parallel.stage import StageOutput, Terms
+from megalite.parallel.stage import NO_SUMS, StageOutput, TensorSpec, TermSums, add_sums
 from megalite.pipeline.point_to_point import Links
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import Span
-from megalite.pipeline.stages import Stages, TensorSpec
+from megalite.pipeline.stages import Stages
 from megalite.torch_internals import profiler_looks_on, run_backward
 
 MicroBatch = TypeVar("MicroBatch")
@@ -116,10 +116,11 @@ class PipelineEngine(Generic[MicroBatch]):
 
         Returns:
             The unscaled sum of each term that this rank's stages have returned, detached, in fp64 so that it does not
-            depend on the split into micro-batches beyond the stage's own rounding.
+            depend on the split into micro-batches beyond the stage's own rounding; nor on the order in which stages
+            take turns.
 
         Raises:
-            MegaliteError: a stage returns what its neighbour cannot take.
+            MegaliteError: a stage returns what its neighbour cannot take, or what cannot be trained on.
             CommunicationError: a neighbour has gone or does not answer.
         """
         step = _Step(self, micro_batches, factors or {}, gradients)
@@ -132,7 +133,7 @@ class PipelineEngine(Generic[MicroBatch]):
                         execute(action)
                 else:
                     execute(action)
-        return step.sums
+        return step.sums()
 
 
 class _Chunk(Generic[MicroBatch]):
@@ -172,6 +173,32 @@ class _Chunk(Generic[MicroBatch]):
                 )
         return [tensors[spec.name] for spec in self.passes]
 
+    def edges(self, passed_on: Iterable[Tensor], micro_batch: int) -> list[GradientEdge]:
+        """Find where in the graph gradients of the next stage come in. Raises MegaliteError where there is no graph."""
+        edges = []
+        for spec, tensor in zip(self.passes, passed_on, strict=True):
+            if spec.gradient:
+                if not tensor.requires_grad:
+                    raise MegaliteError(
+                        f"stage {self.stage} returned {_words(spec)} without a graph for micro-batch {micro_batch}, "
+                        "where the next stage gives back a gradient: compute it from parameters or inputs that need "
+                        "one, or declare it with gradient=False"
+                    )
+                edges.append(get_gradient_edge(tensor))
+        return edges
+
+    def check_terms(self, terms: TermSums, factors: Mapping[str, float] | None, micro_batch: int) -> None:
+        """Raise MegaliteError for a term that is no scalar, or has no factor where there are some."""
+        for name, term in terms.items():
+            if not isinstance(term, Tensor) or term.dim() or not term.is_floating_point():
+                shown = f"{tuple(term.shape)} of {term.dtype}" if isinstance(term, Tensor) else type(term).__name__
+                raise MegaliteError(
+                    f"stage {self.stage} returned a term of the loss that is no scalar of floating point for "
+                    f"micro-batch {micro_batch}: {name}, {shown}"
+                )
+            if factors is not None and name not in factors:
+                raise MegaliteError(f"stage {self.stage} returned a term of the loss that is not declared: {name}")
+
 
 def _words(spec: TensorSpec) -> str:
     return spec.name.replace("_", " ")
@@ -192,10 +219,10 @@ class _Step(Generic[MicroBatch]):
         gradients: Gradients | None,
     ) -> None:
         self.engine, self.micro_batches, self.factors, self.gradients = engine, micro_batches, factors, gradients
-        self.sums: dict[str, Tensor] = {}
+        self._sums: list[dict[str, Tensor]] = [{} for _ in engine.chunks]
         self._arriving: dict[tuple[str, int, int], list[Pending]] = {}
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
-        self._outputs: dict[tuple[int, int], tuple[list[GradientEdge], Terms]] = {}
+        self._outputs: dict[tuple[int, int], tuple[list[GradientEdge], TermSums]] = {}
         """Inputs, and edges of the graph for outputs, that have a gradient. A graph alone keeps no output that its
         operations do not need: so the values of one that has been sent are let go of."""
         self._to_send: dict[tuple[str, int, int], list[Tensor]] = {}
@@ -229,6 +256,13 @@ class _Step(Generic[MicroBatch]):
         if action.kind in ("F", "B", "I") and key in self._arriving:
             self._arriving[key] = [done(tensor) for tensor in self._arrived(way, action)]
 
+    def sums(self) -> dict[str, Tensor]:
+        """Add up each term over the rank's stages, in their order: chunks are numbered by it."""
+        total: TermSums = NO_SUMS
+        for sums in self._sums:
+            total = add_sums(total, sums)
+        return dict(total)
+
     # ------------------------------------------------------------------------------------------------ computation
 
     def _forward(self, action: Action) -> None:
@@ -240,12 +274,14 @@ class _Step(Generic[MicroBatch]):
         inputs = {spec.name: tensor for spec, tensor in zip(chunk.takes, arrived, strict=True)}
         tensors, terms = chunk.run(inputs, self.micro_batches[action.micro_batch])
         passed_on = chunk.passed_on(tensors, action.micro_batch)
+        chunk.check_terms(terms, self.factors if training else None, action.micro_batch)
         if training:
-            edges = [get_gradient_edge(tensor) for tensor in _with_gradient(chunk.passes, passed_on)]
-            self._outputs[key] = edges, terms
+            edges = chunk.edges(passed_on, action.micro_batch)
+            self._outputs[key] = edges, {name: term for name, term in terms.items() if term.requires_grad}
+        sums = self._sums[action.chunk]
         for name, term in terms.items():
             value = term.detach().double()
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
+            sums[name] = sums[name] + value if name in sums else value
         if passed_on:
             self._pass_on("F", action, passed_on, chunk.next_here)
 
@@ -254,8 +290,6 @@ class _Step(Generic[MicroBatch]):
         (edges, terms), inputs = self._outputs.pop(key), self._inputs.pop(key, ())
         gradients = self._arrived("B", action) if edges else []
         for name, term in terms.items():
-            if name not in self.factors:
-                raise MegaliteError(f"stage {chunk.stage} returned a term of the loss that is not declared: {name}")
             edges.append(get_gradient_edge(term))
             gradients.append(torch.full_like(term, self.factors[name]))
         if edges:

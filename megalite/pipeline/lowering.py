@@ -62,7 +62,7 @@ def lower(
 Table = Mapping[tuple[Kind, int], Lanes]
 """A rank's lanes, by kind and chunk."""
 Sent = Mapping[int, Mapping[int, Sequence[tuple[int, int, float]]]]
-"""What travels to a rank from another: lane, micro-batch and when, in order."""
+"""Messages to a rank from another: lane, micro-batch and when, in order."""
 
 
 def _sent(tables: Sequence[Table], spans: Sequence[Sequence[Span]]) -> Sent:

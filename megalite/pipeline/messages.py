@@ -1,4 +1,4 @@
-"""What travels between stages: which action needs which message, and which gives it."""
+"""Messages between stages: which action needs which, and which gives it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Message:
 
     kind: Literal["F", "B"]
     stage: int
-    """That gives it; tensors go to the next one, gradients to the one before."""
+    """Stage that gives it; tensors go to the next one, gradients to the one before."""
     micro_batch: int
 
     def route(self, stages: Stages) -> tuple[int, int]:

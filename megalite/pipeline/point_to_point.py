@@ -1,4 +1,4 @@
-"""How neighbours in the pipeline talk: a process group of two ranks for each direction.
+"""Messages between neighbours in the pipeline: a process group of two ranks for each direction.
 
 All chunks share it, and hidden states and gradients too: the order in which the sender sends is the order in which the
 receiver posts its receives, so no tags are needed. (Both directions in one group would block one another on NCCL.)

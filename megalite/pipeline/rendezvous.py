@@ -1,4 +1,4 @@
-"""Whether programs that communicate come to their end."""
+"""Proof that programs which communicate come to their end."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Communicator(NamedTuple):
 
 
 Event = tuple[Communicator, int, object]
-"""How many operations of a communicator must have begun on all its ranks before this one goes on, 0 where it begins
+"""Number of operations of a communicator that all its ranks must have begun before this one goes on, 0 to begin
 the next one; and what it is at then, for errors."""
 
 
 class Program:
-    """What a rank does, in order."""
+    """Actions of a rank, in order."""
 
     def __init__(self, name: str, say: Callable[[object], str] = str) -> None:
         """`say`: in words what the rank is at."""
@@ -44,13 +44,13 @@ class Program:
         self.events.append((communicator, number, at))
 
     def at(self, communicator: Communicator, number: int) -> str:
-        """What the rank is at when it begins this operation, from 0; or its end."""
+        """Return what the rank is at when it begins this operation, from 0; or its end."""
         begins = [at for other, awaited, at in self.events if other == communicator and awaited == 0]
         return self.say(begins[number]) if number < len(begins) else "its end"
 
 
 Begun = dict[Communicator, dict[int, int]]
-"""How many operations of a communicator each of its ranks has begun."""
+"""Number of operations of a communicator that each of its ranks has begun."""
 
 
 def run(programs: Sequence[Program]) -> None:

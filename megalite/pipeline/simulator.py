@@ -11,7 +11,7 @@ from megalite.pipeline.schedules import Action, Kind
 from megalite.pipeline.stages import Stages
 
 Duration = Callable[[int, Kind], float]
-"""How long an action of a kind takes on a stage."""
+"""Time that an action of a kind takes on a stage."""
 
 
 class ScheduleError(ValueError):
@@ -33,7 +33,7 @@ def durations(forward: float = 1.0, backward_input: float = 1.0, backward_weight
 
 
 class Lanes(NamedTuple):
-    """Where the message of an action comes from and where it goes: the same for all micro-batches of a chunk.
+    """Source and target of an action's message: the same for all micro-batches of a chunk.
 
     A lane is all that one stage gives to the next, or to the one before; it has a number.
     """
@@ -99,7 +99,7 @@ def simulate(
 
 
 class _Turn(NamedTuple):
-    """How an action of one kind and chunk runs: lanes hold the times at which micro-batches arrive."""
+    """Course of the actions of one kind and chunk: lanes hold the times at which micro-batches arrive."""
 
     needs: Mapping[int, float] | None
     gives: dict[int, float] | None

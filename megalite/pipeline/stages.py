@@ -3,27 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor that a stage passes to the next one for every micro-batch.
-
-    Attributes:
-        shape: for hidden states [sequence (/ size under sequence parallelism), batch, hidden]; like `dtype`, None
-            where nothing is sent, as in a schedule that is only drawn.
-        gradient: the next stage gives its gradient back.
-    """
-
-    name: str
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
-    gradient: bool = True
-
+from megalite.parallel.stage import TensorSpec
 
 _HIDDEN_STATES = (TensorSpec("hidden_states"),)
 
@@ -41,6 +22,12 @@ class Stages:
     v_shaped: bool = False
     messages: tuple[tuple[TensorSpec, ...], ...] = ()
     """What each stage but the last passes to the next, in the order in which it is sent; empty: hidden states each."""
+
+    def __post_init__(self) -> None:
+        if self.messages and len(self.messages) != self.count - 1:
+            raise ValueError(
+                f"{len(self.messages)} borders have messages, and {self.count} stages {self.count - 1} borders"
+            )
 
     @property
     def count(self) -> int:

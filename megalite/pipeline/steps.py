@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import zip_longest
 from typing import NamedTuple
 
 from megalite.parallel.collectives import all_gather_text
+from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.stage import LossTerm
 from megalite.pipeline.checker import Collective, check
 from megalite.pipeline.lowering import Reductions, lower
 from megalite.pipeline.schedules import FORWARD_ONLY, SCHEDULES, Action, Kind
@@ -20,6 +23,8 @@ from megalite.pipeline.stages import Stages
 
 _MOST_NAMED = 8
 """Ranks in an error."""
+_LONGEST = 2000
+"""Characters of an error that travel to other ranks."""
 
 
 @contextmanager
@@ -32,14 +37,6 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-class Inside(NamedTuple):
-    """What copies of a pipeline do together inside an action: its name and that of its group."""
-
-    name: str
-    group: str
-    """By the axes of the mesh, as "dp x cp" or "ep": by them each rank finds those with whom it does it."""
 
 
 class _Step(NamedTuple):
@@ -64,16 +61,19 @@ class Steps:
         overlap: bool = True,
         inside: Mapping[Kind, Sequence[Inside]] | None = None,
         behind: Sequence[Sequence[Collective]] = (),
+        terms: Sequence[LossTerm] = (),
     ) -> None:
         """`schedule`: a name in SCHEDULES; `group`: see there. `overlap`: messages travel beside computations.
 
         What else the step communicates, for the proof: copies of the pipeline do together what is `inside` actions of
-        a kind, in order; the pipeline's ranks what is `behind` the list of each (see `check`).
+        a kind, in order; the pipeline's ranks what is `behind` the list of each (see `check`). Of the loss, all ranks
+        must have the same `terms`.
         """
         self.stages, self.rank = stages if stages is not None else Stages(), rank
         self._schedule, self._group, self._overlap = SCHEDULES[schedule], group, overlap
         self._reductions = reductions if reductions is not None else Reductions()
         self._inside, self._behind = inside if inside is not None else {}, behind
+        self._declared = _declared(self.stages, terms)
         self._proved: dict[_Step, str] = {}
         """The digest of this rank's list."""
         self._lists: dict[_Step, list[Action]] = {}
@@ -94,27 +94,27 @@ class Steps:
         All ranks of `mesh` call it together: those of a pipeline share the steps out, and tell each other the digests
         of the lists that they have proved. Without, this rank proves all of them.
 
-        Raises ScheduleError for a step that is not right, on all ranks of the pipeline, and where ranks that hold the
-        same stages do not find the same, on all ranks; either is a defect.
+        Raises ScheduleError, on all ranks, for a step that is not right or cannot be proved, where ranks declare other
+        messages or terms of the loss, and where those that hold the same stages do not find the same: all are defects.
         """
         steps = sorted({_Step(number, True) for number in training} | {_Step(number, False) for number in evaluation})
         steps.sort(key=lambda step: step.micro_batches * (3 if step.backward else 1), reverse=True)
         # The last rank begins: the first has a screen to write to, too.
         mine = steps if mesh is None else steps[self.stages.ranks - 1 - self.rank :: self.stages.ranks]
-        found: dict[str, object] = {}
+        own: list[tuple[int, bool, list[str]]] = []
+        failure: Exception | None = None
         try:
-            found["digests"] = [(*step, self._digests(step)) for step in mine]
-        except ScheduleError as error:
-            found["error"] = str(error)
-        text = json.dumps(found)
-        texts = [text] if mesh is None else all_gather_text(text, mesh.group("pp"), mesh.device)
-        for told in map(json.loads, texts):
-            if "error" in told:
-                raise ScheduleError(told["error"])
-            for micro_batches, backward, digests in told["digests"]:
+            own = [(*step, self._digests(step)) for step in mine]
+        except Exception as error:  # whatever it is, the other ranks wait for this one below
+            if mesh is None:
+                raise
+            failure = error
+        text = json.dumps(own)
+        for told in [text] if mesh is None else all_gather_text(text, mesh.group("pp"), mesh.device):
+            for micro_batches, backward, digests in json.loads(told):
                 self._proved[_Step(micro_batches, backward)] = digests[self.rank]
         if mesh is not None:
-            self._compare_copies([self._proved.get(step) for step in steps], mesh)
+            self._agree([self._proved.get(step) for step in steps], failure, mesh)
         return self
 
     @_without_garbage_collection()
@@ -146,20 +146,58 @@ class Steps:
         reductions = self._reductions if step.backward else None
         return lower(self.stages, orders, reductions, overlap=self._overlap, ranks=ranks)
 
-    def _compare_copies(self, digests: Sequence[str | None], mesh: ParallelMesh) -> None:
-        """Tell whose list, or what is done inside it, is another than on most ranks that hold the same stages."""
-        own = f"{self.rank} {_hashed([*digests, self._inside])}"
-        texts = all_gather_text(own, mesh.world(), mesh.device)
-        most: dict[str, str] = {}
-        for text, _ in Counter(texts).most_common():
-            most.setdefault(text.split()[0], text)
-        others = [rank for rank, text in enumerate(texts) if text != most[text.split()[0]]]
-        if others:
-            more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+    def _agree(self, digests: Sequence[str | None], failure: Exception | None, mesh: ParallelMesh) -> None:
+        """Tell all ranks of all pipelines whose proof has failed, and who is not like the others."""
+        why = ""
+        if failure is not None:
+            why = str(failure)
+            if not isinstance(failure, ScheduleError):
+                why = f"rank {mesh.rank} could not prove its steps: {type(failure).__name__}: {failure}"
+        own = json.dumps([self.rank, _hashed([*digests, self._inside]), _hashed(self._declared), why[:_LONGEST]])
+        told = [json.loads(text) for text in all_gather_text(own, mesh.world(), mesh.device)]
+        for *_, error in told:
+            if error:
+                raise ScheduleError(error) from failure
+        if others := _unlike_most([("", declared) for _, _, declared, _ in told]):
             raise ScheduleError(
-                f"rank {', '.join(map(str, others[:_MOST_NAMED]))}{more}: the steps, or what is done together inside "
-                "them, are not those of the other ranks with the same stages. Do all ranks run the same megalite?"
+                f"{_named(others)}: {self._difference(others, mesh)}. Do all ranks run the same megalite?"
             )
+        if others := _unlike_most([(rank, lists) for rank, lists, _, _ in told]):
+            raise ScheduleError(
+                f"{_named(others)}: the steps, or what is done together inside them, are not those of the other ranks "
+                "with the same stages. Do all ranks run the same megalite?"
+            )
+
+    def _difference(self, others: Collection[int], mesh: ParallelMesh) -> str:
+        """Say what the first of the others declares otherwise, in words; all ranks call it together."""
+        declared = [json.loads(text) for text in all_gather_text(json.dumps(self._declared), mesh.world(), mesh.device)]
+        other = min(others)
+        usual = next(rank for rank in range(len(declared)) if rank not in others)
+        pairs = zip_longest(declared[other], declared[usual], fillvalue="nothing more")
+        theirs, expected = next((one, two) for one, two in pairs if one != two)
+        return f"declares {theirs[:_LONGEST]}, where rank {usual} declares {expected[:_LONGEST]}"
+
+
+def _declared(stages: Stages, terms: Sequence[LossTerm]) -> list[str]:
+    """What all ranks must have alike, in words: what stages pass on, and the terms of the loss, each in its order."""
+    borders = range(stages.count - 1)
+    return [
+        *(f"that stage {stage} passes on {spec}" for stage in borders for spec in stages.passes(stage)),
+        *(f"the term of the loss {term}" for term in terms),
+    ]
+
+
+def _unlike_most(found: Sequence[tuple[Hashable, str]]) -> list[int]:
+    """The ranks that have found something else than most of their kind; (kind, what was found) of each."""
+    most: dict[Hashable, str] = {}
+    for (kind, what), _ in Counter(found).most_common():
+        most.setdefault(kind, what)
+    return [rank for rank, (kind, what) in enumerate(found) if what != most[kind]]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
 
 
 def _digest(actions: Sequence[Action]) -> str:

@@ -22,7 +22,7 @@ class TimeLine:
     title: str
     stages: Stages
     spans: Sequence[Sequence[Span]]
-    """Of each rank, from the step's start."""
+    """Spans of each rank, from the step's start."""
     in_seconds: bool = False
     """Or in units of an assumed time."""
 

@@ -22,7 +22,7 @@ LONGEST = 1e9
 TRACKS = ("computation", "communication")
 
 _STAGES = ("ranks", "chunks", "v_shaped")
-"""What a trace has of the stages: where they lie."""
+"""Fields of the stages that a trace has: where they lie."""
 
 
 def to_trace(time_line: TimeLine) -> str:

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """What `call` returns or raises. Raises TimeoutError where it takes longer: it is left to its thread then.
+    """Return or raise as `call` does. Raises TimeoutError if it takes longer: it is left to its thread then.
 
     The client of a store waits without end for a process that stands still, whatever time-out it was given.
     """

@@ -1,4 +1,4 @@
-"""Where this process runs."""
+"""Machine on which this process runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megalite.errors import ConfigurationError
 
 
 def host_name() -> str:
-    """What this machine is called by whoever starts jobs on it."""
+    """Return the name that whoever starts jobs on this machine calls it by."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def process_space() -> str:
-    """What two processes have in common that see each other by their numbers: a machine, and a container on it."""
+    """Return what two processes have in common that see each other by number: a machine, and a container on it."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not on Linux

@@ -1,4 +1,4 @@
-"""Where this process takes connections: on the interface of the job, and on no other."""
+"""Sockets that take connections: on the interface of the job, and on no other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def on_one_machine() -> bool:
-    """Whether all ranks run on this machine, as far as their launcher says so."""
+    """Tell if all ranks run on this machine, as far as their launcher says so."""
     return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE")
 
 
@@ -44,7 +44,7 @@ def listen(what: str, port: int = 0) -> socket.socket:
 
 
 def _addresses(host: str) -> list[tuple[socket.AddressFamily, tuple[Any, ...]]]:
-    """What a host's name leads to, as clients try it; without 127.0.1.1 and the like, by which some systems know their
+    """Return a host's addresses as clients try them; without 127.0.1.1 and the like, by which some systems know their
     own name, where that name stands for this machine among others."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""What the program prints."""
+"""Output of the program."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class _Process:
-    """What the system says of a process."""
+    """Facts that the system tells of a process."""
 
     user: int
     parent: int

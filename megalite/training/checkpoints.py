@@ -1,4 +1,4 @@
-"""What a run saves of itself: when a save ends, what is told of it, how many may fail, and which are kept."""
+"""Checkpoints that a run saves: when a save ends, what is told of it, how many may fail, and which are kept."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Checkpoints:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to tell when the run starts."""
+        """Lines to tell when the run starts."""
         if self._saver.staging is None:
             return ()
         return (f"asynchronous saves: {self._saver.staging.size / 2**20:,.0f} MiB of host memory on rank 0",)
 
     @property
     def flags(self) -> tuple[bool, bool]:
-        """What the ranks must know of each other before `advance`: whether one is busy, and whether one has failed."""
+        """Flags that the ranks must agree on before `advance`: if one is busy, and if one has failed."""
         return self._saver.busy, self._saver.failed
 
     @property

@@ -29,7 +29,7 @@ _UNTRACED: tuple[tuple[type | ModuleType, str], ...] = (
     (ColumnParallelLinear, "forward"),
     (RowParallelLinear, "forward"),
     (LocalCore, "__call__"),
-    (randomness, "drop_hidden"),
+    (randomness, "drop_by_key"),
     (Bucket, "finish_parameter_gather"),
 )
 
@@ -52,7 +52,7 @@ def compile_layers(chunks: Iterable[GPT], backend: str | Callable[..., Any] = "i
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is one of those layers."""
+    """Tell if a module is one of those layers."""
     return "forward" in vars(module)
 
 

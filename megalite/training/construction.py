@@ -27,15 +27,17 @@ from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
 from megalite.parallel.initialization import set_initial_values
+from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import LogicalTensor
+from megalite.parallel.stage import LossTerm
 from megalite.pipeline.checker import Collective
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.stages import Stages, TensorSpec
-from megalite.pipeline.steps import Inside, Steps
+from megalite.pipeline.stages import Stages
+from megalite.pipeline.steps import Steps
 from megalite.training.data import RunData
 
 
@@ -71,13 +73,12 @@ def make_loss(config: RunConfig) -> Loss:
 
 
 def make_stages(config: RunConfig) -> Stages:
-    """How the model's stages lie on the pipeline's ranks, and what they pass on."""
+    """Place the model's stages on the pipeline's ranks, with what they pass on."""
     parallel, chunks = config.parallel, virtual_stages(config.model, config.parallel)
     sequence = config.data.seq_length // parallel.sequence_parts
-    size = sequence, config.training.micro_batch_size, config.model.hidden_size
-    hidden = TensorSpec(gpt.HIDDEN_STATES, size, model_dtype(config))
-    borders = parallel.pipeline_model_parallel_size * chunks - 1
-    return Stages(parallel.pipeline_model_parallel_size, chunks, shape(parallel).v_shaped, ((hidden,),) * borders)
+    ranks, batch = parallel.pipeline_model_parallel_size, config.training.micro_batch_size
+    passed = gpt.messages(config.model, ranks * chunks, sequence=sequence, batch=batch, dtype=model_dtype(config))
+    return Stages(ranks, chunks, shape(parallel).v_shaped, passed)
 
 
 def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
@@ -103,10 +104,20 @@ def make_engine(
     return PipelineEngine(chunks, stages, rank, links, mesh.device)
 
 
-def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, optimizer: Optimizer) -> Steps:
-    """The lists of actions, with what the optimizer communicates inside them and behind: all ranks of a pipeline make
-    theirs together.
+def make_steps(
+    config: RunConfig,
+    mesh: ParallelMesh,
+    stages: Stages,
+    chunks: Sequence[GPT],
+    optimizer: Optimizer,
+    terms: Sequence[LossTerm],
+) -> Steps:
+    """The lists of actions, with what layers and the optimizer communicate inside them, and the optimizer after them.
+
+    All ranks of a pipeline make theirs together.
     """
+    forward = tuple(each for chunk in chunks for each in chunk.inside(backward=False))
+    backward = tuple(each for chunk in chunks for each in chunk.inside(backward=True))
     parallel, each = config.parallel, optimizer.reduces_each_micro_batch
     gathers = _inside("gather of parameters", (bucket for bucket in optimizer.buckets if bucket.stage == 3))
     reductions = _inside("reduction of gradients", optimizer.buckets)
@@ -118,19 +129,26 @@ def make_steps(config: RunConfig, mesh: ParallelMesh, stages: Stages, optimizer:
         group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
         reductions=Reductions(each, parallel.overlap_grad_reduce, parallel.align_grad_reduce),
         overlap=parallel.overlap_p2p_communication,
-        inside={"F": gathers, "B": (*gathers, *reduction), "I": gathers, "W": reduction, "R": at_the_end},
+        inside={
+            "F": (*gathers, *forward),
+            "B": (*gathers, *backward, *reduction),
+            "I": (*gathers, *backward),
+            "W": reduction,
+            "R": at_the_end,
+        },
         behind=_behind_the_lists(mesh, optimizer),
+        terms=terms,
     )
 
 
 def _inside(name: str, buckets: Iterable[Bucket]) -> tuple[Inside, ...]:
-    """What copies do together with these buckets, once for each group."""
+    """List the collectives of copies with these buckets, once for each group."""
     experts = {bucket.slots[0].parameter.sharding.expert: len(bucket.shard_group.ranks) for bucket in buckets}
     return tuple(Inside(name, f"{size} of {'edp' if expert else 'dp x cp'}") for expert, size in experts.items())
 
 
 def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Collective]]:
-    """What the ranks of this pipeline do together once they have run their lists."""
+    """List the collectives of this pipeline's ranks once they have run their lists."""
     own = json.dumps(optimizer.collectives())
     numbers = {rank: number for number, rank in enumerate(mesh.ranks("pp"))}
     behind = []
@@ -141,7 +159,7 @@ def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Col
 
 
 def make_plan(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> Plan:
-    """What each rank holds and saves of the run's checkpoints."""
+    """Plan what each rank holds and saves of the run's checkpoints."""
 
     def contents_at(mesh: ParallelMesh) -> Contents:
         chunks = make_chunks(config, model, mesh, stages)
@@ -165,7 +183,7 @@ def make_optimizer(config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh)
 
 
 def data_parallel(config: RunConfig, mesh: ParallelMesh, chunks: int) -> DataParallel:
-    """What the flags say of the data-parallel ranks, where a rank has so many chunks."""
+    """Read from the flags how data-parallel ranks share the work, if a rank has so many chunks."""
     parallel, dtype = config.parallel, model_dtype(config)
     # The list then says when a chunk's reductions begin. Those behind each micro-batch, and on a V, are not aligned.
     looped = chunks > 1 and not shape(parallel).v_shaped
@@ -212,12 +230,12 @@ def count_kinds(
     chunks: Iterable[GPT], mesh: ParallelMesh, kind: Callable[[Parameter, LogicalTensor], str]
 ) -> Counter[str]:
     """The same by what `kind` calls them, in about the order of the model."""
-    own = mesh.rank - mesh.coordinate("tp")  # of this stage, the first tensor-parallel rank
+    first = min(mesh.ranks("dp", "cp", "tp"))  # of those with this stage
     tensors = {
         piece.tensor.name: (kind(parameter, piece.tensor), math.prod(piece.tensor.shape))
         for chunk in chunks
         for parameter, piece in named_pieces(chunk)
-        if min(parameter.sharding.copies) >= own  # else it is tied, and counted by an earlier rank
+        if min(parameter.sharding.copies) >= first  # else it is tied, and counted by an earlier stage
     }
     counts = Counter[str]()
     for name, size in tensors.values():

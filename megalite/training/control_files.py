@@ -48,12 +48,12 @@ class ControlFiles:
         return tuple(f"note: removed {self._directory / name}, which was there before this run" for name in found)
 
     def stop(self) -> bool:
-        """Whether there is, or was, a STOP. It stays: who waits for the run sees by it why the run has ended."""
+        """Tell if there is, or was, a STOP. It stays: who waits for the run sees by it why the run has ended."""
         self._look()
         return self._stop
 
     def save(self) -> bool:
-        """Whether there is a SAVE, or was one since this was last asked. Each asks for one checkpoint."""
+        """Tell if there is a SAVE, or was one since this was last asked. Each asks for one checkpoint."""
         return self._take(SAVE)
 
     def profile(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a run trains on, from its configuration: opened and checked before torch is imported."""
+"""Data of a run, from its configuration: opened and checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROBES = 16
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads, opened before any rank talks to another; notes are for the person who starts it."""
+    """Data that a run reads, opened before any rank talks to another; notes are for the person who starts it."""
 
     tokenizer: Tokenizer
     train: Dataset[SampleFields]
@@ -65,7 +65,7 @@ def seen_samples(dataset: Dataset[SampleFields], consumed_samples: int) -> list[
 
 
 def order_note(dataset: Dataset[SampleFields], seen: Sequence[Sequence[int]]) -> str | None:
-    """What to tell where the samples of a checkpoint are not this run's, number by number; None where they are."""
+    """Return a note if the samples of a checkpoint are not this run's, number by number; None if they are."""
     for number, checksum in seen:
         if number >= len(dataset) or zlib.crc32(dataset[number]["tokens"].tobytes()) != checksum:
             return (
@@ -139,7 +139,7 @@ def _open_datasets(
 
 
 def data_parts(data: DataConfig) -> Sequence[Part | None]:
-    """What training, validation and test are made of. Raises ConfigurationError or DataError."""
+    """Return the parts of training, validation and test. Raises ConfigurationError or DataError."""
     return read_parts(
         data_path=data.data_path,
         split=data.split,

@@ -24,7 +24,7 @@ class Pace:
     step: float = 0.0
 
     def after(self, seconds: float) -> Pace:
-        """Of one more step."""
+        """Return the pace after one more step, which took so many seconds."""
         return Pace(self.steps + 1, seconds if self.steps < 2 else max(self.step, seconds))
 
 

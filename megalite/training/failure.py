@@ -76,7 +76,7 @@ def run_main(main: Callable[[], int]) -> NoReturn:
 
 
 def _describe(error: BaseException) -> str:
-    """What to say, to be preceded by where."""
+    """Return the message, to be preceded by where it happened."""
     if isinstance(error, MegaliteError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -106,7 +106,7 @@ def _write_out_whole() -> None:
 
 
 def _innermost(error: BaseException) -> str:
-    """Where it was raised: the last lines of its traceback before the message."""
+    """Return where it was raised: the last lines of its traceback before the message."""
     return "".join(traceback.format_tb(error.__traceback__)[-1:]).rstrip()
 
 

@@ -37,11 +37,7 @@ def take_place(parallel: ParallelConfig, place: Place) -> ParallelMesh:
     mesh = ParallelMesh(
         rank=place.rank,
         world_size=place.world_size,
-        tensor_parallel_size=parallel.tensor_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        pipeline_parallel_size=parallel.pipeline_model_parallel_size,
-        expert_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        **parallel.mesh_sizes,
         device=where,
         timeout=_timeout(parallel),
     )

@@ -1,23 +1,18 @@
-"""What a run tells of the checkpoint it has loaded: what was restored, and which of its flags are others now."""
+"""Report on the checkpoint that a run has loaded: what was restored, and which of its flags are others now."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
 
 from megalite.checkpoint import TrainingState
 from megalite.checkpoint.manifest import dtype_name
-from megalite.checkpoint.plan import STATE
 from megalite.config import RunConfig
 from megalite.conversion.opened import OpenedModel
-from megalite.parallel import collectives
-from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.state import states_of
 
 # What changes neither the samples, nor their order, nor a step; the precision is compared with the tensors.
 _OTHERWISE = {
@@ -33,7 +28,7 @@ _OF_THE_MODEL = ("hidden_dropout", "attention_dropout")
 def load_notes(
     saved: Mapping[str, Any], config: RunConfig, state: TrainingState, *, position: bool, optimizer: bool
 ) -> tuple[str, ...]:
-    """What became of each part of a checkpoint, in a line, and a line for each flag that was another.
+    """Tell what became of each part of a checkpoint, in a line, and a line for each flag that was another.
 
     `saved` and `state` are the checkpoint's; `position` and `optimizer` say whether they were taken from it.
     """
@@ -54,16 +49,6 @@ def load_notes(
     ignored = [f"{name}: {reason}" for name, reason in parts.items() if reason is not None]
     line = f"restored: {', '.join(restored)}" + (f"; ignored: {', '.join(ignored)}" if ignored else "")
     return (line, *(differences(saved, config) if position else ()))
-
-
-def state_notes(saved: Container[str], network: nn.Module, mesh: ParallelMesh) -> tuple[str, ...]:
-    """A line where modules keep state that is not among the tensors saved. All ranks of a pipeline take part."""
-    held = dict.fromkeys(STATE + piece.tensor.name for state in states_of(network) for piece in state.sharding.pieces)
-    own = json.dumps([name for name in held if name not in saved])
-    stages = collectives.all_gather_text(own, mesh.group("pp"), mesh.device)
-    names = [name for stage in stages for name in json.loads(stage)]
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return (f"note: begun anew, since the checkpoint lacks it: {', '.join(names[:8])}{more}",) if names else ()
 
 
 def rounding_notes(opened: OpenedModel, dtype: torch.dtype) -> tuple[str, ...]:

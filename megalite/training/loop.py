@@ -30,7 +30,7 @@ from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
 
 @dataclass(frozen=True)
 class _Agreed:
-    """Whether any rank ..."""
+    """True in each field if any rank ..."""
 
     stop: bool
     """was told to stop after this step;"""
@@ -45,7 +45,7 @@ class _Agreed:
 
 
 class TrainingLoop:
-    """What the ranks do together from the trainer's first step to its last, and when."""
+    """Loop from the trainer's first step to its last: what the ranks do together, and when."""
 
     def __init__(self, trainer: Trainer, display: Display, starting: Starting) -> None:
         self.trainer, self.display = trainer, display
@@ -188,7 +188,7 @@ class TrainingLoop:
         return iteration == self.trainer.iterations or (interval is not None and iteration % interval == 0)
 
     def _agree(self) -> _Agreed:
-        """What the ranks have to tell each other between two steps, all in one message."""
+        """Exchange what the ranks have to tell each other between two steps, all in one message."""
         checkpoints, files = self.trainer.checkpoints, self.control_files
         saving = checkpoints.flags if checkpoints is not None else (False, False)
         asked, *others = self._on_any_rank(self._told_to_stop(), files.save(), files.profile(), *saving)
@@ -196,13 +196,13 @@ class TrainingLoop:
         return _Agreed(asked or (interval is not None and self.trainer.iteration % interval == 0), *others)
 
     def _told_to_stop(self) -> bool:
-        """Whether this rank was, by a signal, its clock or a file."""
+        """Tell if this rank was told to stop, by a signal, its clock or a file."""
         minutes = self.config.training.exit_duration_in_mins
         late = minutes is not None and time.monotonic() - self._starting.began >= 60.0 * minutes
         return self._stop.local_request() > 0 or late or self.control_files.stop() or self._job_ends()
 
     def _job_ends(self) -> bool:
-        """Whether the job ends too soon for another step; rank 0's clock decides."""
+        """Tell if the job ends too soon for another step; rank 0's clock decides."""
         trainer = self.trainer
         if self._starting.job_end is None or self.mesh.rank != 0:
             return False
@@ -217,14 +217,14 @@ class TrainingLoop:
         return self._on_any_rank(self._told_to_stop())[0]
 
     def _on_any_rank(self, *flags: bool) -> list[bool]:
-        """Which of the flags are set on a rank."""
+        """Return which of the flags are set on a rank."""
         numbers = torch.tensor(flags, dtype=torch.float32, device=self.mesh.device)
         return [number > 0 for number in collectives.all_reduce_(numbers, self.mesh.world(), "max").tolist()]
 
     # ------------------------------------------------------------------------------------------------ what is told
 
     def _timing(self) -> Timing:
-        """Of the steps since the last time; all ranks together."""
+        """Measure the steps since the last time; all ranks together."""
         steps, self._timed = self.trainer.iteration - self._timed, self.trainer.iteration
         with self.sections(AGREEMENT):
             return gather_timing(self.sections.take(), steps, self.mesh)

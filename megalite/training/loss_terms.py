@@ -9,33 +9,71 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from megalite.errors import MegaliteError
 from megalite.model.batch import MicroBatch
+from megalite.model.gpt import GPT
+from megalite.model.head import LM_LOSS
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.stage import NO_TERMS, LossTerm, Terms, add_terms
+from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums, add_sums
+from megalite.training.metrics import is_figure
 
 Totals = Mapping[str, float]
 """By the names of terms."""
 
 
-def counted(terms: Sequence[LossTerm], micro_batches: Iterable[MicroBatch]) -> Terms:
-    """Count what each term is a mean of, on this rank, fp64."""
-    counts: Terms = NO_TERMS
+def declared_terms(chunks: Iterable[GPT]) -> tuple[LossTerm, ...]:
+    """The terms of the loss, which all stages of a rank must declare alike, under names that nothing else has.
+
+    Raises MegaliteError where they do not; that other ranks do, too, is part of the proof of steps.
+    """
+    terms, *others = [chunk.loss_terms for chunk in chunks]
+    for number, other in enumerate(others, 1):
+        if [str(term) for term in other] != [str(term) for term in terms]:
+            raise MegaliteError(
+                f"stages of one rank declare other terms of the loss: chunk 0 {_listed(terms)}, chunk {number} "
+                f"{_listed(other)}. GPT.loss_terms must give those of the whole network, on every stage"
+            )
+    names = [term.name for term in terms]
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise MegaliteError(f"several terms of the loss are called {twice[0]}: give each a name of its own")
+    if taken := [name for name in names if name != LM_LOSS.name and is_figure(name)]:
+        raise MegaliteError(
+            f"a term of the loss is called {taken[0]}, which is the name of another figure in the metrics: choose one "
+            "that is free"
+        )
+    return terms
+
+
+def _listed(terms: Iterable[LossTerm]) -> str:
+    return "; ".join(map(str, terms)) or "none"
+
+
+def counted(terms: Sequence[LossTerm], micro_batches: Iterable[MicroBatch], device: torch.device) -> TermSums:
+    """Count what each term is a mean of, on this rank, fp64 on the device."""
+    counts: TermSums = NO_SUMS
     for micro_batch in micro_batches:
-        counts = add_terms(counts, {term.name: term.count(micro_batch).double() for term in terms})
+        counts = add_sums(counts, {term.name: term.count(micro_batch).to(device, torch.float64) for term in terms})
     return counts
 
 
-def summed(terms: Sequence[LossTerm], own: Terms, mesh: ParallelMesh, *, over_stages: bool = False) -> Totals:
-    """Add up what ranks have of each term, or nothing: one all-reduce for all terms that are spread over the same axes.
+def total_counts(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -> Totals:
+    """Add up what ranks have counted for each term, or nothing."""
+    return _totals({term.name: term.count_axes for term in terms}, own, mesh, over_stages=False)
 
-    Args:
-        own: this rank's, fp64.
-        over_stages: the stages of a pipeline have parts of the sum, too.
-    """
+
+def total_sums(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -> Totals:
+    """Add up the sums that ranks have of each term, or nothing; the stages of a pipeline have parts of them, too."""
+    return _totals({term.name: term.axes for term in terms}, own, mesh, over_stages=True)
+
+
+def _totals(
+    axes_of: Mapping[str, tuple[str, ...]], own: TermSums, mesh: ParallelMesh, *, over_stages: bool
+) -> dict[str, float]:
+    """Add up over ranks: one all-reduce for all names that are spread over the same axes. `own`: fp64."""
     zero, found = torch.zeros((), dtype=torch.float64), dict[str, float]()
-    for axes in dict.fromkeys(term.axes for term in terms):
-        names = [term.name for term in terms if term.axes == axes]
+    for axes in dict.fromkeys(axes_of.values()):
+        names = [name for name, spread in axes_of.items() if spread == axes]
         totals = torch.stack([own.get(name, zero).to(mesh.device) for name in names])
         totals = collectives.all_reduce_(totals, mesh.group(*axes))
         if over_stages:

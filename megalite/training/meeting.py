@@ -1,4 +1,4 @@
-"""How ranks meet before there is a process group: at a store, to whose address their launcher leads them."""
+"""Meeting of the ranks before there is a process group: at a store, to whose address their launcher leads them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _opened(store: Future[Store], place: Place, seconds: float) -> Store:
 
 
 def _listen(port: int) -> int | None:
-    """Where the store of rank 0 takes connections, for torch to have. None where the port is taken: by the store of
+    """Open the socket of rank 0's store, for torch to have. Returns None if the port is taken: by the store of
     this process, which torch finds by itself, or by somebody else, of whom torch tells."""
     try:
         return listen("rank 0's store", port).detach()
@@ -108,7 +108,7 @@ def _listen(port: int) -> int | None:
 
 
 def hosted_by_launcher() -> bool:
-    """Whether the launcher has the store, and not rank 0; torch asks the same."""
+    """Tell if the launcher has the store, and not rank 0; torch asks the same."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

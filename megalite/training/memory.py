@@ -1,4 +1,4 @@
-"""What a rank keeps in memory, kind by kind: as measured at the start of a run, and by formula.
+"""Memory that a rank keeps, kind by kind: as measured at the start of a run, and by formula.
 
 Parameters and their gradients, the optimizer's state (moments, and fp32 masters of narrower parameters) and the
 activations that micro-batches keep from forward to backward, as many as are on their way at once. What is freed soon
@@ -28,10 +28,11 @@ class Memory:
     """Bytes on one rank."""
 
     parameters: int
+    """With the state of modules."""
     gradients: int
     optimizer: int
     activations: int
-    """Of the micro-batches in flight, at their peak."""
+    """Peak of the micro-batches in flight."""
 
     @property
     def total(self) -> int:
@@ -55,22 +56,29 @@ def in_words(number: float) -> str:
 def measured(
     optimizer: Optimizer, forwards: Iterable[Callable[[], object]], peak: Callable[[Sequence[int]], int] = sum
 ) -> Memory:
-    """What the tensors of this rank take.
+    """Measure the tensors of this rank.
 
-    `forwards` run each chunk of the network over one micro-batch; all ranks take part. `peak` gives from what each
-    chunk keeps of one the most that is kept at a time.
+    `forwards` run each chunk of the network over one micro-batch, and the state of modules that they change is as
+    before in the end; all ranks take part. `peak` gives from what each chunk keeps of one the most that is kept at a
+    time.
     """
-    buckets, shards = optimizer.buckets, optimizer.shards
-    parameters = _storages(tensor for bucket in buckets for tensor in (bucket.parameters, bucket.parameter_shard))
+    buckets, shards, states = optimizer.buckets, optimizer.shards, [each.values for each in optimizer.module_states]
+    flat = (tensor for bucket in buckets for tensor in (bucket.parameters, bucket.parameter_shard))
+    parameters = _storages([*flat, *states])
     accumulators = [accumulator for bucket in buckets for accumulator in bucket.accumulators]
     gradients = _storages(tensor for a in accumulators for tensor in (*a.flats.values(), a.gradient_shard))
     kept = _storages(tensor for shard in shards for tensor in shard.tensors())
     alone = {storage: size for storage, size in kept.items() if storage not in parameters}
+    before = [state.clone() for state in states]
+    activations = peak([_kept(forward, parameters) for forward in forwards])
+    with torch.no_grad():
+        for state, values in zip(states, before, strict=True):
+            state.copy_(values)
     return Memory(
         parameters=sum(parameters.values()),
         gradients=sum(gradients.values()),
         optimizer=sum(alone.values()),
-        activations=peak([_kept(forward, parameters) for forward in forwards]),
+        activations=activations,
     )
 
 
@@ -95,14 +103,16 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def state_bytes(optimizer: Optimizer) -> tuple[int, int, int]:
-    """Parameters, gradients and optimizer state of this rank by formula (ZeRO, arXiv:1910.02054), without padding.
+    """Calculate what parameters, gradients and optimizer state of this rank take (ZeRO, arXiv:1910.02054), unpadded.
 
     With p, g and o bytes an element and d shards: p + g + o, p + g + o/d, p + g/d + o/d, (p + g + o)/d for the stages
     0 to 3; o is 8 for Adam's moments in fp32 and 4 more for the masters of narrower parameters. Muon's momentum of a
     matrix is 4, so that its shards are not alike. A tied weight's gradient has a sum for each use until they are
-    reduced. (The precision-aware optimizer has less of each, as asked; a master kept as a remainder is 2.)
+    reduced. (The precision-aware optimizer has less of each, as asked; a master kept as a remainder is 2.) State of a
+    shape of its own, a module's or an update rule's, is whole on each rank.
     """
-    totals = [0.0, 0.0, 0.0]
+    own = [state for _, state in optimizer.own_states]
+    totals = [float(sum(state.values.nbytes for state in states)) for states in (optimizer.module_states, (), own)]
     for shard in optimizer.shards:
         bucket, master = shard.bucket, shard.master.itemsize if shard.has_master else 0
         for slot in bucket.slots:
@@ -130,7 +140,7 @@ def activation_bytes(
     fused_loss: bool = False,
     part: StageLayers | None = None,
 ) -> int:
-    """What one micro-batch of `tokens` keeps for backward in a stage (None: in all), without dropout and masks of
+    """Bytes that one micro-batch of `tokens` keeps for backward in a stage (None: in all), without dropout and masks of
     documents and windows.
 
     Of each layer: both norms' inputs and outputs and their statistics; the fused projection (of which the values are

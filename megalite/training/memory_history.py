@@ -1,4 +1,4 @@
-"""What CUDA's allocator gave and took, and for which line of Python: for docs.pytorch.org/memory_viz."""
+"""History of CUDA's allocator, with the lines of Python that asked: for docs.pytorch.org/memory_viz."""
 
 from __future__ import annotations
 

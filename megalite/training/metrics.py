@@ -1,4 +1,4 @@
-"""What a run writes down: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard.
+"""Record of a run: one JSON object a line in metrics.jsonl, and the same numbers for TensorBoard.
 
 Floats are written at full precision. JSON has no word for a float that is not finite: such a value is the string
 "NaN", "Infinity" or "-Infinity", as in protobuf's JSON mapping, which `float()` reads back. `null` says that a figure
@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -73,6 +73,16 @@ class TestMetrics:
     consumed_tokens: int
     test_loss: float
     extra: Mapping[str, float] = field(default_factory=dict)
+
+
+_KINDS = StepMetrics, ValidationMetrics, TestMetrics
+_ON_REQUEST = {"decoupled_learning_rate", "weight_decay", "params_norm", "num_zeros_in_grad", "world_size"}
+"""Figures that flags add to the record of a step."""
+
+
+def is_figure(name: str) -> bool:
+    """Tell whether records have a figure of this name, or one that it would be taken for a part of: "grad_norm/all"."""
+    return name.split("/")[0] in _ON_REQUEST.union(*({own.name for own in fields(kind)} for kind in _KINDS))
 
 
 @dataclass(frozen=True)

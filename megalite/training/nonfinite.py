@@ -1,4 +1,4 @@
-"""Where a step got NaN or infinity from: which rank, which micro-batch, which module.
+"""Search for the source of NaN or infinity in a step: which rank, which micro-batch, which module.
 
 A step whose gradient is not finite is skipped by all ranks together. The parameters have not changed then, and what is
 random follows from its key: so the step can be run again, the same to the last bit, and this time be watched. While
@@ -23,7 +23,7 @@ from megalite.optim.buckets import Bucket
 from megalite.optim.optimizer import Optimizer, StepResult
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.stage import Terms
+from megalite.parallel.stage import TermSums
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
@@ -33,32 +33,32 @@ from megalite.training.nonfinite_search import NotFinite, Search, not_finite
 MAX_CONSECUTIVE_SKIPS = 10
 """Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
 LOCATED_SKIPS = (1, MAX_CONSECUTIVE_SKIPS)
-"""Of so many in a row, those that are looked into."""
+"""Places in a row of skipped steps at which one is looked into."""
 _SHOWN = 8  # names and ranks in a line
 
 
 @dataclass(frozen=True)
 class SkippedStep:
-    """What a skipped step was run with, and so can be run with again."""
+    """Inputs of a skipped step, with which it can be run again."""
 
     iteration: int
     actions: Sequence[Action]
     micro_batches: Sequence[MicroBatch]
     factors: Mapping[str, float]
     loss_scale: float
-    sums: Terms
-    """Of this rank alone."""
+    sums: TermSums
+    """Sums of this rank alone."""
 
 
 def is_finite_everywhere(loss: float, mesh: ParallelMesh) -> bool:
-    """Whether the loss is finite on all ranks, which call this together: tensor-parallel ranks compute it each."""
+    """Tell if the loss is finite on all ranks, which call this together: tensor-parallel ranks compute it each."""
     flag = torch.tensor([not math.isfinite(loss)], dtype=torch.float32, device=mesh.device)
     return collectives.all_reduce_(flag, mesh.world(), "max").item() == 0.0
 
 
 @dataclass(frozen=True)
 class _FirstRun:
-    """What a rank still has of the run that was skipped, where it is not finite."""
+    """Names of what is not finite on a rank after the run that was skipped."""
 
     host: str
     parameters: Sequence[str]
@@ -72,7 +72,7 @@ class _FirstRun:
 
 @dataclass(frozen=True)
 class _SecondRun:
-    """What a rank saw in the run that was watched."""
+    """Events that a rank saw in the run that was watched."""
 
     finding: dict[str, Any] | None
     samples: Sequence[int]
@@ -92,7 +92,7 @@ def locate(
     optimizer: Optimizer,
     mesh: ParallelMesh,
 ) -> str:
-    """What is to be told of a step that was skipped, the same on all ranks: they call this together, before they begin
+    """Report on a step that was skipped, the same on all ranks: they call this together, before they begin
     another step. It leaves the gradients as a skipped step does, to be overwritten by the next.
 
     Beside what a step takes, it needs room for the gradient of the largest parameter.
@@ -143,7 +143,7 @@ def _parameters(bucket: Bucket) -> Iterator[str]:
 
 
 def _gradients(optimizer: Optimizer) -> tuple[list[str], list[str]]:
-    """Of the step's gradients, as the reduction has left them: this rank's own, and what is a sum over ranks."""
+    """Look through the step's gradients, as the reduction has left them: this rank's own, and sums over ranks."""
     buckets = optimizer.buckets
     return _some(n for bucket in buckets for n in _own(bucket)), _some(n for bucket in buckets for n in _sums(bucket))
 
@@ -169,7 +169,7 @@ def _some(names: Iterable[str]) -> list[str]:
 
 
 def _is_summed(bucket: Bucket) -> bool:
-    """Whether this rank's slice of the gradients is a sum over ranks."""
+    """Tell if this rank's slice of the gradients is a sum over ranks."""
     return any(len(part.ranks) > 1 for part in bucket.completion())
 
 
@@ -233,7 +233,7 @@ def _of_origin(second: Sequence[_SecondRun], hosts: Sequence[str]) -> str:
 
 
 def _suspects(first: Sequence[_FirstRun]) -> str:
-    """Where the first run was not finite, as closely as what is left of it tells."""
+    """Return where the first run was not finite, as closely as what is left of it tells."""
     hosts = [report.host for report in first]
     losses = [rank for rank, report in enumerate(first) if report.loss]
     own = [rank for rank, report in enumerate(first) if report.own]

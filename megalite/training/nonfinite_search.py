@@ -35,12 +35,12 @@ class NotFinite:
     phase: int
     """0: forward; 1: backward; 2: weight gradients that were put off."""
     stage: int
-    """Of the pipeline, in the direction of the phase."""
+    """Stage of the pipeline, in the direction of the phase."""
     border: int
-    """How many tensors passed from module to module before, in this phase of the stage: tensor-parallel ranks count
+    """Number of tensors passed between modules before, in this phase of the stage: tensor-parallel ranks count
     alike."""
     of_parameter: bool
-    """Whether it is a parameter's gradient, which nothing else in the step is computed from."""
+    """True if it is a parameter's gradient, which nothing else in the step is computed from."""
     place: str
     value: str
     """NaN or infinity."""
@@ -53,7 +53,7 @@ class NotFinite:
 
 
 def not_finite(tensor: Tensor) -> str | None:
-    """What there is in a tensor: "NaN", "infinity" or, where all is finite, None."""
+    """Name what there is in a tensor: "NaN", "infinity" or, if all is finite, None."""
     if tensor.numel() == 0:
         return None
     least, most = (bound.item() for bound in torch.aminmax(tensor.detach()))  # without a mask as large as the tensor
@@ -140,7 +140,7 @@ class Search:
             self._before = place
 
     def note(self, tensor: Tensor, place: str, *, of_parameter: bool = False) -> bool:
-        """Whether the tensor is not finite; then it may be the first."""
+        """Tell if the tensor is not finite; then it may be the first."""
         value = not_finite(tensor)
         if value is None:
             return False

@@ -1,4 +1,4 @@
-"""What a run starts from: nothing, or which checkpoint and how much of it."""
+"""Origin of a run: nothing, or a checkpoint and how much of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Origin:
     optimizer: bool = True
     """With the state of its optimizer."""
     model: Path | None = None
-    """Where there are no candidates, a Hugging Face folder whose weights the run begins with."""
+    """Hugging Face folder whose weights the run begins with, if there are no candidates."""
 
 
 def find_origin(settings: CheckpointConfig, mesh: ParallelMesh) -> Origin:

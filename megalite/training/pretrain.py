@@ -47,9 +47,9 @@ class _Begun:
     last: int
     """The number of the last step."""
     how: str
-    """What it begins with, in words."""
+    """Beginning of the run, in words."""
     checkpoint: AnyPath | None
-    """Where it comes from one."""
+    """Checkpoint that it comes from, if any."""
     notes: tuple[str, ...] = ()
 
 

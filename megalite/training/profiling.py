@@ -28,7 +28,7 @@ from megalite.training.memory_history import write_snapshot
 from megalite.watchdog.sections import PROFILE, Sections
 
 STEPS_OF_FILE = 3
-"""That a PROFILE asks for, after one in which the profiler warms up."""
+"""Steps that a PROFILE asks for, after one in which the profiler warms up."""
 
 
 def require_device(config: ProfilingConfig, place: torch.device) -> None:

@@ -90,7 +90,7 @@ class Starting:
 
 
 def identity(path: AnyPath) -> object:
-    """What tells a file from one that takes its place, or from itself once it is touched; None where there is none, or
+    """Return what tells a file from one that takes its place, or from itself once touched; None if there is none, or
     where that cannot be known."""
     try:
         if isinstance(path, Path):

@@ -1,4 +1,4 @@
-"""What a run is and what it keeps in memory, told once before its first step."""
+"""Summary of a run and of its memory, told once before its first step."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def summary(trainer: Trainer) -> dict[str, object]:
 
 
 def _pipeline(trainer: Trainer) -> dict[str, object]:
-    """Which rank of the pipeline holds what, where there is more than one stage."""
+    """Tell which rank of the pipeline holds what, if there is more than one stage."""
     if trainer.steps.stages.count == 1:
         return {}
     layers, *ranks = layout_lines(trainer.model_config, trainer.config.parallel)
@@ -99,7 +99,7 @@ def _seen_by_muon(parameter: Parameter, tensor: LogicalTensor) -> str:
 
 
 def measured_memory(trainer: Trainer) -> memory.Memory:
-    """What this rank keeps; a forward of all ranks, over tokens that mean nothing and leave no trace."""
+    """Measure what this rank keeps by a forward of all ranks, over meaningless tokens; it leaves no trace."""
     training, device = trainer.config.training, trainer.mesh.device
     shape = training.micro_batch_size, trainer.config.data.seq_length
     zeros = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -131,7 +131,7 @@ def _peak(trainer: Trainer, sizes: Sequence[int]) -> int:
 
 
 def expected_memory(trainer: Trainer) -> memory.Memory:
-    """What this rank keeps, by formula."""
+    """Calculate by formula what this rank keeps."""
     config = trainer.config
     activations = [
         memory.activation_bytes(

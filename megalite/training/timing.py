@@ -1,4 +1,4 @@
-"""Where the ranks spend the time of a step, and which is the slowest."""
+"""Time that the ranks spend in the parts of a step, and which rank is the slowest."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Timing:
 
 
 def gather_timing(seconds: Mapping[str, float], steps: int, mesh: ParallelMesh) -> Timing:
-    """What each rank has spent in `steps` steps; all ranks call it together."""
+    """Gather what each rank has spent in `steps` steps; all ranks call it together."""
     own = torch.tensor([[seconds.get(name, 0.0) / steps for name in OF_A_STEP]], dtype=torch.float64)
     gathered = collectives.all_gather(own.to(mesh.device), mesh.world())
     return Timing(gathered.tolist(), collectives.all_gather_text(host_name(), mesh.world(), mesh.device))

@@ -22,7 +22,7 @@ from megalite.optim.optimizer import StepResult
 from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.stage import NO_TERMS, add_terms
+from megalite.parallel.stage import NO_SUMS, add_sums
 from megalite.pipeline.engine import Recording
 from megalite.training.batches import to_micro_batches
 from megalite.training.checkpoints import Checkpoints
@@ -41,8 +41,8 @@ from megalite.training.construction import (
 from megalite.training.data import RunData, global_batch_size, last_iteration, order_note, seen_samples, vocab_size
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
-from megalite.training.load_report import load_notes, rounding_notes, state_notes
-from megalite.training.loss_terms import Totals, counted, factors, means, summed
+from megalite.training.load_report import load_notes, rounding_notes
+from megalite.training.loss_terms import Totals, counted, declared_terms, factors, means, total_counts, total_sums
 from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.origin import Origin
@@ -74,11 +74,11 @@ class Trainer:
         if config.kernels.compile:
             compile_layers(self.chunks)
         self.network = nn.ModuleList(self.chunks)
-        self.terms = self.chunks[0].loss_terms
+        self.terms = declared_terms(self.chunks)
         self.optimizer = make_optimizer(config, self.chunks, mesh)
         self.engine = make_engine(config, self.chunks, mesh, stages)
         self.batch_size = global_batch_size(config)
-        self.steps = make_steps(config, mesh, stages, self.optimizer)
+        self.steps = make_steps(config, mesh, stages, self.chunks, self.optimizer, self.terms)
         sizes = [self.num_micro_batches(size) for size in self.batch_size.sizes]
         self.steps.prove(sizes, sizes[-1:], mesh)
         self.rates = rate_schedules(
@@ -113,7 +113,7 @@ class Trainer:
         with self.sections(DATA):
             arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches(batch_size))
             micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
-        counts = summed(self.terms, counted(self.terms, micro_batches), self.mesh)
+        counts = total_counts(self.terms, counted(self.terms, micro_batches, self.mesh.device), self.mesh)
 
         self.network.train()
         self.optimizer.begin_step(len(micro_batches))
@@ -126,7 +126,7 @@ class Trainer:
         rates = self.rates.at(self.consumed_samples)
         with self.sections(OPTIMIZER):
             update = self.optimizer.step(rates, loss_scale)
-        losses = means(summed(self.terms, sums, self.mesh, over_stages=True), counts)
+        losses = means(total_sums(self.terms, sums, self.mesh), counts)
         searches = (
             update.skipped and self.loss_scale.can_shrink and is_finite_everywhere(sum(losses.values()), self.mesh)
         )
@@ -140,7 +140,7 @@ class Trainer:
         return self._metrics(losses, update, rates, loss_scale, batch_size, seconds)
 
     def locate_not_finite(self) -> str | None:
-        """Where the last step got NaN or infinity from, where that is to be told. All ranks call it together."""
+        """Return where the last step got NaN or infinity from, if that is to be told. All ranks call it together."""
         skipped, self._skipped = self._skipped, None
         if skipped is None or self.config.training.rerun_mode == "disabled":
             return None
@@ -148,7 +148,7 @@ class Trainer:
             return locate(skipped, self.chunks, self.engine, self.steps.stages, self.optimizer, self.mesh)
 
     def draw_time_line(self) -> str | None:
-        """Of the last step, where that is asked for: what to tell, on rank 0. All ranks call it together."""
+        """Draw the last step's time line if asked for. Returns what to tell, on rank 0. All ranks call it together."""
         recording, self._recording = self._recording, None
         if recording is None or not isinstance(self.directory, Path):
             return None
@@ -156,7 +156,7 @@ class Trainer:
             return write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)
 
     def _records_now(self) -> bool:
-        """Whether the step that begins is the one whose time line is asked for."""
+        """Tell if the step that begins is the one whose time line is asked for."""
         return self.iteration + 1 == self.config.profiling.profile_pipeline
 
     def num_micro_batches(self, batch_size: int) -> int:
@@ -164,7 +164,7 @@ class Trainer:
         return batch_size // (self.config.training.micro_batch_size * self.mesh.size("dp"))
 
     def evaluates_now(self) -> bool:
-        """Whether the validation data are due after the last step."""
+        """Tell if the validation data are due after the last step."""
         due = self.iteration % self.config.training.eval_interval == 0 or self.iteration == self.iterations
         return due and self.data.valid is not None
 
@@ -174,7 +174,7 @@ class Trainer:
         `broken_off` is asked between two batches, and answers the same on all ranks; None where it says so.
         """
         self.network.eval()
-        sums, counts = NO_TERMS, NO_TERMS
+        sums, counts = NO_SUMS, NO_SUMS
         batch_size = self.batch_size.final
         num_micro_batches = self.num_micro_batches(batch_size)
         actions = self.steps.evaluation(num_micro_batches)
@@ -184,10 +184,10 @@ class Trainer:
                     return None
                 arrays = loader.micro_batches(batch * batch_size, num_micro_batches)
                 micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
-                sums = add_terms(sums, self.engine.run(actions, micro_batches))
-                counts = add_terms(counts, counted(self.terms, micro_batches))
-        total = summed(self.terms, sums, self.mesh, over_stages=True)
-        return means(total, summed(self.terms, counts, self.mesh))[LM_LOSS.name]
+                sums = add_sums(sums, self.engine.run(actions, micro_batches))
+                counts = add_sums(counts, counted((LM_LOSS,), micro_batches, self.mesh.device))
+        total, count = total_sums((LM_LOSS,), sums, self.mesh), total_counts((LM_LOSS,), counts, self.mesh)
+        return means(total, count)[LM_LOSS.name]
 
     # ------------------------------------------------------------------------------------------------ what is kept
 
@@ -225,8 +225,6 @@ class Trainer:
         self._load_notes = load_notes(
             described.config, self.config, state, position=origin.position, optimizer=origin.optimizer
         )
-        if not origin.optimizer:
-            self._load_notes += state_notes(described.tensors, self.network, self.mesh)
         if origin.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
         if origin.position:
@@ -319,7 +317,7 @@ class Trainer:
         return figures
 
     def notes(self) -> tuple[str, ...]:
-        """What flags have made of the run, and what there is to tell of the checkpoint, a line each."""
+        """Return what flags have made of the run, and what there is to tell of the checkpoint, a line each."""
         profile = gone_by(self.config.profiling.profile_pipeline, self.iteration)
         rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()

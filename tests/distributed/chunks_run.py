@@ -25,12 +25,12 @@ from tests.distributed.layout_cell import LAYERS, RECOMPUTE, Cell, loss_terms, m
 from tests.distributed.layout_run import (
     Held,
     held,
-    hidden_shape,
     local_micro_batches,
     perturb_constants,
     several_chunks_of_logits,
+    with_messages,
 )
-from tests.harness.stages import LOSS, passing_hidden
+from tests.harness.stages import LOSS
 
 Observe = Callable[[Action], None]
 
@@ -74,7 +74,7 @@ class Rank:
         )
         blocks = [chunk.blocks() for chunk in made]
         optimizer = optim.make_optimizer(made, mesh, optimizer_config(cell), options, blocks=blocks)
-        stages = passing_hidden(Stages(1, chunks, v_shaped=True), hidden_shape(cell), cell.torch_dtype)
+        stages = with_messages(Stages(1, chunks, v_shaped=True), cell)
         engine = PipelineEngine(made, stages, device=mesh.device)
         return Rank(network, engine, optimizer, mesh)
 

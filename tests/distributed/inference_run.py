@@ -47,7 +47,7 @@ def scored(cells: Sequence[Cell], tokens: Tensor) -> list[tuple[Tensor, Tensor, 
     meshes = make_meshes(cells)
     results = []
     for cell in cells:
-        network = initialized_network(meshes[cell.tp, cell.pp], cell)
+        network = initialized_network(meshes[cell.split], cell)
         scores = score_tokens(network, tokens)
         results.append((logits(network, tokens), scores.log_probabilities, scores.likeliest))
     return results
@@ -61,7 +61,7 @@ def cached(cells: Sequence[Cell], rows: Sequence[Sequence[int]], chunk: int) -> 
     meshes = make_meshes(cells)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "_CHUNK", chunk)
-        return [_cached(initialized_network(meshes[cell.tp, cell.pp], cell), rows) for cell in cells]
+        return [_cached(initialized_network(meshes[cell.split], cell), rows) for cell in cells]
 
 
 def _cached(network: Network, rows: Sequence[Sequence[int]]) -> list[list[Tensor]]:
@@ -86,7 +86,7 @@ def generated(cells: Sequence[Cell], prompts: Sequence[Sequence[int]], batch_siz
     """The events of each cell's generation."""
     meshes = make_meshes(cells)
     return [
-        list(generate(initialized_network(meshes[cell.tp, cell.pp], cell), prompts, batch_size=batch_size, **rest))
+        list(generate(initialized_network(meshes[cell.split], cell), prompts, batch_size=batch_size, **rest))
         for cell in cells
     ]
 
@@ -94,7 +94,7 @@ def generated(cells: Sequence[Cell], prompts: Sequence[Sequence[int]], batch_siz
 def order_of_work(cell: Cell, prompts: Sequence[Sequence[int]]) -> list[str]:
     """What a rank does while it generates two tokens: "run" its stage, or "share" what the last one has chosen."""
     order: list[str] = []
-    network = initialized_network(make_meshes([cell])[cell.tp, cell.pp], cell)
+    network = initialized_network(make_meshes([cell])[cell.split], cell)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("run", "share"):
             patch.setattr(network, name, _noting(order, name, getattr(network, name)))
@@ -116,5 +116,5 @@ def generated_by_huggingface_folders(
 ) -> list[list[Any]]:
     """The events of the generation of each folder's model."""
     cell = Cell(tp=tp, pp=pp)
-    mesh = make_meshes([cell])[tp, pp]
+    mesh = make_meshes([cell])[cell.split]
     return [list(generate(load_network(folder, mesh), prompts, **rest)) for folder in folders]

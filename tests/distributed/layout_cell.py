@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ LAYOUT_FACTORS: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2, 3, 4),
     "schedule": ("1f1b", "gpipe", "zb-h1", "interleaved-2", "interleaved-3", "zb-v"),
     "dp": (1, 2, 3, 4, 8),
+    "cp": (1,),
+    "ep": (1, 2),
+    "etp": (1, 2),
     "zero": (0, 1, 2, 3),
     "instances": (1, 2),
     "overlap": ("none", "reduce", "reduce and gather"),
@@ -62,6 +65,16 @@ MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
+class Split(NamedTuple):
+    """How a mesh splits the ranks, in its own words; what is left over is data-parallel."""
+
+    tensor_parallel_size: int
+    context_parallel_size: int
+    pipeline_parallel_size: int
+    expert_parallel_size: int
+    expert_tensor_parallel_size: int
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run; the fields are the factors of the matrix."""
@@ -78,6 +91,9 @@ class Cell:
     pp: int = 1
     schedule: str = "1f1b"  # of interleaved-1f1b, with the number of stages a rank
     dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
     zero: int = 0
     instances: int = 1
     overlap: str = "none"
@@ -105,7 +121,11 @@ class Cell:
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def split(self) -> Split:
+        return Split(self.tp, self.cp, self.pp, self.ep, self.etp)
 
     @property
     def stages(self) -> Stages:
@@ -158,7 +178,11 @@ def valid(row: Row) -> bool:
 
     What `validate` refuses, and no more.
     """
-    if row["tp"] * row["pp"] * row["dp"] > 8:
+    ranks = row["tp"] * row["cp"] * row["pp"] * row["dp"]
+    if ranks > 8:
+        return False
+    expert_copies, rest = divmod(ranks, row["pp"] * row["ep"] * row["etp"])
+    if rest:
         return False
     if row["schedule"].startswith("interleaved") and row["pp"] == 1:
         return False
@@ -166,7 +190,7 @@ def valid(row: Row) -> bool:
         return False
     if row["overlap"] == "reduce and gather" and row["zero"] == 0:
         return False
-    if row["instances"] > 1 and (row["zero"] == 0 or row["dp"] % row["instances"]):
+    if row["instances"] > 1 and (row["zero"] == 0 or row["dp"] % row["instances"] or expert_copies % row["instances"]):
         return False
     if KEY_VALUES[row["key_values"]][0] % row["tp"]:
         return False

@@ -34,13 +34,14 @@ from megalite.parallel.stage import StageOutput
 from megalite.pipeline.engine import PipelineEngine, Stage
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
+from megalite.pipeline.stages import Stages
 from megalite.pipeline.steps import Steps
 from megalite.training.compiled import compile_layers
 from tests.distributed.layout_cell import (
-    HIDDEN,
     RECOMPUTE,
     SEQUENCE,
     Cell,
+    Split,
     batch,
     loss_terms,
     model_config,
@@ -48,7 +49,7 @@ from tests.distributed.layout_cell import (
     rates,
     sample_numbers,
 )
-from tests.harness.stages import LOSS, passing_hidden
+from tests.harness.stages import LOSS
 
 SEED = 1234
 BUCKET_SIZE = 700  # elements: several buckets of this small model, for the overlap
@@ -89,15 +90,15 @@ class RankResult:
 def run_cells(cells: Sequence[Cell]) -> list[RankResult]:
     """Every cell in turn, on this rank of as many processes as each of the cells needs."""
     meshes = make_meshes(cells)
-    return [run_cell(meshes[cell.tp, cell.pp], cell) for cell in cells]
+    return [run_cell(meshes[cell.split], cell) for cell in cells]
 
 
-def make_meshes(cells: Iterable[Cell]) -> dict[tuple[int, int], ParallelMesh]:
-    """This rank's meshes, by (tp, pp): one for all cells that are split alike."""
+def make_meshes(cells: Iterable[Cell]) -> dict[Split, ParallelMesh]:
+    """This rank's meshes: one for all cells that are split alike."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return {
-        (tp, pp): ParallelMesh(rank=rank, world_size=world_size, tensor_parallel_size=tp, pipeline_parallel_size=pp)
-        for tp, pp in dict.fromkeys((cell.tp, cell.pp) for cell in cells)
+        split: ParallelMesh(rank=rank, world_size=world_size, **split._asdict())
+        for split in dict.fromkeys(cell.split for cell in cells)
     }
 
 
@@ -141,7 +142,7 @@ class Training:
         self.plan = make_plan(mesh, cell)
         self.sample_losses: dict[int, Tensor] = {}
         """As in RankResult."""
-        stages, rank = passing_hidden(cell.stages, hidden_shape(cell), cell.torch_dtype), mesh.coordinate("pp")
+        stages, rank = with_messages(cell.stages, cell), mesh.coordinate("pp")
         recording = [recording_losses(chunk, self.sample_losses) for chunk in chunks]
         self.engine = PipelineEngine(recording, stages, rank, make_links(mesh, stages), mesh.device)
         self.steps = Steps(
@@ -156,13 +157,13 @@ class Training:
         mesh, optimizer = self.mesh, self.optimizer
         micro_batches = list(local_micro_batches(self.cell, number, mesh.coordinate("dp")))
         own = sum(m.loss_mask.sum(dtype=torch.float64).item() for m in micro_batches)
-        count = collectives.all_reduce_(torch.tensor([own]).double(), mesh.group("dp")).item()
+        count = collectives.all_reduce_(torch.tensor([own]).double(), mesh.group("dp", "cp")).item()
         optimizer.begin_step(len(micro_batches))
         factors = {LOSS: 1.0 / count if count else 0.0}
         with several_chunks_of_logits():
             sums = self.engine.run(self.steps.training(len(micro_batches)), micro_batches, factors, optimizer)
         update = optimizer.step(rates(self.cell, number))
-        loss_sum = collectives.all_reduce_(sums.get(LOSS, torch.zeros(()).double()).view(1), mesh.group("dp"))
+        loss_sum = collectives.all_reduce_(sums.get(LOSS, torch.zeros(()).double()).view(1), mesh.group("dp", "cp"))
         return collectives.all_reduce_(loss_sum, mesh.group("pp")).item() / max(count, 1.0), update
 
     def save(self, directory: Path, iteration: int, ckpt_format: str = "megalite") -> Path:
@@ -229,8 +230,12 @@ def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
     )
 
 
-def hidden_shape(cell: Cell) -> tuple[int, ...]:
-    return SEQUENCE // (cell.tp if cell.sequence_parallel else 1), cell.micro_batch_size, HIDDEN
+def with_messages(stages: Stages, cell: Cell) -> Stages:
+    """The stages, with what those of the cell's network pass on."""
+    sequence = SEQUENCE // cell.cp // (cell.tp if cell.sequence_parallel else 1)
+    batch, dtype = cell.micro_batch_size, cell.torch_dtype
+    passed = gpt.messages(model_config(cell), stages.count, sequence=sequence, batch=batch, dtype=dtype)
+    return replace(stages, messages=passed)
 
 
 def recording_losses(chunk: GPT, sample_losses: dict[int, Tensor]) -> Stage[MicroBatch]:
@@ -306,7 +311,8 @@ def held(network: nn.Module, mesh: ParallelMesh, tensor_of: Callable[[Parameter]
     for parameter, piece in named_pieces(network):
         values = piece.view(tensor_of(parameter).detach()).clone()
         digest = hashlib.blake2b(values.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
-        sent = values if mesh.coordinate("dp") == 0 else None
+        peers = ("edp",) if parameter.sharding.expert else ("dp", "cp")
+        sent = values if mesh.rank == mesh.ranks(*peers)[0] else None
         pieces.append(Held(piece.tensor.name, piece.tensor.shape, piece.box, digest, sent))
     return pieces
 

@@ -39,7 +39,7 @@ Target = tuple[Any, ...]
 
 RANKS: dict[str, tuple[Any, ...]] = {
     name: LAYOUT_FACTORS[name]
-    for name in ("tp", "sequence_parallel", "pp", "schedule", "dp", "zero", "instances", "overlap")
+    for name in ("tp", "sequence_parallel", "pp", "schedule", "dp", "ep", "etp", "zero", "instances", "overlap")
 } | {"schedule": ("1f1b", "interleaved-2", "interleaved-3", "zb-v")}
 """What says which rank holds what; overlap cuts the buckets."""
 TRAINED: dict[str, tuple[Any, ...]] = {
@@ -197,7 +197,7 @@ def held(training: Training) -> Tensors:
 def train_and_save(cells: Sequence[Cell], folders: Sequence[Path]) -> list[Saved]:
     meshes, answers = make_meshes(cells), []
     for cell, folder in zip(cells, folders, strict=True):
-        mesh = meshes[cell.tp, cell.pp]
+        mesh = meshes[cell.split]
         training = Training(mesh, cell, initialized_chunks(mesh, cell))
         for step in range(BEFORE):
             training.step(step)
@@ -219,7 +219,7 @@ def small_blocks() -> Iterator[None]:
 
 def resume(cells: Sequence[Cell], paths: Sequence[Path]) -> list[Resumed]:
     meshes = make_meshes(cells)
-    return [_resume(meshes[cell.tp, cell.pp], cell, path) for cell, path in zip(cells, paths, strict=True)]
+    return [_resume(meshes[cell.split], cell, path) for cell, path in zip(cells, paths, strict=True)]
 
 
 def _resume(mesh: ParallelMesh, cell: Cell, path: Path) -> Resumed:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megalite import checkpoint
 from megalite.checkpoint import FORMATS, Contents, Plan, Saver, TrainingState
 from megalite.checkpoint.comparison import compare
+from megalite.checkpoint.inspection import describe
 from megalite.checkpoint.manifest import covers
 from megalite.checkpoint.plan import held_states
 from megalite.checkpoint.reader import CheckpointReader
@@ -40,7 +41,7 @@ from megalite.parallel.parameter import DenseGradient, Parameter, hand_over
 from megalite.parallel.placement import replicated, split
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal
 from megalite.parallel.state import State
-from megalite.training.load_report import state_notes
+from tests.harness import checkpoints
 from tests.harness.checkpoints import read
 from tests.harness.rank_pool import RankPools
 from tests.harness.tool import run_tool
@@ -194,8 +195,8 @@ class Run:
         assert isinstance(path, Path)
         return path
 
-    def load(self, path: Path, *, state: bool = True) -> None:
-        checkpoint.load(path, self.network, self.optimizer, self.mesh, plan=self.plan, state=state)
+    def load(self, path: Path, *, state: bool = True, casts: bool = False) -> None:
+        checkpoint.load(path, self.network, self.optimizer, self.mesh, plan=self.plan, state=state, casts=casts)
 
     def held(self) -> dict[str, tuple[Box, Tensor]]:
         """Tensors with a place of their own, as far as this rank has them."""
@@ -382,6 +383,49 @@ def test_files_for_a_layout_have_what_its_ranks_hold(saved: Path, tmp_path: Path
     assert compare(reader, CheckpointReader(written), reader.tensors, 1, lambda size: None).same
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_state_and_a_weight_of_one_name_are_two(tmp_path: Path, alike: bool) -> None:
+    tensors = {
+        "model/a": torch.randn(4, 3),
+        "optimizer/exp_avg/a": torch.randn(4, 3),
+        "optimizer/row/a": torch.randn(4),
+        "state/a": torch.arange(12).view(4, 3) if alike else torch.arange(2),
+    }
+    reader = CheckpointReader(checkpoints.write(tmp_path / "once", tensors))
+    whole = Box.whole(tuple(tensors["state/a"].shape))
+    weights = [
+        [("model/a", Box((0, 0), (1, 3)))],
+        [("state/a", whole), ("model/a", Box((1, 0), (3, 3)))],
+    ]
+    cut = cut_by_weights(reader.tensors, weights)
+    assert [(name, box) for file in cut for name, box in file if name == "state/a"] == [("state/a", whole)]
+    assert [sorted(name for name, _ in file) for file in cut] == [
+        ["model/a", "optimizer/exp_avg/a", "optimizer/row/a"],
+        ["model/a", "optimizer/exp_avg/a", "state/a"],
+    ]
+    written = CheckpointReader(reshard(reader, tmp_path / "again", cut, 1, lambda size: None))
+    found = compare(reader, written, tensors, 1, lambda size: None)
+    assert found.same
+    assert found.compared == 4
+    totals = describe(written, tensors)["totals"]
+    assert {kind: values["tensors"] for kind, values in totals.items()} == dict.fromkeys(
+        ("model", "optimizer/exp_avg", "optimizer/row", "state"), 1
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["state/toy.router.counts", "state/toy.router.bias", "optimizer/momentum_buffer/toy.norm"]
+)
+def test_whole_numbers_are_never_cast(alone: Path, tmp_path: Path, name: str) -> None:
+    saved = read(alone)
+    saved[name] = saved[name].to(torch.float64 if saved[name].dtype == torch.int64 else torch.int64)
+    path = checkpoints.write(tmp_path, saved)
+    with factored():
+        for casts in (False, True):
+            with pytest.raises(CheckpointError, match=rf"{name} is \w+ in it and \w+ in this run: whole numbers are"):
+                Run(Layout()).load(path, casts=casts)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torchs_own_tools_read_it(alone: Path, tmp_path: Path) -> None:
     from torch.distributed import checkpoint as torch_checkpoint
@@ -401,29 +445,45 @@ def test_it_is_not_dropped_on_the_way_to_another_format(alone: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ what is missing
 
 
-def test_a_run_with_state_that_the_checkpoint_lacks_is_told_what_to_do(tmp_path: Path) -> None:
+def loads(run: Run, path: Path) -> dict[str, Callable[[], object]]:
+    """The ways to load weights from a checkpoint."""
+    return {
+        "to continue": lambda: run.load(path),
+        "with a new optimizer": lambda: run.load(path, state=False),
+        "for inference": lambda: checkpoint.load(path, run.network, None, run.mesh),
+    }
+
+
+WAYS = ["to continue", "with a new optimizer", "for inference"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_without_state_that_the_network_has_is_refused(tmp_path: Path, way: str) -> None:
     with factored():
         path = trained(Layout(), routed=False).save(tmp_path)
-        run = trained(Layout())
-        with pytest.raises(CheckpointError, match=r"state/toy.router.counts \[8\] is not in it: --no-load-optim and"):
-            run.load(path)
-        run.load(path, state=False)
-        counts, bias = run.network.routers[0].counts.values, run.network.routers[0].bias.values
-        assert torch.equal(counts, torch.full((8,), 3))
-        assert torch.equal(bias, torch.tensor([0.5] * 6 + [0.0] * 2))
-        missing = state_notes(checkpoint.read_manifest(path).tensors, run.network, run.mesh)
-        assert missing == (
-            "note: begun anew, since the checkpoint lacks it: state/toy.router.counts, state/toy.router.bias",
-        )
-        assert state_notes(OWN, run.network, run.mesh) == ()
+        load = loads(trained(Layout()), path)[way]
+        with pytest.raises(CheckpointError, match=r"state/toy.router.counts \[8\] is not in it: it is of another"):
+            load()
 
 
-def test_a_checkpoint_with_state_that_the_run_lacks_is_refused(alone: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_checkpoint_with_state_that_the_network_lacks_is_refused(alone: Path, way: str) -> None:
     with factored():
-        run = Run(Layout(), routed=False)
+        load = loads(Run(Layout(), routed=False), alone)[way]
         with pytest.raises(CheckpointError, match=r"state/toy.router.bias \[6\] has no place in this run's model"):
-            run.load(alone)
-        run.load(alone, state=False)
+            load()
+
+
+def test_inference_has_the_state_that_was_saved(alone: Path) -> None:
+    run = Run(Layout())
+    checkpoint.load(alone, run.network, None, run.mesh)
+    whole = read(alone)
+    (router,) = run.network.routers
+    assert torch.equal(router.counts.values, whole["state/toy.router.counts"])
+    assert torch.equal(router.bias.values[:6], whole["state/toy.router.bias"])
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(alone: Path) -> None:
     with pytest.raises(
         CheckpointError, match="holds column, momentum_buffer, row for the weights where this run needs"
     ):
@@ -455,13 +515,22 @@ class Given:
         values.copy_(self.values[name][box.slices()])
 
 
-def test_with_the_weights_of_others_all_state_begins_anew() -> None:
+def test_with_the_weights_of_others_the_optimizer_begins_anew_and_no_state_is_made_up() -> None:
+    weights = {tensor.name: torch.ones(tensor.shape) for tensor in (WEIGHT, NORM)}
+    given = {"state/toy.router.counts": torch.arange(8), "state/toy.router.bias": torch.linspace(1, 2, 6)}
     with factored():
-        run, fresh = trained(Layout()), Run(Layout()).held()
-        source = Given({tensor.name: torch.ones(tensor.shape) for tensor in (WEIGHT, NORM)})
-        checkpoint.load_weights(source, "a source", run.network, run.optimizer, run.mesh)
+        run = trained(Layout())
+
+        def load(tensors: dict[str, Tensor]) -> None:
+            checkpoint.load_weights(Given(tensors), "a source", run.network, run.optimizer, run.mesh)
+
+        with pytest.raises(CheckpointError, match=r"not fit this run:\n  state/toy.router.counts \[8\] is not in it"):
+            load(weights | {"toy.router.counts": torch.arange(8), "toy.router.bias": torch.ones(6)})
+        with pytest.raises(CheckpointError, match=r"state/toy.router.bias is int64 in it and float32 in this run"):
+            load(weights | given | {"state/toy.router.bias": torch.arange(6)})
+        load(weights | given)
         for name, (_, values) in run.held().items():
-            assert torch.equal(values, fresh[name][1])
+            assert torch.equal(values, given.get(name, torch.zeros_like(values))), name
 
 
 def test_state_begins_as_a_constant() -> None:

@@ -33,7 +33,7 @@ def graphs_of_cells(cells: Sequence[Cell]) -> list[tuple[layout_run.RankResult, 
     """On a rank: each cell run, and how many graphs had been compiled by its end."""
     counters.clear()
     meshes = layout_run.make_meshes(cells)
-    return [(layout_run.run_cell(meshes[cell.tp, cell.pp], cell), counters["stats"]["unique_graphs"]) for cell in cells]
+    return [(layout_run.run_cell(meshes[cell.split], cell), counters["stats"]["unique_graphs"]) for cell in cells]
 
 
 def run(rank_pools: RankPools, cells: Sequence[Cell]) -> tuple[list[Result], list[int]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite_kernels.dropout import Dropout, kept_reference
+from megalite_kernels.dropout import DropoutMask, kept_reference
 from tests.distributed.layout_cell import LAYERS, LAYOUT_FACTORS, RECOMPUTE, SEQUENCE, Cell, make_cell
 from tests.distributed.layout_expected import Result, assert_as_expected, on_ranks, run
 from tests.distributed.layout_run import initialized_chunks, local_micro_batches, make_meshes
@@ -110,14 +110,14 @@ def test_dropout_is_the_oracles_however_samples_are_split(split: str, family: st
     assert_as_expected(cell, result)
 
 
-def draws(cell: Cell) -> list[Dropout]:
+def draws(cell: Cell) -> list[DropoutMask]:
     """What each random site drops, over all micro-batches."""
-    (chunk,) = initialized_chunks(make_meshes([cell])[cell.tp, cell.pp], cell)
-    seen: list[Dropout] = []
+    (chunk,) = initialized_chunks(make_meshes([cell])[cell.split], cell)
+    seen: list[DropoutMask] = []
 
-    def noted(shape: torch.Size, dimension: int, what: Dropout) -> Tensor:
-        seen.append(what)
-        return kept_reference(shape, dimension, what)
+    def noted(shape: torch.Size, dimension: int, mask: DropoutMask) -> Tensor:
+        seen.append(mask)
+        return kept_reference(shape, dimension, mask)
 
     with mock.patch("megalite_kernels.dropout.kept_reference", noted), torch.no_grad():
         for micro_batch in local_micro_batches(cell, 0, 0):
@@ -138,10 +138,10 @@ def test_no_two_sites_draw_the_same(tp: int, sequence_parallel: bool, family: st
     )
     ranks = on_ranks(rank_pools, tp, draws, cell)
     for seen in ranks:
-        assert [what.probability for what in seen] == [0.1, *[0.2, 0.1, 0.1] * LAYERS] * 4  # first the embedding's
-        assert len({(what.layer, what.site, what.samples) for what in seen}) == len(seen)
+        assert [mask.probability for mask in seen] == [0.1, *[0.2, 0.1, 0.1] * LAYERS] * 4  # first the embedding's
+        assert len({(mask.layer, mask.site, mask.samples) for mask in seen}) == len(seen)
     for parts in zip(*ranks, strict=True):
-        rows = [row for what in parts for run in what.rows for row in run]
+        rows = [row for mask in parts for run in mask.rows for row in run]
         whole = list(range(4 * SEQUENCE if parts[0].probability == 0.2 else SEQUENCE))
         split = sequence_parallel or parts[0].probability == 0.2
         assert rows == (whole if split else whole * tp)

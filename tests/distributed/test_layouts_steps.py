@@ -28,7 +28,7 @@ TRIPLES = ("tp", "sequence_parallel", "pp", "zero")
 
 
 def ranks(row: Row) -> int:
-    return math.prod(row[name] for name in ("tp", "pp", "dp"))
+    return math.prod(row[name] for name in ("tp", "cp", "pp", "dp"))
 
 
 def small(row: Row) -> bool:
@@ -145,6 +145,16 @@ def test_all_stages_give_the_same_bits_at_one_micro_batch(rank_pools: RankPools)
     first, *others = run(rank_pools, [make_cell(rest | {"zero": zero}, **training) for zero in range(4)])
     for stage, result in enumerate(others, start=1):
         assert_same_bits(result, first, f"ZeRO {stage} against ZeRO 0")
+
+
+@pytest.mark.bits
+def test_a_network_without_experts_does_not_depend_on_their_view(rank_pools: RankPools) -> None:
+    """It only calls the ranks by other names."""
+    rest = {"tp": 2, "dp": 2, "zero": 3, "sequence_parallel": True, "key_values": "mqa", "overlap": "reduce and gather"}
+    views = [{"ep": ep, "etp": etp} for ep in (1, 2) for etp in (1, 2)]
+    first, *others = run(rank_pools, [make_cell(rest | view, optimizer="muon", clip_grad=0.5) for view in views])
+    for view, result in zip(views[1:], others, strict=True):
+        assert_same_bits(result, first, f"{view} against {views[0]}")
 
 
 NARROW = {

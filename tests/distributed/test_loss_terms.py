@@ -21,6 +21,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
 from megalite.training.batches import to_micro_batches
 from megalite.training.data import open_data
+from megalite.training.metrics import is_figure
 from megalite.training.trainer import Trainer
 from tests.distributed.layout_expected import on_ranks
 from tests.harness.close import assert_number_close
@@ -66,12 +67,7 @@ def trained(flags: str) -> list[tuple[float, ...]]:
         pipeline_parallel_size=parallel.pipeline_model_parallel_size,
     )
     axes = ("dp", "cp", "tp") if parallel.sequence_parallel else ("dp", "cp")
-    split = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-
-    def own_tokens(micro_batch: MicroBatch) -> Tensor:
-        return tokens(micro_batch) / split
-
-    more = [LossTerm(name, own_tokens, weight, axes) for name, weight in WEIGHTS.items()]
+    more = [LossTerm(name, tokens, weight, axes) for name, weight in WEIGHTS.items()]
     declared = property(lambda self: (LM_LOSS, *more))
     with mock.patch.object(gpt, "Block", WithSquares), mock.patch.object(gpt.GPT, "loss_terms", declared):
         trainer = Trainer(config, open_data(config), mesh)
@@ -106,6 +102,21 @@ def expected() -> list[tuple[float, ...]]:
         optimizer.step()
         found.append((loss.item(), squares.item(), inputs.item(), norm.item()))
     return found
+
+
+ON_REQUEST = (
+    "--log-params-norm --log-num-zeros-in-grad --decoupled-lr 0.1 --untie-embeddings-and-output-weights "
+    "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.1"
+)
+
+
+def test_no_term_can_be_called_like_a_figure_that_flags_add() -> None:
+    config = resolve(parse_arguments([*FLAGS.replace("--weight-decay 0", "").split(), *ON_REQUEST.split()]).config, 1)
+    trainer = Trainer(config, open_data(config), ParallelMesh())
+    with trainer.loader:
+        extra = trainer.step().extra
+    assert len(extra) >= 4
+    assert all(map(is_figure, extra))
 
 
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"

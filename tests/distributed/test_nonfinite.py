@@ -124,7 +124,7 @@ def _masked(fault: Fault, micro_batch: MicroBatch) -> MicroBatch:
 
 def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[str], list[bool], str]:
     """A step for each fault or None: what was told of the skipped ones, which were skipped, a digest of the bits."""
-    mesh = make_meshes([cell])[cell.tp, cell.pp]
+    mesh = make_meshes([cell])[cell.split]
     chunks = initialized_chunks(mesh, cell)
     training = Training(mesh, cell, chunks)
     optimizer, told, skips, losses = training.optimizer, [], [], []

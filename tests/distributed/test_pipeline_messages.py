@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalite.parallel.stage import StageOutput
+from megalite.parallel.stage import StageOutput, TensorSpec
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.point_to_point import Links, make_links
-from megalite.pipeline.stages import Stages, TensorSpec
+from megalite.pipeline.stages import Stages
 from megalite.pipeline.steps import Steps
 from tests.distributed.pipeline_run import Gradients, pipeline_mesh
 from tests.harness.rank_pool import RankPools

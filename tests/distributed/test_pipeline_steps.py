@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 import torch.distributed as dist
 
+from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.stage import LossTerm, TensorSpec
 from megalite.pipeline import steps as module
 from megalite.pipeline.checker import Collective
 from megalite.pipeline.lowering import Reductions, lower
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
-from megalite.pipeline.steps import Inside, Steps
+from megalite.pipeline.steps import Steps
 from tests.harness.rank_pool import RankPools
 
 TRAINING, EVALUATION = [2, 4, 6, 8], [8]
@@ -85,6 +90,80 @@ def test_a_proof_that_fails_is_told_to_all(rank_pools: RankPools) -> None:
     """Though one rank alone proves it."""
     told = rank_pools(2).run(refusal, "what comes behind the lists", 0)
     assert told[0] == told[1] == "rank 0 at norm meets rank 1 at gather"
+
+
+class Failing(Steps):
+    """Cannot prove anything."""
+
+    def _digests(self, step: module._Step) -> list[str]:
+        raise MemoryError("no room for the lists")
+
+
+def failed_proof() -> str:
+    """What a rank is told where the last of one of two pipelines cannot prove its steps."""
+    mesh = mesh_of(2)
+    kind = Failing if mesh.rank == 3 else Steps
+    try:
+        kind(Stages(2), mesh.coordinate("pp")).prove([4], mesh=mesh)
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def test_a_proof_that_fails_in_one_pipeline_is_told_in_all(rank_pools: RankPools) -> None:
+    """Whatever it fails of: or the others would wait for it."""
+    told = rank_pools(4).run_within(60.0, failed_proof)
+    assert told == ["rank 3 could not prove its steps: MemoryError: no room for the lists"] * 4
+
+
+HIDDEN, IDS = TensorSpec("hidden", (3, 4), torch.float32), TensorSpec("ids", (3,), torch.int64, gradient=False)
+TERMS = LossTerm("lm_loss", lambda _: torch.ones(())), LossTerm("balance", lambda _: torch.ones(()), 0.01)
+TENSORS = {
+    "name": (replace(HIDDEN, name="states"), IDS),
+    "shape": (replace(HIDDEN, shape=(4, 4)), IDS),
+    "dtype": (replace(HIDDEN, dtype=torch.bfloat16), IDS),
+    "gradient": (HIDDEN, replace(IDS, gradient=True)),
+    "order": (IDS, HIDDEN),
+    "number": (HIDDEN,),
+}
+LOSSES = {
+    "term's name": (TERMS[0], replace(TERMS[1], name="balanced")),
+    "term's weight": (TERMS[0], replace(TERMS[1], weight=0.1)),
+    "term's axes": (TERMS[0], replace(TERMS[1], axes=("dp",))),
+    "term's count axes": (TERMS[0], replace(TERMS[1], count_axes=("dp",))),
+    "terms' order": TERMS[::-1],
+    "terms' number": TERMS[:1],
+}
+UNLIKE = [*TENSORS, *LOSSES]
+
+
+def declaring() -> list[str]:
+    """What a rank is told where the first of four stages declares something else than the others, case by case."""
+    mesh, told = mesh_of(4), []
+    for case in UNLIKE:
+        odd = mesh.rank == 0
+        passed = TENSORS.get(case, (HIDDEN, IDS)) if odd else (HIDDEN, IDS)
+        stages = Stages(4, messages=((HIDDEN, IDS), passed, (HIDDEN,)))
+        terms = LOSSES.get(case, TERMS) if odd else TERMS
+        try:
+            Steps(stages, mesh.coordinate("pp"), terms=terms).prove([4], mesh=mesh)
+            told.append("")
+        except ScheduleError as error:
+            told.append(str(error))
+    return told
+
+
+def test_ranks_that_declare_other_messages_or_terms_are_told_so(rank_pools: RankPools) -> None:
+    by_rank = rank_pools(4).run(declaring)
+    for case, told in zip(UNLIKE, zip(*by_rank, strict=True), strict=True):
+        assert len(set(told)) == 1, case
+        assert told[0].startswith("rank 0: declares "), (case, told[0])
+    first = dict(zip(UNLIKE, by_rank[0], strict=True))
+    assert first["dtype"].startswith(
+        "rank 0: declares that stage 1 passes on hidden (3, 4) of torch.bfloat16, where rank 1 declares that stage 1 "
+        "passes on hidden (3, 4) of torch.float32. "
+    )
+    assert "declares nothing more, where rank 1 declares the term of the loss balance" in first["terms' number"]
 
 
 def other_list() -> str:

@@ -27,10 +27,10 @@ from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.steps import Steps
 from tests.distributed.layout_cell import HIDDEN, SEQUENCE, Cell
-from tests.distributed.layout_run import hidden_shape, local_micro_batches, make_chunks, make_optimizer
+from tests.distributed.layout_run import local_micro_batches, make_chunks, make_optimizer, with_messages
 from tests.distributed.test_volume import GRADIENT, NORM, PARAMETER
 from tests.harness.rank_pool import RankPools
-from tests.harness.stages import LOSS, passing_hidden
+from tests.harness.stages import LOSS
 
 Bytes = Counter[tuple[str, tuple[int, ...]]]
 """Sent by this rank, by operation and the ranks that take part."""
@@ -46,7 +46,7 @@ class Run:
         for chunk in self.chunks:
             initialize(chunk, seed=1)
         self.optimizer = make_optimizer(self.chunks, self.mesh, cell)
-        stages = passing_hidden(cell.stages, hidden_shape(cell), cell.torch_dtype)
+        stages = with_messages(cell.stages, cell)
         rank = self.mesh.coordinate("pp")
         self.engine = PipelineEngine(self.chunks, stages, rank, make_links(self.mesh, stages), self.mesh.device)
         reductions = Reductions(self.optimizer.reduces_each_micro_batch)

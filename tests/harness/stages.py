@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.parallel.stage import StageOutput
-from megalite.pipeline.stages import Stages, TensorSpec
+from megalite.parallel.stage import StageOutput, TensorSpec
+from megalite.pipeline.stages import Stages
 
 HIDDEN, LOSS = "hidden_states", "lm_loss"
 Plain = Callable[[Tensor | None, Any], Tensor]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite_kernels import cross_entropy
-from megalite_kernels.cross_entropy import Columns, Terms, combined, gradient_, losses, statistics
+from megalite_kernels.cross_entropy import Columns, LossOptions, combined, gradient_, losses, statistics
 from megalite_kernels.implementation import Kernels, use
 from tests.kernels.interpreter import only_programs
 
@@ -19,8 +19,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the log of w
 
 # Of the norm of the error. Statistics come from the logits as they are, in fp32, whatever their dtype.
 TOLERANCE = {torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
-EVERYTHING = Terms(label_smoothing=0.1, z_loss=1e-2, soft_cap=3.0)
-TERMS = [Terms(), Terms(label_smoothing=0.1), Terms(z_loss=1e-2), Terms(soft_cap=3.0), EVERYTHING]
+EVERYTHING = LossOptions(label_smoothing=0.1, z_loss=1e-2, soft_cap=3.0)
+TERMS = [
+    LossOptions(),
+    LossOptions(label_smoothing=0.1),
+    LossOptions(z_loss=1e-2),
+    LossOptions(soft_cap=3.0),
+    EVERYTHING,
+]
 # (tokens, entries, columns with the padding, ranks): one column, odd ones, several to a tile, all in one tile, tiles
 # that end with the row and before it, ranks that hold some padding or nothing else
 SHAPES = [(1, 1, 1, 1), (3, 41, 41, 1), (4, 50, 64, 4), (2, 5, 16, 4), (3, 2048, 2048, 1), (2, 8192, 8192, 1)]
@@ -38,24 +44,26 @@ def inputs(tokens: int, vocab_size: int, padded: int, dtype: torch.dtype) -> tup
     return logits.to(dtype), labels, torch.rand(tokens, generator=generator)
 
 
-def ours(logits: Tensor, labels: Tensor, weights: Tensor, vocab_size: int, ranks: int, terms: Terms) -> list[Tensor]:
+def ours(
+    logits: Tensor, labels: Tensor, weights: Tensor, vocab_size: int, ranks: int, options: LossOptions
+) -> list[Tensor]:
     """Losses and gradient, each rank by itself."""
     parts = [part.contiguous() for part in logits.chunk(ranks, dim=1)]
     columns = [Columns.of_rank(rank, parts[0].shape[1], vocab_size) for rank in range(ranks)]
-    found = combined(torch.stack([statistics(p, labels, c, terms) for p, c in zip(parts, columns, strict=True)]))
+    found = combined(torch.stack([statistics(p, labels, c, options) for p, c in zip(parts, columns, strict=True)]))
     for part, own in zip(parts, columns, strict=True):
-        gradient_(part, labels, found[0], weights, own, terms)
-    return [losses(found, vocab_size, terms), torch.cat(parts, dim=1)]
+        gradient_(part, labels, found[0], weights, own, options)
+    return [losses(found, vocab_size, options), torch.cat(parts, dim=1)]
 
 
-def exact(logits: Tensor, labels: Tensor, weights: Tensor, vocab_size: int, terms: Terms) -> list[Tensor]:
+def exact(logits: Tensor, labels: Tensor, weights: Tensor, vocab_size: int, options: LossOptions) -> list[Tensor]:
     """torch's, in float64."""
     wide = logits.double().clone().requires_grad_()
     x = wide[:, :vocab_size]
-    if terms.soft_cap is not None:
-        x = torch.tanh(x / terms.soft_cap) * terms.soft_cap
-    found = F.cross_entropy(x, labels, reduction="none", label_smoothing=terms.label_smoothing)
-    found = found + terms.z_loss * torch.logsumexp(x, dim=1) ** 2
+    if options.soft_cap is not None:
+        x = torch.tanh(x / options.soft_cap) * options.soft_cap
+    found = F.cross_entropy(x, labels, reduction="none", label_smoothing=options.label_smoothing)
+    found = found + options.z_loss * torch.logsumexp(x, dim=1) ** 2
     (gradient,) = torch.autograd.grad((found * weights.double()).sum(), wide)
     return [found.detach(), gradient]
 
@@ -64,7 +72,7 @@ def assert_near(found: Tensor, wanted: Tensor, tolerance: float) -> None:
     assert (found.double() - wanted).norm() <= tolerance * wanted.norm()
 
 
-@pytest.mark.parametrize("terms", TERMS, ids=["plain", "smoothed", "z", "capped", "everything"])
+@pytest.mark.parametrize("options", TERMS, ids=["plain", "smoothed", "z", "capped", "everything"])
 @pytest.mark.parametrize(("tokens", "vocab_size", "padded", "ranks"), SHAPES, ids=str)
 @pytest.mark.parametrize(
     "dtype",
@@ -72,17 +80,17 @@ def assert_near(found: Tensor, wanted: Tensor, tolerance: float) -> None:
     ids=lambda dtype: str(dtype)[6:],
 )
 def test_losses_and_gradient_are_torchs(
-    dtype: torch.dtype, tokens: int, vocab_size: int, padded: int, ranks: int, terms: Terms
+    dtype: torch.dtype, tokens: int, vocab_size: int, padded: int, ranks: int, options: LossOptions
 ) -> None:
     """A gradient's numbers are differences of ones near 1, and capped logits are exact to some 1e-7 of the cap: so
     four times the tolerance in fp32.
     """
     logits, labels, weights = inputs(tokens, vocab_size, padded, dtype)
-    wanted = exact(logits, labels, weights, vocab_size, terms)
-    found = ours(logits, labels, weights, vocab_size, ranks, terms)
+    wanted = exact(logits, labels, weights, vocab_size, options)
+    found = ours(logits, labels, weights, vocab_size, ranks, options)
     assert [part.dtype for part in found] == [torch.float32, dtype]
     if vocab_size == 1:  # the only choice is sure
-        terms_left = terms.z_loss * wanted[0].norm()
+        terms_left = options.z_loss * wanted[0].norm()
         assert (found[0].double() - wanted[0]).abs().max() <= 1e-6 + 1e-6 * terms_left
         assert (found[1].double() - wanted[1]).abs().max() <= 1e-6 + TOLERANCE[dtype]
         return
@@ -91,28 +99,28 @@ def test_losses_and_gradient_are_torchs(
     assert not found[1][:, vocab_size:].any()
 
 
-@pytest.mark.parametrize("terms", [Terms(), EVERYTHING], ids=["plain", "everything"])
-def test_the_reference_gives_the_same_in_float64(terms: Terms) -> None:
+@pytest.mark.parametrize("options", [LossOptions(), EVERYTHING], ids=["plain", "everything"])
+def test_the_reference_gives_the_same_in_float64(options: LossOptions) -> None:
     """In one chunk and in several, of which some are cut short."""
     logits, labels, weights = inputs(5, 37, 40, torch.float64)
-    wanted = exact(logits, labels, weights, 37, terms)
+    wanted = exact(logits, labels, weights, 37, options)
     for chunk in (cross_entropy.CPU_CHUNK_ELEMENTS, 2 * 20):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cross_entropy, "CPU_CHUNK_ELEMENTS", chunk)
-            found = ours(logits, labels, weights.double(), 37, 2, terms)
+            found = ours(logits, labels, weights.double(), 37, 2, options)
         for part, expected in zip(found, wanted, strict=True):
             torch.testing.assert_close(part, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_each_statistic_is_the_references() -> None:
     logits, labels, _ = inputs(3, 20, 32, torch.float32)
-    for rank, terms in itertools.product(range(4), (Terms(), EVERYTHING)):
+    for rank, options in itertools.product(range(4), (LossOptions(), EVERYTHING)):
         part, columns = logits[:, 8 * rank : 8 * rank + 8], Columns.of_rank(rank, 8, 20)
-        found = statistics(part, labels, columns, terms)
+        found = statistics(part, labels, columns, options)
         use(Kernels("reference"))
-        wanted = statistics(part, labels, columns, terms)
+        wanted = statistics(part, labels, columns, options)
         use(Kernels("triton"))
-        assert found.shape == wanted.shape == (3 if terms.label_smoothing else 2, 3)
+        assert found.shape == wanted.shape == (3 if options.label_smoothing else 2, 3)
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
         assert bool((found[0] == -math.inf).all()) is (rank == 3)
 
@@ -123,10 +131,10 @@ def test_tokens_that_do_not_count_have_no_gradient() -> None:
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("terms", [Terms(), EVERYTHING], ids=["plain", "everything"])
-def test_no_tokens(terms: Terms) -> None:
+@pytest.mark.parametrize("options", [LossOptions(), EVERYTHING], ids=["plain", "everything"])
+def test_no_tokens(options: LossOptions) -> None:
     logits, labels, weights = (part[:0] for part in inputs(3, 50, 64, torch.bfloat16))
-    found = ours(logits, labels, weights, 50, 2, terms)
+    found = ours(logits, labels, weights, 50, 2, options)
     assert [part.shape for part in found] == [(0,), (0, 64)]
 
 
@@ -156,7 +164,9 @@ def test_the_elements_of_a_row_may_stand_apart() -> None:
     logits, labels, _ = inputs(4, 40, 40, torch.float32)
     apart = logits.t().contiguous().t()
     columns = Columns(0, 40, 40)
-    assert torch.equal(statistics(apart, labels, columns, Terms()), statistics(logits, labels, columns, Terms()))
+    assert torch.equal(
+        statistics(apart, labels, columns, LossOptions()), statistics(logits, labels, columns, LossOptions())
+    )
 
 
 def test_two_runs_give_the_same_bits() -> None:
@@ -169,8 +179,8 @@ def test_two_runs_give_the_same_bits() -> None:
 def test_large_logits_overflow_nothing() -> None:
     logits, labels, weights = inputs(3, 41, 41, torch.float32)
     for shift in (-1e4, 1e4):
-        wanted = exact(logits + shift, labels, weights, 41, Terms())
-        found = ours(logits + shift, labels, weights, 41, 1, Terms())
+        wanted = exact(logits + shift, labels, weights, 41, LossOptions())
+        found = ours(logits + shift, labels, weights, 41, 1, LossOptions())
         assert (found[0].double() - wanted[0]).abs().max() <= 4e-3  # of numbers around 1e4, in fp32
         assert_near(found[1], wanted[1], 1e-2)
 
@@ -179,7 +189,7 @@ def test_large_logits_overflow_nothing() -> None:
 def test_an_infinite_logit_is_not_hidden() -> None:
     logits, labels, _ = inputs(2, 41, 41, torch.float32)
     logits[0, 7] = math.inf
-    found = statistics(logits, labels, Columns(0, 41, 41), Terms())
+    found = statistics(logits, labels, Columns(0, 41, 41), LossOptions())
     assert found[0].isfinite().tolist() == [False, True]
 
 
@@ -191,10 +201,10 @@ def test_rows_lie_beyond_2_to_the_31_elements() -> None:
     near, labels, weights = inputs(3, 64, 64, torch.bfloat16)
     far.copy_(near)
     columns = Columns(0, 64, 64)
-    found, wanted = (statistics(logits, labels, columns, Terms()) for logits in (far, near))
+    found, wanted = (statistics(logits, labels, columns, LossOptions()) for logits in (far, near))
     assert torch.equal(found, wanted)
     for logits in (far, near):
-        gradient_(logits, labels, found[0], weights, columns, Terms())
+        gradient_(logits, labels, found[0], weights, columns, LossOptions())
     assert torch.equal(far, near)
     rows = 2**31 // 64 + 16
     with only_programs(-1):

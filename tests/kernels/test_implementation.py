@@ -109,6 +109,20 @@ def test_triton_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         choose_kernels(parsed("--kernels triton"))
 
 
+@pytest.mark.parametrize("choice", ["auto", "triton"])
+def test_triton_that_is_broken_is_found_when_the_kernels_are_chosen(
+    choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("megalite_kernels.") and name.endswith("_kernels")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    choose_kernels(parsed("--kernels reference"))
+    choose_kernels(parsed("--kernels auto"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigurationError, match=rf"^--kernels {choice}: Triton is .* cannot .*--kernels reference"):
+        choose_kernels(parsed(f"--kernels {choice}"))
+
+
 def test_triton_without_a_gpu_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"^--kernels triton needs a GPU, and torch finds none here"):
         choose_kernels(parsed("--kernels triton"))

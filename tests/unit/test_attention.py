@@ -151,7 +151,7 @@ def test_a_part_of_a_sample_is_masked_as_the_whole_is(documents: bool) -> None:
     layout = SequenceLayout(12, (range(3, 6), range(9, 12)))
     places = layout.places(torch.device("cpu"))
     first = None if whole.first_keys is None else whole.first_keys[:, places]
-    part = replace(whole, tokens=whole.tokens[:, places], first_keys=first, parts=layout)
+    part = replace(whole, tokens=whole.tokens[:, places], first_keys=first, layout=layout)
     for window in (None, 2):
         expected = kernel.dense_mask(first_visible(whole, window))[:, :, places]
         assert torch.equal(made._mask(part, window), expected)
@@ -165,7 +165,7 @@ def test_a_part_of_a_sample_goes_in_blocks_where_each_run_of_it_does(monkeypatch
     monkeypatch.setattr("megalite.model.gpt.goes_in_blocks", lambda *about: asked.append(about[2]))
     for runs in ((range(12),), (range(4), range(8, 12)), (range(2), range(6, 12))):
         layout = SequenceLayout(12, runs)
-        part = replace(micro_batch(12, documents=False), parts=layout)
+        part = replace(micro_batch(12, documents=False), layout=layout)
         network(GEMMA)._mask(replace(part, tokens=part.tokens[:, layout.places(torch.device("cpu"))]), 2)
     assert asked == [12, 4, 2]
 

@@ -145,6 +145,16 @@ def test_names_can_be_shown_and_shapes_are_small(path: Path, section: str, value
     assert str(raised.value).isprintable()
 
 
+@pytest.mark.parametrize("name", ["model/a", "optimizer/master/a"])
+def test_a_weight_is_of_no_whole_numbers(path: Path, name: str) -> None:
+    counts = TENSOR | {"dtype": "int64"}
+    write(path, changed(path, "tensors", **{"state/a": counts, "optimizer/count/a": counts}))
+    assert checkpoint.read_manifest(path).tensors["state/a"].dtype == "int64"
+    write(path, changed(path, "tensors", **{name: counts}))
+    with pytest.raises(DamagedCheckpointError, match=f"'{name}' is a weight, and of whole numbers, int64"):
+        checkpoint.read_manifest(path)
+
+
 def test_values_without_end_are_refused_before_they_are_made(path: Path) -> None:
     (path / "manifest.json").write_text('{"files": [' + "{}," * 4_000_000 + "{}]}")
     with pytest.raises(DamagedCheckpointError, match="braces, brackets, commas and colons"):

@@ -19,20 +19,23 @@ from megalite import checkpoint
 from megalite.checkpoint import file_writer, manifest
 from megalite.checkpoint.comparison import compare
 from megalite.checkpoint.inspection import verify
-from megalite.checkpoint.manifest import read_manifest
+from megalite.checkpoint.manifest import covers, read_manifest
 from megalite.checkpoint.plan import held_regions
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, reshard
 from megalite.checkpoint.source import Kind
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
+from megalite.config.parallel import ParallelConfig
 from megalite.config.pipeline_layout import StageLayers
+from megalite.conversion.layout import weights_of_ranks
 from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
+from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box
 from tests.harness import checkpoints
 from tests.harness.checkpoints import STATE
@@ -218,6 +221,24 @@ def _held(rank: int, split: int, stages: list[tuple[int, int]]) -> set[tuple[str
     part = StageLayers(first, layers, embedding=first == 0, loss=first + layers == 4)
     network = GPT(MODEL, mesh, part=part, word_copies=tuple(sorted(ends)))
     return {(region.part.name, region.part.box) for region in held_regions(network, None)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ({"expert_model_parallel_size": 2}, 2),
+        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 3, "expert_tensor_parallel_size": 1}, 6),
+        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 8),
+    ],
+    ids=str,
+)
+def test_the_weights_of_ranks_of_any_view_are_the_model(sizes: dict[str, int], ranks: int) -> None:
+    """Of as few ranks as have both views."""
+    by_rank = list(weights_of_ranks(MODEL, ParallelConfig(**sizes)))
+    assert len(by_rank) == ranks
+    for _, piece in named_pieces(GPT(MODEL, MESH)):
+        saved = [box for rank in by_rank for name, box in rank if name == f"model/{piece.tensor.name}"]
+        assert covers(saved, piece.box), piece.tensor.name
 
 
 def test_weights_of_another_model_are_refused(saved: Path) -> None:

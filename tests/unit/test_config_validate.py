@@ -555,6 +555,8 @@ INSTANCES = "--use-distributed-optimizer --num-distributed-optimizer-instances"
         ("--cp 2", 2, []),
         ("--ep 2", 2, []),
         ("--etp 2", 2, []),
+        ("--tp 2 --etp 1", 2, []),
+        ("--tp 2 --ep 2 --etp 2", 4, []),
         ("--tp 2 --cp 2 --ep 2 --etp 1", 4, []),
         ("--cp 2", 3, [f"3 ranks do not divide into groups of {CP} 2"]),
         (
@@ -586,13 +588,21 @@ INSTANCES = "--use-distributed-optimizer --num-distributed-optimizer-instances"
 def test_axes_to_come_are_refused_and_must_fit_the_ranks(flags: str, world_size: int, others: list[str]) -> None:
     given = flags.split()
     sizes = [(flag, given[given.index(short) + 1]) for short, flag in SHORT.items() if short in given]
-    refused = [f"{flag} {size}: arrives with {WITH[flag]}; it takes 1" for flag, size in sizes if size != "1"]
+    tensor = given[given.index("--tp") + 1] if "--tp" in given else "1"
+    takes = {CP: ("1", ""), EP: ("1", ""), ETP: (tensor, ", as --tensor-model-parallel-size")}
+    refused = [
+        f"{flag} {size}: arrives with {WITH[flag]}; it takes {takes[flag][0]}{takes[flag][1]}"
+        for flag, size in sizes
+        if size != takes[flag][0]
+    ]
     assert problems(flags, world_size) == [*others, *refused]
 
 
-def test_axes_to_come_say_nothing_at_one() -> None:
-    config = resolve(config_of("--tp 2 --cp 1 --ep 1 --etp 1"), 4)
-    assert config.parallel.expert_tensor_parallel_size == 1
+@pytest.mark.parametrize(("etp", "given"), [("", None), ("--etp 2", 2)])
+def test_axes_to_come_say_nothing_at_one(etp: str, given: int | None) -> None:
+    """The experts' tensor axis where it is as long as the other, as it is where it is not given."""
+    config = resolve(config_of(f"--tp 2 --cp 1 --ep 1 {etp}"), 4)
+    assert config.parallel.expert_tensor_parallel_size == given
     assert config.parallel.layout(4) == "TP 2 x DP 2"
 
 

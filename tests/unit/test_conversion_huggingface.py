@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalite.checkpoint.compatibility import function_of
-from megalite.checkpoint.plan import MASTER, MODEL
+from megalite.checkpoint.manifest import MASTER, MODEL
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.source import Kind
 from megalite.config import DataConfig, ModelConfig

@@ -120,3 +120,14 @@ def test_what_is_handed_over_keeps_no_graph() -> None:
 def test_offsets_that_do_not_deal_all_rows_are_an_error(offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="do not rise from 0 to the 4 rows"):
         grouped_linear(random(4, IN, seed=1), Experts(1).weight, offsets)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "width"),
+    [([0, 4], IN), ([0, 1, 2, 2, 4], IN), ([0, 1, 4], 2 * IN), ([0, 1, 4], OUT), ([0, 1, 1, 1, 2, 4], 2 * IN)],
+)
+def test_rows_of_other_experts_than_the_weights_are_an_error(offsets: list[int], width: int) -> None:
+    """Though the weight's elements could be laid out so."""
+    words = f"rows of {len(offsets) - 1} experts with {width} .* has 2 experts .* of {IN}"
+    with pytest.raises(ValueError, match=words):
+        grouped_linear(random(4, width, seed=1), Experts(2).weight, offsets)

@@ -41,4 +41,4 @@ def test_a_place_on_the_mesh_has_all_axes() -> None:
     axes = ("tp", "cp", "dp", "pp", "etp", "ep", "edp")
     assert [mesh.size(axis) for axis in axes] == [2, 3, 2, 2, 1, 4, 3]
     assert parallel.data_parallel_size(24) == mesh.size("dp")
-    assert 24 // parallel.expert_parallel_size == mesh.size("edp")
+    assert 24 // parallel.expert_tensor_model_pipeline_parallel_size == mesh.size("edp")

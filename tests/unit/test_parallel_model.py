@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import MicroBatch, first_keys
-from megalite.model.gpt import GPT
+from megalite.model.gpt import GPT, messages
 from megalite.model.head import Loss
 from megalite.model.norm import Norm
 from megalite.model.recompute import Recompute
@@ -23,6 +23,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import SequenceLayout
+from megalite.parallel.stage import StageOutput, TensorSpec
 from tests.distributed.layout_expected import one_thread
 from tests.distributed.layout_run import perturb_constants
 from tests.harness.close import assert_gradient_close
@@ -201,7 +202,7 @@ def test_what_the_network_does_not_serve_it_refuses() -> None:
     """Half a sequence on each of two ranks had wrong logits, and nothing said so."""
     with pytest.raises(ValueError, match="cannot have context-parallel ranks"):
         GPT(LLAMA, ParallelMesh(world_size=2, context_parallel_size=2))
-    half = replace(micro_batch(documents=False), parts=SequenceLayout(2 * SEQUENCE, (range(SEQUENCE),)))
+    half = replace(micro_batch(documents=False), layout=SequenceLayout(2 * SEQUENCE, (range(SEQUENCE),)))
     with pytest.raises(ValueError, match="needs whole samples"):
         network(LLAMA)({}, half)
 
@@ -376,3 +377,11 @@ def test_a_stage_has_the_windows_of_its_own_layers() -> None:
         stage = network(config, part=StageLayers(first, 2, embedding=first == 0, loss=first == 2))
         passed, terms = stage(passed, batch)
     torch.testing.assert_close(terms[LOSS], loss_of(whole, batch), rtol=1e-12, atol=0)
+
+
+def test_a_stage_passes_on_what_the_network_declares() -> None:
+    stage = network(LLAMA, part=StageLayers(0, 1, embedding=True, loss=False))
+    output: StageOutput = stage({}, micro_batch(documents=False))
+    found = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in output.tensors.items()]
+    passed = messages(LLAMA, 2, sequence=SEQUENCE, batch=BATCH, dtype=torch.float64)
+    assert passed == (tuple(found),)

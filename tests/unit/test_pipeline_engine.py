@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -216,9 +217,72 @@ def test_terms_of_any_stage_are_differentiated_at_their_own_scales() -> None:
     assert {total.dtype for total in sums.values()} == {torch.float64}
 
 
-def test_a_term_that_nobody_has_declared_is_told() -> None:
+def test_a_term_that_nobody_has_declared_is_told_at_once() -> None:
+    """In its forward, before other stages get what it passes on."""
+    stage = Stage()
+    actions = Steps(schedule="gpipe").prove([3]).training(3)
     with pytest.raises(MegaliteError, match="stage 0 returned a term of the loss that is not declared: lm_loss"):
-        engine_of(Stage()).run(Steps().prove([1]).training(1), MICRO_BATCHES, {"other": 1.0})
+        engine_of(stage).run(actions, MICRO_BATCHES, {"other": 1.0})
+    assert len(stage.alive) == 1
+
+
+@pytest.mark.parametrize(
+    ("term", "shown"),
+    [
+        (torch.ones(2), r"\(2,\) of torch.float32"),
+        (torch.ones((), dtype=torch.int64), r"\(\) of torch.int64"),
+        (1.0, "float"),
+    ],
+    ids=["vector", "integer", "number"],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_term_that_is_no_scalar_of_floating_point_is_told(term: Any, shown: str, training: bool) -> None:
+    engine = PipelineEngine[Tensor]([lambda inputs, x: StageOutput({}, {LOSS: term})])
+    steps = Steps().prove([1], [1])
+    with pytest.raises(MegaliteError, match=f"stage 0 .* no scalar .* for micro-batch 0: lm_loss, {shown}"):
+        engine.run(steps.training(1) if training else steps.evaluation(1), MICRO_BATCHES, FACTORS)
+
+
+def test_a_term_without_a_graph_is_recorded_alone() -> None:
+    """As a figure that a stage only counts, or a term of what needs no gradient."""
+    stage = Stage()
+
+    def counting(inputs: Mapping[str, Tensor], x: Tensor) -> StageOutput:
+        return StageOutput({}, {LOSS: stage(None, x), "rows": torch.ones(())})
+
+    sums = PipelineEngine([counting]).run(Steps().prove([3]).training(3), MICRO_BATCHES, {**FACTORS, "rows": 1.0})
+    assert sums["rows"].item() == 3
+    torch.testing.assert_close(stage.weight.grad, 2 * stage.weight.detach() * sum(x**2 for x in MICRO_BATCHES))
+
+
+def test_a_tensor_without_a_graph_is_told() -> None:
+    def cut_off(hidden: Tensor | None, x: Tensor) -> Tensor:
+        return torch.ones(2, dtype=torch.float64)
+
+    engine = PipelineEngine(
+        [as_stage(cut_off, last=False), as_stage(Last(), last=True)], passing_hidden(ON_ONE_RANK, (2,)), device=CPU
+    )
+    steps = Steps(ON_ONE_RANK, schedule="zb-v").prove([1], [1])
+    assert engine.run(steps.evaluation(1), MICRO_BATCHES)
+    with pytest.raises(MegaliteError, match="stage 0 returned hidden states without a graph for micro-batch 0, "):
+        engine.run(steps.training(1), MICRO_BATCHES, FACTORS)
+
+
+def test_sums_do_not_depend_on_the_order_of_stages() -> None:
+    """To the last bit: a schedule decides which of a rank's stages comes next."""
+
+    def first(inputs: Mapping[str, Tensor], x: Tensor) -> StageOutput:
+        return StageOutput({HIDDEN: x}, {"size": torch.ones(())})
+
+    def second(inputs: Mapping[str, Tensor], x: Tensor) -> StageOutput:
+        return StageOutput({}, {"size": x[0]})
+
+    engine = PipelineEngine([first, second], passing_hidden(ON_ONE_RANK, (2,)), device=CPU)
+    one_by_one = [Action("F", number, chunk) for number in range(2) for chunk in range(2)]
+    in_turn = sorted(one_by_one, key=lambda action: action.chunk)
+    huge = torch.tensor([2.0**53, 0.0], dtype=torch.float64)
+    found = [engine.run(actions, [huge, -huge])["size"].item() for actions in (one_by_one, in_turn)]
+    assert found == [2.0, 2.0]
 
 
 def test_a_tensor_that_is_not_passed_on_is_told() -> None:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from megalite.parallel.stage import TensorSpec
 from megalite.pipeline import steps as module
 from megalite.pipeline.lowering import Reductions, lower
 from megalite.pipeline.schedules import SCHEDULES, Action
@@ -22,6 +23,15 @@ def test_a_rank_gets_its_list_of_those_of_all(schedule: str, chunks: int) -> Non
     for rank in range(3):
         steps = Steps(stages, rank, schedule=schedule, reductions=reductions).prove([5])
         assert steps.training(5) == lists[rank]
+
+
+def test_borders_with_messages_are_as_many_as_there_are() -> None:
+    border = (TensorSpec("hidden"),)
+    for stages, chunks, borders in ((2, 1, 1), (2, 2, 3), (1, 1, 0), (3, 2, 0)):
+        Stages(stages, chunks, messages=(border,) * borders)
+    for stages, chunks, borders in ((2, 1, 2), (2, 2, 1), (1, 1, 1)):
+        with pytest.raises(ValueError, match=f"^{borders} borders have messages, and {stages * chunks} stages"):
+            Stages(stages, chunks, messages=(border,) * borders)
 
 
 def test_a_step_that_was_not_proved_is_refused() -> None:

@@ -208,21 +208,21 @@ def test_softmax_of_attention(cap: float | None, dtype: torch.dtype) -> None:
 
 
 TERMS = {
-    "plain": cross_entropy.Terms(),
-    "all terms": cross_entropy.Terms(label_smoothing=0.1, z_loss=1e-2, soft_cap=20.0),
+    "plain": cross_entropy.LossOptions(),
+    "all terms": cross_entropy.LossOptions(label_smoothing=0.1, z_loss=1e-2, soft_cap=20.0),
 }
 
 
 @each_dtype
 @pytest.mark.parametrize("name", TERMS)
 def test_losses_of_tokens(name: str, dtype: torch.dtype) -> None:
-    terms = TERMS[name]
+    options = TERMS[name]
     logits, labels = (4.0 * numbers(40, 1000)).to(dtype), torch.arange(40) * 25
     ours, wide = leaves(logits, logits.double())
-    found = vocab_parallel_cross_entropy(ours * 1.0, labels, MESH.world(), 1000, terms)
-    capped = wide if terms.soft_cap is None else terms.soft_cap * torch.tanh(wide / terms.soft_cap)
-    exact = F.cross_entropy(capped, labels, reduction="none", label_smoothing=terms.label_smoothing)
-    exact = exact + terms.z_loss * capped.logsumexp(-1) ** 2
+    found = vocab_parallel_cross_entropy(ours * 1.0, labels, MESH.world(), 1000, options)
+    capped = wide if options.soft_cap is None else options.soft_cap * torch.tanh(wide / options.soft_cap)
+    exact = F.cross_entropy(capped, labels, reduction="none", label_smoothing=options.label_smoothing)
+    exact = exact + options.z_loss * capped.logsumexp(-1) ** 2
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=3e-6, atol=3e-6)
     weights = numbers(40, seed=2)
@@ -234,10 +234,10 @@ def test_losses_of_tokens(name: str, dtype: torch.dtype) -> None:
 def test_parts_of_a_vocabulary_are_merged_in_fp32(ranks: int) -> None:
     logits, labels = (4.0 * numbers(20, 12 * ranks)).bfloat16(), torch.arange(20) % (12 * ranks)
     columns = [cross_entropy.Columns.of_rank(rank, 12, 12 * ranks) for rank in range(ranks)]
-    terms = cross_entropy.Terms(label_smoothing=0.1)
+    options = cross_entropy.LossOptions(label_smoothing=0.1)
     parts = zip(logits.chunk(ranks, 1), columns, strict=True)
     found = cross_entropy.combined(
-        torch.stack([cross_entropy.statistics(part.contiguous(), labels, c, terms) for part, c in parts])
+        torch.stack([cross_entropy.statistics(part.contiguous(), labels, c, options) for part, c in parts])
     )
     wide = logits.double()
     exact = torch.stack([wide.logsumexp(1), wide.gather(1, labels[:, None])[:, 0], wide.sum(1)])
@@ -286,7 +286,7 @@ def test_the_tokens_that_count_are_counted_exactly() -> None:
         assert torch.equal(batch.loss_mask, torch.from_numpy(mask))
         assert batch.key == RandomKey(1, (2, 3))
     expected = sum(float(value) for mask in masks for value in mask.flat)
-    assert counted((LM_LOSS,), batches)[LOSS].item() == expected
+    assert counted((LM_LOSS,), batches, torch.device("cpu"))[LOSS].item() == expected
 
 
 # ---------------------------------------------------------------------------------------------------- updates

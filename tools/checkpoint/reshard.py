@@ -53,7 +53,7 @@ def main() -> None:
     """Parse, copy, and say what was written."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     from megalite.checkpoint import FORMATS, directory, open_directory, read_model_config
-    from megalite.checkpoint.plan import OPTIMIZER
+    from megalite.checkpoint.manifest import OPTIMIZER
     from megalite.checkpoint.progress import show_progress
     from megalite.checkpoint.reader import CheckpointReader
     from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, reshard

@@ -1,0 +1,62 @@
+"""What the start of a run measures and calculates of its memory, for states that are no parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalite.config.optimizer import OptimizerConfig
+from megalite.optim import kept
+from megalite.optim.buckets import DataParallel
+from megalite.optim.optimizer import Optimizer, make_optimizer
+from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.parameter import Parameter
+from megalite.parallel.placement import replicated
+from megalite.parallel.sharding import Constant, LogicalTensor
+from megalite.parallel.state import State
+from megalite.training.memory import Memory, measured, state_bytes
+
+MESH = ParallelMesh()
+WEIGHT = LogicalTensor("weight", (4, 16), Constant(1.0), weight_decay=False)
+
+
+def state(name: str, elements: int) -> State:
+    tensor = LogicalTensor(name, (elements,), Constant(3.0), weight_decay=False)
+    return State(replicated(MESH, tensor, summed=False), torch.float32, MESH.device)
+
+
+class Counting(nn.Module):
+    """Counts its forwards in a state, as a router its tokens, and keeps the product for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(replicated(MESH, WEIGHT, summed=False), torch.float32, MESH.device)
+        self.forwards = state("forwards", 16)
+
+    def forward(self) -> Tensor:
+        self.forwards.values.add_(1)
+        return (self.weight * self.forwards.values).exp()
+
+
+def made(network: Counting, monkeypatch: pytest.MonkeyPatch) -> Optimizer:
+    """With an update rule that keeps a number for each row beside the moments."""
+    rule = kept.Kept(kept.KEPT["adam"].flat, {"row": lambda config, parameter, mesh: state("row", 4)})
+    monkeypatch.setitem(kept.KEPT, "adam", rule)
+    return make_optimizer([network], MESH, OptimizerConfig(lr=0.1), DataParallel(torch.float32))
+
+
+def test_a_forward_at_the_start_leaves_states_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Counting()
+    optimizer = made(network, monkeypatch)
+    measured(optimizer, [network, network])
+    assert network.forwards.values.tolist() == [3.0] * 16
+
+
+def test_states_of_modules_and_rules_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As measured and by formula; and a module's state is no activation, though backward reads it."""
+    network = Counting()
+    optimizer = made(network, monkeypatch)
+    sizes = 4 * (64 + 16), 4 * 64, 4 * (2 * 64 + 4)
+    assert state_bytes(optimizer) == sizes
+    assert measured(optimizer, [network]) == Memory(*sizes, activations=4 * 64)
