@@ -677,9 +677,23 @@ MUTANTS = (
     Mutant(
         "the queries of a part of a sample look from its beginning",
         "megalite/model/gpt.py",
-        "dense_mask(first, layout.places(first.device), ",
+        "dense_mask(first, places, ",
         "dense_mask(first, None, ",
         "tests/unit/test_attention.py::test_a_part_of_a_sample_is_masked_as_the_whole_is",
+    ),
+    Mutant(
+        "a part of a sample counts a block of keys as seen whole that its first query does not see the end of",
+        "kernels/megalite_kernels/attention.py",
+        "(blocks + 1) * BLOCK <= begins + 1",
+        "(blocks + 1) * BLOCK <= begins + BLOCK",
+        "tests/unit/test_attention.py::test_a_part_of_a_sample_is_masked_in_blocks_as_the_whole_is",
+    ),
+    Mutant(
+        "parts of a sample go in blocks where the whole of it does",
+        "megalite/model/gpt.py",
+        "math.gcd(layout.length, *map(len, layout.runs))",
+        "layout.length",
+        "tests/unit/test_attention.py::test_a_part_of_a_sample_goes_in_blocks_where_each_run_of_it_does",
     ),
     Mutant(
         "scores in blocks are computed twice",
@@ -2379,9 +2393,16 @@ MUTANTS = (
         f"{_INFERENCE}logits_and_scores_are_the_oracles[pp2]",
     ),
     Mutant(
+        "whole sequences are expected on ranks that share them",
+        "megalite/config/parallel.py",
+        "return self.context_parallel_size * (self.tensor_model_parallel_size if",
+        "return (self.tensor_model_parallel_size if",
+        "tests/unit/test_launch.py::test_a_sequence_is_split_over_the_ranks_that_share_it",
+    ),
+    Mutant(
         "whole hidden states are expected between sequence-parallel stages",
-        "megalite/training/construction.py",
-        "(parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)",
+        "megalite/config/parallel.py",
+        "(self.tensor_model_parallel_size if self.sequence_parallel else 1)",
         "1",
         f"{_TIME_LINE}[sequence parallel]",
     ),

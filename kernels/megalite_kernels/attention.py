@@ -31,7 +31,7 @@ _WIDTHS = (16, 32, 64, 128, 256)
 
 
 def goes_in_blocks(device: torch.device, dtype: torch.dtype, sequence: int, width: int, dropout: float) -> bool:
-    """Tell if FlexAttention is for heads of `width` channels there.
+    """Tell if FlexAttention is for heads of `width` channels there, over runs of `sequence` tokens.
 
     It has no dropout and no fp64, and its gradients are sound for whole blocks alone
     (github.com/pytorch/pytorch/issues/153799).
@@ -39,6 +39,10 @@ def goes_in_blocks(device: torch.device, dtype: torch.dtype, sequence: int, widt
     if device.type != "cuda" or dropout > 0.0 or dtype == torch.float64:
         return False
     return sequence % BLOCK == 0 and width in _WIDTHS
+
+
+Mask = Tensor | BlockMask | None
+"""The keys that each query sees, as `dense_mask` and `block_mask` say them; None: causal, from the first key on."""
 
 
 def dense_mask(first: Tensor, queries: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
@@ -50,23 +54,27 @@ def dense_mask(first: Tensor, queries: Tensor | None = None, keys: Tensor | None
     return ((keys <= queries.unsqueeze(1)) & (keys >= first.unsqueeze(2))).unsqueeze(1)
 
 
-def block_mask(first: Tensor) -> BlockMask:
-    """The same of a whole sample, of [batch, sequence] that never falls along the sequence, as blocks of scores: for
-    each block of queries those of which it sees all, and those of which it sees a part.
+def block_mask(first: Tensor, queries: Tensor | None = None, keys: int | None = None) -> BlockMask:
+    """The same as blocks of scores: for each block of queries those of which it sees all, and those of which it sees a
+    part. `first` [batch, queries] never falls, and places follow on each other, inside a block of queries; `keys`: of
+    the whole sample, as many as it has; None: as many as there are queries.
     """
-    sequence = first.shape[1]
-    blocks = torch.arange(sequence // BLOCK, device=first.device)
-    diagonal = blocks.unsqueeze(1)
+    count = first.shape[1]
+    keys = count if keys is None else keys
+    places = torch.arange(count, device=first.device) if queries is None else queries
+    blocks = torch.arange(keys // BLOCK, device=first.device)
+    begins = places[::BLOCK].unsqueeze(1)
     # The first query of a block sees the most of what lies before it, the last one the least.
-    seen = (blocks >= first[:, ::BLOCK, None] // BLOCK) & (blocks <= diagonal)
-    whole = (blocks * BLOCK >= first[:, BLOCK - 1 :: BLOCK, None]) & (blocks < diagonal)
+    seen = (blocks >= first[:, ::BLOCK, None] // BLOCK) & (blocks * BLOCK < begins + BLOCK)
+    whole = (blocks * BLOCK >= first[:, BLOCK - 1 :: BLOCK, None]) & ((blocks + 1) * BLOCK <= begins + 1)
     first = first.contiguous()
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= first[batch, query])
+        place = query if queries is None else queries[query]
+        return (key <= place) & (key >= first[batch, query])
 
     return BlockMask.from_kv_blocks(
-        *_listed(seen & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(sequence, sequence)
+        *_listed(seen & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(count, keys)
     )
 
 
@@ -83,7 +91,7 @@ def draws_its_own(device: torch.device, dtype: torch.dtype, cap: float | None) -
     return device.type == "cuda" and dtype != torch.float64 and cap is None
 
 
-def keeps_scores(mask: Tensor | BlockMask | None, cap: float | None) -> bool:
+def keeps_scores(mask: Mask, cap: float | None) -> bool:
     """Tell if backward would keep every score, so that computing the scores again is the better deal."""
     return cap is not None and not isinstance(mask, BlockMask)
 
@@ -92,7 +100,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | BlockMask | None,
+    mask: Mask,
     *,
     scale: float | None,
     cap: float | None,
@@ -100,9 +108,8 @@ def attention(
 ) -> Tensor:
     """[batch, heads, queries, width] to the same, over keys and values [batch, groups, keys, width].
 
-    Consecutive heads share a group. `mask`: None is causal, from the first key on; with blocks there is no dropout
-    (`goes_in_blocks`). `scale`: None is 1 / the root of the width. `dropout`: of the probabilities, whose rows are
-    [heads * queries].
+    Consecutive heads share a group. With a mask of blocks there is no dropout (`goes_in_blocks`). `scale`: None is
+    1 / the root of the width. `dropout`: of the probabilities, whose rows are [heads * queries].
     """
     if isinstance(mask, BlockMask):
         output: Tensor = _in_blocks(query, key, value, mask, scale, cap)
@@ -119,7 +126,7 @@ def attention_with_lse(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | BlockMask | None,
+    mask: Mask,
     *,
     scale: float | None,
     cap: float | None,

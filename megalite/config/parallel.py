@@ -94,6 +94,11 @@ class ParallelConfig:
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
 
     @property
+    def sequence_parts(self) -> int:
+        """Ranks among which a sequence is split between the layers' products."""
+        return self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
+    @property
     def expert_tensor_model_pipeline_parallel_size(self) -> int:
         """Ranks that hold one copy of all experts, over all stages."""
         sizes = self.mesh_sizes

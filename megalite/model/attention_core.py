@@ -9,12 +9,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from megalite.parallel.randomness import RandomKey, Site
 from megalite.parallel.sequence import SequenceLayout
-from megalite_kernels.attention import attention, draws_its_own, keeps_scores
+from megalite_kernels.attention import Mask, attention, draws_its_own, keeps_scores
 
 
 class Core(Protocol):
@@ -28,7 +27,7 @@ class Core(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | BlockMask | None,
+        mask: Mask,
         layout: SequenceLayout,
         random: RandomKey | None,
     ) -> Tensor:
@@ -70,7 +69,7 @@ class LocalCore:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | BlockMask | None,
+        mask: Mask,
         layout: SequenceLayout,
         random: RandomKey | None,
     ) -> Tensor:
@@ -79,20 +78,23 @@ class LocalCore:
             return checkpoint(core, query, key, value, use_reentrant=False, preserve_rng_state=False)
         return core(query, key, value)
 
+    def by_head(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of groups as those of heads, which may then be dealt out."""
+        return key[:, :, self.groups], value[:, :, self.groups]
+
     def _attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         *,
-        mask: Tensor | BlockMask | None,
+        mask: Mask,
         layout: SequenceLayout,
         random: RandomKey | None,
     ) -> Tensor:
         heads, groups = len(self.heads), key.shape[2]
-        even = self.groups == [head * groups // heads for head in range(heads)]
-        if not even or heads % groups:
-            key, value = key[:, :, self.groups], value[:, :, self.groups]
+        if heads % groups or self.groups != [head * groups // heads for head in range(heads)]:
+            key, value = self.by_head(key, value)
         drop = None
         if random is not None and self.dropout > 0.0:
             rows = layout.rows_of(self.heads)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from megalite.model.cache import KeyValueCache
 from megalite.parallel.randomness import RandomKey
 from megalite.parallel.sequence import Runs, SequenceLayout
+from megalite_kernels.attention import Mask
 
 _WHOLE = SequenceLayout(0, ())  # stands for all of the tokens, whose number a default cannot know
 
@@ -48,10 +48,10 @@ class LayerContext:
     """cosine and sine [sequence, batch, 1, rotated / 2]"""
     windowed_rotary: tuple[Tensor, Tensor] | None
     """The same for layers with a sliding window"""
-    mask: Tensor | BlockMask | None
+    mask: Mask
     """as megalite_kernels.attention has it; None: causal over the whole sample. Where there is a cache,
     its keys are the slots so far"""
-    windowed_mask: Tensor | BlockMask | None
+    windowed_mask: Mask
     """The same for layers with a sliding window"""
     key: RandomKey
     layout: SequenceLayout

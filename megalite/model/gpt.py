@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config.model import ModelConfig
@@ -25,7 +25,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Use
 from megalite.parallel.stage import NO_SUMS, LossTerm, StageOutput, TensorSpec, TermSums, add_sums
-from megalite_kernels.attention import block_mask, dense_mask, goes_in_blocks
+from megalite_kernels.attention import Mask, block_mask, dense_mask, goes_in_blocks
 
 HIDDEN_STATES = "hidden_states"
 LOGITS = "logits"
@@ -132,8 +132,8 @@ class GPT(nn.Module):
             rotary = windowed_rotary = rotary_tables(self.config, micro_batch.positions, self.dtype)
             if self.window is not None and self.config.window_rotary_base is not None:
                 windowed_rotary = rotary_tables(in_windows(self.config), micro_batch.positions, self.dtype)
-        mask: Tensor | BlockMask | None
-        windowed: Tensor | BlockMask | None
+        mask: Mask
+        windowed: Mask
         if cache is not None:
             cache.move_to(micro_batch.positions)
             mask, windowed = cache.mask(), cache.mask(self.window)
@@ -144,7 +144,7 @@ class GPT(nn.Module):
         rows = layout.part(*self.shard)
         return LayerContext(rotary, windowed_rotary, mask, windowed, micro_batch.key, layout, rows, cache)
 
-    def _mask(self, micro_batch: MicroBatch, window: int | None) -> Tensor | BlockMask | None:
+    def _mask(self, micro_batch: MicroBatch, window: int | None) -> Mask:
         """Of layers with this window: what the tokens see of their whole samples."""
         config, batch, layout = self.config, micro_batch.tokens.shape[0], micro_batch.layout
         causal = micro_batch.first_keys is None and (window is None or window >= layout.length - 1)
@@ -152,9 +152,11 @@ class GPT(nn.Module):
             return None
         first = first_visible(micro_batch, window)
         dropout = config.attention_dropout if self.training else 0.0
-        if layout.is_whole and goes_in_blocks(first.device, self.dtype, layout.length, config.head_dim, dropout):
-            return block_mask(first.expand(batch, -1))
-        return dense_mask(first, layout.places(first.device), torch.arange(layout.length, device=first.device))
+        run = math.gcd(layout.length, *map(len, layout.runs))
+        places = None if layout.is_whole else layout.places(first.device)
+        if goes_in_blocks(first.device, self.dtype, run, config.head_dim, dropout):
+            return block_mask(first.expand(batch, -1), places, layout.length)
+        return dense_mask(first, places, torch.arange(layout.length, device=first.device))
 
     def _run_layers(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
         terms = NO_SUMS

@@ -75,7 +75,7 @@ def make_loss(config: RunConfig) -> Loss:
 def make_stages(config: RunConfig) -> Stages:
     """Place the model's stages on the pipeline's ranks, with what they pass on."""
     parallel, chunks = config.parallel, virtual_stages(config.model, config.parallel)
-    sequence = config.data.seq_length // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    sequence = config.data.seq_length // parallel.sequence_parts
     ranks, batch = parallel.pipeline_model_parallel_size, config.training.micro_batch_size
     passed = gpt.messages(config.model, ranks * chunks, sequence=sequence, batch=batch, dtype=model_dtype(config))
     return Stages(ranks, chunks, shape(parallel).v_shaped, passed)

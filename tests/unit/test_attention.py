@@ -158,3 +158,35 @@ def test_a_part_of_a_sample_is_masked_as_the_whole_is(documents: bool) -> None:
         found = kernel.dense_mask(first_visible(part, window), places, places[2:])
         assert torch.equal(found, expected[..., places[2:]])
     assert network(LLAMA)._mask(replace(part, first_keys=None), None) is not None
+
+
+def test_a_part_of_a_sample_goes_in_blocks_where_each_run_of_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("megalite.model.gpt.goes_in_blocks", lambda *about: asked.append(about[2]))
+    for runs in ((range(12),), (range(4), range(8, 12)), (range(2), range(6, 12))):
+        layout = SequenceLayout(12, runs)
+        part = replace(micro_batch(12, documents=False), layout=layout)
+        network(GEMMA)._mask(replace(part, tokens=part.tokens[:, layout.places(torch.device("cpu"))]), 2)
+    assert asked == [12, 4, 2]
+
+
+@pytest.mark.parametrize(("documents", "window"), [(True, None), (False, 200), (True, 100), (False, None)])
+@pytest.mark.parametrize("runs", [(range(256, 384), range(512, 640)), (range(128, 256),), (range(64, 320),)])
+def test_a_part_of_a_sample_is_masked_in_blocks_as_the_whole_is(
+    documents: bool, window: int | None, runs: tuple[range, ...], graphs: dict[str, int]
+) -> None:
+    """Among its keys; the blocks of queries need not stand where blocks of keys do."""
+    whole, places = micro_batch(768, documents=documents), SequenceLayout(768, runs).places(torch.device("cpu"))
+    first = first_visible(whole, window).expand(BATCH, -1)[:, places]
+    ours = kernel.block_mask(first, places, 768)
+    theirs = create_block_mask(ours.mask_mod, BATCH, None, len(places), 768, device="cpu")
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    assert torch.equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)
+    generator = torch.Generator().manual_seed(0)
+    parts = [heads(tokens, 2, generator) for tokens in (len(places), 768, 768)]
+    found = []
+    for mask in (ours, kernel.dense_mask(first, places, torch.arange(768))):
+        output, lse = kernel.attention_with_lse(*parts, mask, scale=None, cap=None)
+        found.append([output, lse, *torch.autograd.grad(output.sin().sum() + lse.sin().sum(), parts)])
+    for in_blocks, reference in zip(*found, strict=True):
+        torch.testing.assert_close(in_blocks, reference, rtol=1e-10, atol=1e-12)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -18,6 +20,12 @@ def test_stages_on_gpus_do_not_talk_through_gloo(monkeypatch: pytest.MonkeyPatch
     parallel = ParallelConfig(pipeline_model_parallel_size=2, distributed_backend="gloo")
     with pytest.raises(ConfigurationError, match=r"--distributed-backend gloo sends nothing from GPU to GPU.*use nccl"):
         join(parallel, Place(rank=0, world_size=2, local_rank=0), "the same")
+
+
+def test_a_sequence_is_split_over_the_ranks_that_share_it() -> None:
+    parallel = ParallelConfig(tensor_model_parallel_size=2, context_parallel_size=3)
+    assert parallel.sequence_parts == 3
+    assert replace(parallel, sequence_parallel=True).sequence_parts == 6
 
 
 def test_a_place_on_the_mesh_has_all_axes() -> None:
