@@ -129,6 +129,7 @@ def test_the_perplexity_of_texts(layout: str, found: Results, expected: Expected
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_written(layout: str, found: Results, expected: Expected) -> None:
+    assert len(set(expected.prompts)) == len(PROMPTS)  # else their order would not show
     assert [answer for [[answer]] in found[layout]["local_prompts"]] == expected.prompts
     assert found[layout]["unprompted"] == [expected.unprompted]
     exact = [text == record["answer"] for text, record in zip(expected.prompts, PROMPTS, strict=True)]

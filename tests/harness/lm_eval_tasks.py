@@ -21,7 +21,7 @@ TEXTS: Sequence[Mapping[str, Any]] = (
 PROMPTS: Sequence[Mapping[str, Any]] = (
     {"prompt": "def main(", "answer": ""},
     {"prompt": "one, two, three", "answer": ""},
-    {"prompt": "from a to z, from one to a hundred", "answer": ""},
+    {"prompt": "from a to z, from one to many", "answer": ""},
     {"prompt": "# Title", "answer": ""},
 )
 STOP = "e"
