@@ -24,12 +24,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalite.atomic_files import path_in_errors, sync_directory
 from megalite.checkpoint import manifest
 from megalite.checkpoint.agreement import all_gather_text
 from megalite.checkpoint.directory import TRACKER, checkpoint_path, folders, is_ours
 from megalite.checkpoint.storage import AnyPath, ObjectPath
 from megalite.errors import CheckpointError
-from megalite.files import naming, sync_directory
 from megalite.parallel.mesh import ParallelMesh
 
 _LEFT_OVER = re.compile(r"iter_(\d{7,})\.(tmp|replaced)")
@@ -216,7 +216,7 @@ def _left_over(folder: ObjectPath) -> Collection[str]:
 
 
 def _write_synced(path: Path, text: str) -> None:
-    with naming(path), path.open("w") as file:
+    with path_in_errors(path), path.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from megalite.checkpoint.container import Part
 from megalite.checkpoint.manifest import MODEL, OPTIMIZER, STATE
 from megalite.config.optimizer import OptimizerConfig
+from megalite.optim.bucket_shard import BucketShardSpec, saves_state
 from megalite.optim.buckets import DataParallel, plan_buckets
 from megalite.optim.kept import own_states
 from megalite.optim.layout import BucketLayout
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.packed import View
-from megalite.optim.places import BucketPlace, saves_state
 from megalite.optim.shard import StateSlice, all_state_dtypes
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
@@ -73,13 +73,14 @@ class Plan:
 
     def saved(self, rank: int) -> list[Part]:
         """Return the parts that a rank writes, in file order: over all ranks, each element of each tensor once."""
-        parts = self._parts((place, *place.saved) for place in self._places(rank))
+        parts = self._parts((spec, *spec.saved) for spec in self._shard_specs(rank))
         seen, at = self._look(rank), self.mesh.coordinates_of(rank)
         return parts + _state_parts(each for each in seen.states if saves_state(each[1].sharding, seen.rank, at))
 
     def held(self, rank: int) -> list[Part]:
         """Return the parts that a rank must load."""
-        return self._parts((place, *place.held) for place in self._places(rank)) + _state_parts(self._look(rank).states)
+        updated = self._parts((spec, *spec.updated) for spec in self._shard_specs(rank))
+        return updated + _state_parts(self._look(rank).states)
 
     def _look(self, rank: int) -> _Seen:
         """Inspect a rank, once for all that differ only in data-parallel position; the first of these is inspected."""
@@ -93,13 +94,13 @@ class Plan:
             self._seen[like] = _Seen(rank, contents.layouts, _with_prefixes(contents.states, own))
         return self._seen[like]
 
-    def _places(self, rank: int) -> Iterator[BucketPlace]:
-        """Yield a rank's place in each of its buckets."""
+    def _shard_specs(self, rank: int) -> Iterator[BucketShardSpec]:
+        """Yield a rank's slices of each of its buckets."""
         seen, at = self._look(rank), self.mesh.coordinates_of(rank)
         cp, dp = self.mesh.size("cp"), self.mesh.size("dp")
         for layout in seen.layouts:
             expert = layout.slots[0].parameter.sharding.expert
-            yield BucketPlace.of(
+            yield BucketShardSpec.of(
                 layout,
                 seen.rank,
                 peers=self.mesh.size("edp") if expert else dp * cp,
@@ -108,7 +109,7 @@ class Plan:
                 instances=self._instances,
             )
 
-    def _parts(self, ranges: Iterable[tuple[BucketPlace, int, int]]) -> list[Part]:
+    def _parts(self, ranges: Iterable[tuple[BucketShardSpec, int, int]]) -> list[Part]:
         weights: list[Part] = []
         state: list[Part] = []
         for parameter, start, stop in reversed([run for each in ranges for run in _runs(*each)]):
@@ -147,10 +148,10 @@ def _state_parts(states: Iterable[tuple[str, State]]) -> list[Part]:
     return [part for part, _, _ in _pieces(states)]
 
 
-def _runs(place: BucketPlace, begin: int, end: int) -> Iterator[tuple[Parameter, int, int]]:
+def _runs(spec: BucketShardSpec, begin: int, end: int) -> Iterator[tuple[Parameter, int, int]]:
     """Yield the parameters in elements [begin, end) of a bucket, as (parameter, start, stop) of the flattened
     parameter."""
-    slots = place.layout.slots
+    slots = spec.layout.slots
     for slot in slots[max(bisect_right(slots, begin, key=lambda slot: slot.start) - 1, 0) :]:
         if slot.start >= end:
             return

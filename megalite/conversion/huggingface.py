@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megalite.atomic_files import write_atomically
 from megalite.checkpoint.file_writer import FileWriter
 from megalite.checkpoint.formats import Format, Placed, safetensors_places
 from megalite.checkpoint.manifest import dtype_name
@@ -25,7 +26,6 @@ from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
 from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
 from megalite.errors import CheckpointError, ConfigurationError, DataError
-from megalite.files import write_atomically
 from megalite.parallel.sharding import Box
 from megalite.small_files import read_small_file, shown
 

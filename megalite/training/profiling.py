@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 import torch
 
 from megalite import checkpoint
+from megalite.atomic_files import sync_directory, temporary_path
 from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
 from megalite.config.profiling import ProfilingConfig
 from megalite.errors import CheckpointError, ConfigurationError
-from megalite.files import sync_directory, temporary_path
 from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.naming import named
