@@ -550,14 +550,14 @@ MUTANTS = (
     ),
     Mutant(
         "a run with masked losses does not say how they are averaged",
-        "megalite/config/cautions.py",
+        "megalite/config/warnings.py",
         "    if not masks or training",
         "    if masks or training",
         "tests/unit/test_config_megatron_flags.py::test_masked_losses_are_told_apart_from_megatrons",
     ),
     Mutant(
         "what muon leaves to adam is counted on one stage alone",
-        "megalite/training/construction.py",
+        "megalite/training/builder.py",
         'json.dumps(counts), mesh.group("pp"), mesh.device)',
         'json.dumps(counts), mesh.group("tp"), mesh.device)',
         "tests/distributed/test_summary_pipeline.py::test_the_screen_tells_what_muon_leaves_to_adam",
@@ -1118,7 +1118,7 @@ MUTANTS = (
     ),
     Mutant(
         "a rank does not count experts that an earlier rank has, too",
-        "megalite/training/construction.py",
+        "megalite/training/builder.py",
         'first = min(mesh.ranks("dp", "cp", "tp"))',
         'first = mesh.ranks("tp")[0]',
         "tests/unit/test_declarations.py::test_every_rank_counts_all_experts",
@@ -1132,7 +1132,7 @@ MUTANTS = (
     ),
     Mutant(
         "the proof is not told what layers do with other ranks",
-        "megalite/training/construction.py",
+        "megalite/training/builder.py",
         '"F": (*gathers, *forward),',
         '"F": gathers,',
         "tests/unit/test_declarations.py::test_the_proof_is_told_of_it",
@@ -1745,8 +1745,8 @@ MUTANTS = (
     Mutant(
         "a rank whose part of a state is padding saves a box of nothing",
         "megalite/checkpoint/plan.py",
-        "            if piece.box.numel:\n                yield Part(",
-        "            if piece:\n                yield Part(",
+        "            if piece.box.numel:\n",
+        "            if piece:\n",
         f"{_STATE}what_was_saved_is_loaded_on_every_rank_to_the_bit[Layout(tp=4, dp=1, zero=0)]",
     ),
     Mutant(
@@ -1898,7 +1898,7 @@ MUTANTS = (
     ),
     Mutant(
         "an object store's tracker names a checkpoint before its manifest is there",
-        "megalite/checkpoint/attempt.py",
+        "megalite/checkpoint/transaction.py",
         """        (self.path / manifest.NAME).put(manifest_text.encode())
         (self.directory / TRACKER).put(f"{self.iteration}\\n".encode())
 """,
@@ -1909,7 +1909,7 @@ MUTANTS = (
     ),
     Mutant(
         "a save to an object store overwrites the files of the one before",
-        "megalite/checkpoint/attempt.py",
+        "megalite/checkpoint/transaction.py",
         'return self.path / f"{stem}.{self.mark}.{suffix}"',
         "return self.path / name",
         "tests/unit/test_checkpoint_object_store.py::test_whatever_the_moment_a_whole_checkpoint_is_the_latest",
@@ -1923,7 +1923,7 @@ MUTANTS = (
     ),
     Mutant(
         "the tracker is replaced before the new folder's name is on disk",
-        "megalite/checkpoint/attempt.py",
+        "megalite/checkpoint/transaction.py",
         """            os.rename(self.folder, self.path)
             sync_directory(self.directory)
 """,
@@ -1933,7 +1933,7 @@ MUTANTS = (
     ),
     Mutant(
         "the manifest is not synced before it is relied upon",
-        "megalite/checkpoint/attempt.py",
+        "megalite/checkpoint/transaction.py",
         """        file.flush()
         os.fsync(file.fileno())
 """,
@@ -1943,7 +1943,7 @@ MUTANTS = (
     ),
     Mutant(
         "a block is not compared with its checksum",
-        "megalite/checkpoint/box_file.py",
+        "megalite/checkpoint/shard_file.py",
         "!= block.checksum",
         "is None",
         "tests/unit/test_checkpoint_fetching.py::test_damage_elsewhere_does_not_matter_and_here_it_does",
@@ -3978,7 +3978,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradients are added up in the model's precision",
-        "megalite/training/construction.py",
+        "megalite/training/builder.py",
         "torch.promote_types(dtype, torch.float32),",
         "dtype,",
         f"{_PRECISION}gradients_of_many_micro_batches_are_added_up_in_fp32[dense]",
@@ -4430,7 +4430,7 @@ MUTANTS = (
     ),
     Mutant(
         "damage on the lowest rank hides what is not damage",
-        "megalite/checkpoint/agreement.py",
+        "megalite/checkpoint/collective_error.py",
         "failed = sorted((report for report in reports if report is not None), key=lambda report: report[0])",
         "failed = [report for report in reports if report is not None]",
         "tests/distributed/test_checkpoint.py::test_what_is_not_damage_is_told_before_damage",

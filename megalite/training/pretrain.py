@@ -115,7 +115,7 @@ def _begin(
     trainer = build()
     if resume_point.model is None:
         return _Begun(trainer, trainer.iterations, _anew(config), None)
-    with checkpoint.together(mesh, f"opening {resume_point.model}"):
+    with checkpoint.raise_on_all_ranks(mesh, f"opening {resume_point.model}"):
         opened = open_huggingface(resume_point.model)
     trainer.load_model(opened)
     return _Begun(trainer, trainer.iterations, f"new, with the weights of {opened.what}", None)

@@ -25,9 +25,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import NO_SUMS, add_sums
 from megalite.pipeline.engine import Recording
 from megalite.training.batches import to_micro_batches
-from megalite.training.checkpoints import Checkpoints
-from megalite.training.compiled import compile_layers
-from megalite.training.construction import (
+from megalite.training.builder import (
     make_chunks,
     make_engine,
     make_loader,
@@ -38,6 +36,8 @@ from megalite.training.construction import (
     make_steps,
     model_dtype,
 )
+from megalite.training.checkpoints import Checkpoints
+from megalite.training.compiled import compile_layers
 from megalite.training.data import RunData, global_batch_size, last_iteration, order_note, seen_samples, vocab_size
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
@@ -209,7 +209,7 @@ class Trainer:
         Raises DamagedCheckpointError or CheckpointError, the same on every rank; after the former another may be
         loaded.
         """
-        with checkpoint.together(self.mesh, f"loading {path}"):
+        with checkpoint.raise_on_all_ranks(self.mesh, f"loading {path}"):
             checkpoint.check_compatible(path, described.config, self.model_config)
         casts = self.config.checkpoint.load_casts
         state = checkpoint.load(
@@ -254,7 +254,7 @@ class Trainer:
 
         Raises CheckpointError, the same on every rank, if it is another network, or cannot be read.
         """
-        with checkpoint.together(self.mesh, f"loading {opened.what}"):
+        with checkpoint.raise_on_all_ranks(self.mesh, f"loading {opened.what}"):
             checkpoint.check_same_function(opened.what, opened.config, self.model_config)
         checkpoint.load_weights(opened.source, opened.what, self.network, self.optimizer, self.mesh)
         self._load_notes = rounding_notes(opened, self.dtype)

@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megalite.checkpoint import attempt, box_file
+from megalite.checkpoint import shard_file, transaction
 from megalite.data.index_cache import IndexCache
 from megalite.errors import DataError
 from megalite.model.block import Block
@@ -210,8 +210,8 @@ def disturb() -> None:
     in_reduction()
     wrap(FusedRule, "update", "optimizer")
     wrap(loop.TrainingLoop, "_agree", "agreement")
-    wrap(box_file._RunningChecksum, "result", "writing")
-    wrap(attempt.FolderAttempt, "_point_tracker", "commit")
+    wrap(shard_file._RunningChecksum, "result", "writing")
+    wrap(transaction.FolderTransaction, "_point_tracker", "commit")
     wrap(checkpoints.Checkpoints, "_remove_old", "saved")
     wrap(loop.TrainingLoop, "_test", "test")
     wrap(watchdog.Watchdog, "_leave", "leaving")
