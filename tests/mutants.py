@@ -3074,7 +3074,7 @@ MUTANTS = (
         "megalite/watchdog/hang_analysis.py",
         "causes = {rank for wait in waits for rank in wait.absent} - waiting - stuck",
         "causes = {rank for wait in waits for rank in wait.absent} - stuck",
-        "tests/unit/test_hang_analysis.py::test_the_rank_that_stopped_is_the_one_to_blame",
+        "tests/unit/test_hang_analysis.py::test_a_chain_over_groups_leads_to_the_rank_that_waits_for_nobody",
     ),
     Mutant(
         "a hang: operations are compared by their names alone",
