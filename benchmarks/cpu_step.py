@@ -38,8 +38,8 @@ from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
+from megalite.pipeline.schedule_cache import ScheduleCache
 from megalite.pipeline.stages import Stages
-from megalite.pipeline.steps import Steps
 from megalite_kernels.l2_norm import sums_of_squares
 
 LAYERS, HIDDEN, HEADS, FFN, SEQUENCE, BATCH, MICRO_BATCHES = 4, 256, 4, 688, 256, 4, 4
@@ -70,7 +70,7 @@ def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: boo
     config = llama(LAYERS, HIDDEN, HEADS, FFN, vocabulary)
     stages, rank, each = make_stages(config, mesh.size("pp")), mesh.coordinate("pp"), LAYERS // mesh.size("pp")
     part = StageLayers(rank * each, each, embedding=rank == 0, loss=rank == stages.ranks - 1)
-    model = GPT(config, mesh, part=part, sequence_parallel=sequence_parallel)
+    model = GPT(config, mesh, stage_layers=part, sequence_parallel=sequence_parallel)
     initialize(model, seed=1)
     options = DataParallel(torch.float32, stage)
     optimizer = make_optimizer([model], mesh, OptimizerConfig(lr=1e-3), options, blocks=[model.blocks()])
@@ -82,7 +82,7 @@ def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: boo
     ]
     engine = PipelineEngine([model], stages, rank, make_links(mesh, stages), mesh.device)
     reductions = Reductions(optimizer.reduces_each_micro_batch)
-    actions = Steps(stages, rank, reductions=reductions).prove([MICRO_BATCHES]).training(MICRO_BATCHES)
+    actions = ScheduleCache(stages, rank, reductions=reductions).prove([MICRO_BATCHES]).training(MICRO_BATCHES)
 
     def step() -> None:
         optimizer.begin_step(MICRO_BATCHES)

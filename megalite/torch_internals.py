@@ -78,7 +78,7 @@ def sequence_number(group: Any) -> int:
     return group._get_sequence_number_for_group()
 
 
-def profiler_looks_on() -> bool:
+def is_profiling() -> bool:
     """Tell if a profiler of torch's, or nsys with its ranges, is on: `record_function` costs time without one, too."""
     return bool(torch._C._autograd._profiler_enabled())
 

@@ -79,7 +79,7 @@ _IN_PROPORTION = "verdict.py::test_stacks_are_looked_at_in_time_in_proportion_to
 _RENDEZVOUS = "tests/end_to_end/test_rendezvous.py::test_"
 _START = "tests/end_to_end/test_stop_at_start.py::test_"
 _PROFILES = "tests/end_to_end/test_profiling.py::test_"
-_PROOFS = "tests/distributed/test_pipeline_steps.py::test_"
+_PROOFS = "tests/distributed/test_pipeline_schedule_cache.py::test_"
 _FAILED_PROOF = f"{_PROOFS}a_proof_that_fails_in_one_pipeline_is_told_in_all"
 _DECLARED = f"{_PROOFS}ranks_that_declare_other_messages_or_terms_are_told_so"
 _ENGINE_ALONE = "tests/unit/test_pipeline_engine.py::test_"
@@ -125,14 +125,14 @@ MUTANTS = (
         "the column-parallel layer's input gradient is not summed",
         "megalite/parallel/linear.py",
         "reduction = collectives.all_reduce_async_(input_gradient, group)",
-        "reduction = collectives.done(input_gradient)",
+        "reduction = collectives.completed(input_gradient)",
         _one_step("tp2-dp1"),
     ),
     Mutant(
         "under sequence parallelism, the input gradient is cut but not summed",
         "megalite/parallel/linear.py",
         "reduction = collectives.reduce_scatter_async(input_gradient, group)",
-        "reduction = collectives.done(input_gradient.chunk(group.size)[group.rank])",
+        "reduction = collectives.completed(input_gradient.chunk(group.size)[group.rank])",
         _one_step("tp2-sp-dp1"),
     ),
     Mutant(
@@ -145,8 +145,8 @@ MUTANTS = (
     Mutant(
         "the loss is divided by the number of micro-batches",
         "megalite/pipeline/engine.py",
-        "torch.full_like(term, self.factors[name])",
-        "torch.full_like(term, self.factors[name] / len(self.micro_batches))",
+        "torch.full_like(term, self.loss_multipliers[name])",
+        "torch.full_like(term, self.loss_multipliers[name] / len(self.micro_batches))",
         "tests/unit/test_pipeline_engine.py::test_the_sum_of_losses_is_differentiated_at_the_given_scale",
     ),
     Mutant(
@@ -747,8 +747,8 @@ MUTANTS = (
     Mutant(
         "a norm's gradient is not summed over sequence-parallel ranks",
         "megalite/parallel/context.py",
-        "summed=of_part or self.sequence_parallel)",
-        "summed=of_part)",
+        "grad_is_partial=of_part or self.sequence_parallel)",
+        "grad_is_partial=of_part)",
         _one_step("tp2-sp-dp1"),
     ),
     Mutant(
@@ -881,8 +881,8 @@ MUTANTS = (
     Mutant(
         "the gradient of replicated keys and values is not summed over their replicas",
         "megalite/model/attention.py",
-        "summed=len(copies) > 1",
-        "summed=False",
+        "grad_is_partial=len(copies) > 1",
+        "grad_is_partial=False",
         _one_step("tp4-dp1"),
     ),
     Mutant(
@@ -1091,8 +1091,8 @@ MUTANTS = (
     Mutant(
         "a grouped product without rows hands no gradient over",
         "megalite/parallel/grouped.py",
-        "return input_gradient, hand_over(ctx.weight, product, ctx.use), None, None",
-        "return input_gradient, hand_over(ctx.weight, product, ctx.use) if len(input) else None, None, None",
+        "return input_gradient, accumulate_grad(ctx.weight, product, ctx.use), None, None",
+        "return input_gradient, accumulate_grad(ctx.weight, product, ctx.use) if len(input) else None, None, None",
         "tests/unit/test_grouped.py::test_a_grouped_product_is_a_loop_over_experts",
     ),
     Mutant(
@@ -1309,9 +1309,9 @@ MUTANTS = (
     Mutant(
         "a bucket that one rank holds alone is gathered onto itself",
         "megalite/parallel/collectives.py",
-        "done(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))\n    tensor = "
+        "completed(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))\n    tensor = "
         "tensor.contiguous()\n    gathered",
-        "done(tensor if out is None else out.copy_(tensor))\n    tensor = tensor.contiguous()\n    gathered",
+        "completed(tensor if out is None else out.copy_(tensor))\n    tensor = tensor.contiguous()\n    gathered",
         f"{_UNIT}buckets.py::test_a_bucket_of_one_rank_is_not_copied_onto_itself[3]",
     ),
     Mutant(
@@ -1366,8 +1366,8 @@ MUTANTS = (
     Mutant(
         "a start imports torch's compiler",
         "megalite/optim/elementwise.py",
-        "            update(run.wide_gradients(factor)",
-        "            torch.optim.SGD([run.master])\n            update(run.wide_gradients(factor)",
+        "            update(segment.wide_gradients(factor)",
+        "            torch.optim.SGD([segment.master])\n            update(segment.wide_gradients(factor)",
         "tests/end_to_end/test_start.py::test_a_run_says_what_starts_before_torch_and_imports_nothing_heavy",
     ),
     Mutant(
@@ -1626,14 +1626,14 @@ MUTANTS = (
     Mutant(
         "each process rounds moments in 8 bits by numbers of its own",
         "megalite/optim/elementwise.py",
-        "name = run.slots[0].parameter.sharding.pieces[0].tensor.name",
+        "name = segment.slots[0].parameter.sharding.pieces[0].tensor.name",
         "name = str(__import__('os').getpid())",
         "tests/distributed/test_layouts_steps.py::test_copies_are_rounded_alike_in_8_bits[1-2-2]",
     ),
     Mutant(
         "a load forgets what it has read of packed state",
         "megalite/optim/shard.py",
-        "kept.write(run.unpacked[name])",
+        "kept.write(segment.unpacked[name])",
         "kept.tensors()",
         f"{_PACKED}moments_in_8_bits_go_on_to_the_bit_where_they_were_saved",
     ),
@@ -1696,21 +1696,21 @@ MUTANTS = (
     Mutant(
         "a checkpoint leaves the optimizer's state out",
         "megalite/optim/shard.py",
-        "state = run.kept() | run.unpacked",
-        'state = {"master": run.master} if self.has_master else {}',
+        "state = segment.kept() | segment.unpacked",
+        'state = {"master": segment.master} if self.has_master else {}',
         "tests/unit/test_checkpoint.py::test_weights_state_and_place_in_training_come_back_bit_for_bit",
     ),
     Mutant(
         "every data-parallel rank saves a module's state",
         "megalite/optim/bucket_shard.py",
-        "    return record.copies.index(rank) == 0 and not any(coordinates[axis] for axis in data_parallel)",
-        "    return record.copies.index(rank) == 0",
+        "    return record.replica_ranks.index(rank) == 0 and not any(coordinates[axis] for axis in data_parallel)",
+        "    return record.replica_ranks.index(rank) == 0",
         f"{_STATE}each_tensor_is_saved_once_in_its_own_shape",
     ),
     Mutant(
         "every copy of a module's state is saved",
         "megalite/optim/bucket_shard.py",
-        "    return record.copies.index(rank) == 0 and not",
+        "    return record.replica_ranks.index(rank) == 0 and not",
         "    return not",
         f"{_STATE}each_tensor_is_saved_once_in_its_own_shape",
     ),
@@ -1965,7 +1965,7 @@ MUTANTS = (
     Mutant(
         "the first of the copies saves all of them",
         "megalite/optim/bucket_shard.py",
-        "share(end - begin, self.replicas, self.replica)",
+        "partition_range(end - begin, self.replicas, self.replica)",
         "(0, end - begin if self.replica == 0 else 0)",
         "tests/distributed/test_checkpoint.py::test_the_copies_of_a_tied_weight_share_in_writing_it",
     ),
@@ -2069,7 +2069,7 @@ MUTANTS = (
     Mutant(
         "engine: a term that is not declared is found in backward alone",
         "megalite/pipeline/engine.py",
-        "self.factors if training else None, action",
+        "self.loss_multipliers if training else None, action",
         "None, action",
         f"{_ENGINE_ALONE}a_term_that_nobody_has_declared_is_told_at_once",
     ),
@@ -2240,8 +2240,8 @@ MUTANTS = (
     Mutant(
         "the first stage and the last do not sum the gradients of a tied weight",
         "megalite/model/embedding.py",
-        "copies=copies, summed=len(copies) > 1",
-        "copies=copies, summed=False",
+        "replica_ranks=copies, grad_is_partial=len(copies) > 1",
+        "replica_ranks=copies, grad_is_partial=False",
         "tests/distributed/test_layouts_pipeline.py::test_all_schedules_give_the_same_bits[pp3-recomputeuniform-fused_lossTrue]",
     ),
     Mutant(
@@ -2898,18 +2898,18 @@ MUTANTS = (
     Mutant(
         "gate and up are taken for each other",
         "megalite/conversion/families.py",
-        """*_linear(f"{mlp}.gate_proj", *gate_up, Piece("mlp.gate_up", offset=(0,))),
+        """*_linear(f"{mlp}.gate_proj", *gate_up, MappedBox("mlp.gate_up", offset=(0,))),
         *_linear(f"{mlp}.up_proj",""",
-        """*_linear(f"{mlp}.up_proj", *gate_up, Piece("mlp.gate_up", offset=(0,))),
+        """*_linear(f"{mlp}.up_proj", *gate_up, MappedBox("mlp.gate_up", offset=(0,))),
         *_linear(f"{mlp}.gate_proj",""",
         f"{_AS_THEIRS}[llama]",
     ),
     Mutant(
         "keys and values are taken for each other",
         "megalite/conversion/families.py",
-        """*_linear(f"{attention}.k_proj", *key_value, Piece("attention.key_value", offset=(0, 0))),
+        """*_linear(f"{attention}.k_proj", *key_value, MappedBox("attention.key_value", offset=(0, 0))),
         *_linear(f"{attention}.v_proj",""",
-        """*_linear(f"{attention}.v_proj", *key_value, Piece("attention.key_value", offset=(0, 0))),
+        """*_linear(f"{attention}.v_proj", *key_value, MappedBox("attention.key_value", offset=(0, 0))),
         *_linear(f"{attention}.k_proj",""",
         f"{_AS_THEIRS}[qwen3]",
     ),
@@ -3637,7 +3637,7 @@ MUTANTS = (
     Mutant(
         "actions of the pipeline have no name in a trace",
         "megalite/pipeline/engine.py",
-        "                if naming:\n",
+        "                if profiling:\n",
         "                if not actions:\n",
         f"{_PROFILES}chosen_steps_of_chosen_ranks_are_traced_by_flags[--save]",
     ),
@@ -4297,49 +4297,49 @@ MUTANTS = (
     ),
     Mutant(
         "what ranks do together behind their lists is left out of the proof",
-        "megalite/pipeline/steps.py",
+        "megalite/pipeline/schedule_cache.py",
         "backward=step.backward, behind=behind)",
         "backward=step.backward)",
         "tests/unit/test_pipeline_engine.py::test_what_ranks_do_together_behind_their_lists_is_part_of_the_proof",
     ),
     Mutant(
         "a rank runs another list than the one that was proved",
-        "megalite/pipeline/steps.py",
+        "megalite/pipeline/schedule_cache.py",
         "if _digest(own) != self._proved[step]:",
         "if not self._proved[step]:",
-        "tests/unit/test_pipeline_steps.py::test_a_list_that_is_not_the_one_proved_is_refused",
+        "tests/unit/test_pipeline_schedule_cache.py::test_a_list_that_is_not_the_one_proved_is_refused",
     ),
     Mutant(
         "every rank of a pipeline proves every step",
-        "megalite/pipeline/steps.py",
+        "megalite/pipeline/schedule_cache.py",
         "mine = steps if mesh is None else steps[",
         "mine = steps if mesh is not None else steps[",
-        "tests/distributed/test_pipeline_steps.py::test_the_ranks_of_a_pipeline_share_the_proofs",
+        "tests/distributed/test_pipeline_schedule_cache.py::test_the_ranks_of_a_pipeline_share_the_proofs",
     ),
     Mutant(
         "a proof that fails is told on the rank that made it alone",
-        "megalite/pipeline/steps.py",
+        "megalite/pipeline/schedule_cache.py",
         "            if error:\n                raise ScheduleError(error) from failure",
         "            if failure:\n                raise ScheduleError(error) from failure",
-        "tests/distributed/test_pipeline_steps.py::test_a_proof_that_fails_is_told_to_all",
+        "tests/distributed/test_pipeline_schedule_cache.py::test_a_proof_that_fails_is_told_to_all",
     ),
     Mutant(
         "a proof that fails of anything but its schedule leaves the other ranks waiting",
-        "megalite/pipeline/steps.py",
+        "megalite/pipeline/schedule_cache.py",
         "except Exception as error:  # whatever",
         "except ScheduleError as error:  # whatever",
         _FAILED_PROOF,
     ),
     Mutant(
         "a proof that fails is told in its own pipeline alone",
-        "megalite/pipeline/steps.py",
+        "megalite/pipeline/schedule_cache.py",
         "for text in all_gather_text(own, mesh.world(), mesh.device)]",
         """for text in all_gather_text(own, mesh.group("pp"), mesh.device)]""",
         _FAILED_PROOF,
     ),
     Mutant(
         "ranks may declare other messages",
-        "megalite/pipeline/steps.py",
+        "megalite/pipeline/schedule_cache.py",
         "passes on {spec}",
         "passes on a tensor",
         _DECLARED,
@@ -4353,7 +4353,7 @@ MUTANTS = (
     ),
     Mutant(
         "ranks may declare other terms of the loss",
-        "megalite/pipeline/steps.py",
+        "megalite/pipeline/schedule_cache.py",
         '        *(f"the term of the loss {term}" for term in terms),\n',
         "",
         _DECLARED,
@@ -4370,14 +4370,14 @@ MUTANTS = (
         "megalite/pipeline/stages.py",
         "if self.messages and len(self.messages) != self.count - 1:",
         "if self.messages and len(self.messages) > self.count - 1:",
-        "tests/unit/test_pipeline_steps.py::test_borders_with_messages_are_as_many_as_there_are",
+        "tests/unit/test_pipeline_schedule_cache.py::test_borders_with_messages_are_as_many_as_there_are",
     ),
     Mutant(
         "what copies of a pipeline do inside their actions is not compared",
-        "megalite/pipeline/steps.py",
+        "megalite/pipeline/schedule_cache.py",
         "_hashed([*digests, self._inside])",
         "_hashed([*digests])",
-        "tests/distributed/test_pipeline_steps.py::test_a_rank_that_does_something_else_inside_is_named_everywhere",
+        "tests/distributed/test_pipeline_schedule_cache.py::test_a_rank_that_does_something_else_inside_is_named_everywhere",
     ),
     Mutant(
         "steps of a growing batch are proved for the last size alone",
@@ -4388,10 +4388,10 @@ MUTANTS = (
     ),
     Mutant(
         "the collector runs while steps are proved",
-        "megalite/pipeline/steps.py",
+        "megalite/pipeline/schedule_cache.py",
         "    gc.disable()\n",
         "",
-        "tests/unit/test_pipeline_steps.py::test_no_garbage_is_collected_within_a_proof",
+        "tests/unit/test_pipeline_schedule_cache.py::test_no_garbage_is_collected_within_a_proof",
     ),
     Mutant(
         "waiting for a neighbour's message counts as own work",
@@ -4410,15 +4410,15 @@ MUTANTS = (
     Mutant(
         "a stage has the windows of the first layers",
         "megalite/model/gpt.py",
-        "layers = config.layers[part.first_layer : part.first_layer + part.layers]",
-        "layers = config.layers[: part.layers]",
+        "layers = config.layers[stage_layers.first_layer : stage_layers.first_layer + stage_layers.layers]",
+        "layers = config.layers[: stage_layers.layers]",
         "tests/unit/test_parallel_model.py::test_a_stage_has_the_windows_of_its_own_layers",
     ),
     Mutant(
         "shards of a bucket round moments in 8 bits alike",
         "megalite/optim/elementwise.py",
-        "flat = Flat(run.parameters, run.gradients, run.master if run.has_master else None, run.start)",
-        "flat = Flat(run.parameters, run.gradients, run.master if run.has_master else None)",
+        "flat = Flat(segment.parameters, segment.gradients, master, segment.start)",
+        "flat = Flat(segment.parameters, segment.gradients, master)",
         "tests/unit/test_optimizer_packed.py::test_an_update_draws_by_step_and_place",
     ),
     Mutant(

@@ -24,14 +24,14 @@ from megalite.conversion.config_keys import (
     unread,
 )
 from megalite.conversion.family import Family
-from megalite.conversion.mapping import Piece, Rule
+from megalite.conversion.mapping import MappedBox, Rule
 from megalite.conversion.rotary_keys import rotary, rotary_of_two_kinds
 from megalite.conversion.window_keys import window_everywhere, window_from_layer, window_pattern
 
 _ALL = slice(None)
 
 
-def _linear(file: str, weight: str, bias: str, *pieces: Piece) -> tuple[Rule, ...]:
+def _linear(file: str, weight: str, bias: str, *pieces: MappedBox) -> tuple[Rule, ...]:
     """Return the rules of a linear layer's weight and, if the model has one, its bias, with the same pieces for
     both."""
     of_bias = tuple(replace(piece, tensor=f"{piece.tensor}_bias") for piece in pieces)
@@ -40,7 +40,7 @@ def _linear(file: str, weight: str, bias: str, *pieces: Piece) -> tuple[Rule, ..
 
 def _norm(file: str, tensor: str, axis: str = "hidden") -> tuple[Rule, ...]:
     return tuple(
-        Rule(f"{file}.{part}", f"{axis} -> {axis}", (Piece(f"{tensor}.{part}"),)) for part in ("weight", "bias")
+        Rule(f"{file}.{part}", f"{axis} -> {axis}", (MappedBox(f"{tensor}.{part}"),)) for part in ("weight", "bias")
     )
 
 
@@ -58,19 +58,19 @@ def _llama_layer(name: str = "model.layers.{layer}") -> tuple[Rule, ...]:
             f"{attention}.q_proj",
             "(heads width) hidden -> heads width hidden",
             "(heads width) -> heads width",
-            Piece("attention.query"),
+            MappedBox("attention.query"),
         ),
-        *_linear(f"{attention}.k_proj", *key_value, Piece("attention.key_value", offset=(0, 0))),
-        *_linear(f"{attention}.v_proj", *key_value, Piece("attention.key_value", offset=(0, 1))),
+        *_linear(f"{attention}.k_proj", *key_value, MappedBox("attention.key_value", offset=(0, 0))),
+        *_linear(f"{attention}.v_proj", *key_value, MappedBox("attention.key_value", offset=(0, 1))),
         *_linear(
             f"{attention}.o_proj",
             "hidden (heads width) -> hidden heads width",
             "hidden -> hidden",
-            Piece("attention.output"),
+            MappedBox("attention.output"),
         ),
-        *_linear(f"{mlp}.gate_proj", *gate_up, Piece("mlp.gate_up", offset=(0,))),
-        *_linear(f"{mlp}.up_proj", *gate_up, Piece("mlp.gate_up", offset=(1,))),
-        *_linear(f"{mlp}.down_proj", "hidden ffn -> hidden ffn", "hidden -> hidden", Piece("mlp.down")),
+        *_linear(f"{mlp}.gate_proj", *gate_up, MappedBox("mlp.gate_up", offset=(0,))),
+        *_linear(f"{mlp}.up_proj", *gate_up, MappedBox("mlp.gate_up", offset=(1,))),
+        *_linear(f"{mlp}.down_proj", "hidden ffn -> hidden ffn", "hidden -> hidden", MappedBox("mlp.down")),
         *_norm(f"{attention}.q_norm", "attention.query_norm", "width"),
         *_norm(f"{attention}.k_norm", "attention.key_norm", "width"),
         *_norm(f"{name}.input_layernorm", "input_norm"),
@@ -80,9 +80,9 @@ def _llama_layer(name: str = "model.layers.{layer}") -> tuple[Rule, ...]:
 def _ends(word: str, norm: str, head: str) -> tuple[Rule, ...]:
     """Return the rules of the tensors before and after the layers."""
     return (
-        Rule(word, "vocabulary hidden -> vocabulary hidden", (Piece("embedding.word"),)),
+        Rule(word, "vocabulary hidden -> vocabulary hidden", (MappedBox("embedding.word"),)),
         *_norm(norm, "final_norm"),
-        Rule(head, "vocabulary hidden -> vocabulary hidden", (Piece("output"),)),
+        Rule(head, "vocabulary hidden -> vocabulary hidden", (MappedBox("output"),)),
     )
 
 
@@ -211,8 +211,8 @@ GEMMA3 = Family(
 
 # ------------------------------------------------------------------------------------------------ GPT-2, GPT-NeoX
 
-_QUERY = Piece("attention.query", (_ALL, 0))
-_KEY_VALUE = Piece("attention.key_value", (_ALL, slice(1, 3)))
+_QUERY = MappedBox("attention.query", (_ALL, 0))
+_KEY_VALUE = MappedBox("attention.key_value", (_ALL, slice(1, 3)))
 _LAYER_NORM = {"normalization": "LayerNorm", "add_bias_linear": True}
 
 GPT2 = Family(
@@ -251,13 +251,15 @@ GPT2 = Family(
             "transformer.h.{layer}.attn.c_proj",
             "(heads width) hidden -> hidden heads width",
             "hidden -> hidden",
-            Piece("attention.output"),
+            MappedBox("attention.output"),
         ),
-        *_linear("transformer.h.{layer}.mlp.c_fc", "hidden ffn -> ffn hidden", "ffn -> ffn", Piece("mlp.up")),
-        *_linear("transformer.h.{layer}.mlp.c_proj", "ffn hidden -> hidden ffn", "hidden -> hidden", Piece("mlp.down")),
+        *_linear("transformer.h.{layer}.mlp.c_fc", "hidden ffn -> ffn hidden", "ffn -> ffn", MappedBox("mlp.up")),
+        *_linear(
+            "transformer.h.{layer}.mlp.c_proj", "ffn hidden -> hidden ffn", "hidden -> hidden", MappedBox("mlp.down")
+        ),
         *_norm("transformer.h.{layer}.ln_1", "input_norm"),
         *_norm("transformer.h.{layer}.ln_2", "mlp_norm"),
-        Rule("transformer.wpe.weight", "positions hidden -> positions hidden", (Piece("embedding.position"),)),
+        Rule("transformer.wpe.weight", "positions hidden -> positions hidden", (MappedBox("embedding.position"),)),
         *_ends("transformer.wte.weight", "transformer.ln_f", "lm_head.weight"),
     ),
     prefix="transformer.",
@@ -292,16 +294,16 @@ GPT_NEOX = Family(
             "gpt_neox.layers.{layer}.attention.dense",
             "hidden (heads width) -> hidden heads width",
             "hidden -> hidden",
-            Piece("attention.output"),
+            MappedBox("attention.output"),
         ),
         *_linear(
-            "gpt_neox.layers.{layer}.mlp.dense_h_to_4h", "ffn hidden -> ffn hidden", "ffn -> ffn", Piece("mlp.up")
+            "gpt_neox.layers.{layer}.mlp.dense_h_to_4h", "ffn hidden -> ffn hidden", "ffn -> ffn", MappedBox("mlp.up")
         ),
         *_linear(
             "gpt_neox.layers.{layer}.mlp.dense_4h_to_h",
             "hidden ffn -> hidden ffn",
             "hidden -> hidden",
-            Piece("mlp.down"),
+            MappedBox("mlp.down"),
         ),
         *_norm("gpt_neox.layers.{layer}.input_layernorm", "input_norm"),
         *_norm("gpt_neox.layers.{layer}.post_attention_layernorm", "mlp_norm"),

@@ -31,7 +31,7 @@ _MOST_PROBLEMS = 5
 
 
 @dataclass(frozen=True)
-class Piece:
+class MappedBox:
     """Box of a logical tensor in a file's tensor."""
 
     tensor: str
@@ -56,7 +56,7 @@ class Rule:
     """
     pattern: str
     """View of the tensor: an einops pattern that only splits and moves axes. Axes: those of `axis_lengths`."""
-    pieces: tuple[Piece, ...] | Callable[[ModelConfig], tuple[Piece, ...]]
+    pieces: tuple[MappedBox, ...] | Callable[[ModelConfig], tuple[MappedBox, ...]]
 
 
 @dataclass(frozen=True)

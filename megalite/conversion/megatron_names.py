@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from megalite.config import ModelConfig
-from megalite.conversion.mapping import Piece, Rule
+from megalite.conversion.mapping import MappedBox, Rule
 
 WORD = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -21,13 +21,13 @@ _LAYER = "decoder.layers.{layer}."
 def _query_key_value(suffix: str = "") -> Rule:
     """Return the rule of the fused matrix: for each group its query heads, its key and its value."""
 
-    def pieces(model: ModelConfig) -> tuple[Piece, ...]:
+    def pieces(model: ModelConfig) -> tuple[MappedBox, ...]:
         heads = model.num_attention_heads // model.kv_groups
         queries = (
-            Piece(f"attention.query{suffix}", (group, slice(heads)), (group * heads,))
+            MappedBox(f"attention.query{suffix}", (group, slice(heads)), (group * heads,))
             for group in range(model.kv_groups)
         )
-        return (*queries, Piece(f"attention.key_value{suffix}", (slice(None), slice(heads, None))))
+        return (*queries, MappedBox(f"attention.key_value{suffix}", (slice(None), slice(heads, None))))
 
     name, hidden = _LAYER + "self_attention.linear_qkv.", "" if suffix else " hidden"
     groups = "groups heads_and_two width"
@@ -36,13 +36,14 @@ def _query_key_value(suffix: str = "") -> Rule:
 
 def _norm(file: str, tensor: str, axis: str = "hidden", joint: str = ".") -> tuple[Rule, Rule]:
     weight, bias = (
-        Rule(f"{file}{joint}{part}", f"{axis} -> {axis}", (Piece(f"{tensor}.{part}"),)) for part in ("weight", "bias")
+        Rule(f"{file}{joint}{part}", f"{axis} -> {axis}", (MappedBox(f"{tensor}.{part}"),))
+        for part in ("weight", "bias")
     )
     return weight, bias
 
 
 def _rule(file: str, pattern: str, tensor: str) -> Rule:
-    return Rule(file, pattern, (Piece(tensor),))
+    return Rule(file, pattern, (MappedBox(tensor),))
 
 
 _ATTENTION, _MLP = _LAYER + "self_attention.", _LAYER + "mlp."

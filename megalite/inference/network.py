@@ -24,7 +24,7 @@ from megalite.model.batch import MicroBatch
 from megalite.model.cache import KeyValueCache
 from megalite.model.gpt import GPT, make_chunks, messages
 from megalite.parallel import collectives
-from megalite.parallel.collectives import Pending, done
+from megalite.parallel.collectives import Pending, completed
 from megalite.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.randomness import RandomKey
@@ -42,7 +42,7 @@ class Network:
     def __init__(self, stage: GPT, links: Links) -> None:
         self.stage, self.links = stage, links
         self.mesh, self.config, self.vocab_size = stage.mesh, stage.config, stage.vocab_size
-        self._sent: Pending = done(torch.empty(0))
+        self._sent: Pending = completed(torch.empty(0))
 
     def run(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """[batch, sequence] tokens to the hidden states [sequence, batch, hidden] that leave this rank's stage.

@@ -28,7 +28,7 @@ class TextStream:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Something to show of one text."""
 
     index: int
@@ -39,7 +39,7 @@ class Piece:
 
 def in_order(
     tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], events: Iterable[tuple[int, int | Finish]]
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """Text by text, its prompt the first piece: each as it comes, once those before it are complete.
 
     `events` are those of `generate`.
@@ -48,12 +48,12 @@ def in_order(
     finishes: dict[int, Finish] = {}
     coming = iter(events)
     for shown, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
-        yield Piece(shown, stream.part(len(prompt)), None)
+        yield TextPiece(shown, stream.part(len(prompt)), None)
         while shown not in finishes:
-            yield Piece(shown, stream.part(), None)
+            yield TextPiece(shown, stream.part(), None)
             index, event = next(coming)
             if isinstance(event, int):
                 streams[index].tokens.append(event)
             else:
                 finishes[index] = event
-        yield Piece(shown, stream.part(ended=True), finishes[shown])
+        yield TextPiece(shown, stream.part(ended=True), finishes[shown])

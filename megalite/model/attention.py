@@ -42,7 +42,7 @@ def _key_value(group: Group, tensor: LogicalTensor, run: tuple[int, int, tuple[i
     rows = math.prod(box.size[:3])
     copies = tuple(group.ranks[rank] for rank in sharers)
     piece = Piece(tensor, box, 0, rows, tuple((0, axis) for axis in AXES["heads"]))
-    return Sharding((rows, *tensor.shape[3:]), (piece,), copies, summed=len(copies) > 1)
+    return Sharding((rows, *tensor.shape[3:]), (piece,), copies, grad_is_partial=len(copies) > 1)
 
 
 def _query_key_value(

@@ -20,10 +20,10 @@ from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
 def word_sharding(config: ModelConfig, context: ParallelContext, vocab_size: int, copies: tuple[int, ...]) -> Sharding:
     """The word embedding on this rank, and with it on all `copies`: those of the output layer that it is tied to."""
     draw = Normal(config.init_method_std)
-    word = LogicalTensor("embedding.word", (vocab_size, config.hidden_size), draw, True, token_table=True)
+    word = LogicalTensor("embedding.word", (vocab_size, config.hidden_size), draw, True, is_embedding_or_output=True)
     padded = config.padded_vocab_size(context.group("vocabulary").size)
     record = context.split(word, {0: "vocabulary"}, padded=padded)
-    return replace(record, copies=copies, summed=len(copies) > 1)
+    return replace(record, replica_ranks=copies, grad_is_partial=len(copies) > 1)
 
 
 class Embedding(nn.Module):

@@ -16,7 +16,7 @@ from megalite.model.batch import LayerContext, MicroBatch, first_visible
 from megalite.model.block import FEED_FORWARDS, Block
 from megalite.model.cache import KeyValueCache
 from megalite.model.embedding import Embedding, word_sharding
-from megalite.model.head import LM_LOSS, Head, Loss
+from megalite.model.head import LM_LOSS, Head, LossConfig
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
 from megalite.parallel.context import ParallelContext
@@ -40,44 +40,45 @@ class GPT(nn.Module):
         config: ModelConfig,
         mesh: ParallelMesh,
         *,
-        part: StageLayers | None = None,
-        word_copies: tuple[int, ...] | None = None,
+        stage_layers: StageLayers | None = None,
+        tied_ranks: tuple[int, ...] | None = None,
         tied: Parameter | None = None,
         sequence_parallel: bool = False,
         recompute: Recompute | None = None,
-        loss: Loss | None = None,
+        loss: LossConfig | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """Build this rank's share on the mesh's device, its values not yet set (see `initialize`).
 
-        `part`: what of the model; None: all. `word_copies`: where the output layer is tied to the word embedding, the
-        ranks that hold the two (None: this one); `tied` is the embedding's weight if another stage of this rank has it.
+        `stage_layers`: what of the model; None: all. `tied_ranks`: if the output layer is tied to the word embedding,
+        the ranks that hold the two (None: this one); `tied` is the embedding's weight if another stage of this rank has
+        it.
         """
         super().__init__()
         if config.vocab_size is None:
             raise ValueError("the model's vocabulary size is not set")
         if mesh.size("cp") > 1:
             raise ValueError("the network needs whole sequences: its mesh cannot have context-parallel ranks (cp)")
-        part = part or StageLayers(0, config.num_layers, embedding=True, loss=True)
+        stage_layers = stage_layers or StageLayers(0, config.num_layers, embedding=True, loss=True)
         context = ParallelContext(mesh, sequence_parallel and mesh.size("tp") > 1, dtype)
         self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute or Recompute()
-        self.part, self.vocab_size = part, config.vocab_size
+        self.stage_layers, self.vocab_size = stage_layers, config.vocab_size
         self.shard = context.shard, context.shards
-        word = word_sharding(config, context, self.vocab_size, word_copies or (mesh.rank,))
-        self.embedding = Embedding(config, context, word) if part.embedding else None
+        word = word_sharding(config, context, self.vocab_size, tied_ranks or (mesh.rank,))
+        self.embedding = Embedding(config, context, word) if stage_layers.embedding else None
         self.layers = nn.ModuleList(
             Block(config, context, layer, recompute_attention=self.recompute.attention)
-            for layer in range(part.first_layer, part.first_layer + part.layers)
+            for layer in range(stage_layers.first_layer, stage_layers.first_layer + stage_layers.layers)
         )
-        layers = config.layers[part.first_layer : part.first_layer + part.layers]
+        layers = config.layers[stage_layers.first_layer : stage_layers.first_layer + stage_layers.layers]
         self.window = next((layer.keys_before for layer in layers if layer.keys_before is not None), None)
         self.head = None
-        if part.loss:
+        if stage_layers.loss:
             own = self.embedding.word.weight if self.embedding is not None else tied
             if own is not None and not config.untie_embeddings_and_output_weights:
                 own.sharding = replace(own.sharding, uses=(Use(), Use(chunk=int(self.embedding is None))))
             weight = None if config.untie_embeddings_and_output_weights else own if own is not None else word
-            self.head = Head(config, context, self.vocab_size, weight, loss or Loss())
+            self.head = Head(config, context, self.vocab_size, weight, loss or LossConfig())
 
     def blocks(self) -> list[nn.Module]:
         """The parts that forward runs one after the other; together they hold every parameter."""
@@ -192,22 +193,22 @@ def make_chunks(
     config: ModelConfig,
     mesh: ParallelMesh,
     parts: Sequence[StageLayers],
-    word_copies: tuple[int, ...],
+    tied_ranks: tuple[int, ...],
     *,
     sequence_parallel: bool = False,
     recompute: Recompute | None = None,
-    loss: Loss | None = None,
+    loss: LossConfig | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[GPT]:
-    """The stages that one rank holds. `word_copies`: the ranks with the first stage and the last, for tied weights."""
+    """The stages that one rank holds. `tied_ranks`: the ranks with the first stage and the last, for tied weights."""
     chunks: list[GPT] = []
     tied: Parameter | None = None
-    for part in parts:
+    for stage_layers in parts:
         chunk = GPT(
             config,
             mesh,
-            part=part,
-            word_copies=(mesh.rank,) if config.untie_embeddings_and_output_weights else word_copies,
+            stage_layers=stage_layers,
+            tied_ranks=(mesh.rank,) if config.untie_embeddings_and_output_weights else tied_ranks,
             tied=tied,
             sequence_parallel=sequence_parallel,
             recompute=recompute,

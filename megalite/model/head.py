@@ -31,7 +31,7 @@ LM_LOSS = LossTerm("lm_loss", _valid_tokens)
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossConfig:
     """Options of the loss: what is trained on beside the cross entropy, and how it is computed."""
 
     label_smoothing: float = 0.0
@@ -49,7 +49,7 @@ class OutputLayer(ColumnParallelLinear):
         weight: Parameter | Sharding,
         vocab_size: int,
         soft_cap: float | None,
-        loss: Loss,
+        loss: LossConfig,
     ) -> None:
         """`weight`: of a layer of its own, its placement; else that of the word embedding."""
         super().__init__(context, "vocabulary", [weight], use=1 if isinstance(weight, Parameter) else 0)
@@ -81,14 +81,16 @@ class Head(nn.Module):
         context: ParallelContext,
         vocab_size: int,
         tied: Parameter | Sharding | None,
-        loss: Loss,
+        loss: LossConfig,
     ) -> None:
         super().__init__()
         self.norm = Norm(config, context, "final_norm", config.hidden_size)
         weight: Parameter | Sharding
         if tied is None:
             shape = (vocab_size, config.hidden_size)
-            output = LogicalTensor("output", shape, Normal(config.init_method_std), weight_decay=True, token_table=True)
+            output = LogicalTensor(
+                "output", shape, Normal(config.init_method_std), weight_decay=True, is_embedding_or_output=True
+            )
             padded = config.padded_vocab_size(context.group("vocabulary").size)
             weight = context.split(output, {0: "vocabulary"}, padded=padded)
         else:

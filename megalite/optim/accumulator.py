@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.errors import MegaliteError
-from megalite.optim.flat import fill, free, owned
+from megalite.optim.flat import allocate_storage, free_storage, owned
 from megalite.optim.layout import BucketLayout
 from megalite.optim.reduction import Collective, Reduction
 from megalite.parallel import collectives
@@ -54,7 +54,7 @@ class Accumulator:
         if stage >= 2:
             self.gradient_shard = self.gradient_shard.clone()
             for flat in self.flats.values():
-                free(flat)
+                free_storage(flat)
         self._shard_group, self._in_flight, self._stage, self._overlap = shard_group, in_flight, stage, overlap
         self._slot_of = {id(slot.parameter): slot for slot in layout.slots}
         ends = [0, *(slot.stop for slot in layout.slots)]
@@ -94,7 +94,7 @@ class Accumulator:
             name = parameter.sharding.name
             raise MegaliteError(f"{name} received more than the {due} gradients due: its `uses` is wrong")
         if self._stage >= 2 and self._outstanding == self.gradients_a_micro_batch * self._micro_batches_a_round:
-            self._make_room()
+            self._allocate()
         gradient.add_to(self.gradient(parameter, use), overwrite=self._arrived[key] == 0)
         self._arrived[key] += 1
         self._outstanding -= 1
@@ -105,10 +105,10 @@ class Accumulator:
         """Gradients of a parameter in a round."""
         return self._times[use] * self._micro_batches_a_round
 
-    def _make_room(self) -> None:
+    def _allocate(self) -> None:
         self._finish_round()
         for flat in self.flats.values():
-            fill(flat)
+            allocate_storage(flat)
             for start, stop in self._gaps:
                 flat[start:stop].zero_()
 
@@ -121,7 +121,7 @@ class Accumulator:
         for flat in later:
             self.gradients.add_(flat)
             if self._stage >= 2:
-                free(flat)
+                free_storage(flat)
         self._pending = self.reduction.begin(self.gradients, None if self._stage >= 2 else self.gradient_shard)
         self._rounds += 1
         if self._rounds < self._rounds_due:
@@ -142,7 +142,7 @@ class Accumulator:
         if self._stage >= 2:
             self._in_flight.remove(self)
             DenseGradient(slice_of_sum).add_to(self.gradient_shard, overwrite=self._rounds == 1)
-            free(self.gradients)
+            free_storage(self.gradients)
 
     def begin_reduction(self, micro_batches: int) -> None:
         """Reduce what so many micro-batches complete, unless that has begun. Raises MegaliteError, naming a parameter,

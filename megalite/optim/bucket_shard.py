@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megalite.optim.layout import BucketLayout
-from megalite.parallel.sharding import Sharding, share
+from megalite.parallel.sharding import Sharding, partition_range
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class BucketShardSpec:
         layout: BucketLayout, rank: int, *, peers: int, position: int, stage: int = 0, instances: int = 1
     ) -> BucketShardSpec:
         """Return the slices of `rank`, which holds the parameters, at `position` of so many data-parallel peers."""
-        copies = layout.slots[0].parameter.sharding.copies
+        copies = layout.slots[0].parameter.sharding.replica_ranks
         shards = peers // instances
         instance, shard = divmod(position, shards)
         replica = copies.index(rank) * instances + instance
@@ -62,7 +62,7 @@ class BucketShardSpec:
     def saved(self) -> tuple[int, int]:
         """Range that this rank saves: its part of the slice, of which each of the replicas saves as much."""
         begin, end = self.owned
-        start, length = share(end - begin, self.replicas, self.replica)
+        start, length = partition_range(end - begin, self.replicas, self.replica)
         return begin + start, begin + start + length
 
 
@@ -72,4 +72,4 @@ def saves_state(record: Sharding, rank: int, coordinates: Mapping[str, int]) -> 
     `record`: that of `rank`, which may differ from it in the data-parallel position.
     """
     data_parallel = ("edp",) if record.expert else ("dp", "cp")
-    return record.copies.index(rank) == 0 and not any(coordinates[axis] for axis in data_parallel)
+    return record.replica_ranks.index(rank) == 0 and not any(coordinates[axis] for axis in data_parallel)

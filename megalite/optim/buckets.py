@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from megalite.optim.accumulator import Accumulator
 from megalite.optim.bucket_shard import BucketShardSpec
-from megalite.optim.flat import fill, free, is_free, owned
+from megalite.optim.flat import allocate_storage, free_storage, is_storage_free, owned
 from megalite.optim.layout import BucketLayout, Slot, bucket_layouts, data_parallel_ranks, unique_parameters
 from megalite.optim.reduction import Collective, ReduceScatter, Reduction
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
-from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, Parameter, hand_over
+from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, Parameter, accumulate_grad
 from megalite.parallel.sharding import Sharding
 
 
@@ -98,7 +98,7 @@ class Bucket:
         """This rank's slice."""
         if self.stage == 3:
             self.parameter_shard = self.parameter_shard.clone()
-            free(self.parameters)
+            free_storage(self.parameters)
         self._pending_gather: collectives.Pending | None = None
 
     def _adopt(self, slot: Slot, set_values: Callable[[Parameter], None] | None) -> None:
@@ -169,9 +169,9 @@ class Bucket:
     def begin_parameter_gather(self) -> None:
         """Start to make the parameters whole from the ranks' slices, unless they are or are being made so."""
         if self.stage == 3:
-            if not is_free(self.parameters):
+            if not is_storage_free(self.parameters):
                 return
-            fill(self.parameters)
+            allocate_storage(self.parameters)
         self._pending_gather = collectives.all_gather_async(self.parameter_shard, self.shard_group, out=self.parameters)
 
     def finish_parameter_gather(self) -> None:
@@ -183,14 +183,14 @@ class Bucket:
         """Under ZeRO 3: keep this rank's slice alone."""
         if self.stage == 3:
             self.finish_parameter_gather()
-            free(self.parameters)
+            free_storage(self.parameters)
 
 
 def _take_ordinary_gradient(parameter: Tensor) -> None:
     # No method of the bucket: torch would hold it, and with it the network and its process groups, for ever.
     if isinstance(parameter, Parameter) and parameter.grad is not None:
         gradient, parameter.grad = parameter.grad, None
-        hand_over(parameter, DenseGradient(gradient))
+        accumulate_grad(parameter, DenseGradient(gradient))
 
 
 def make_buckets(

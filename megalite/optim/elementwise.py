@@ -16,7 +16,7 @@ from torch.optim.sgd import sgd
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import ConfigurationError
 from megalite.optim.learning_rate import Rates
-from megalite.optim.shard import Run
+from megalite.optim.shard import Segment
 from megalite_kernels.implementation import current
 from megalite_kernels.moments import Quantized
 from megalite_kernels.optimizer import SGD, AdamW, Flat, adamw_, sgd_
@@ -42,19 +42,19 @@ def require_backend(config: OptimizerConfig) -> None:
         raise ConfigurationError(f"{advice}. Here apex has none of them")
 
 
-def elementwise_rule(runs: Sequence[Run], config: OptimizerConfig) -> FusedRule | FlatRule:
+def elementwise_rule(segments: Sequence[Segment], config: OptimizerConfig) -> FusedRule | FlatRule:
     """The rule of --optimizer-backend; auto: Triton's kernels where they run, else torch's where they can keep all."""
     backend = config.optimizer_backend
     if backend == "auto":
-        triton = bool(runs) and current().runs_triton("optimizer", *(run.master for run in runs))
-        backend = "torch" if all(map(_is_wide, runs)) and not triton else "megalite"
-    return FlatRule(runs, config) if backend == "megalite" else FusedRule(runs, config)
+        triton = bool(segments) and current().runs_triton("optimizer", *(segment.master for segment in segments))
+        backend = "torch" if all(map(_is_wide, segments)) and not triton else "megalite"
+    return FlatRule(segments, config) if backend == "megalite" else FusedRule(segments, config)
 
 
-def _is_wide(run: Run) -> bool:
+def _is_wide(segment: Segment) -> bool:
     """Tell if all of the state is in the dtype of the arithmetic."""
-    wide = torch.promote_types(run.parameters.dtype, torch.float32)
-    return all(isinstance(kept, Tensor) and kept.dtype == wide for kept in run.kept().values())
+    wide = torch.promote_types(segment.parameters.dtype, torch.float32)
+    return all(isinstance(kept, Tensor) and kept.dtype == wide for kept in segment.kept().values())
 
 
 class _Local:
@@ -65,40 +65,40 @@ class _Local:
 
 
 class FusedRule(_Local):
-    """Update by the fused kernels of torch or apex, one run at a time, for state of the master weights' dtype."""
+    """Update by the fused kernels of torch or apex, one segment at a time, for state of the master weights' dtype."""
 
-    def __init__(self, runs: Sequence[Run], config: OptimizerConfig) -> None:
+    def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None:
         update = _apex_update if config.optimizer_backend == "apex" else _torch_update
-        self._updates = [(piece, update(piece, config)) for run in runs for piece in _pieces(run)]
+        self._updates = [(piece, update(piece, config)) for segment in segments for piece in _pieces(segment)]
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
-        for run, update in self._updates:
-            update(run.wide_gradients(factor), *rates.of(run.group), step)
-            run.round_parameters()
+        for segment, update in self._updates:
+            update(segment.wide_gradients(factor), *rates.of(segment.group), step)
+            segment.round_parameters()
 
 
-def _pieces(run: Run) -> Iterator[Run]:
-    """The run, cut where its gradients must be widened."""
-    if run.gradients.dtype == run.master.dtype:
-        yield run
+def _pieces(segment: Segment) -> Iterator[Segment]:
+    """The segment, cut where its gradients must be widened."""
+    if segment.gradients.dtype == segment.master.dtype:
+        yield segment
         return
-    for start in range(0, run.master.numel(), WIDENED_ELEMENTS):
+    for start in range(0, segment.master.numel(), WIDENED_ELEMENTS):
         part = slice(start, start + WIDENED_ELEMENTS)
-        state: dict[str, Tensor | Quantized] = {name: tensor[part] for name, tensor in run.tensors.items()}
-        flat = (run.parameters[part], run.master[part], run.gradients[part])
-        yield replace(run, parameters=flat[0], master=flat[1], gradients=flat[2], state=state)
+        state: dict[str, Tensor | Quantized] = {name: tensor[part] for name, tensor in segment.tensors.items()}
+        flat = (segment.parameters[part], segment.master[part], segment.gradients[part])
+        yield replace(segment, parameters=flat[0], master=flat[1], gradients=flat[2], state=state)
 
 
 class _Update(Protocol):
-    """Changes a run's masters and state in place."""
+    """Changes a segment's masters and state in place."""
 
     def __call__(self, gradients: Tensor, rate: float, decay: float, step: int) -> None:
         """`step` counts updates from 1."""
 
 
-def _torch_update(run: Run, config: OptimizerConfig) -> _Update:
+def _torch_update(segment: Segment, config: OptimizerConfig) -> _Update:
     """The functions below torch.optim's classes: the classes import torch's compiler, which takes as long as torch."""
-    masters, state = [run.master], run.tensors
+    masters, state = [segment.master], segment.tensors
 
     def update_sgd(gradients: Tensor, rate: float, decay: float, step: int) -> None:
         sgd(
@@ -117,7 +117,7 @@ def _torch_update(run: Run, config: OptimizerConfig) -> _Update:
     if config.optimizer == "sgd":
         return update_sgd
     averages, squares = [state["exp_avg"]], [state["exp_avg_sq"]]
-    steps = torch.zeros((), device=run.master.device)
+    steps = torch.zeros((), device=segment.master.device)
 
     def update_adamw(gradients: Tensor, rate: float, decay: float, step: int) -> None:
         adamw(
@@ -140,15 +140,15 @@ def _torch_update(run: Run, config: OptimizerConfig) -> _Update:
     return update_adamw
 
 
-def _apex_update(run: Run, config: OptimizerConfig) -> _Update:
+def _apex_update(segment: Segment, config: OptimizerConfig) -> _Update:
     apex = importlib.import_module("apex.optimizers")
-    master = run.master.detach().requires_grad_()  # a view that torch may call a parameter
+    master = segment.master.detach().requires_grad_()  # a view that torch may call a parameter
     if config.optimizer == "sgd":
         fused = apex.FusedSGD([master], lr=0.0, momentum=config.sgd_momentum)
     else:
         betas = config.adam_beta1, config.adam_beta2
         fused = apex.FusedAdam([master], lr=0.0, betas=betas, eps=config.adam_eps, adam_w_mode=True)
-    fused.state[master] = run.tensors
+    fused.state[master] = segment.tensors
     (group,) = fused.param_groups
 
     def update(gradients: Tensor, rate: float, decay: float, step: int) -> None:
@@ -161,32 +161,33 @@ def _apex_update(run: Run, config: OptimizerConfig) -> _Update:
 
 
 class FlatRule(_Local):
-    """Update by megalite's own kernels, one run at a time: Triton's, or plain operations
+    """Update by megalite's own kernels, one segment at a time: Triton's, or plain operations
     (`megalite_kernels.optimizer`).
 
     State and master weights may be of any dtype: the arithmetic is in fp32 (or float64), and the results are rounded.
     """
 
-    def __init__(self, runs: Sequence[Run], config: OptimizerConfig) -> None:
-        self._runs, self._config = runs, config
+    def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None:
+        self._segments, self._config = segments, config
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
         config = self._config
-        for run in self._runs:
-            rate, decay = rates.of(run.group)
-            flat = Flat(run.parameters, run.gradients, run.master if run.has_master else None, run.start)
-            seed = _seed(run, step)
+        for segment in self._segments:
+            rate, decay = rates.of(segment.group)
+            master = segment.master if segment.has_master else None
+            flat = Flat(segment.parameters, segment.gradients, master, segment.start)
+            seed = _seed(segment, step)
             if config.optimizer == "sgd":
-                sgd_(flat, run.state.get("momentum_buffer"), SGD(rate, decay, config.sgd_momentum, factor, seed))
+                sgd_(flat, segment.state.get("momentum_buffer"), SGD(rate, decay, config.sgd_momentum, factor, seed))
             else:
                 by = AdamW(rate, decay, config.adam_beta1, config.adam_beta2, config.adam_eps, step, factor, seed)
-                adamw_(flat, run.state["exp_avg"], run.state["exp_avg_sq"], by)
+                adamw_(flat, segment.state["exp_avg"], segment.state["exp_avg_sq"], by)
 
 
-def _seed(run: Run, step: int) -> int:
+def _seed(segment: Segment, step: int) -> int:
     """Return the seed for rounding moments, the same for all replicas of the parameters and after a run was resumed.
 
     It is also the same if a tied weight has a replica in another stage's buckets.
     """
-    name = run.slots[0].parameter.sharding.pieces[0].tensor.name
+    name = segment.slots[0].parameter.sharding.pieces[0].tensor.name
     return ((zlib.crc32(name.encode()) & 0x7FFFFFFF) << 31 | step) * 2

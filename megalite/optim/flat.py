@@ -12,18 +12,18 @@ def owned(flat: Tensor, group: Group) -> Tensor:
     return flat.view(group.size, -1)[group.rank]
 
 
-def is_free(tensor: Tensor) -> bool:
+def is_storage_free(tensor: Tensor) -> bool:
     return tensor.untyped_storage().size() == 0
 
 
-def free(tensor: Tensor) -> None:
+def free_storage(tensor: Tensor) -> None:
     """Give back the memory under a tensor and all its views; they keep their shapes."""
     tensor.untyped_storage().resize_(0)
 
 
-def fill(tensor: Tensor) -> None:
+def allocate_storage(tensor: Tensor) -> None:
     """Give a freed tensor memory again, not yet set. (Saved for backward, its views are as good as before: refilling
     does not touch the version counters of parameters, which are theirs alone.)
     """
-    if is_free(tensor):
+    if is_storage_free(tensor):
         tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)

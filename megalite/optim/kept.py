@@ -59,5 +59,8 @@ def own_states(config: OptimizerConfig, parameter: Parameter, mesh: ParallelMesh
 
 def all_state_names(config: OptimizerConfig) -> set[str]:
     """Those of all groups together, and of all shapes."""
-    kinds = (ParameterGroup(weight_decay=False, token_table=False, matrices=matrices) for matrices in (False, True))
+    kinds = (
+        ParameterGroup(weight_decay=False, is_embedding_or_output=False, matrices=matrices)
+        for matrices in (False, True)
+    )
     return {*(name for group in kinds for name in state_names(config, group)), *KEPT[config.optimizer].own}

@@ -37,7 +37,7 @@ class ParameterGroup:
     """Parameters that the optimizer treats alike."""
 
     weight_decay: bool
-    token_table: bool
+    is_embedding_or_output: bool
     matrices: bool
     """True if a matrix-wise optimizer sees them as matrices."""
 
@@ -46,12 +46,12 @@ class ParameterGroup:
     @staticmethod
     def of(parameter: Parameter) -> ParameterGroup:
         record = parameter.sharding
-        return ParameterGroup(record.weight_decay, record.token_table, record.has_matrices)
+        return ParameterGroup(record.weight_decay, record.is_embedding_or_output, record.has_matrices)
 
     @property
     def name(self) -> str:
         """One of NAMES: what its figures are called."""
-        return "token_tables" if self.token_table else "weights" if self.weight_decay else "vectors"
+        return "token_tables" if self.is_embedding_or_output else "weights" if self.weight_decay else "vectors"
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ def bucket_layouts(
     kinds: dict[tuple[object, ...], list[Parameter]] = {}
     for parameter in reversed(parameters):
         record = parameter.sharding
-        kind = (parameter.dtype, record.expert, record.copies, record.summed, record.uses, *chunks_of[id(parameter)])
+        ranks = (record.expert, record.replica_ranks, record.grad_is_partial)
+        kind = (parameter.dtype, *ranks, record.uses, *chunks_of[id(parameter)])
         kinds.setdefault(kind, []).append(parameter)
     layouts: list[BucketLayout] = []
     for alike in kinds.values():

@@ -37,7 +37,7 @@ class Rates:
 
     def of(self, group: ParameterGroup) -> tuple[float, float]:
         """The learning rate and the weight decay of a group."""
-        rate = self.token_table_learning_rate if group.token_table else self.learning_rate
+        rate = self.token_table_learning_rate if group.is_embedding_or_output else self.learning_rate
         return rate, self.weight_decay if group.weight_decay else 0.0
 
 

@@ -20,7 +20,7 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.layout import ParameterGroup, Slot
 from megalite.optim.learning_rate import Rates
 from megalite.optim.newton_schulz import orthogonalized, update_scale
-from megalite.optim.shard import Run, Shard
+from megalite.optim.shard import Segment, Shard
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.sharding import Box, LogicalTensor, Piece
@@ -56,7 +56,7 @@ class Elements:
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixPart:
     """Part of one matrix that a piece of the tensor has, and how much of it each rank of the shard group updates."""
 
     box: Box
@@ -73,7 +73,7 @@ class Matrix:
 
     tensor: LogicalTensor
     box: Box
-    parts: tuple[Part, ...]
+    parts: tuple[MatrixPart, ...]
     """Those on this rank and its data-parallel peers."""
     shard_group: Group
     sharded: bool
@@ -94,14 +94,14 @@ class Muon:
 
     def __init__(self, shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> None:
         self._config = config
-        self._runs = [run for shard in shards for run in shard.runs if run.group.matrices]
+        self._segments = [segment for shard in shards for segment in shard.segments if segment.group.matrices]
         self._rounds = list(_rounds(_matrices(shards, mesh)))
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
         for matrices in self._rounds:
             self._update(matrices, rates, factor)
-        for run in self._runs:
-            run.round_parameters()
+        for segment in self._segments:
+            segment.round_parameters()
 
     def collectives(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield each round's collectives: parts to ranks that orthogonalize, over their matrices' split, and back."""
@@ -166,25 +166,25 @@ def _matrices(shards: Sequence[Shard], mesh: ParallelMesh) -> list[Matrix]:
             for piece in slot.parameter.sharding.pieces:
                 if piece.tensor.matrices is not None:
                     places.setdefault(piece.tensor.name, []).append((shard, slot, piece))
-    run_of = {id(slot): run for shard in shards for run in shard.runs for slot in run.slots}
+    segment_of = {id(slot): segment for shard in shards for segment in shard.segments for slot in segment.slots}
     found = []
     for _, held in sorted(places.items()):
         (shard, _, piece), *_ = held
         tensor, bucket = piece.tensor, shard.bucket
         numbered = tensor.matrix_dimensions
         split_group = mesh.group(*(axis for dimension, axis in piece.splits if dimension not in numbered))
-        parts: dict[Box, list[Part]] = {}
+        parts: dict[Box, list[MatrixPart]] = {}
         for shard, slot, piece in held:
             for box, part in tensor.matrices_in(piece.box):
-                made = _part(shard, slot, piece, part, run_of.get(id(slot)), split_group)
+                made = _part(shard, slot, piece, part, segment_of.get(id(slot)), split_group)
                 parts.setdefault(box, []).append(made)
         for box, members in parts.items():
             found.append(Matrix(tensor, box, tuple(members), bucket.shard_group, bucket.stage > 0, split_group))
     return sorted(found, key=lambda matrix: matrix.box.numel, reverse=True)
 
 
-def _part(shard: Shard, slot: Slot, piece: Piece, box: Box, run: Run | None, split_group: Group) -> Part:
-    """`run` is the one of this rank with the parameter in it, if there is one."""
+def _part(shard: Shard, slot: Slot, piece: Piece, box: Box, segment: Segment | None, split_group: Group) -> MatrixPart:
+    """`segment` is the one of this rank with the parameter in it, if there is one."""
     record, ranks = slot.parameter.sharding, shard.bucket.shard_group
     start, length = slot.start + piece.row * math.prod(slot.parameter.shape[1:]), shard.master.numel()
     runs = [(start + first, start + last) for first, last in piece.box.runs_of(box)]
@@ -193,20 +193,20 @@ def _part(shard: Shard, slot: Slot, piece: Piece, box: Box, run: Run | None, spl
         for first, last in runs:
             for rank in range(first // length, -(-last // length)):
                 sizes[rank] += min(last, (rank + 1) * length) - max(first, rank * length)
-    first_holder = min(rank for rank in record.copies if rank in split_group.ranks)
+    first_holder = min(rank for rank in record.replica_ranks if rank in split_group.ranks)
     counted = split_group.ranks[split_group.rank] == first_holder
-    own = tuple(_elements(runs, run, ParameterGroup.of(slot.parameter))) if run is not None else ()
+    own = tuple(_elements(runs, segment, ParameterGroup.of(slot.parameter))) if segment is not None else ()
     nothing = Elements(ParameterGroup.of(slot.parameter), *[shard.master[:0]] * 3)
-    return Part(box, counted, tuple(sizes), own or (nothing,))
+    return MatrixPart(box, counted, tuple(sizes), own or (nothing,))
 
 
-def _elements(runs: Iterable[tuple[int, int]], run: Run, group: ParameterGroup) -> Iterator[Elements]:
-    """Views of some runs of the bucket's elements in a run of the shard; neighbours as far apart and as long as
+def _elements(runs: Iterable[tuple[int, int]], segment: Segment, group: ParameterGroup) -> Iterator[Elements]:
+    """Views of some runs of the bucket's elements in a segment of the shard; neighbours as far apart and as long as
     each other are one view.
     """
     alike: list[list[tuple[int, int]]] = []
     for first, last in runs:
-        low, high = max(first, run.start) - run.start, min(last, run.stop) - run.start
+        low, high = max(first, segment.start) - segment.start, min(last, segment.stop) - segment.start
         if low >= high:
             continue
         rows = alike[-1] if alike else []
@@ -218,7 +218,7 @@ def _elements(runs: Iterable[tuple[int, int]], run: Run, group: ParameterGroup) 
     for rows in alike:
         (low, high), (_, end) = rows[0], rows[-1]
         step = rows[1][0] - low if len(rows) > 1 else high - low
-        flat = (run.master, run.gradients, run.tensors["momentum_buffer"])
+        flat = (segment.master, segment.gradients, segment.tensors["momentum_buffer"])
         yield Elements(group, *(values[low:end].unfold(0, high - low, step) for values in flat))
 
 

@@ -201,7 +201,7 @@ class Optimizer:
             gather.run()
 
     @contextmanager
-    def whole_parameters(self) -> Iterator[None]:
+    def unsharded_parameters(self) -> Iterator[None]:
         """Within it every parameter is whole, for whoever reads weights outside a forward pass."""
         self.finish_parameter_gather()
         for bucket in self.buckets:

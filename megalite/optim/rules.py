@@ -28,7 +28,8 @@ class UpdateRule(Protocol):
 
 def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
     """The rules that together update all of the shards once."""
-    runs = [run for shard in shards for run in shard.runs]
+    segments = [segment for shard in shards for segment in shard.segments]
     if config.optimizer != "muon":
-        return [elementwise_rule(runs, config)]
-    return [Muon(shards, mesh, config), elementwise_rule([run for run in runs if not run.group.matrices], config)]
+        return [elementwise_rule(segments, config)]
+    others = [segment for segment in segments if not segment.group.matrices]
+    return [Muon(shards, mesh, config), elementwise_rule(others, config)]

@@ -1,4 +1,4 @@
-"""Part of a bucket that a rank updates, cut into runs that are treated alike, with the optimizer's state."""
+"""Part of a bucket that a rank updates, cut into segments that are treated alike, with the optimizer's state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 @dataclass(frozen=True)
 class StateSlice:
-    """A run of a parameter's elements, and what stands for it on this rank: flat views."""
+    """A segment of a parameter's elements, and what stands for it on this rank: flat views."""
 
     parameter: Parameter
     start: int
@@ -84,12 +84,12 @@ def all_state_dtypes(config: OptimizerConfig, parameter: Parameter) -> dict[str,
 
 
 @dataclass(frozen=True)
-class Run:
+class Segment:
     """Consecutive elements of a shard that are treated alike: flat views, and the state that an update rule keeps."""
 
     group: ParameterGroup
     slots: tuple[Slot, ...]
-    """Slots of all the parameters in the run; the first and the last may reach into other ranks' shards."""
+    """Slots of all the parameters in the segment; the first and the last may reach into other ranks' shards."""
     start: int
     stop: int
     """Elements [start, stop) of the bucket."""
@@ -145,7 +145,7 @@ class Shard:
             self.master = torch.zeros_like(self.parameters, dtype=torch.int16)
         else:
             self.master = self.parameters.to(kept_dtype(config, "master", dtype))  # themselves where alike
-        self.runs = list(self._runs(config))
+        self.segments = list(self._segments(config))
 
     @property
     def has_master(self) -> bool:
@@ -161,21 +161,23 @@ class Shard:
     @contextmanager
     def unpacked(self) -> Iterator[None]:
         """See `Optimizer.unpacked`."""
-        every = [(run, name, kept) for run in self.runs for name, kept in run.kept().items()]
-        packed = [(run, name, kept) for run, name, kept in every if not isinstance(kept, Tensor)]
+        every = [(segment, name, kept) for segment in self.segments for name, kept in segment.kept().items()]
+        packed = [(segment, name, kept) for segment, name, kept in every if not isinstance(kept, Tensor)]
         try:
-            for run, name, _ in packed:
-                run.unpacked[name] = torch.zeros(run.stop - run.start)  # the device may have no memory for it
+            for segment, name, _ in packed:
+                segment.unpacked[name] = torch.zeros(
+                    segment.stop - segment.start
+                )  # the device may have no memory for it
             yield
-            for run, name, kept in packed:
-                kept.write(run.unpacked[name])
+            for segment, name, kept in packed:
+                kept.write(segment.unpacked[name])
         finally:
-            for run in self.runs:
-                run.unpacked.clear()
+            for segment in self.segments:
+                segment.unpacked.clear()
 
     def tensors(self) -> list[Tensor]:
         """All that is kept: the master weights and the state."""
-        states = [state for run in self.runs for state in run.state.values()]
+        states = [state for segment in self.segments for state in segment.state.values()]
         packed = [state.tensors() for state in states if isinstance(state, Quantized)]
         own = [state.values for named in self.own_states for state in named.values()]
         return [self.master, *(state for state in states if isinstance(state, Tensor)), *itertools.chain(*packed), *own]
@@ -186,24 +188,28 @@ class Shard:
         start, stop = self.bucket.owned_range
         return slice(start - self.start, stop - self.start)
 
-    def _runs(self, config: OptimizerConfig) -> Iterator[Run]:
+    def _segments(self, config: OptimizerConfig) -> Iterator[Segment]:
         for group, slots, begin, end in self.bucket.layout.stretches():
             start, stop = max(begin, self.start), min(end, self.stop)
             if start < stop:
                 own = slice(start - self.start, stop - self.start)
                 names = state_names(config, group)
                 state = {name: _new_state(config, name, self.parameters[own]) for name in names}
-                yield Run(group, slots, start, stop, self.parameters[own], self.master[own], self.gradients[own], state)
+                yield Segment(
+                    group, slots, start, stop, self.parameters[own], self.master[own], self.gradients[own], state
+                )
 
     def slices(self, begin: int, end: int) -> Iterator[StateSlice]:
         """Elements [begin, end) of the bucket, among those of this shard, by parameter."""
-        for run in self.runs:
-            state = run.kept() | run.unpacked
-            for slot in run.slots:
-                low, high = max(slot.start, run.start, begin), min(slot.stop, run.stop, end)
+        for segment in self.segments:
+            state = segment.kept() | segment.unpacked
+            for slot in segment.slots:
+                low, high = max(slot.start, segment.start, begin), min(slot.stop, segment.stop, end)
                 if low < high:
                     values = self.parameters[low - self.start : high - self.start]
-                    views = {name: _view(kept, low - run.start, high - run.start) for name, kept in state.items()}
+                    views = {
+                        name: _view(kept, low - segment.start, high - segment.start) for name, kept in state.items()
+                    }
                     yield StateSlice(slot.parameter, low - slot.start, high - slot.start, values, views)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megalite.errors import CommunicationError
-from megalite.parallel.mesh import Group, Waits
+from megalite.parallel.mesh import Group, WaitTimer
 
 _LOST = (
     "another rank has ended (its own message says why, or the system's log where it ran out of "
@@ -35,7 +35,7 @@ class Pending:
 
     work: Any
     finish: Callable[[], Tensor]
-    waits: Waits | None = None
+    waits: WaitTimer | None = None
     """Counter to which the time spent waiting is added."""
 
     def wait(self, what: str = "a collective failed", *details: object) -> Tensor:
@@ -53,7 +53,7 @@ class Pending:
         return self.finish()
 
 
-def begun(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def launch(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """The work that one of the backend's operations begins. Raises CommunicationError where the backend knows already
     that a rank has gone.
     """
@@ -65,7 +65,7 @@ def begun(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any
         raise
 
 
-def done(result: Tensor) -> Pending:
+def completed(result: Tensor) -> Pending:
     return Pending(None, lambda: result)
 
 
@@ -80,14 +80,14 @@ def all_reduce_(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
 
 def all_reduce_async_(tensor: Tensor, group: Group, op: str = "sum") -> Pending:
     if group.size == 1:
-        return done(tensor)
+        return completed(tensor)
     if group.size == 2 and op == "sum" and _is_gloo(group):
         return _gather_and_add(tensor, group)  # as many bytes as gloo's own, in one phase instead of two: half the cost
     if not tensor.is_contiguous():  # gloo adds memory in its own order, which need not be that of other ranks
         pending = all_reduce_async_(tensor.contiguous(), group, op)
         return Pending(None, lambda: tensor.copy_(pending.wait()))
     reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-    work = begun(dist.all_reduce, tensor, reduce_op, group=group.process_group, async_op=True)
+    work = launch(dist.all_reduce, tensor, reduce_op, group=group.process_group, async_op=True)
     return Pending(work, lambda: tensor, group.waits)
 
 
@@ -121,10 +121,10 @@ def all_gather_async(tensor: Tensor, group: Group, out: Tensor | None = None) ->
     `tensor` may be this rank's slice of `out` itself.
     """
     if group.size == 1:
-        return done(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))
+        return completed(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))
     tensor = tensor.contiguous()
     gathered = tensor.new_empty((group.size * tensor.shape[0], *tensor.shape[1:])) if out is None else out
-    work = begun(_all_gather_single, gathered, tensor, group=group.process_group, async_op=True)
+    work = launch(_all_gather_single, gathered, tensor, group=group.process_group, async_op=True)
     return Pending(work, lambda: gathered, group.waits)
 
 
@@ -171,7 +171,7 @@ def all_to_all_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int], 
     rows = rows.contiguous()
     result = rows.new_empty(sum(received), *rows.shape[1:])
     process_group = group.process_group
-    work = begun(dist.all_to_all_single, result, rows, list(received), list(sent), group=process_group, async_op=True)
+    work = launch(dist.all_to_all_single, result, rows, list(received), list(sent), group=process_group, async_op=True)
     return Pending(work, lambda: result, group.waits).wait()
 
 
@@ -181,14 +181,14 @@ def reduce_scatter_async(tensor: Tensor, group: Group, out: Tensor | None = None
     `out` may be this rank's slice of `tensor` itself.
     """
     if group.size == 1:
-        return done(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))
+        return completed(tensor if out is None or out.data_ptr() == tensor.data_ptr() else out.copy_(tensor))
     tensor = tensor.contiguous()
     result = tensor.new_empty((tensor.shape[0] // group.size, *tensor.shape[1:])) if out is None else out
     if not _is_gloo(group):
-        work = begun(_reduce_scatter_single, result, tensor, group=group.process_group, async_op=True)
+        work = launch(_reduce_scatter_single, result, tensor, group=group.process_group, async_op=True)
         return Pending(work, lambda: result, group.waits)
     received = torch.empty_like(tensor)
-    work = begun(dist.all_to_all_single, received, tensor, group=group.process_group, async_op=True)
+    work = launch(dist.all_to_all_single, received, tensor, group=group.process_group, async_op=True)
 
     def sum_in_rank_order() -> Tensor:
         slices = received.view(group.size, *result.shape)

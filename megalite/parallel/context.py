@@ -62,7 +62,7 @@ class ParallelContext:
 
         `of_part`: each rank applies it to a part of the activations whatever the sequence does, as to its own heads.
         """
-        return placement.replicated(self.mesh, tensor, summed=of_part or self.sequence_parallel)
+        return placement.replicated(self.mesh, tensor, grad_is_partial=of_part or self.sequence_parallel)
 
     def parameter(self, sharding: Sharding) -> Parameter:
         """A parameter on this rank's device, its values not yet set."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import Group
-from megalite.parallel.parameter import RowsGradient, hand_over
+from megalite.parallel.parameter import RowsGradient, accumulate_grad
 from megalite.parallel.sharding import Sharding
 
 
@@ -50,7 +50,7 @@ class _VocabParallelRows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         local, outside = ctx.saved_tensors
         gradient = _VocabParallelGradient(local, outside, gradients[0], ctx.gather_over)
-        return hand_over(ctx.table, gradient), None, None, None, None
+        return accumulate_grad(ctx.table, gradient), None, None, None, None
 
 
 class VocabParallelEmbedding(nn.Module):

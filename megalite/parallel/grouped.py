@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.parallel.parameter import GroupedProductGradient, Parameter, hand_over
+from megalite.parallel.parameter import GroupedProductGradient, Parameter, accumulate_grad
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -32,7 +32,7 @@ class _GroupedLinear(torch.autograd.Function):
             torch.mm(gradient[rows], matrix, out=input_gradient[rows])
         # Last: with the last gradient that is handed over the weight may go.
         product = GroupedProductGradient(gradient, input, ctx.offsets)
-        return input_gradient, hand_over(ctx.weight, product, ctx.use), None, None
+        return input_gradient, accumulate_grad(ctx.weight, product, ctx.use), None, None
 
 
 def grouped_linear(input: Tensor, weight: Parameter, offsets: Sequence[int], use: int = 0) -> Tensor:

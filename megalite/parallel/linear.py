@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megalite.parallel import collectives
 from megalite.parallel.context import Meaning, ParallelContext
 from megalite.parallel.mesh import Group
-from megalite.parallel.parameter import Gradient, Parameter, ProductGradient, hand_over, is_deferred
+from megalite.parallel.parameter import Gradient, Parameter, ProductGradient, accumulate_grad, is_deferred
 from megalite.parallel.sharding import Sharding
 
 
@@ -66,7 +66,7 @@ class _ColumnParallel(torch.autograd.Function):
         group: Group = ctx.group
         later = ctx.sequence_parallel and is_deferred(weights[0])
         gather_now = ctx.sequence_parallel and not later
-        input_again = collectives.all_gather_async(input, group) if gather_now else collectives.done(input)
+        input_again = collectives.all_gather_async(input, group) if gather_now else collectives.completed(input)
         parts = _split(_matrix(gradients[0]), weights)
         input_gradient = parts[0] @ weights[0]
         for part, weight in zip(parts[1:], weights[1:], strict=True):
@@ -84,7 +84,7 @@ class _ColumnParallel(torch.autograd.Function):
         else:
             products = [ProductGradient(part, _matrix(whole)) for part in parts]
         weight_gradients = [
-            hand_over(weight, product, ctx.use) for weight, product in zip(weights, products, strict=True)
+            accumulate_grad(weight, product, ctx.use) for weight, product in zip(weights, products, strict=True)
         ]
         return reduction.wait(), None, None, None, *weight_gradients
 
@@ -110,7 +110,7 @@ class _RowParallel(torch.autograd.Function):
             product = _GatheredGradient(gathered, functools.partial(_matrix, input))
         else:
             product = ProductGradient(_matrix(gradient), _matrix(input))
-        return input_gradient, hand_over(ctx.weight, product), None, None
+        return input_gradient, accumulate_grad(ctx.weight, product), None, None
 
 
 def _split(matrix: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from megalite.parallel import collectives
 from megalite.parallel.cross_entropy import over_ranks
 from megalite.parallel.mesh import Group
-from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, hand_over, is_deferred
+from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, accumulate_grad, is_deferred
 from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, losses, statistics
 
 CHUNK_ELEMENTS, CHUNK_TOKENS = 1 << 28, 1024
@@ -141,7 +141,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             product = _WeightGradient(logit_gradients, partial(_whole, hidden, split_over))
         else:
             product = _WeightGradient(logit_gradients, lambda: whole, hidden_gradient)
-        weight_gradient = hand_over(weight, product, ctx.use)
+        weight_gradient = accumulate_grad(weight, product, ctx.use)
         hidden_gradient = hidden_gradient.view(-1, *hidden.shape[1:])
         if split_over is not None:
             hidden_gradient = collectives.reduce_scatter(hidden_gradient, split_over)

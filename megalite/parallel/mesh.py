@@ -18,7 +18,7 @@ EXPERT_AXES = ("pp", "edp", "ep", "etp")
 
 
 @dataclass
-class Waits:
+class WaitTimer:
     """Time that a rank has waited for others, as the host sees it: a wait on a GPU does not keep the host."""
 
     seconds: float = 0.0
@@ -32,7 +32,7 @@ class Group:
     rank: int
     """Position of this process in `ranks`."""
     process_group: dist.ProcessGroup | None = None
-    waits: Waits = field(default_factory=Waits, compare=False)
+    waits: WaitTimer = field(default_factory=WaitTimer, compare=False)
     """Counter to which the time spent waiting for the group is added."""
 
     @property
@@ -82,7 +82,7 @@ class ParallelMesh:
             for axes, view in ((DENSE_AXES, sizes), (EXPERT_AXES, expert_sizes))
         }
         self._sizes = sizes | expert_sizes
-        self.waits = Waits()
+        self.waits = WaitTimer()
         self._groups: dict[tuple[int, ...], Group] = {}
         self._by_axes: dict[tuple[str, ...], Group] = {}
         self._links: dict[tuple[int, int], Group] = {}

@@ -154,7 +154,7 @@ def is_deferred(parameter: Parameter) -> bool:
     return parameter.gradient_buffer is not None and parameter.gradient_buffer.deferred is not None
 
 
-def hand_over(parameter: Parameter, gradient: Gradient, use: int = 0) -> Tensor | None:
+def accumulate_grad(parameter: Parameter, gradient: Gradient, use: int = 0) -> Tensor | None:
     """Give the gradient of a use to the parameter's buffer, from inside a backward function.
 
     Returns what the function must return to autograd for it: None, or the plain gradient where there is no buffer.

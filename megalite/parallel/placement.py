@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.sharding import Box, LogicalTensor, Piece, Sharding, share
+from megalite.parallel.sharding import Box, LogicalTensor, Piece, Sharding, partition_range
 
 DENSE, EXPERT = ("tp",), ("ep", "etp")
 """Axes of either view over which a data-parallel replica of a stage is split."""
@@ -17,12 +17,14 @@ def whole(tensor: LogicalTensor) -> Box:
     return Box.whole(tensor.shape)
 
 
-def replicated(mesh: ParallelMesh, tensor: LogicalTensor, *, summed: bool) -> Sharding:
+def replicated(mesh: ParallelMesh, tensor: LogicalTensor, *, grad_is_partial: bool) -> Sharding:
     """The whole of a vector on every rank of a replica of the stage.
 
-    `summed` where each of them sees only a part of what the vector acts on: its slice of the sequence, or its heads.
+    `grad_is_partial`: each of them sees only a part of what the vector acts on, its slice of the sequence or its heads.
     """
-    return Sharding(tensor.shape, (Piece(tensor, whole(tensor), 0, tensor.shape[0]),), mesh.ranks(*DENSE), summed)
+    return Sharding(
+        tensor.shape, (Piece(tensor, whole(tensor), 0, tensor.shape[0]),), mesh.ranks(*DENSE), grad_is_partial
+    )
 
 
 def split(
@@ -45,7 +47,7 @@ def split(
     for dimension, axes in splits.items():
         padding = padded if dimension == 0 else None
         length = tensor.shape[dimension] if padding is None else padding
-        start, count = share(length, mesh.size(*axes), mesh.ranks(*axes).index(mesh.rank))
+        start, count = partition_range(length, mesh.size(*axes), mesh.ranks(*axes).index(mesh.rank))
         true_start = min(start, tensor.shape[dimension])
         true_count = min(start + count, tensor.shape[dimension]) - true_start
         box = Box(_set(box.offset, dimension, true_start), _set(box.size, dimension, true_count))
@@ -59,7 +61,7 @@ def split(
     free = [axis for axis in (EXPERT if expert else DENSE) if axis not in used]
     made = tuple((dimension, axis) for dimension, axes in splits.items() for axis in axes)
     piece = Piece(tensor, box, 0, local_shape[0] if true_rows is None else true_rows, made)
-    return Sharding(local_shape, (piece,), mesh.ranks(*free), summed=False, expert=expert)
+    return Sharding(local_shape, (piece,), mesh.ranks(*free), grad_is_partial=False, expert=expert)
 
 
 def stacked(shardings: list[Sharding]) -> Sharding:

@@ -39,7 +39,7 @@ class LogicalTensor:
     weight_decay: bool
     matrices: str | None = None
     """An einops pattern to [matrices, rows, columns], what a matrix-wise optimizer sees; None for vectors, tables."""
-    token_table: bool = False
+    is_embedding_or_output: bool = False
     """True if its rows stand for tokens, as the word embedding's and the output layer's do."""
 
     def as_matrices(self, values: Tensor) -> Tensor:
@@ -199,10 +199,10 @@ class Sharding:
 
     local_shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    copies: tuple[int, ...]
+    replica_ranks: tuple[int, ...]
     """The ranks of this data-parallel replica that hold the same values, this one among them."""
-    summed: bool
-    """True if each copy sees only its part of the gradient, so that it must still be summed over `copies`."""
+    grad_is_partial: bool
+    """True if each copy sees only its part of the gradient, so that it must still be summed over `replica_ranks`."""
     expert: bool = False
     """True if its data-parallel peers are those of the expert view."""
     uses: tuple[Use, ...] = (Use(),)
@@ -211,15 +211,15 @@ class Sharding:
     @property
     def replica_group(self) -> tuple[int, ...]:
         """The ranks over which the gradient must still be summed; empty where it is already whole."""
-        return self.copies if self.summed and len(self.copies) > 1 else ()
+        return self.replica_ranks if self.grad_is_partial and len(self.replica_ranks) > 1 else ()
 
     @property
     def weight_decay(self) -> bool:
         return self.pieces[0].tensor.weight_decay
 
     @property
-    def token_table(self) -> bool:
-        return self.pieces[0].tensor.token_table
+    def is_embedding_or_output(self) -> bool:
+        return self.pieces[0].tensor.is_embedding_or_output
 
     @property
     def has_matrices(self) -> bool:
@@ -230,7 +230,7 @@ class Sharding:
         return "+".join(piece.tensor.name for piece in self.pieces)
 
 
-def share(total: int, parts: int, index: int) -> tuple[int, int]:
+def partition_range(total: int, parts: int, index: int) -> tuple[int, int]:
     """The (start, length) of part `index` where `total` is dealt in runs of ceil(total / parts); the last run short."""
     run = -(-total // parts)
     start = min(index * run, total)

@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.errors import MegaliteError
-from megalite.parallel.collectives import Pending, done
+from megalite.parallel.collectives import Pending, completed
 from megalite.parallel.device import synchronize
-from megalite.parallel.naming import named
 from megalite.parallel.parameter import DeferredGradients
+from megalite.parallel.profile_range import profile_range
 from megalite.parallel.stage import NO_SUMS, StageOutput, TensorSpec, TermSums, add_sums
 from megalite.pipeline.point_to_point import Links
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import Span
 from megalite.pipeline.stages import Stages
-from megalite.torch_internals import profiler_looks_on, run_backward
+from megalite.torch_internals import is_profiling, run_backward
 
 MicroBatch = TypeVar("MicroBatch")
 Stage = Callable[[Mapping[str, Tensor], MicroBatch], StageOutput]
@@ -43,7 +43,7 @@ class Gradients(Protocol):
         """Begin the reductions of a chunk's gradients that are due behind so many micro-batches."""
 
 
-class UnderWay(Protocol):
+class RunningStep(Protocol):
     """A step, as an observer sees it."""
 
     def execute(self, action: Action) -> None:
@@ -53,10 +53,10 @@ class UnderWay(Protocol):
         """Wait for what another stage gives to a computation."""
 
 
-class Observer(Protocol):
+class StepObserver(Protocol):
     """Who sees a step's actions one by one."""
 
-    def execute(self, action: Action, step: UnderWay) -> None:
+    def execute(self, action: Action, step: RunningStep) -> None:
         """Have the step run the action."""
 
 
@@ -67,7 +67,7 @@ class Recording:
         self.spans: list[Span] = []
         self._device, self._origin = device, time.perf_counter()
 
-    def execute(self, action: Action, step: UnderWay) -> None:
+    def execute(self, action: Action, step: RunningStep) -> None:
         """Run an action to its end on the device: a step that is recorded overlaps less than others. What it waits for
         is not part of it.
         """
@@ -104,14 +104,14 @@ class PipelineEngine(Generic[MicroBatch]):
         self,
         actions: Iterable[Action],
         micro_batches: Sequence[MicroBatch],
-        factors: Mapping[str, float] | None = None,
+        loss_multipliers: Mapping[str, float] | None = None,
         gradients: Gradients | None = None,
-        observer: Observer | None = None,
+        observer: StepObserver | None = None,
     ) -> dict[str, Tensor]:
         """Execute `actions`, differentiating the sum of all terms of the loss, each times its factor.
 
         Args:
-            factors: by the name of a term; None, for a list without backward.
+            loss_multipliers: by the name of a term; None, for a list without backward.
             gradients: without them nothing is reduced, and I does all that B does.
 
         Returns:
@@ -123,13 +123,13 @@ class PipelineEngine(Generic[MicroBatch]):
             MegaliteError: a stage returns what its neighbour cannot take, or what cannot be trained on.
             CommunicationError: a neighbour has gone or does not answer.
         """
-        step = _Step(self, micro_batches, factors or {}, gradients)
+        step = _Step(self, micro_batches, loss_multipliers or {}, gradients)
         execute = step.execute if observer is None else partial(observer.execute, step=step)
-        actions, naming = list(actions), profiler_looks_on()
+        actions, profiling = list(actions), is_profiling()
         with torch.set_grad_enabled(any(action.kind in ("B", "I") for action in actions)):
             for action in actions:
-                if naming:
-                    with named(str(action)):
+                if profiling:
+                    with profile_range(str(action)):
                         execute(action)
                 else:
                     execute(action)
@@ -187,7 +187,7 @@ class _Chunk(Generic[MicroBatch]):
                 edges.append(get_gradient_edge(tensor))
         return edges
 
-    def check_terms(self, terms: TermSums, factors: Mapping[str, float] | None, micro_batch: int) -> None:
+    def check_terms(self, terms: TermSums, loss_multipliers: Mapping[str, float] | None, micro_batch: int) -> None:
         """Raise MegaliteError for a term that is no scalar, or has no factor where there are some."""
         for name, term in terms.items():
             if not isinstance(term, Tensor) or term.dim() or not term.is_floating_point():
@@ -196,7 +196,7 @@ class _Chunk(Generic[MicroBatch]):
                     f"stage {self.stage} returned a term of the loss that is no scalar of floating point for "
                     f"micro-batch {micro_batch}: {name}, {shown}"
                 )
-            if factors is not None and name not in factors:
+            if loss_multipliers is not None and name not in loss_multipliers:
                 raise MegaliteError(f"stage {self.stage} returned a term of the loss that is not declared: {name}")
 
 
@@ -215,10 +215,15 @@ class _Step(Generic[MicroBatch]):
         self,
         engine: PipelineEngine[MicroBatch],
         micro_batches: Sequence[MicroBatch],
-        factors: Mapping[str, float],
+        loss_multipliers: Mapping[str, float],
         gradients: Gradients | None,
     ) -> None:
-        self.engine, self.micro_batches, self.factors, self.gradients = engine, micro_batches, factors, gradients
+        self.engine, self.micro_batches, self.loss_multipliers, self.gradients = (
+            engine,
+            micro_batches,
+            loss_multipliers,
+            gradients,
+        )
         self._sums: list[dict[str, Tensor]] = [{} for _ in engine.chunks]
         self._arriving: dict[tuple[str, int, int], list[Pending]] = {}
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
@@ -254,7 +259,7 @@ class _Step(Generic[MicroBatch]):
         way = "F" if action.kind == "F" else "B"
         key = way, action.chunk, action.micro_batch
         if action.kind in ("F", "B", "I") and key in self._arriving:
-            self._arriving[key] = [done(tensor) for tensor in self._arrived(way, action)]
+            self._arriving[key] = [completed(tensor) for tensor in self._arrived(way, action)]
 
     def sums(self) -> dict[str, Tensor]:
         """Add up each term over the rank's stages, in their order: chunks are numbered by it."""
@@ -274,7 +279,7 @@ class _Step(Generic[MicroBatch]):
         inputs = {spec.name: tensor for spec, tensor in zip(chunk.takes, arrived, strict=True)}
         tensors, terms = chunk.run(inputs, self.micro_batches[action.micro_batch])
         passed_on = chunk.passed_on(tensors, action.micro_batch)
-        chunk.check_terms(terms, self.factors if training else None, action.micro_batch)
+        chunk.check_terms(terms, self.loss_multipliers if training else None, action.micro_batch)
         if training:
             edges = chunk.edges(passed_on, action.micro_batch)
             self._outputs[key] = edges, {name: term for name, term in terms.items() if term.requires_grad}
@@ -291,7 +296,7 @@ class _Step(Generic[MicroBatch]):
         gradients = self._arrived("B", action) if edges else []
         for name, term in terms.items():
             edges.append(get_gradient_edge(term))
-            gradients.append(torch.full_like(term, self.factors[name]))
+            gradients.append(torch.full_like(term, self.loss_multipliers[name]))
         if edges:
             run_backward(edges, gradients)
         if inputs:
@@ -330,7 +335,7 @@ class _Step(Generic[MicroBatch]):
         if here is None:
             self._to_send[kind, action.chunk, action.micro_batch] = tensors
         else:
-            self._arriving[kind, here, action.micro_batch] = [done(tensor.detach()) for tensor in tensors]
+            self._arriving[kind, here, action.micro_batch] = [completed(tensor.detach()) for tensor in tensors]
 
     def _receive(self, action: Action) -> None:
         assert action.peer is not None

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.parallel.collectives import Pending, begun
+from megalite.parallel.collectives import Pending, launch
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.pipeline.stages import Stages
 
@@ -27,12 +27,12 @@ class Links:
     def send(self, tensor: Tensor, peer: int) -> Pending:
         """Start to send; the tensor must not change before the result is waited for."""
         group = self.outgoing[peer]
-        return Pending(begun(dist.ProcessGroup.send, group.process_group, [tensor], 1, 0), lambda: tensor, group.waits)
+        return Pending(launch(dist.ProcessGroup.send, group.process_group, [tensor], 1, 0), lambda: tensor, group.waits)
 
     def receive(self, tensor: Tensor, peer: int) -> Pending:
         """Start to receive into `tensor`."""
         group = self.incoming[peer]
-        return Pending(begun(dist.ProcessGroup.recv, group.process_group, [tensor], 0, 0), lambda: tensor, group.waits)
+        return Pending(launch(dist.ProcessGroup.recv, group.process_group, [tensor], 0, 0), lambda: tensor, group.waits)
 
 
 def make_links(mesh: ParallelMesh, stages: Stages) -> Links:

@@ -19,7 +19,7 @@ from megalite.data.loader import MicroBatchLoader
 from megalite.model import gpt
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
-from megalite.model.head import Loss
+from megalite.model.head import LossConfig
 from megalite.model.recompute import Recompute
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import Bucket, DataParallel
@@ -36,8 +36,8 @@ from megalite.pipeline.checker import Collective
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
+from megalite.pipeline.schedule_cache import ScheduleCache
 from megalite.pipeline.stages import Stages
-from megalite.pipeline.steps import Steps
 from megalite.training.data import RunData
 
 
@@ -67,9 +67,9 @@ def make_recompute(config: RunConfig) -> Recompute:
     return Recompute(attention=training.recompute_granularity == "selective")
 
 
-def make_loss(config: RunConfig) -> Loss:
+def make_loss_config(config: RunConfig) -> LossConfig:
     training = config.training
-    return Loss(training.label_smoothing, training.z_loss_coeff, config.kernels.fused_linear_cross_entropy)
+    return LossConfig(training.label_smoothing, training.z_loss_coeff, config.kernels.fused_linear_cross_entropy)
 
 
 def make_stages(config: RunConfig) -> Stages:
@@ -91,7 +91,7 @@ def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stage
         tuple(ranks[rank] for rank in stages.ends),
         sequence_parallel=config.parallel.sequence_parallel,
         recompute=make_recompute(config),
-        loss=make_loss(config),
+        loss=make_loss_config(config),
         dtype=model_dtype(config),
     )
 
@@ -104,14 +104,14 @@ def make_engine(
     return PipelineEngine(chunks, stages, rank, links, mesh.device)
 
 
-def make_steps(
+def make_schedule_cache(
     config: RunConfig,
     mesh: ParallelMesh,
     stages: Stages,
     chunks: Sequence[GPT],
     optimizer: Optimizer,
     terms: Sequence[LossTerm],
-) -> Steps:
+) -> ScheduleCache:
     """The lists of actions, with what layers and the optimizer communicate inside them, and the optimizer after them.
 
     All ranks of a pipeline make theirs together.
@@ -122,7 +122,7 @@ def make_steps(
     gathers = _inside("gather of parameters", (bucket for bucket in optimizer.buckets if bucket.stage == 3))
     reductions = _inside("reduction of gradients", optimizer.buckets)
     reduction, at_the_end = (reductions, ()) if each else ((), reductions)
-    return Steps(
+    return ScheduleCache(
         stages,
         mesh.coordinate("pp"),
         schedule=schedule_name(config.model, parallel),
@@ -237,7 +237,7 @@ def count_kinds(
         piece.tensor.name: (kind(parameter, piece.tensor), math.prod(piece.tensor.shape))
         for chunk in chunks
         for parameter, piece in named_pieces(chunk)
-        if min(parameter.sharding.copies) >= first  # else it is tied, and counted by an earlier stage
+        if min(parameter.sharding.replica_ranks) >= first  # else it is tied, and counted by an earlier stage
     }
     counts = Counter[str]()
     for name, size in tensors.values():

@@ -1,4 +1,4 @@
-"""The terms of a step's loss: their counts before it, their factors in it, their means after it.
+"""The terms of a step's loss: their counts before it, their loss_multipliers in it, their means after it.
 
 Everything is summed once over the whole global batch, and nothing else averages.
 """
@@ -82,7 +82,7 @@ def _totals(
     return found
 
 
-def factors(terms: Sequence[LossTerm], counts: Totals, loss_scale: float) -> Totals:
+def loss_multipliers(terms: Sequence[LossTerm], counts: Totals, loss_scale: float) -> Totals:
     """Factors of the terms' sums, at which they are differentiated; 0 where there is nothing to count."""
     return {term.name: loss_scale * term.weight / counts[term.name] if counts[term.name] else 0.0 for term in terms}
 

@@ -138,7 +138,7 @@ def activation_bytes(
     sequence_parallel: bool,
     recompute: Recompute,
     fused_loss: bool = False,
-    part: StageLayers | None = None,
+    stage_layers: StageLayers | None = None,
 ) -> int:
     """Bytes that one micro-batch of `tokens` keeps for backward in a stage (None: in all), without dropout and masks of
     documents and windows.
@@ -170,17 +170,17 @@ def activation_bytes(
     more_norms = 2 * (norm - hidden * item / sp) if model.sandwich_norm else 0  # whose outputs nothing reads again
     shared = hidden * item / sp if model.use_parallel_residual else 0  # both norms read one tensor
     around = 2 * norm - shared + projected + core + more_norms
-    part = part or StageLayers(0, model.num_layers, embedding=True, loss=True)
-    layers = model.layers[part.first_layer : part.first_layer + part.layers]
-    spans = recompute.spans(part.layers)
+    stage_layers = stage_layers or StageLayers(0, model.num_layers, embedding=True, loss=True)
+    layers = model.layers[stage_layers.first_layer : stage_layers.first_layer + stage_layers.layers]
+    spans = recompute.spans(stage_layers.layers)
     kept = 0.0
     for start, stop, again in spans:
         whole = sum(around + feed_forward[layer.feed_forward] for layer in layers[start:stop])
         kept += hidden / sp * item if again else whole
     logits = 0 if fused_loss else model.padded_vocab_size(tp) / tp * item
     labels = 8 + wide + wide  # log-sum and loss mask
-    loss = (norm + logits + labels) if part.loss else 0
-    words = (8 + 1 if rotary else 8 + 1 + 8) if part.embedding else 0
+    loss = (norm + logits + labels) if stage_layers.loss else 0
+    words = (8 + 1 if rotary else 8 + 1 + 8) if stage_layers.embedding else 0
     own_base = [layer.keys_before is not None and model.window_rotary_base is not None for layer in layers]
     kinds_of_tables = {kind for start, stop, again in spans if not again for kind in own_base[start:stop]}
     tables = len(kinds_of_tables) * model.head_dim * model.rotary_percent * wide if rotary else 0

@@ -44,7 +44,7 @@ class SkippedStep:
     iteration: int
     actions: Sequence[Action]
     micro_batches: Sequence[MicroBatch]
-    factors: Mapping[str, float]
+    loss_multipliers: Mapping[str, float]
     loss_scale: float
     sums: TermSums
     """Sums of this rank alone."""
@@ -105,7 +105,7 @@ def locate(
     search = Search(stages, mesh.coordinate("pp"))
     optimizer.begin_step(len(step.micro_batches))
     with search.through(chunks):
-        engine.run(step.actions, step.micro_batches, step.factors, optimizer, search)
+        engine.run(step.actions, step.micro_batches, step.loss_multipliers, optimizer, search)
     result = optimizer.complete(step.loss_scale)
     second = [_SecondRun(**report) for report in _gather(_second_run(search, step, optimizer), mesh)]
     return f"{told}. It was run once more and watched: {_of_runs(first, second, result, hosts, mesh, step)}"

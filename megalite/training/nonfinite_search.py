@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megalite.model.gpt import GPT
 from megalite.optim.layout import unique_parameters
 from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, GradientBuffer, Parameter
-from megalite.pipeline.engine import UnderWay
+from megalite.pipeline.engine import RunningStep
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
 from megalite.training.compiled import is_compiled
@@ -76,7 +76,7 @@ class Search:
         self._border, self._before = 0, ""
         self._seen = WeakTensorKeyDictionary()
 
-    def execute(self, action: Action, step: UnderWay) -> None:
+    def execute(self, action: Action, step: RunningStep) -> None:
         self._action = action
         self._border, self._before = 0, ""
         step.execute(action)
@@ -105,7 +105,7 @@ class Search:
         passed_on = f"what stage {stage} passes on" if chunk.head is None else "the loss times the loss mask"
         yield chunk, f"what stage {stage} receives", passed_on
         parts: list[tuple[nn.Module | None, str]] = [(chunk.embedding, "the embedding")]
-        parts += [(layer, f"layer {index}") for index, layer in enumerate(chunk.layers, chunk.part.first_layer)]
+        parts += [(layer, f"layer {index}") for index, layer in enumerate(chunk.layers, chunk.stage_layers.first_layer)]
         if chunk.head is not None:
             parts += [(chunk.head.norm, "the final norm"), (chunk.head.output, "the output layer and its loss")]
         for part, name in parts:

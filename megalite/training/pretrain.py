@@ -16,7 +16,7 @@ from megalite.errors import EXIT_FINISHED, CheckpointError
 from megalite.optim.elementwise import require_backend
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.naming import named
+from megalite.parallel.profile_range import profile_range
 from megalite.process.place import Place
 from megalite.training.control_files import ControlFiles, has_file
 from megalite.training.data import RunData, last_iteration
@@ -60,7 +60,7 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
     require_device(config.profiling, device.local_device(place.local_rank))
     directory = None if config.checkpoint.save is None else checkpoint.open_directory(config.checkpoint.save)
     mesh = take_place(config.parallel, place)
-    sections = Sections(lambda: mesh.waits.seconds, naming=named)
+    sections = Sections(lambda: mesh.waits.seconds, profile_range=profile_range)
     if config.profiling.record_memory_history:
         record_memory_history(config.profiling, place.rank)
     with ExitStack() as stack:

@@ -22,7 +22,7 @@ from megalite.config.profiling import ProfilingConfig
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.naming import named
+from megalite.parallel.profile_range import profile_range
 from megalite.training.display import Display
 from megalite.training.memory_history import write_snapshot
 from megalite.watchdog.sections import PROFILE, Sections
@@ -99,7 +99,7 @@ class Profiler:
             self._recorder.warm_up()
         if self._recorder is not None and number == self._steps[0]:
             self._recorder.begin()
-        with named(f"step {number}"):
+        with profile_range(f"step {number}"):
             yield
         if self._steps and number == self._steps[-1]:
             with self._sections(PROFILE):

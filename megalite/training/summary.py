@@ -95,7 +95,7 @@ def _seen_by_muon(parameter: Parameter, tensor: LogicalTensor) -> str:
     group = ParameterGroup.of(parameter)
     if group.matrices:
         return _MATRICES
-    return tensor.name if group.token_table or group.weight_decay else "norms and biases"
+    return tensor.name if group.is_embedding_or_output or group.weight_decay else "norms and biases"
 
 
 def measured_memory(trainer: Trainer) -> memory.Memory:
@@ -142,7 +142,7 @@ def expected_memory(trainer: Trainer) -> memory.Memory:
             sequence_parallel=config.parallel.sequence_parallel,
             recompute=make_recompute(config),
             fused_loss=config.kernels.fused_linear_cross_entropy,
-            part=chunk.part,
+            stage_layers=chunk.stage_layers,
         )
         for chunk in trainer.chunks
     ]

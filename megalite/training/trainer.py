@@ -32,8 +32,8 @@ from megalite.training.builder import (
     make_loss_scale,
     make_optimizer,
     make_plan,
+    make_schedule_cache,
     make_stages,
-    make_steps,
     model_dtype,
 )
 from megalite.training.checkpoints import Checkpoints
@@ -42,7 +42,15 @@ from megalite.training.data import RunData, global_batch_size, last_iteration, o
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
 from megalite.training.load_report import load_notes, rounding_notes
-from megalite.training.loss_terms import Totals, counted, declared_terms, factors, means, total_counts, total_sums
+from megalite.training.loss_terms import (
+    Totals,
+    counted,
+    declared_terms,
+    loss_multipliers,
+    means,
+    total_counts,
+    total_sums,
+)
 from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
 from megalite.training.resume import ResumePoint
@@ -78,7 +86,7 @@ class Trainer:
         self.optimizer = make_optimizer(config, self.chunks, mesh)
         self.engine = make_engine(config, self.chunks, mesh, stages)
         self.batch_size = global_batch_size(config)
-        self.steps = make_steps(config, mesh, stages, self.chunks, self.optimizer, self.terms)
+        self.steps = make_schedule_cache(config, mesh, stages, self.chunks, self.optimizer, self.terms)
         sizes = [self.num_micro_batches(size) for size in self.batch_size.sizes]
         self.steps.prove(sizes, sizes[-1:], mesh)
         self.rates = rate_schedules(
@@ -119,7 +127,7 @@ class Trainer:
         self.optimizer.begin_step(len(micro_batches))
         actions = self.steps.training(len(micro_batches))
         loss_scale = self.loss_scale.value
-        scaled = factors(self.terms, counts, loss_scale)
+        scaled = loss_multipliers(self.terms, counts, loss_scale)
         self._recording = recording = begin_recording(self.mesh) if self._records_now() else None
         with self.sections(FORWARD_BACKWARD):
             sums = self.engine.run(actions, micro_batches, scaled, self.optimizer, recording)
@@ -168,10 +176,10 @@ class Trainer:
         due = self.iteration % self.config.training.eval_interval == 0 or self.iteration == self.iterations
         return due and self.data.valid is not None
 
-    def evaluate(self, dataset: Dataset[SampleFields], broken_off: Callable[[], bool] | None = None) -> float | None:
+    def evaluate(self, dataset: Dataset[SampleFields], should_stop: Callable[[], bool] | None = None) -> float | None:
         """The mean language-model loss over `eval_iters` global batches, always from the dataset's first sample on.
 
-        `broken_off` is asked between two batches, and answers the same on all ranks; None if it says so.
+        `should_stop` is asked between two batches, and answers the same on all ranks; None if it says so.
         """
         self.network.eval()
         sums, counts = NO_SUMS, NO_SUMS
@@ -180,7 +188,7 @@ class Trainer:
         actions = self.steps.evaluation(num_micro_batches)
         with make_loader(self.config, self.mesh, self.data, dataset) as loader:
             for batch in range(self.config.training.eval_iters):
-                if batch and broken_off is not None and broken_off():
+                if batch and should_stop is not None and should_stop():
                     return None
                 arrays = loader.micro_batches(batch * batch_size, num_micro_batches)
                 micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)

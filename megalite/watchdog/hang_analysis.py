@@ -21,7 +21,7 @@ _UNEQUAL = ("all_to_all", "gather", "scatter", "coalesced")  # collectives to wh
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """Fault that a healthy run would not have."""
 
     text: str
@@ -32,7 +32,7 @@ class Finding:
     """True if it explains the hang, rather than follows from another finding."""
 
 
-def missing(snapshots: Mapping[int, Snapshot], silent: Collection[int] = ()) -> list[Finding]:
+def missing(snapshots: Mapping[int, Snapshot], silent: Collection[int] = ()) -> list[Diagnosis]:
     """Return what the groups wait for, causes first; nothing if no rank waits for another.
 
     `snapshots`: by rank, taken after all progress had stopped. `silent`: ranks without a snapshot; they are reported
@@ -56,7 +56,7 @@ def missing(snapshots: Mapping[int, Snapshot], silent: Collection[int] = ()) -> 
         *_silence(silent, causes),
         *(_finding(wait, causes) for wait in lacking if not (wait.guess and wait.waiting <= known)),
         *(_deadlock(circle, waits, snapshots) for circle in circles),
-        *(Finding(wait.text, (), True) for wait in unfinished if stuck & wait.waiting),
+        *(Diagnosis(wait.text, (), True) for wait in unfinished if stuck & wait.waiting),
     ]
     return sorted(findings, key=lambda finding: not finding.cause)
 
@@ -228,22 +228,22 @@ def _last(what: str, number: int) -> str:
 # ----------------------------------------------------------------------------------------------------- all together
 
 
-def _mismatch_finding(wait: _Wait) -> Finding:
-    return Finding(wait.text, tuple(sorted(wait.absent)), True)
+def _mismatch_finding(wait: _Wait) -> Diagnosis:
+    return Diagnosis(wait.text, tuple(sorted(wait.absent)), True)
 
 
-def _finding(wait: _Wait, causes: set[int]) -> Finding:
+def _finding(wait: _Wait, causes: set[int]) -> Diagnosis:
     culprits = tuple(sorted(wait.absent & causes))
-    return Finding(wait.text, culprits, bool(culprits))
+    return Diagnosis(wait.text, culprits, bool(culprits))
 
 
-def _silence(silent: Collection[int], causes: set[int]) -> Iterator[Finding]:
+def _silence(silent: Collection[int], causes: set[int]) -> Iterator[Diagnosis]:
     """Yield findings on silent ranks: those that others wait for are to blame; the rest only if there is no other
     cause."""
     for ranks, cause in ((causes.intersection(silent), True), (set(silent) - causes, not causes)):
         if ranks:
             text = f"{ranks_text(ranks)} left no record: stopped, ended or out of reach"
-            yield Finding(text, tuple(sorted(ranks)), cause)
+            yield Diagnosis(text, tuple(sorted(ranks)), cause)
 
 
 def _circles(waits: Collection[_Wait], free: set[int]) -> Iterator[list[int]]:
@@ -270,11 +270,11 @@ def _waits_for(rank: int, waits: Iterable[_Wait]) -> set[int]:
     return {other for wait in waits if rank in wait.waiting for other in wait.absent}
 
 
-def _deadlock(circle: list[int], waits: Collection[_Wait], snapshots: Mapping[int, Snapshot]) -> Finding:
+def _deadlock(circle: list[int], waits: Collection[_Wait], snapshots: Mapping[int, Snapshot]) -> Diagnosis:
     parts = []
     for rank, other in zip(circle, [*circle[1:], circle[0]], strict=True):
         what = next(wait.what for wait in waits if rank in wait.waiting and other in wait.absent)
         parts.append(f"rank {rank} for rank {other} in {what}")
     unsure = any(snapshots[rank].waiting is None for rank in circle)
     hint = ", unless one of them is busy with something else: see its stacks" if unsure else ""
-    return Finding(f"deadlock{hint}: {', '.join(parts)}", tuple(sorted(circle)), True)
+    return Diagnosis(f"deadlock{hint}: {', '.join(parts)}", tuple(sorted(circle)), True)

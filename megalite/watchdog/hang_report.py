@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megalite.process.place import ranks_text
-from megalite.watchdog.hang_analysis import Finding, missing
+from megalite.watchdog.hang_analysis import Diagnosis, missing
 from megalite.watchdog.hang_dump import Dumps, RankDump
 
 SHOWN = 20  # findings of each kind in the text
@@ -24,7 +24,7 @@ class HangReport:
     """Report on a hang: the ranks to blame, the reason, and where each rank was."""
 
     culprits: tuple[int, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[Diagnosis, ...]
     places: tuple[tuple[RankDump, ...], ...]
     """Ranks with a file, in sets that were in the same section at the same lines; the ranks to blame come first."""
     without_file: tuple[int, ...]

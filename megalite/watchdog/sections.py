@@ -38,14 +38,15 @@ class Sections:
     """Sections of one rank, which its main thread enters and its watchdog's thread reads.
 
     `step`: the step that the rank is in, or was in last. `waited` returns the seconds for which the main thread has so
-    far waited for other ranks; `naming` returns a context that names an open section elsewhere, such as in a profile.
+    far waited for other ranks; `profile_range` returns a context that names an open section
+    in a profile.
     """
 
     def __init__(
         self,
         waited: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
-        naming: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        profile_range: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.step = 0
         self.longest: dict[str, float] = {}
@@ -53,7 +54,7 @@ class Sections:
         self.failed = ""
         """Innermost section of the last error that has left a section."""
         self._failure: BaseException | None = None
-        self._waited, self._clock, self._naming = waited, clock, naming
+        self._waited, self._clock, self._profile_range = waited, clock, profile_range
         self._stopped = 0.0
         self._open: list[tuple[str, float]] = []
         self._own: dict[str, float] = defaultdict(float)
@@ -64,7 +65,7 @@ class Sections:
         began, waited = self._now(), self._waited()
         self._open.append((name, began))
         try:
-            with self._naming(name):
+            with self._profile_range(name):
                 yield
             seconds, waited = self._now() - began, self._waited() - waited
             self.longest[name] = max(seconds, self.longest.get(name, 0.0))

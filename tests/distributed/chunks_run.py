@@ -12,7 +12,7 @@ from torch import nn
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model import gpt
 from megalite.model.batch import MicroBatch
-from megalite.model.head import Loss
+from megalite.model.head import LossConfig
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer
@@ -58,7 +58,7 @@ class Rank:
             (mesh.rank,),
             sequence_parallel=cell.sequence_parallel,
             recompute=RECOMPUTE[cell.recompute],
-            loss=Loss(fused=cell.fused_loss, **loss_terms(cell)),
+            loss=LossConfig(fused=cell.fused_loss, **loss_terms(cell)),
             dtype=cell.torch_dtype,
         )
         network = nn.ModuleList(made)
@@ -92,7 +92,7 @@ class Rank:
             self.engine.run(actions, batches, {LOSS: 1.0}, self.optimizer, _Observer(observe))
 
     def finals(self) -> list[Held]:
-        with self.optimizer.whole_parameters():
+        with self.optimizer.unsharded_parameters():
             return held(self.network, self.mesh, lambda parameter: parameter)
 
 

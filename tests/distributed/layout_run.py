@@ -18,7 +18,7 @@ from megalite.checkpoint import FORMATS, Contents, Plan, Saver, TrainingState
 from megalite.model import gpt
 from megalite.model.batch import MicroBatch, first_keys
 from megalite.model.gpt import GPT
-from megalite.model.head import Loss
+from megalite.model.head import LossConfig
 from megalite.optim import optimizer as optim
 from megalite.optim.buckets import Bucket, DataParallel
 from megalite.optim.optimizer import Optimizer, StepResult
@@ -34,8 +34,8 @@ from megalite.parallel.stage import StageOutput
 from megalite.pipeline.engine import PipelineEngine, Stage
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
+from megalite.pipeline.schedule_cache import ScheduleCache
 from megalite.pipeline.stages import Stages
-from megalite.pipeline.steps import Steps
 from megalite.training.compiled import compile_layers
 from tests.distributed.layout_cell import (
     RECOMPUTE,
@@ -124,7 +124,7 @@ def run_cell(mesh: ParallelMesh, cell: Cell) -> RankResult:
             figures = {f"gradient {group}": norm for group, norm in update.gradient_norms.items()}
             figures["zeros"] = zeros_in_gradients(optimizer.buckets, mesh)
     figures |= {f"parameter {group}": norm for group, norm in optimizer.parameter_norms().items()}
-    with optimizer.whole_parameters():
+    with optimizer.unsharded_parameters():
         assert_padding_is_zero(network)
         final = held(network, mesh, lambda parameter: parameter)
     return RankResult(initial, gradients, final, losses, norms, skipped, training.sample_losses, figures)
@@ -145,7 +145,7 @@ class Training:
         stages, rank = with_messages(cell.stages, cell), mesh.coordinate("pp")
         recording = [recording_losses(chunk, self.sample_losses) for chunk in chunks]
         self.engine = PipelineEngine(recording, stages, rank, make_links(mesh, stages), mesh.device)
-        self.steps = Steps(
+        self.steps = ScheduleCache(
             stages,
             rank,
             schedule=cell.schedule_name,
@@ -225,7 +225,7 @@ def make_chunks(mesh: ParallelMesh, cell: Cell) -> list[GPT]:
         tuple(ranks[rank] for rank in stages.ends),
         sequence_parallel=cell.sequence_parallel,
         recompute=RECOMPUTE[cell.recompute],
-        loss=Loss(fused=cell.fused_loss, **loss_terms(cell)),
+        loss=LossConfig(fused=cell.fused_loss, **loss_terms(cell)),
         dtype=cell.torch_dtype,
     )
 
@@ -243,7 +243,7 @@ def recording_losses(chunk: GPT, sample_losses: dict[int, Tensor]) -> Stage[Micr
 
     def stage(inputs: Mapping[str, Tensor], micro_batch: MicroBatch) -> StageOutput:
         output: StageOutput = chunk(inputs, micro_batch)
-        if chunk.part.loss:
+        if chunk.stage_layers.loss:
             sample_losses.setdefault(micro_batch.key.samples[0], output.terms[LOSS].detach().clone())
         return output
 
@@ -258,7 +258,7 @@ def accumulate_gradients(
 ) -> Tensor:
     """A step up to the optimizer's: all micro-batches forward and backward; the sum of their losses."""
     optimizer.begin_step(len(micro_batches))
-    steps = Steps(reductions=Reductions(optimizer.reduces_each_micro_batch)).prove([len(micro_batches)])
+    steps = ScheduleCache(reductions=Reductions(optimizer.reduces_each_micro_batch)).prove([len(micro_batches)])
     actions = steps.training(len(micro_batches))
     return PipelineEngine([stage]).run(actions, micro_batches, {LOSS: factor}, optimizer)[LOSS]
 

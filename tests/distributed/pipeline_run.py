@@ -23,8 +23,8 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.point_to_point import Links, make_links
+from megalite.pipeline.schedule_cache import ScheduleCache
 from megalite.pipeline.stages import Stages
-from megalite.pipeline.steps import Steps
 from tests.harness.stages import LOSS, as_stage, passing_hidden
 
 WIDTH = 6
@@ -310,11 +310,11 @@ def _train(mesh: ParallelMesh, case: Case) -> Found:
 
 def make_engine(
     mesh: ParallelMesh, case: Case, layers: Sequence[Layer], links: Links, width: int = WIDTH
-) -> tuple[PipelineEngine[Tensor], Steps]:
+) -> tuple[PipelineEngine[Tensor], ScheduleCache]:
     """The rank's engine, and its lists."""
     stages = passing_hidden(case.stages(mesh.world_size), (WIDTH, width))
     run = [as_stage(layer, last=layer.is_last) for layer in layers]
-    steps = Steps(stages, mesh.rank, schedule=case.schedule, group=case.group, overlap=case.overlap)
+    steps = ScheduleCache(stages, mesh.rank, schedule=case.schedule, group=case.group, overlap=case.overlap)
     steps.prove([case.micro_batches], [case.micro_batches], mesh)
     return PipelineEngine(run, stages, mesh.rank, links, mesh.device), steps
 

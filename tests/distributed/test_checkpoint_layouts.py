@@ -176,7 +176,7 @@ class Resumed:
 def held(training: Training) -> Tensors:
     """The checkpoint's tensors by name, as far as this rank holds them, NaN elsewhere; padding must be zero."""
     found: Tensors = {}
-    with training.optimizer.whole_parameters():
+    with training.optimizer.unsharded_parameters():
         assert_padding_is_zero(training.network)
         parameters = {id(p): p for p, _ in named_pieces(training.network)}.values()
         parts = [("model", parameter, parameter.detach().clone()) for parameter in parameters]

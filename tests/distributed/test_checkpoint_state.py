@@ -37,7 +37,7 @@ from megalite.optim.shard import Shard
 from megalite.parallel import collectives
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import DenseGradient, Parameter, hand_over
+from megalite.parallel.parameter import DenseGradient, Parameter, accumulate_grad
 from megalite.parallel.placement import replicated, split
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal
 from megalite.parallel.state import State
@@ -62,7 +62,7 @@ class Router(nn.Module):
 
     def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__()
-        self.counts = State(replicated(mesh, COUNTS, summed=False), torch.int64, mesh.device)
+        self.counts = State(replicated(mesh, COUNTS, grad_is_partial=False), torch.int64, mesh.device)
         self.bias = State(split(mesh, BIAS, {0: ("tp",)}, columns=0, padded=8), torch.float32, mesh.device)
 
     def count(self) -> None:
@@ -76,7 +76,7 @@ class Toy(nn.Module):
     def __init__(self, mesh: ParallelMesh, *, routed: bool = True) -> None:
         super().__init__()
         self.weight = Parameter(split(mesh, WEIGHT, {0: ("tp",)}, padded=24), torch.float64, mesh.device)
-        self.norm = Parameter(replicated(mesh, NORM, summed=False), torch.float64, mesh.device)
+        self.norm = Parameter(replicated(mesh, NORM, grad_is_partial=False), torch.float64, mesh.device)
         self.routers = nn.ModuleList([Router(mesh)] if routed else [])
 
 
@@ -122,13 +122,13 @@ class Factored:
                     row.lerp_(mine.mean(dim=1), 0.25)
                     column.lerp_(collectives.all_reduce_(mine.sum(dim=0), self.group) / ROWS, 0.25)
                     scale[slot.start : slot.stop] = torch.outer(row, column).sqrt().add_(0.1).flatten()
-            for run in shard.runs:
+            for run in shard.segments:
                 if run.group.matrices:
                     run.master.sub_(rates.of(run.group)[0] * factor * run.gradients / scale[run.start : run.stop])
 
 
 def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
-    vectors = [run for shard in shards for run in shard.runs if not run.group.matrices]
+    vectors = [run for shard in shards for run in shard.segments if not run.group.matrices]
     return [Factored(shards, mesh), elementwise_rule(vectors, config)]
 
 
@@ -178,7 +178,7 @@ class Run:
             (piece,) = parameter.sharding.pieces
             gradient = torch.zeros(parameter.shape, dtype=torch.float64)
             piece.view(gradient).copy_(whole[piece.tensor.name][piece.box.slices()] / self.mesh.size("dp"))
-            hand_over(parameter, DenseGradient(gradient))
+            accumulate_grad(parameter, DenseGradient(gradient))
         self.optimizer.reduce(0, 1)
         self.optimizer.step(Rates(0.1, 0.1, 0.0))
         for router in self.network.routers:
@@ -322,7 +322,7 @@ def test_of_all_ranks_one_saves_each_element_and_all_know_what_they_hold(sizes: 
         names = {name: f"stage.{mesh.coordinate('pp')}.{name}" for name in ("whole", "by tp", "by experts")}
         whole, by_tp, by_experts = (LogicalTensor(name, (8,), Constant(0.0), False) for name in names.values())
         shardings = (
-            replicated(mesh, whole, summed=False),
+            replicated(mesh, whole, grad_is_partial=False),
             split(mesh, by_tp, {0: ("tp",)}, columns=0),
             split(mesh, by_experts, {0: expert_axes}, columns=0),
         )
@@ -535,4 +535,4 @@ def test_with_the_weights_of_others_the_optimizer_begins_anew_and_no_state_is_ma
 
 def test_state_begins_as_a_constant() -> None:
     with pytest.raises(TypeError, match=r"the state toy\.weight begins as a constant"):
-        State(replicated(ParallelMesh(), WEIGHT, summed=False), torch.float32, torch.device("cpu"))
+        State(replicated(ParallelMesh(), WEIGHT, grad_is_partial=False), torch.float32, torch.device("cpu"))

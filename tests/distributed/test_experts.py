@@ -31,7 +31,7 @@ from megalite.optim.optimizer import make_optimizer
 from megalite.parallel import collectives, placement
 from megalite.parallel.initialization import initial_values, set_initial_values
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.parameter import DenseGradient, Parameter, hand_over, named_pieces
+from megalite.parallel.parameter import DenseGradient, Parameter, accumulate_grad, named_pieces
 from megalite.parallel.regions import all_gather_sequence, reduce_scatter_sequence
 from megalite.parallel.sharding import Box, Constant, LogicalTensor, Normal, Sharding
 from tests import muon as oracle
@@ -100,7 +100,7 @@ class ExpertProduct(torch.autograd.Function):
             own = ctx.chosen == expert
             to_rows[own] = gradients[0][own] @ matrix
             to_weight[number] = gradients[0][own].t() @ rows[own]
-        return to_rows, hand_over(weight, DenseGradient(to_weight.view(weight.shape))), None
+        return to_rows, accumulate_grad(weight, DenseGradient(to_weight.view(weight.shape))), None
 
 
 class ExpertLayer(nn.Module):
@@ -120,8 +120,8 @@ class ExpertLayer(nn.Module):
         def parameter(sharding: Sharding) -> Parameter:
             return Parameter(sharding, torch.float64, mesh.device)
 
-        self.scale = parameter(placement.replicated(mesh, scale, summed=partial))
-        self.router = parameter(placement.replicated(mesh, router, summed=partial))
+        self.scale = parameter(placement.replicated(mesh, scale, grad_is_partial=partial))
+        self.router = parameter(placement.replicated(mesh, router, grad_is_partial=partial))
         self.up = parameter(placement.split(mesh, up, {0: ("ep",), 1: ("etp",)}))
         self.down = parameter(placement.split(mesh, down, {0: ("ep",), 2: ("etp",)}))
 
@@ -185,7 +185,7 @@ class Training:
         self.norms.append(self.optimizer.step(RATES).gradient_norm)
 
     def held(self) -> list[Held]:
-        with self.optimizer.whole_parameters():
+        with self.optimizer.unsharded_parameters():
             return [
                 (piece.tensor.name, piece.tensor.shape, piece.box, piece.view(parameter).detach().clone())
                 for parameter, piece in named_pieces(self.network)

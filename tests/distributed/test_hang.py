@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megalite.watchdog.flight_record import Snapshot
-from megalite.watchdog.hang_analysis import Finding, missing
+from megalite.watchdog.hang_analysis import Diagnosis, missing
 from megalite.watchdog.hang_dump import Dumps, read_dumps
 from tests.harness.job import Job
 
@@ -26,11 +26,11 @@ def hang(spawn: Spawn, folder: Path, case: str, silent: int = 0) -> Dumps:
     return read_dumps(folder)
 
 
-def causes(findings: list[Finding]) -> list[str]:
+def causes(findings: list[Diagnosis]) -> list[str]:
     return [finding.text for finding in findings if finding.cause]
 
 
-def findings_of(dumps: Dumps) -> list[Finding]:
+def findings_of(dumps: Dumps) -> list[Diagnosis]:
     return missing(dumps.snapshots, dumps.silent)
 
 
@@ -45,7 +45,7 @@ def recorded(snapshot: Snapshot) -> dict[str, list[tuple[int, str]]]:
 
 def test_a_skipped_collective_is_named_with_the_rank_that_skipped_it(spawn: Spawn, tmp_path: Path) -> None:
     (finding,) = findings_of(hang(spawn, tmp_path, "skipped"))
-    assert finding == Finding(
+    assert finding == Diagnosis(
         "all_reduce #4 of ranks 0-3 (float32 [64]): ranks 0, 1, 3 are in it, rank 2 is not: the last there was #3",
         culprits=(2,),
         cause=True,

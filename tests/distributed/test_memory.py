@@ -15,7 +15,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
-from megalite.model.head import Loss
+from megalite.model.head import LossConfig
 from megalite.optim.buckets import DataParallel
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import make_optimizer
@@ -182,7 +182,7 @@ def measured_and_expected(tp: int, sequence_parallel: bool, stage: int) -> list[
     for number, ((name, model), (way, recompute), dtype) in enumerate(
         itertools.product(MODELS.items(), RECOMPUTE.items(), (torch.float32, torch.bfloat16))
     ):
-        loss = Loss(fused=number % 3 == 0)
+        loss = LossConfig(fused=number % 3 == 0)
         network = GPT(model, mesh, sequence_parallel=sequence_parallel, recompute=recompute, loss=loss, dtype=dtype)
         initialize(network, seed=1)
         options = DataParallel(torch.float32, stage)

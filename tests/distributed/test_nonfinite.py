@@ -69,7 +69,9 @@ def _sample(arguments: tuple[Any, ...]) -> int:
 
 
 def _layers(chunks: Iterable[GPT]) -> dict[int, nn.Module]:
-    return {index: layer for chunk in chunks for index, layer in enumerate(chunk.layers, chunk.part.first_layer)}
+    return {
+        index: layer for chunk in chunks for index, layer in enumerate(chunk.layers, chunk.stage_layers.first_layer)
+    }
 
 
 def plant(fault: Fault, training: Training) -> Callable[[], object]:
@@ -149,7 +151,7 @@ def train(cell: Cell, faults: list[Fault | None], located: bool) -> tuple[list[s
 
 def _digest(training: Training, losses: list[float]) -> str:
     digest = hashlib.blake2b(repr(losses).encode())
-    with training.optimizer.whole_parameters():
+    with training.optimizer.unsharded_parameters():
         for tensor in _kept(training):
             digest.update(tensor.detach().clone().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

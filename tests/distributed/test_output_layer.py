@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.model.head import Loss, OutputLayer
+from megalite.model.head import LossConfig, OutputLayer
 from megalite.parallel import collectives
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.linear import ColumnParallelLinear
@@ -51,10 +51,10 @@ def output_weight() -> Tensor:
     return F.pad(random(3, VOCABULARY, HIDDEN), (0, 0, 0, PADDED - VOCABULARY))
 
 
-def make_layer(tp: int, sequence_parallel: bool, loss: Loss, dtype: torch.dtype = torch.float64) -> OutputLayer:
+def make_layer(tp: int, sequence_parallel: bool, loss: LossConfig, dtype: torch.dtype = torch.float64) -> OutputLayer:
     rank = dist.get_rank() if tp > 1 else 0
     mesh = ParallelMesh(rank=rank, world_size=tp, tensor_parallel_size=tp)
-    tensor = LogicalTensor("output", (VOCABULARY, HIDDEN), Normal(1.0), weight_decay=True, token_table=True)
+    tensor = LogicalTensor("output", (VOCABULARY, HIDDEN), Normal(1.0), weight_decay=True, is_embedding_or_output=True)
     context = ParallelContext(mesh, sequence_parallel and tp > 1, dtype)
     layer = OutputLayer(context, context.split(tensor, {0: "vocabulary"}, padded=PADDED), VOCABULARY, CAP, loss)
     layer.weights[0].allocate()
@@ -71,7 +71,9 @@ def input_of(layer: OutputLayer) -> Tensor:
     return apart[..., 0].detach().requires_grad_()
 
 
-def losses_and_gradients(tp: int, sequence_parallel: bool, loss: Loss, training: bool, times: int) -> dict[str, Any]:
+def losses_and_gradients(
+    tp: int, sequence_parallel: bool, loss: LossConfig, training: bool, times: int
+) -> dict[str, Any]:
     """Of a rank. `times`: so many passes backward through one forward."""
     layer = make_layer(tp, sequence_parallel, loss).train(training)
     hidden = input_of(layer)
@@ -93,7 +95,7 @@ def test_losses_and_gradients_are_torchs(
     tp: int, sequence_parallel: bool, fused: bool, training: bool, rank_pools: RankPools
 ) -> None:
     """In training with label smoothing and z-loss; the soft cap is the network's, and always there."""
-    loss = Loss(label_smoothing=0.1, z_loss=0.02, fused=fused)
+    loss = LossConfig(label_smoothing=0.1, z_loss=0.02, fused=fused)
     ranks = on_ranks(rank_pools, tp, losses_and_gradients, tp, sequence_parallel, loss, training, 2 if fused else 1)
     hidden, weight = hidden_states().requires_grad_(), output_weight().requires_grad_()
     logits = torch.tanh(hidden.flatten(0, 1) @ weight[:VOCABULARY].t() / CAP) * CAP
@@ -111,7 +113,7 @@ def test_losses_and_gradients_are_torchs(
 
 def gathers(sequence_parallel: bool) -> tuple[int, int]:
     """Forward, and with backward, over several chunks."""
-    layer = make_layer(2, sequence_parallel, Loss(fused=True))
+    layer = make_layer(2, sequence_parallel, LossConfig(fused=True))
     with (
         several_chunks_of_logits(),
         mock.patch.object(collectives, "_all_gather_single", wraps=collectives._all_gather_single) as gather,
@@ -133,7 +135,7 @@ def test_statistics_are_gathered_once(sequence_parallel: bool, counts: tuple[int
 def test_they_can_be_compiled_whole(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # A test in this process that has compiled layers has left products untraced for good.
     monkeypatch.setattr(ColumnParallelLinear, "forward", inspect.unwrap(ColumnParallelLinear.forward))
-    layer = make_layer(1, False, Loss(label_smoothing=0.1, z_loss=0.02, fused=fused))
+    layer = make_layer(1, False, LossConfig(label_smoothing=0.1, z_loss=0.02, fused=fused))
     hidden, ids = input_of(layer), labels()
     found = []
     for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
@@ -159,7 +161,7 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
 def test_logits_are_never_whole(fused: bool) -> None:
-    layer = make_layer(1, False, Loss(fused=fused))
+    layer = make_layer(1, False, LossConfig(fused=fused))
     hidden = torch.randn(32, 8, HIDDEN, dtype=torch.float64, requires_grad=True)
     ids = torch.zeros(32, 8, dtype=torch.int64)
     with several_chunks_of_logits(), _Largest() as largest:
@@ -168,7 +170,7 @@ def test_logits_are_never_whole(fused: bool) -> None:
 
 
 def test_forward_keeps_no_logits() -> None:
-    layer, kept = make_layer(1, False, Loss(fused=True)), weakref.WeakSet()
+    layer, kept = make_layer(1, False, LossConfig(fused=True)), weakref.WeakSet()
 
     def keep(tensor: Tensor) -> Tensor:
         kept.add(tensor)
@@ -184,7 +186,7 @@ def test_forward_keeps_no_logits() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_many_chunks_add_up_in_fp32(dtype: torch.dtype) -> None:
     """A weight gradient of many chunks is not worse than a product that is rounded once: 1.5 roundings of the dtype."""
-    layer, exact = make_layer(1, False, Loss(fused=True), dtype), make_layer(1, False, Loss())
+    layer, exact = make_layer(1, False, LossConfig(fused=True), dtype), make_layer(1, False, LossConfig())
     exact.weights[0].data.copy_(layer.weights[0])
     hidden = torch.randn(1, 640, HIDDEN, generator=torch.Generator().manual_seed(4)).to(dtype).add_(0.5)
     ids = torch.zeros(1, 640, dtype=torch.int64)

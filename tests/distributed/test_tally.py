@@ -45,7 +45,7 @@ class Counting(Block):
         super().__init__(config, context, layer, **more)
         tensor = LogicalTensor(f"layers.{layer}.counts", (3,), Constant(0), weight_decay=False)
         mesh = context.mesh
-        self.state = State(replicated(mesh, tensor, summed=False), torch.int64, mesh.device)
+        self.state = State(replicated(mesh, tensor, grad_is_partial=False), torch.int64, mesh.device)
         group = mesh.group("dp", "cp", "tp") if context.sequence_parallel else mesh.group("dp", "cp")
         self.tally = Tally(3, group, mesh.device, self.take)
 

@@ -54,7 +54,7 @@ class Case:
 
 
 def sharding(mesh: ParallelMesh, name: str) -> Sharding:
-    return placement.replicated(mesh, LogicalTensor(name, (WIDTH, WIDTH), Normal(0.3), True), summed=False)
+    return placement.replicated(mesh, LogicalTensor(name, (WIDTH, WIDTH), Normal(0.3), True), grad_is_partial=False)
 
 
 class Block(nn.Module):
@@ -124,7 +124,7 @@ def trained(cases: Sequence[Case]) -> list[tuple[list[float], list[Tensor]]]:
             optimizer.begin_step(MICRO_BATCHES)
             engine.run(case.actions(), list(inputs(step, mesh.rank)), {LOSS: 1.0}, optimizer)
             norms.append(optimizer.step(Rates(RATE, RATE, weight_decay=0.0)).gradient_norm)
-        with optimizer.whole_parameters():
+        with optimizer.unsharded_parameters():
             parameters = {name: p for chunk in chunks for name, p in by_name(chunk).items()}
             found.append((norms, [parameters[name].detach().clone() for name in sorted(parameters)]))
     return found

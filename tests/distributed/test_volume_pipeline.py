@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.optim.buckets import Bucket
-from megalite.optim.flat import is_free
+from megalite.optim.flat import is_storage_free
 from megalite.optim.layout import unique_parameters
 from megalite.optim.learning_rate import Rates
 from megalite.parallel import collectives
@@ -24,8 +24,8 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.engine import PipelineEngine, Recording
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
+from megalite.pipeline.schedule_cache import ScheduleCache
 from megalite.pipeline.schedules import Action
-from megalite.pipeline.steps import Steps
 from tests.distributed.layout_cell import HIDDEN, SEQUENCE, Cell
 from tests.distributed.layout_run import local_micro_batches, make_chunks, make_optimizer, with_messages
 from tests.distributed.test_volume import GRADIENT, NORM, PARAMETER
@@ -50,7 +50,7 @@ class Run:
         rank = self.mesh.coordinate("pp")
         self.engine = PipelineEngine(self.chunks, stages, rank, make_links(self.mesh, stages), self.mesh.device)
         reductions = Reductions(self.optimizer.reduces_each_micro_batch)
-        self.steps = Steps(stages, rank, schedule=cell.schedule_name, reductions=reductions)
+        self.steps = ScheduleCache(stages, rank, schedule=cell.schedule_name, reductions=reductions)
         self.steps.prove([cell.samples // (cell.dp * cell.micro_batch_size)], mesh=self.mesh)
 
     def step(self, recording: Recording | None = None) -> None:
@@ -149,7 +149,7 @@ class Watch(Recording):
 
     def execute(self, action: Action, step: Any) -> None:
         step.execute(action)
-        self.left += [f"behind {action}"] * any(not is_free(bucket.parameters) for bucket in self.buckets)
+        self.left += [f"behind {action}"] * any(not is_storage_free(bucket.parameters) for bucket in self.buckets)
 
 
 def whole_blocks(cell: Cell) -> tuple[list[str], int]:
@@ -167,7 +167,7 @@ def whole_blocks(cell: Cell) -> tuple[list[str], int]:
     def count(bucket: Bucket) -> None:
         nonlocal most
         begin(bucket)
-        most = max(most, len({block_of[id(other)] for other in sharded if not is_free(other.parameters)}))
+        most = max(most, len({block_of[id(other)] for other in sharded if not is_storage_free(other.parameters)}))
 
     with mock.patch.object(Bucket, "begin_parameter_gather", count):
         run.step(watch)

@@ -26,7 +26,7 @@ from megalite.errors import DataError
 from megalite.model.block import Block
 from megalite.optim.elementwise import FusedRule
 from megalite.optim.reduction import ReduceScatter
-from megalite.parallel.collectives import done
+from megalite.parallel.collectives import completed
 from megalite.pipeline.engine import _Step
 from megalite.training import checkpoints, failure, launch, loop, pretrain, rendezvous, trainer
 from megalite.watchdog import limits, monitor, watchdog
@@ -151,7 +151,7 @@ def in_reduction() -> None:
         try:
             reach("reduce")
         except Skip:
-            return done(gradients[: out.numel()] if out is None else out)
+            return completed(gradients[: out.numel()] if out is None else out)
         return begin(self, gradients, out)
 
     ReduceScatter.begin = disturbed_begin  # type: ignore[method-assign]

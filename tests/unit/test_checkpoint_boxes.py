@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megalite.checkpoint.manifest import covers
 from megalite.errors import DamagedCheckpointError
-from megalite.parallel.sharding import Box, share
+from megalite.parallel.sharding import Box, partition_range
 from tests.harness.checkpoints import split
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
@@ -149,9 +149,9 @@ def flat(columns: int, ranges: int) -> list[Box]:
     """Columns of different widths, each cut into ranges of its elements."""
     boxes = []
     for column in range(columns):
-        start, length = share(50 * columns - 1, columns, column)
+        start, length = partition_range(50 * columns - 1, columns, column)
         box = Box((0, start), (100, length))
-        cuts = [share(box.numel, ranges, number) for number in range(ranges)]
+        cuts = [partition_range(box.numel, ranges, number) for number in range(ranges)]
         boxes += [part for first, count in cuts for part, _ in box.flat_range(first, first + count)]
     return boxes
 

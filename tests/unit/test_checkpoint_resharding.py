@@ -219,7 +219,7 @@ def _held(rank: int, split: int, stages: list[tuple[int, int]]) -> set[tuple[str
     )
     (first, layers), ends = stages[mesh.coordinate("pp")], {mesh.ranks("pp")[0], mesh.ranks("pp")[-1]}
     part = StageLayers(first, layers, embedding=first == 0, loss=first + layers == 4)
-    network = GPT(MODEL, mesh, part=part, word_copies=tuple(sorted(ends)))
+    network = GPT(MODEL, mesh, stage_layers=part, tied_ranks=tuple(sorted(ends)))
     return {(region.part.name, region.part.box) for region in held_regions(network, None)}
 
 

@@ -18,7 +18,7 @@ from megalite.checkpoint.source import Kind
 from megalite.config import ModelConfig
 from megalite.conversion.family import Family
 from megalite.conversion.huggingface_files import HuggingFaceFiles
-from megalite.conversion.mapping import FileTensor, FromFiles, Piece, Rule, ToFiles, file_tensors
+from megalite.conversion.mapping import FileTensor, FromFiles, MappedBox, Rule, ToFiles, file_tensors
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 
@@ -29,21 +29,21 @@ LOGICAL = {  # the first layer has no experts
     "layers.1.experts.gate_up": (EXPERTS, 2, FFN, HIDDEN),
     "layers.1.experts.down": (EXPERTS, HIDDEN, FFN),
 }
-DENSE = Rule("layers.{layer}.dense.w2", "hidden ffn -> hidden ffn", (Piece("mlp.down"),))
+DENSE = Rule("layers.{layer}.dense.w2", "hidden ffn -> hidden ffn", (MappedBox("mlp.down"),))
 OF_EACH = (
     DENSE,
-    Rule("layers.{layer}.experts.{expert}.w1", "ffn hidden -> 1 ffn hidden", (Piece("experts.gate_up"),)),
-    Rule("layers.{layer}.experts.{expert}.w3", "ffn hidden -> 1 ffn hidden", (Piece("experts.gate_up", (), (1,)),)),
-    Rule("layers.{layer}.experts.{expert}.w2", "ffn hidden -> hidden ffn", (Piece("experts.down"),)),
+    Rule("layers.{layer}.experts.{expert}.w1", "ffn hidden -> 1 ffn hidden", (MappedBox("experts.gate_up"),)),
+    Rule("layers.{layer}.experts.{expert}.w3", "ffn hidden -> 1 ffn hidden", (MappedBox("experts.gate_up", (), (1,)),)),
+    Rule("layers.{layer}.experts.{expert}.w2", "ffn hidden -> hidden ffn", (MappedBox("experts.down"),)),
 )
 OF_ALL = (
     DENSE,
     Rule(
         "layers.{layer}.experts.w13",
         "three hidden (two ffn) -> three two ffn hidden",  # an axis as long as there are experts
-        (Piece("experts.gate_up"),),
+        (MappedBox("experts.gate_up"),),
     ),
-    Rule("layers.{layer}.experts.w2", "three hidden ffn -> three hidden ffn", (Piece("experts.down"),)),
+    Rule("layers.{layer}.experts.w2", "three hidden ffn -> three hidden ffn", (MappedBox("experts.down"),)),
 )
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megalite.process.place import ranks_text
 from megalite.watchdog.flight_record import COMPLETED, GroupRecord, Operation, Snapshot
-from megalite.watchdog.hang_analysis import Finding, missing
+from megalite.watchdog.hang_analysis import Diagnosis, missing
 
 
 def operation(number: int, name: str = "all_reduce", size: int = 4, state: str = "scheduled") -> Operation:
@@ -35,7 +35,7 @@ def busy(*groups: GroupRecord) -> Snapshot:
     return Snapshot(False, groups)
 
 
-def blamed(findings: Sequence[Finding]) -> set[int]:
+def blamed(findings: Sequence[Diagnosis]) -> set[int]:
     assert [finding.cause for finding in findings] == sorted((finding.cause for finding in findings), reverse=True)
     return {rank for finding in findings if finding.cause for rank in finding.culprits}
 
@@ -148,7 +148,7 @@ def test_a_chain_over_groups_leads_to_the_rank_that_waits_for_nobody() -> None:
         3: busy(link(3, 2, messages=4)),
     }
     findings = missing(snapshots)
-    assert findings[0] == Finding(
+    assert findings[0] == Diagnosis(
         "message #5 from rank 3 to rank 2: rank 2 waits for it, rank 3 has not come to it: the last there was #4",
         culprits=(3,),
         cause=True,
@@ -196,7 +196,7 @@ def test_what_all_have_entered_and_does_not_end_is_nobodys_fault_but_told() -> N
     snapshots = {rank: waits(group([0, 1], operation(1))) for rank in range(2)}
     snapshots[2] = waits(link(1, 2, messages=1))
     first, second = missing(snapshots)
-    assert first == Finding(
+    assert first == Diagnosis(
         "all_reduce #1 of ranks 0, 1 (float32 [4]): all are in it, and it does not end on ranks 0, 1", (), True
     )
     assert second.text.startswith("message #1 from rank 1 to rank 2")

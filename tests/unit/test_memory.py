@@ -23,7 +23,7 @@ WEIGHT = LogicalTensor("weight", (4, 16), Constant(1.0), weight_decay=False)
 
 def state(name: str, elements: int) -> State:
     tensor = LogicalTensor(name, (elements,), Constant(3.0), weight_decay=False)
-    return State(replicated(MESH, tensor, summed=False), torch.float32, MESH.device)
+    return State(replicated(MESH, tensor, grad_is_partial=False), torch.float32, MESH.device)
 
 
 class Counting(nn.Module):
@@ -31,7 +31,7 @@ class Counting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = Parameter(replicated(MESH, WEIGHT, summed=False), torch.float32, MESH.device)
+        self.weight = Parameter(replicated(MESH, WEIGHT, grad_is_partial=False), torch.float32, MESH.device)
         self.forwards = state("forwards", 16)
 
     def forward(self) -> Tensor:

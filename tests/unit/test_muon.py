@@ -25,7 +25,7 @@ from megalite.optim.optimizer import make_optimizer
 from megalite.parallel import placement
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
-from megalite.parallel.parameter import DenseGradient, Parameter, hand_over, named_pieces
+from megalite.parallel.parameter import DenseGradient, Parameter, accumulate_grad, named_pieces
 from megalite.parallel.sharding import LogicalTensor, Normal
 from tests import muon as oracle
 from tests.harness.close import assert_bits_equal
@@ -62,7 +62,7 @@ def trained(
                 gradients[-1][piece.tensor.name] = values * len(parameter.sharding.uses)
                 piece.view(drawn).copy_(values)
             for use in range(len(parameter.sharding.uses)):
-                hand_over(parameter, DenseGradient(drawn), use)
+                accumulate_grad(parameter, DenseGradient(drawn), use)
         optimizer.reduce(0, 1)
         optimizer.step(RATES)
     return before, gradients, weights(network)
@@ -165,7 +165,7 @@ def test_elements_of_a_run_are_those_of_its_rows(lengths: list[tuple[int, int]],
     run: Any = SimpleNamespace(
         start=start, stop=stop, master=values, gradients=values + 100, tensors={"momentum_buffer": values + 200}
     )
-    group = ParameterGroup(weight_decay=True, token_table=False, matrices=True)
+    group = ParameterGroup(weight_decay=True, is_embedding_or_output=False, matrices=True)
     found = list(_elements(runs, run, group))
     wanted = [place for first, last in runs for place in range(first, last) if start <= place < stop]
     assert [value for elements in found for value in elements.master.flatten().tolist()] == wanted

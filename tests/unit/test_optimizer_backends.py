@@ -135,7 +135,7 @@ def test_the_torch_back_end_is_torchs_optimizer_to_the_bit(name: str) -> None:
     network = GPT(MODEL, ParallelMesh())
     initialize(network, seed=1)
     optimizer = make_optimizer([network], ParallelMesh(), config, DataParallel(torch.float32))
-    runs = [run for shard in optimizer.shards for run in shard.runs]
+    runs = [run for shard in optimizer.shards for run in shard.segments]
     masters = [run.master.clone() for run in runs]
     rates = Rates(0.01, 0.02, weight_decay=0.1)
     groups = []
@@ -173,12 +173,12 @@ def test_lower_precision_rounds_what_is_kept_and_no_more(name: str) -> None:
     initialize(network, seed=1)
     optimizer = make_optimizer([network], ParallelMesh(), config, DataParallel(torch.float32))
     generator = torch.Generator().manual_seed(0)
-    runs = [run for shard in optimizer.shards for run in shard.runs]
+    runs = [run for shard in optimizer.shards for run in shard.segments]
     for number in range(3):
         before = [[tensor.clone().float() for tensor in (run.master, *run.state.values())] for run in runs]
         step(optimizer, generator, Rates(0.01, 0.02, weight_decay=0.1))
         for run, (master, average, squares) in zip(runs, before, strict=True):
-            rate = 0.02 if run.group.token_table else 0.01
+            rate = 0.02 if run.group.is_embedding_or_output else 0.01
             torchs = torch.optim.AdamW([master], lr=rate, weight_decay=0.1 if run.group.weight_decay else 0.0)
             torchs.state[master] = {"step": torch.tensor(float(number)), "exp_avg": average, "exp_avg_sq": squares}
             master.grad = run.gradients

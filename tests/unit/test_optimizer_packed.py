@@ -222,7 +222,7 @@ def test_an_update_draws_by_step_and_place() -> None:
     shards of a bucket would draw the same."""
     runs = [Run(eight_bits("int8")) for _ in range(4)]
     runs[2].optimizer.steps = 7
-    for part in (part for shard in runs[3].optimizer.shards for part in shard.runs):
+    for part in (part for shard in runs[3].optimizer.shards for part in shard.segments):
         object.__setattr__(part, "start", part.start + 1024)
     for run in runs:
         run.train(0, 1)
@@ -230,7 +230,7 @@ def test_an_update_draws_by_step_and_place() -> None:
         [
             kept.codes
             for shard in run.optimizer.shards
-            for part in shard.runs
+            for part in shard.segments
             for kept in part.state.values()
             if isinstance(kept, Quantized)
         ]
@@ -246,7 +246,7 @@ def test_moments_in_8_bits_take_a_byte_and_a_scale() -> None:
     run = Run(eight_bits("int8 and remainders"))
     measured = sum(tensor.nbytes for shard in run.optimizer.shards for tensor in shard.tensors())
     elements = sum(bucket.length for bucket in run.optimizer.buckets)
-    runs = sum(len(shard.runs) for shard in run.optimizer.shards)
+    runs = sum(len(shard.segments) for shard in run.optimizer.shards)
     assert 0 <= measured - elements * (2 + 2 * (1 + 4 / 256)) <= 2 * 4 * runs
     assert state_bytes(run.optimizer)[2] <= measured
 

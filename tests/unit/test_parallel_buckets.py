@@ -25,7 +25,7 @@ from megalite.optim.layout import bucket_length, lay_out
 from megalite.optim.optimizer import make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
-from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, RowsGradient, hand_over
+from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, RowsGradient, accumulate_grad
 from megalite.parallel.placement import replicated, split
 from megalite.parallel.sharding import LogicalTensor, Normal, Use
 from tests.distributed.layout_cell import Cell, model_config
@@ -61,7 +61,7 @@ class Two(nn.Module):
 
         def parameter(name: str, rows: int) -> Parameter:
             tensor = LogicalTensor(name, (rows, 3), Normal(1.0), True)
-            made = Parameter(replicated(mesh, tensor, summed=False), torch.float32, mesh.device)
+            made = Parameter(replicated(mesh, tensor, grad_is_partial=False), torch.float32, mesh.device)
             made.allocate()
             nn.init.normal_(made)
             return made
@@ -143,14 +143,14 @@ def test_chunks_share_no_bucket_and_are_reduced_apart() -> None:
     assert [(a.chunk, list(a.flats)) for a in tied.accumulators] == [(0, [0]), (1, [1])]
     optimizer.begin_step(2)
     for value in (1.0, 2.0):
-        hand_over(upper.own, DenseGradient(torch.full((2, 3), value)))
-        hand_over(lower.tied, DenseGradient(torch.full((4, 3), 10 * value)), use=1)
+        accumulate_grad(upper.own, DenseGradient(torch.full((2, 3), value)))
+        accumulate_grad(lower.tied, DenseGradient(torch.full((4, 3), 10 * value)), use=1)
     optimizer.reduce(1, 2)  # of chunk 0 nothing has arrived
     with pytest.raises(MegaliteError, match="received 0 of the 2 gradients due"):
         optimizer.reduce(0, 2)
     for value in (1.0, 2.0):
-        hand_over(lower.own, DenseGradient(torch.full((2, 3), value)))
-        hand_over(lower.tied, DenseGradient(torch.full((4, 3), value)), use=0)
+        accumulate_grad(lower.own, DenseGradient(torch.full((2, 3), value)))
+        accumulate_grad(lower.tied, DenseGradient(torch.full((4, 3), value)), use=0)
     optimizer.reduce(0, 2)
     for part in tied.completion():
         part.run()
@@ -187,7 +187,7 @@ def test_a_network_and_its_buckets_go_with_the_last_reference() -> None:
 
 def test_replicas_of_copies_and_instances_share_what_is_saved() -> None:
     """Two tensor-parallel copies of eight data-parallel peers in four instances: each element is saved once."""
-    parameter = SimpleNamespace(sharding=SimpleNamespace(copies=(0, 1)))
+    parameter = SimpleNamespace(sharding=SimpleNamespace(replica_ranks=(0, 1)))
     layout: Any = SimpleNamespace(slots=[SimpleNamespace(parameter=parameter)], length=48)
     specs = [
         BucketShardSpec.of(layout, rank=copy, peers=8, position=position, stage=1, instances=4)

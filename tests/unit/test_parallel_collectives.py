@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megalite.errors import CommunicationError
-from megalite.parallel.collectives import begun
+from megalite.parallel.collectives import launch
 
 
 def raising(error: Exception) -> None:
@@ -24,10 +24,10 @@ def raising(error: Exception) -> None:
 )
 def test_an_operation_that_finds_a_rank_gone_before_it_begins_says_so(error: Exception) -> None:
     with pytest.raises(CommunicationError, match="another rank has ended"):
-        begun(raising, error)
+        launch(raising, error)
 
 
 def test_an_operation_with_wrong_arguments_is_a_defect() -> None:
     with pytest.raises(RuntimeError, match="tensors must have the same shape"):
-        begun(raising, RuntimeError("tensors must have the same shape"))
-    assert begun(max, 1, 2) == 2
+        launch(raising, RuntimeError("tensors must have the same shape"))
+    assert launch(max, 1, 2) == 2

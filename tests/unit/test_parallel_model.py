@@ -14,7 +14,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import MicroBatch, first_keys
 from megalite.model.gpt import GPT, messages
-from megalite.model.head import Loss
+from megalite.model.head import LossConfig
 from megalite.model.norm import Norm
 from megalite.model.recompute import Recompute
 from megalite.parallel.context import ParallelContext
@@ -259,7 +259,7 @@ def test_dropout_is_for_training_alone() -> None:
 @pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
 def test_terms_of_the_loss_are_for_training_alone(fused: bool) -> None:
     terms = {"label_smoothing": 0.2, "z_loss": 0.1}
-    made = network(GEMMA, loss=Loss(fused=fused, **terms))
+    made = network(GEMMA, loss=LossConfig(fused=fused, **terms))
     batch = micro_batch(documents=False)
     logits = oracle(GEMMA).logits(weights(made), batch.tokens, batch.positions)
     trained, _ = loss_sum_and_count(logits, batch.labels, batch.loss_mask, **terms)
@@ -374,13 +374,13 @@ def test_a_stage_has_the_windows_of_its_own_layers() -> None:
     whole, batch = network(config), micro_batch(documents=False)
     passed: Mapping[str, Tensor] = {}
     for first in range(0, 4, 2):
-        stage = network(config, part=StageLayers(first, 2, embedding=first == 0, loss=first == 2))
+        stage = network(config, stage_layers=StageLayers(first, 2, embedding=first == 0, loss=first == 2))
         passed, terms = stage(passed, batch)
     torch.testing.assert_close(terms[LOSS], loss_of(whole, batch), rtol=1e-12, atol=0)
 
 
 def test_a_stage_passes_on_what_the_network_declares() -> None:
-    stage = network(LLAMA, part=StageLayers(0, 1, embedding=True, loss=False))
+    stage = network(LLAMA, stage_layers=StageLayers(0, 1, embedding=True, loss=False))
     output: StageOutput = stage({}, micro_batch(documents=False))
     found = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in output.tensors.items()]
     passed = messages(LLAMA, 2, sequence=SEQUENCE, batch=BATCH, dtype=torch.float64)

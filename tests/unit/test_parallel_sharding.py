@@ -11,7 +11,7 @@ from megalite.model.attention import key_value_runs
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.placement import replicated, split, stacked
-from megalite.parallel.sharding import Box, LogicalTensor, Normal, Sharding, share
+from megalite.parallel.sharding import Box, LogicalTensor, Normal, Sharding, partition_range
 
 sizes = st.integers(1, 12)
 
@@ -22,7 +22,7 @@ def logical(shape: tuple[int, ...], matrices: str | None = None) -> LogicalTenso
 
 @given(total=st.integers(0, 100), parts=sizes)
 def test_shares_deal_everything_in_order(total: int, parts: int) -> None:
-    shares = [share(total, parts, index) for index in range(parts)]
+    shares = [partition_range(total, parts, index) for index in range(parts)]
     assert [element for start, count in shares for element in range(start, start + count)] == list(range(total))
     run = -(-total // parts)
     counts = [count for _, count in shares]
@@ -46,7 +46,7 @@ def test_split_boxes_tile_the_tensor_and_its_local_matrices(
             piece.view(local).copy_(whole[piece.box.slices()])
             assert torch.equal(local.flatten(), whole.chunk(ranks, dimension)[rank].flatten())
             assert piece.splits == ((dimension, "tp"),)
-            assert (sharding.copies, sharding.replica_group) == ((rank,), ())
+            assert (sharding.replica_ranks, sharding.replica_group) == ((rank,), ())
             seen[piece.box.slices()] += 1
         assert (seen == 1).all()
 
@@ -95,7 +95,7 @@ def test_a_split_over_axes_of_the_expert_view_tiles_the_tensor(
         assert piece.view(torch.zeros(sharding.local_shape)).shape == piece.box.size
         assert piece.splits == tuple((dimension, axis) for dimension, axes in splits.items() for axis in axes)
         held[rank][piece.box.slices()] += 1
-        copies[rank] = sharding.copies
+        copies[rank] = sharding.replica_ranks
     both = {"ep", "etp"} <= {axis for axes in splits.values() for axis in axes}
     assert (held.sum(0) == edp * pp * (1 if both else etp)).all()
     for rank, those in copies.items():
@@ -110,10 +110,10 @@ def test_axes_of_two_views_split_no_tensor() -> None:
 
 def test_replicated_has_a_replica_group_only_where_its_gradient_is_partial() -> None:
     mesh = ParallelMesh(rank=5, world_size=8, tensor_parallel_size=4)
-    assert replicated(mesh, logical((6,)), summed=False).replica_group == ()
-    assert replicated(mesh, logical((6,)), summed=True).replica_group == (4, 5, 6, 7)
+    assert replicated(mesh, logical((6,)), grad_is_partial=False).replica_group == ()
+    assert replicated(mesh, logical((6,)), grad_is_partial=True).replica_group == (4, 5, 6, 7)
     alone = ParallelMesh(rank=5, world_size=8, tensor_parallel_size=1)
-    assert replicated(alone, logical((6,)), summed=True).replica_group == ()
+    assert replicated(alone, logical((6,)), grad_is_partial=True).replica_group == ()
 
 
 def test_stacked_pieces_stand_one_under_the_other() -> None:

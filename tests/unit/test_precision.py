@@ -36,7 +36,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient, Gradient, ProductGradient, RowsGradient
 from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import PipelineEngine
-from megalite.pipeline.steps import Steps
+from megalite.pipeline.schedule_cache import ScheduleCache
 from megalite.training.batches import to_micro_batches
 from megalite.training.builder import data_parallel
 from megalite.training.loss_terms import counted
@@ -265,7 +265,7 @@ def test_losses_of_micro_batches_are_summed_exactly() -> None:
     """In fp32 2^24 + 1 is 2^24."""
     losses = [torch.tensor(float(2**24)), torch.tensor(1.0), torch.tensor(1.0), torch.tensor(2.0**-20)]
     total = PipelineEngine([as_stage(lambda hidden, loss: loss, last=True)]).run(
-        Steps().prove([], [4]).evaluation(4), losses
+        ScheduleCache().prove([], [4]).evaluation(4), losses
     )[LOSS]
     assert total.dtype == torch.float64
     assert total.item() == 2**24 + 2 + 2.0**-20
@@ -365,7 +365,7 @@ def masters(config: OptimizerConfig, dtype: torch.dtype, gradient_dtype: torch.d
                     bucket.accumulate(slot.parameter, DenseGradient(gradient.to(dtype)), use)
         optimizer.reduce(0, 1)
         optimizer.step(Rates(1e-5, 1e-5, weight_decay=0.1), loss_scale=3.0)
-    states = (state for shard in optimizer.shards for run in shard.runs for state in run.tensors.values())
+    states = (state for shard in optimizer.shards for run in shard.segments for state in run.tensors.values())
     assert {state.dtype for state in states} == {torch.promote_types(dtype, torch.float32)}
     kept = [shard.owned_masters for shard in optimizer.shards]
     return torch.cat([(each if isinstance(each, Tensor) else each.read()).double() for each in kept])

@@ -45,9 +45,9 @@ def test_a_group_of_its_own_name_is_made_and_listed(tmp_path: Path) -> None:
 
 
 def test_a_profiler_is_noticed() -> None:
-    assert not internals.profiler_looks_on(), VERSION
+    assert not internals.is_profiling(), VERSION
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert internals.profiler_looks_on(), VERSION
+        assert internals.is_profiling(), VERSION
 
 
 def test_a_graph_is_differentiated_from_its_edges() -> None:

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm, TensorSpec
-from megalite.pipeline import steps as module
+from megalite.pipeline import schedule_cache as module
 from megalite.pipeline.checker import Collective
 from megalite.pipeline.lowering import Reductions, lower
+from megalite.pipeline.schedule_cache import ScheduleCache
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
-from megalite.pipeline.steps import Steps
 from tests.harness.rank_pool import RankPools
 
 TRAINING, EVALUATION = [2, 4, 6, 8], [8]
@@ -26,7 +26,7 @@ def mesh_of(pipeline: int) -> ParallelMesh:
     return ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size(), pipeline_parallel_size=pipeline)
 
 
-class Counted(Steps):
+class Counted(ScheduleCache):
     """Notes what this rank proves."""
 
     def _digests(self, step: module._Step) -> list[str]:
@@ -58,7 +58,7 @@ def refusal(fault: str, faulty: int) -> str:
     odd = mesh.rank == faulty
     wrong_behind = fault == "what comes behind the lists"
     inside = Inside("gather of parameters", "dp x cp")
-    steps = Steps(
+    steps = ScheduleCache(
         Stages(2),
         mesh.coordinate("pp"),
         behind=[both, both[::-1] if wrong_behind else both],
@@ -92,7 +92,7 @@ def test_a_proof_that_fails_is_told_to_all(rank_pools: RankPools) -> None:
     assert told[0] == told[1] == "rank 0 at norm meets rank 1 at gather"
 
 
-class Failing(Steps):
+class Failing(ScheduleCache):
     """Cannot prove anything."""
 
     def _digests(self, step: module._Step) -> list[str]:
@@ -102,7 +102,7 @@ class Failing(Steps):
 def failed_proof() -> str:
     """What a rank is told where the last of one of two pipelines cannot prove its steps."""
     mesh = mesh_of(2)
-    kind = Failing if mesh.rank == 3 else Steps
+    kind = Failing if mesh.rank == 3 else ScheduleCache
     try:
         kind(Stages(2), mesh.coordinate("pp")).prove([4], mesh=mesh)
     except ScheduleError as error:
@@ -146,7 +146,7 @@ def declaring() -> list[str]:
         stages = Stages(4, messages=((HIDDEN, IDS), passed, (HIDDEN,)))
         terms = LOSSES.get(case, TERMS) if odd else TERMS
         try:
-            Steps(stages, mesh.coordinate("pp"), terms=terms).prove([4], mesh=mesh)
+            ScheduleCache(stages, mesh.coordinate("pp"), terms=terms).prove([4], mesh=mesh)
             told.append("")
         except ScheduleError as error:
             told.append(str(error))
@@ -169,7 +169,7 @@ def test_ranks_that_declare_other_messages_or_terms_are_told_so(rank_pools: Rank
 def other_list() -> str:
     """What each rank is told where the first lowers its list otherwise than it was proved by the last."""
     mesh = mesh_of(2)
-    steps = Steps(Stages(2), mesh.coordinate("pp")).prove([4], mesh=mesh)
+    steps = ScheduleCache(Stages(2), mesh.coordinate("pp")).prove([4], mesh=mesh)
 
     def swapped(*arguments: object, **options: object) -> list[list[Action]]:
         (own,) = lower(*arguments, **options)  # type: ignore[arg-type]

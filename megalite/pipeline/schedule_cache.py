@@ -47,7 +47,7 @@ class _Step(NamedTuple):
         return f"{'step' if self.backward else 'evaluation'} of {self.micro_batches} micro-batches"
 
 
-class Steps:
+class ScheduleCache:
     """The lists of a pipeline's rank for steps of training and of evaluation."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Steps:
 
     def prove(
         self, training: Collection[int] = (), evaluation: Collection[int] = (), mesh: ParallelMesh | None = None
-    ) -> Steps:
+    ) -> ScheduleCache:
         """Prove steps of these numbers of micro-batches; returns itself.
 
         All ranks of `mesh` call it together: those of a pipeline share the steps out, and tell each other the digests

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from megalite.torch_internals import profiler_looks_on
+from megalite.torch_internals import is_profiling
 
 
-def named(name: str) -> AbstractContextManager[object]:
+def profile_range(name: str) -> AbstractContextManager[object]:
     """Name the block in a profile that is being taken; otherwise do nothing."""
-    return torch.profiler.record_function(name) if profiler_looks_on() else nullcontext()
+    return torch.profiler.record_function(name) if is_profiling() else nullcontext()
