@@ -176,7 +176,7 @@ def measure(contender: str, kind: str, folder: Path, corpus: Path) -> dict[str, 
 
 
 def peak_memory(kind: str, folder: Path, corpus: Path) -> int:
-    """Bytes of the largest process of the fast road, where this process has had no other children."""
+    """Bytes of the largest process of the fast path, where this process has had no other children."""
     measure("fast", kind, folder, corpus)
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 

@@ -24,7 +24,7 @@ DEEPEST = 64
 MOST_AXES = 64
 """The most axes of a tensor, as torch has them: the product of endless sizes would take for ever."""
 WHOLE_NUMBERS = range(-(2**63), 2**64)
-"""Those of 64 bits, with a sign or without."""
+"""Integers of 64 bits, with a sign or without."""
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 100
 

@@ -47,7 +47,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Times:
-    """Median seconds; backward is None where nothing is differentiated."""
+    """Median seconds; backward is None if nothing is differentiated."""
 
     forward: float
     backward: float | None

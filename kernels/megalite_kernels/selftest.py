@@ -127,7 +127,7 @@ def check_speed(chosen: Sequence[Case], device: str, elements: int = ELEMENTS) -
 
 
 def nothing_to_test(device: str) -> str | None:
-    """Why no kernel can run here."""
+    """Return why no kernel can run here."""
     try:
         import triton  # noqa: F401
     except ModuleNotFoundError:

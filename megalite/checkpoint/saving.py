@@ -105,7 +105,7 @@ class Saver:
         return self._state or not part.name.startswith(OPTIMIZER)
 
     def _do(self, work: Callable[[], Any]) -> Future[Any]:
-        """Do the work now, or in the background."""
+        """Do the work now, or on the writer thread."""
 
         def timed() -> Any:
             try:
@@ -222,7 +222,7 @@ def save(
 
 @dataclass
 class _Save:
-    """Save that is under way."""
+    """Save in progress."""
 
     transaction: SaveTransaction
     training: TrainingState

@@ -15,7 +15,7 @@ MOST_LAYERS = 10_000
 def keys_before(window_size: str | None, skip_freq: str | None, layers: int) -> Sequence[int | None]:
     """Return how many keys before its own a token of each layer sees; None: all.
 
-    Raises ConfigurationError where a flag cannot be read, or tells of another number of layers.
+    Raises ConfigurationError if a flag cannot be read, or tells of another number of layers.
     """
     if window_size is None:
         return [None] * layers

@@ -25,7 +25,7 @@ def flag_groups(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def refuse_blank(flag: str, values: Iterable[str]) -> None:
-    """Raises ConfigurationError where a value is empty, or white space that is no text."""
+    """Raise ConfigurationError if a value is empty, or white space that is no text."""
     for value in values:
         if flag and blank(flag, value):
             raise ConfigurationError(f"--{flag} {value!r}: is {BLANK}")

@@ -412,12 +412,12 @@ REFUSED: Mapping[str, str] = {
     fault-injector-delay-start-iteration fault-injector-mtti-seconds fault-injector-offset-seconds fault-injector-seed
     """,
 }
-"""Why -> flags refused for that reason."""
+"""Reason -> flags refused for it."""
 
 
 def settled(flag: str, values: Sequence[str]) -> str | None:
     """Decide on `flag` (without dashes) that is no field: the start-up line if it is already so, or None for a
-    flag unknown to Megatron-LM too. Raises ConfigurationError, saying why, where it is refused."""
+    flag unknown to Megatron-LM too. Raises ConfigurationError, saying why, if it is refused."""
     if flag in _already_so():
         count, why = _already_so()[flag]
         if len(values) != count:
@@ -442,12 +442,12 @@ def settled(flag: str, values: Sequence[str]) -> str | None:
 
 
 def refusal(flag: str) -> str | None:
-    """Why `flag` is refused whatever its value, or None."""
+    """Return why `flag` is refused whatever its value, or None."""
     return f"was removed, use {REMOVED[flag]}" if flag in REMOVED else _refused().get(flag)
 
 
 def refused_value(flag: str, value: str) -> str | None:
-    """Why a value that Megatron-LM gives to a field's flag is refused here, or None."""
+    """Return why a value that Megatron-LM gives to a field's flag is refused here, or None."""
     return REFUSED_VALUES.get(flag, {}).get(value)
 
 

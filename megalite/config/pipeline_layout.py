@@ -30,7 +30,7 @@ class StageLayers:
 
 
 def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Stages of each rank. Raises ConfigurationError where they do not come out even."""
+    """Stages of each rank. Raises ConfigurationError if they do not come out even."""
     ranks = parallel.pipeline_model_parallel_size
     if parallel.pipeline_model_parallel_layout is not None:
         stages = stages_of_letters(parallel.pipeline_model_parallel_layout)
@@ -59,7 +59,7 @@ def schedule_name(model: ModelConfig, parallel: ParallelConfig) -> str:
 def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLayers, ...]:
     """Return what each stage holds, in the order in which a micro-batch goes through them, whichever rank has them.
 
-    Raises ConfigurationError where the layers do not come out even, naming what was counted.
+    Raises ConfigurationError if the layers do not come out even, naming what was counted.
     """
     chunks = virtual_stages(model, parallel)
     if parallel.pipeline_model_parallel_layout is not None:

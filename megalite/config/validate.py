@@ -155,7 +155,7 @@ def _raise(problems: Iterable[str]) -> None:
 
 
 def check_numbers(config: RunConfig) -> None:
-    """Raise ConfigurationError, with a line for each, where numbers by themselves are not in their ranges."""
+    """Raise ConfigurationError, with a line for each, if numbers by themselves are not in their ranges."""
     _raise(problem for section in section_types() for problem in _ranges(getattr(config, section)))
 
 

@@ -66,7 +66,7 @@ def _intervals(checkpoint: CheckpointConfig) -> Iterator[str]:
 
 
 def _given(checkpoint: CheckpointConfig, names: str) -> Iterator[str]:
-    """Those of the named flags that are not as they are by default, as they were given."""
+    """Return those of the named flags that differ from their defaults, as they were given."""
     kinds = {field.name: field.default for field in fields(checkpoint)}
     for name in names.split():
         value, flag = getattr(checkpoint, name), name.replace("_", "-")

@@ -31,7 +31,7 @@ def pipeline_problems(config: RunConfig) -> Iterator[str]:
 
 
 def why_nothing_is_aligned(model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    """Why the pipeline's ranks have no reductions to begin together; None where they have."""
+    """Return why the pipeline's ranks have no reductions to begin together; None if they have."""
     if not parallel.overlap_grad_reduce:
         return "without --overlap-grad-reduce"
     if parallel.zero_stage >= 2:
@@ -83,7 +83,7 @@ def _schedule(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
 
 
 def _given(parallel: ParallelConfig, names: str) -> list[str]:
-    """Those of the flags that are given, with their values."""
+    """Return the flags that are given, with their values."""
     values = {name: getattr(parallel, name) for name in names.split()}
     given = {name: value for name, value in values.items() if value not in (None, False)}
     return [f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}" for name, value in given.items()]

@@ -96,7 +96,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def value_of(self, node: yaml.Node) -> Any:
-        """Construct a scalar, or a list of scalars. Raises TypeError where it is neither, or cannot be read."""
+        """Construct a scalar, or a list of scalars. Raises TypeError if it is neither, or cannot be read."""
         if isinstance(node, yaml.SequenceNode) and node.tag == _LIST:
             if all(isinstance(each, yaml.ScalarNode) for each in node.value):
                 return [self.value_of(each) for each in node.value]

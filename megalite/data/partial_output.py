@@ -125,7 +125,7 @@ class PartialOutput:
 
     def _start(self, header: dict[str, Any]) -> None:
         found, end = next(_lines(self._journal), ({}, 0))
-        # Not a word is left of what the old files hold, but which they are, until they are gone.
+        # Drop the old journal's entries, but keep its header until the old files are deleted: it names them.
         self._journal.truncate(end)
         for name in (*found.get("files", ()), *self._prefixes):
             remove_unfinished(name, self.folder)

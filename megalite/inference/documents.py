@@ -27,8 +27,8 @@ class Documents:
     Attributes:
         name: the prefix of its token file, or its text file.
         tokens: those of each document [tokens], integers of any type.
-        text_bytes: what their text takes as UTF-8; None where that cannot be told, for the reason `why_no_bytes`.
-        weight: its share in a blend; None where no weights are given.
+        text_bytes: what their text takes as UTF-8; None if that is not known, for the reason `why_no_bytes`.
+        weight: its share in a blend; None if no weights are given.
     """
 
     name: str
@@ -64,7 +64,7 @@ def read_token_files(
 
     `limit`: take so many documents of each, or below 1 such a share. `verify`: where all are taken, compare the files
     with their checksums; one process of a node is enough.
-    Raises DataError where files are missing, damaged, of another tokenizer, or without tokens.
+    Raises DataError if files are missing, damaged, of another tokenizer, or without tokens.
     """
     prefixes, weights = parse_blend(data_path)
     shares = [None] * len(prefixes) if weights is None else normalize(weights)
@@ -90,7 +90,7 @@ def read_texts(
     """The documents of each file, of every kind that `tools/preprocess_data.py` reads: a field of a record is one.
 
     `limit`: as in `read_token_files`.
-    Raises DataError where a file cannot be read, a record is no document, or there are no tokens.
+    Raises DataError if a file cannot be read, a record is no document, or there are no tokens.
     """
     found = []
     for file in files:

@@ -20,7 +20,7 @@ from megalite.model.cache import KeyValueCache
 from megalite.parallel.regions import gather_from_region
 
 Finish = Literal["stop", "length"]
-"""Why a sequence has ended: at the end of a document (or where `stop` says so), or at the limit of its length."""
+"""Reason for the end of a sequence: the end of a document (or `stop` says so), or the limit of its length."""
 
 _CHUNK = 512
 """Tokens of each prompt that are read at once: bounds memory, and lets the stages work on one prompt together."""
@@ -81,7 +81,7 @@ def generate(
 
 
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]]) -> None:
-    """Raises ConfigurationError where a prompt is empty, has a token that the model lacks, or outgrows a learned
+    """Raise ConfigurationError if a prompt is empty, has a token that the model lacks, or outgrows a learned
     position table.
     """
     limit = _positions(config)

@@ -78,7 +78,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The tokens of a text, behind those that the tokenizer's template puts before a document unless that is
-        declined or they are there. Raises DataError where the text cannot be encoded."""
+        declined or they are there. Raises DataError if the text cannot be encoded."""
         try:
             tokens = self._tokenizer.encode(string)
         except ValueError as error:
@@ -175,7 +175,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
             return score_windows(self.network, windows, self.micro_batch_size, advance)
 
     def _check_agreement(self, requests: Sequence[Instance]) -> None:
-        """Raises ConfigurationError where ranks would wait for each other over different requests."""
+        """Raise ConfigurationError if ranks would wait for each other over different requests."""
         mesh = self.network.mesh
         own = hashlib.sha256(repr([request.args for request in requests]).encode()).hexdigest()
         digests = collectives.all_gather_text(own, mesh.world(), mesh.device)

@@ -32,7 +32,7 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> Tasks:
 
     `include_path`: a folder of one's own tasks. Where all are there, lm_eval's own 14,000, whose descriptions take
     seconds to read, are left out.
-    Raises ConfigurationError for a name that there is not, DataError where a task cannot be loaded.
+    Raises ConfigurationError for an unknown name, DataError if a task cannot be loaded.
     """
     from lm_eval.tasks import TaskManager
 

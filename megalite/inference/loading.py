@@ -23,7 +23,7 @@ from megalite.parallel.mesh import ParallelMesh
 def find_model(load: str) -> AnyPath:
     """A checkpoint's folder, from itself or from its run directory, whose latest it is; or a Hugging Face folder.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if there is none.
     """
     directory = checkpoint.open_directory(load)
     return directory if _is_huggingface(directory) else resolve(directory)

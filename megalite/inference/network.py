@@ -74,7 +74,7 @@ def choose_layout(
 ) -> ParallelConfig:
     """The layout of one copy of the model on all ranks; without a tensor-parallel size it takes all ranks of a stage.
 
-    Raises ConfigurationError where the ranks or the model do not divide so.
+    Raises ConfigurationError if the ranks or the model do not divide so.
     """
     pp = pipeline_parallel_size
     tp = tensor_parallel_size if tensor_parallel_size is not None else max(world_size // max(pp, 1), 1)
@@ -88,7 +88,7 @@ def choose_layout(
 
 
 def check_layout(config: ModelConfig, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
-    """Raises ConfigurationError where the model cannot be split over so many ranks."""
+    """Raise ConfigurationError if the model cannot be split over so many ranks."""
     tp, pp = tensor_parallel_size, pipeline_parallel_size
     for what, count in (("attention heads", config.num_attention_heads), ("feed-forward width", config.ffn_size)):
         if count % tp:

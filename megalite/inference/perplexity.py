@@ -19,15 +19,15 @@ class Figures:
 
     name: str
     documents: int
-    """Those that have tokens."""
+    """Number of documents that have tokens."""
     tokens: int
-    """Those predicted."""
+    """Number of tokens predicted."""
     loss: float
     """The mean over them of -ln of their probability, in nats."""
     text_bytes: int | None = None
     """Bytes of the text as UTF-8, if known."""
     why_no_bytes: str | None = None
-    """Why it is not known."""
+    """Reason why they are not known."""
 
     @property
     def perplexity(self) -> float:
@@ -57,7 +57,7 @@ def evaluate(
     """The figures of a data set, each of its tokens predicted once, in its own document.
 
     All ranks call it. `context`, `length` and `stride` as in `sliding_windows`; `micro_batch_size` and `advance` as in
-    `score_windows`. Raises ConfigurationError where not even the context can be read at once.
+    `score_windows`. Raises ConfigurationError if not even the context can be read at once.
     """
     if len(context) > length:
         raise ConfigurationError(f"--seq-length {length}: {len(context)} tokens stand before each document")
@@ -70,7 +70,7 @@ def evaluate(
 
 
 def together(figures: Sequence[Figures], weights: Sequence[float] | None = None) -> Figures:
-    """Those of all tokens of several data sets; with `weights`, which sum to 1, the loss is that of their blend."""
+    """Return the figures of all tokens of several data sets; with `weights`, which sum to 1, the blend's loss."""
     tokens = sum(each.tokens for each in figures)
     shares = [each.tokens / tokens for each in figures] if weights is None else weights
     known = [each.text_bytes for each in figures if each.text_bytes is not None]

@@ -21,7 +21,7 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
     """The prompts that are given, of which "-" is standard input, and then those of the file.
 
     A file has one prompt a line, in JSON ({"prompt": "..."}) where its name ends in .jsonl; empty lines are none.
-    Raises ConfigurationError where there are none, or where they cannot be read.
+    Raises ConfigurationError if there are none, or if they cannot be read.
     """
     if given.count("-") > 1:
         raise ConfigurationError("--prompt - can be given once: standard input ends with the first")
@@ -54,7 +54,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The tokens of a prompt. Raises ConfigurationError where it cannot be encoded."""
+    """The tokens of a prompt. Raises ConfigurationError if it cannot be encoded."""
     try:
         return tokenizer.encode(prompt)
     except ValueError as error:

@@ -38,7 +38,7 @@ class Core(Protocol):
             value: likewise.
             mask: as megalite_kernels.attention has it.
             layout: the places of the queries.
-            random: None where nothing is dropped.
+            random: None if nothing is dropped.
         """
 
 

@@ -25,7 +25,7 @@ class KeyValueCache:
     def move_to(self, positions: Tensor) -> None:
         """The forward pass that follows reads the tokens at `positions` [batch, sequence], consecutive in a sequence.
 
-        Raises ValueError where one lies beyond the slots.
+        Raises ValueError if one lies beyond the slots.
         """
         self._positions, self._end = positions, int(positions.max()) + 1
         if self._end > self.slots:

@@ -16,7 +16,7 @@ from megalite.parallel.mesh import Group
 from megalite.parallel.parameter import DenseGradient, Gradient, Parameter
 
 REDUCTIONS_IN_FLIGHT = 2
-"""Under ZeRO 2 and 3: whole gradients of so many buckets are kept while they are reduced beside backward."""
+"""Number of buckets whose unsharded gradients are kept while they are reduced during backward, under ZeRO 2 and 3."""
 
 
 class Accumulator:

@@ -83,7 +83,7 @@ class Bucket:
             )
             for chunk, there in uses.items()
         )
-        """Those of lower chunks first: the first has, in the end, the sum of all."""
+        """Accumulators by chunk, the lowest first: the first has, in the end, the sum of all."""
         self.gradients, self.gradient_shard = self.accumulators[0].gradients, self.accumulators[0].gradient_shard
         self._accumulator_of = {use: a for a in self.accumulators for use in a.flats}
         self._handed_over = dict.fromkeys(uses, 0)  # by chunk, gradients of the step
@@ -180,7 +180,7 @@ class Bucket:
             self._pending_gather = None
 
     def free_parameters(self) -> None:
-        """Under ZeRO 3: keep this rank's slice alone."""
+        """Keep this rank's slice alone, under ZeRO 3."""
         if self.stage == 3:
             self.finish_parameter_gather()
             free_storage(self.parameters)
@@ -286,7 +286,7 @@ def _uses_by_chunk(record: Sharding, chunks: Sequence[int]) -> dict[int, dict[in
 def _instance(mesh: ParallelMesh, ranks: tuple[int, ...], instances: int) -> tuple[Group, Group]:
     """The ranks among which this one's instance is sharded, and those with the same slice in the other instances.
 
-    Raises ValueError where instances have no equal numbers of ranks.
+    Raises ValueError if instances have no equal numbers of ranks.
     """
     if len(ranks) % instances:
         raise ValueError(f"{instances} instances (hybrid sharding) do not divide {len(ranks)} data-parallel ranks")

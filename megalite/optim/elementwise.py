@@ -26,7 +26,7 @@ WIDENED_ELEMENTS = 1 << 22
 
 
 def require_backend(config: OptimizerConfig) -> None:
-    """Raise ConfigurationError where --optimizer-backend asks for what is not installed."""
+    """Raise ConfigurationError if --optimizer-backend asks for what is not installed."""
     if config.optimizer_backend != "apex":
         return
     advice = (

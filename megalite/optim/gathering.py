@@ -1,4 +1,4 @@
-"""When parameters are gathered: between the optimizer's step and the next forward, or around every use.
+"""Gathers of parameters: between the optimizer's step and the next forward, or around every use.
 
 With overlap a gather runs while what comes before it computes, and is waited for by the module that needs it.
 """

@@ -58,7 +58,7 @@ def own_states(config: OptimizerConfig, parameter: Parameter, mesh: ParallelMesh
 
 
 def all_state_names(config: OptimizerConfig) -> set[str]:
-    """Those of all groups together, and of all shapes."""
+    """Return the names of all groups' states, of all shapes."""
     kinds = (
         ParameterGroup(weight_decay=False, is_embedding_or_output=False, matrices=matrices)
         for matrices in (False, True)

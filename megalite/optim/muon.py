@@ -74,7 +74,7 @@ class Matrix:
     tensor: LogicalTensor
     box: Box
     parts: tuple[MatrixPart, ...]
-    """Those on this rank and its data-parallel peers."""
+    """Parts on this rank and its data-parallel peers."""
     shard_group: Group
     sharded: bool
     split_group: Group

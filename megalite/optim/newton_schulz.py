@@ -42,7 +42,7 @@ leloykun.github.io/ponder/muon-opt-coeffs, over and over; polar_express: arXiv:2
 
 
 def coefficients(kind: str, steps: int) -> Iterator[tuple[float, float, float]]:
-    """Those of each of `steps` steps."""
+    """Return the coefficients of each of `steps` steps."""
     table = _COEFFICIENTS[kind]
     rest = table[-1:] if kind == "polar_express" else table
     return itertools.islice(itertools.chain(table, itertools.cycle(rest)), steps)

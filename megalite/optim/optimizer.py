@@ -75,7 +75,7 @@ class Optimizer:
         self._overlap_gather = overlap_gather
         self.reduces_each_micro_batch = reduces_each_micro_batch
         self.steps = 0
-        """Updates made; a skipped step is none. A checkpoint sets it with the state."""
+        """Number of updates applied; skipped steps do not count. A checkpoint sets it with the state."""
         self.shards = [Shard(bucket, mesh, config) for bucket in buckets]
         self._rules = make_rules(self.shards, mesh, config)
 
@@ -101,7 +101,7 @@ class Optimizer:
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:
-        """Within it slices have plain tensors for all state, so that it can be set: zeros at first where it is packed,
+        """Give slices plain tensors for all state, so that it can be set: zeros at first where it is packed,
         on the host. What they hold in the end is packed, unless there is an exception."""
         with ExitStack() as stack:
             for shard in self.shards:
@@ -122,7 +122,7 @@ class Optimizer:
 
     @contextmanager
     def deferring(self, chunk: int) -> Iterator[DeferredGradients]:
-        """Within it all gradients of a chunk's parameters are kept, to be added whenever the caller says."""
+        """Keep all gradients of a chunk's parameters, to be added when the caller says."""
         deferred = DeferredGradients()
         buckets = [bucket for bucket in self.buckets if any(a.chunk == chunk for a in bucket.accumulators)]
         for bucket in buckets:
@@ -202,7 +202,7 @@ class Optimizer:
 
     @contextmanager
     def unsharded_parameters(self) -> Iterator[None]:
-        """Within it every parameter is whole, for whoever reads weights outside a forward pass."""
+        """Gather every parameter for the block, for code that reads weights outside a forward pass."""
         self.finish_parameter_gather()
         for bucket in self.buckets:
             if bucket.stage == 3:
@@ -236,7 +236,7 @@ def make_optimizer(
     """Move the parameters of `networks`, one a chunk, into flat buckets; the optimizer of this rank's part of them.
 
     `blocks`: the parts of each network that run one after the other, which ZeRO 3 needs. `set_values` gives a parameter
-    its initial values; None where they have them.
+    its initial values; None if they have them.
     """
     buckets = make_buckets(networks, mesh, options, blocks=blocks, set_values=set_values)
     for chunk, network in enumerate(networks):

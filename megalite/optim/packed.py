@@ -44,7 +44,7 @@ class Remainders:
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
-        """Write the values, and with them the parameters."""
+        """Write the values, and the parameters as well: masters are parameter + remainder."""
         for part in chunks(len(values), self.parameters.device):
             split_(values[part].to(self.parameters.device), self.parameters[part], self.remainders[part])
 

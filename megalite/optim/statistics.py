@@ -1,4 +1,4 @@
-"""Figures of the whole model from what each rank owns of it: norms by group of parameters, zeros of the gradients."""
+"""Statistics of the whole model, computed from owned shards: norms by group of parameters, zeros of the gradients."""
 
 from __future__ import annotations
 

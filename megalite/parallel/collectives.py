@@ -54,7 +54,7 @@ class Pending:
 
 
 def launch(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """The work that one of the backend's operations begins. Raises CommunicationError where the backend knows already
+    """The work that one of the backend's operations begins. Raises CommunicationError if the backend knows already
     that a rank has gone.
     """
     try:

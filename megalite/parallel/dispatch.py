@@ -33,7 +33,7 @@ def exchange_rows(rows: Tensor, send_counts: Sequence[int], receive_counts: Sequ
 
     Every rank of the group must call it, and go backward through it, with rows or without.
 
-    Raises ValueError where the counts are not one for each rank, or do not deal the rows.
+    Raises ValueError if the counts are not one for each rank, or do not deal the rows.
     """
     for counts in (send_counts, receive_counts):
         if len(counts) != group.size or min(counts) < 0:
@@ -51,7 +51,7 @@ def exchange_rows(rows: Tensor, send_counts: Sequence[int], receive_counts: Sequ
 def exchange_counts(counts: Sequence[int], group: Group, device: torch.device) -> list[int]:
     """Announce numbers to each rank, equally many, in rank order: those for this one, in the order of their senders.
 
-    Raises ValueError where they are not equally many.
+    Raises ValueError if they are not equally many.
     """
     if len(counts) % group.size:
         raise ValueError(f"{len(counts)} counts cannot be dealt evenly to {group.size} ranks")

@@ -23,9 +23,9 @@ from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradien
 from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, losses, statistics
 
 CHUNK_ELEMENTS, CHUNK_TOKENS = 1 << 28, 1024
-"""Logits that are there at once, and the fewest tokens: with fewer, products do not fill a GPU."""
+"""Limits on a GPU: logits per chunk, and the fewest tokens per chunk: with fewer, products do not fill it."""
 CPU_CHUNK_ELEMENTS, CPU_CHUNK_TOKENS = 1 << 21, 64
-"""Likewise: logits that a CPU's cache holds, and tokens enough that reading the weight is not what takes the time."""
+"""Limits on a CPU: logits per chunk that fit in the cache, and enough tokens to amortise reading the weight."""
 
 
 def linear_cross_entropy(

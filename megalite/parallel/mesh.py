@@ -63,7 +63,7 @@ class ParallelMesh:
     ) -> None:
         """`timeout`: how long a collective of the mesh's own groups may take (None: the backend's default).
 
-        Raises ValueError where the sizes do not factor the world.
+        Raises ValueError if the sizes do not factor the world.
         """
         tp, cp, pp = tensor_parallel_size, context_parallel_size, pipeline_parallel_size
         ep, etp = expert_parallel_size, tensor_parallel_size
@@ -186,7 +186,7 @@ def _new_process_group(
 ) -> dist.ProcessGroup:
     """A process group that only its members make, named by its ranks and by how often they have made it.
 
-    Raises CommunicationError where one of them has gone.
+    Raises CommunicationError if one of them has gone.
     """
     name = f"megalite {label} {'-'.join(map(str, ranks))}"
     try:

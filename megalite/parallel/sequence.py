@@ -40,7 +40,7 @@ class SequenceLayout:
     def part(self, number: int, parts: int) -> Runs:
         """The places of one of the equal parts into which the rank's tokens are cut in their order.
 
-        Raises ValueError where some would be left over.
+        Raises ValueError if some would be left over.
         """
         tokens, left = divmod(sum(map(len, self.runs)), parts)
         if left:

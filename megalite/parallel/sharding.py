@@ -94,7 +94,7 @@ class Box:
         return tuple(slice(start, start + length) for start, length in zip(self.offset, self.size, strict=True))
 
     def intersection(self, other: Box) -> Box | None:
-        """The region in both, or None where they do not meet."""
+        """The region in both, or None if they do not meet."""
         bounds = [
             (max(a, b), min(a + n, b + m))
             for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)

@@ -19,7 +19,7 @@ class State(nn.Module):
     """
 
     def __init__(self, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises TypeError where its logical tensors do not begin as constants."""
+        """Raise TypeError if its logical tensors do not begin as constants."""
         super().__init__()
         self.sharding = sharding
         self.values = torch.empty(sharding.local_shape, dtype=dtype, device=device)

@@ -264,7 +264,7 @@ class _Rank:
 
 
 def _other_end(stages: Stages, stage: int, before: bool, way: Kind) -> tuple[int, int] | None:
-    """The rank and chunk of the stage before or after; None where nothing goes this way between the two."""
+    """The rank and chunk of the stage before or after; None if nothing goes this way between the two."""
     first = stage - 1 if before else stage
     if not 0 <= first < stages.count - 1:
         return None

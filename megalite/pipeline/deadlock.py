@@ -60,7 +60,7 @@ def run(programs: Sequence[Program]) -> None:
     the order in which ranks take turns does not matter: if they end here they always do, and also where some do not
     wait.
 
-    Raises ScheduleError where the ranks of a communicator do not begin the same operations in the same order, or where
+    Raises ScheduleError if the ranks of a communicator do not begin the same operations in the same order, or if
     ranks wait for each other for ever.
     """
     begun = _matched(programs)

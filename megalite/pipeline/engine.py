@@ -37,7 +37,7 @@ class Gradients(Protocol):
     """Where the gradients of the stages go."""
 
     def deferring(self, chunk: int) -> AbstractContextManager[DeferredGradients]:
-        """Within it the gradients of a chunk's parameters are kept instead of added."""
+        """Keep the gradients of a chunk's parameters instead of adding them."""
 
     def reduce(self, chunk: int, micro_batches: int) -> None:
         """Begin the reductions of a chunk's gradients that are due behind so many micro-batches."""
@@ -61,7 +61,7 @@ class StepObserver(Protocol):
 
 
 class Recording:
-    """When each action of a step ran on this rank, in seconds since this was made."""
+    """Times at which each action of a step ran on this rank, in seconds since this was made."""
 
     def __init__(self, device: torch.device) -> None:
         self.spans: list[Span] = []
@@ -174,7 +174,7 @@ class _Chunk(Generic[MicroBatch]):
         return [tensors[spec.name] for spec in self.passes]
 
     def edges(self, passed_on: Iterable[Tensor], micro_batch: int) -> list[GradientEdge]:
-        """Find where in the graph gradients of the next stage come in. Raises MegaliteError where there is no graph."""
+        """Find where in the graph gradients of the next stage come in. Raises MegaliteError if there is no graph."""
         edges = []
         for spec, tensor in zip(self.passes, passed_on, strict=True):
             if spec.gradient:
@@ -209,7 +209,7 @@ def _with_gradient(specs: Iterable[TensorSpec], tensors: Iterable[Tensor]) -> li
 
 
 class _Step(Generic[MicroBatch]):
-    """A step under way. Everything is let go of by its last reader."""
+    """In-flight state of one step. Each tensor is released by its last consumer."""
 
     def __init__(
         self,
@@ -218,12 +218,8 @@ class _Step(Generic[MicroBatch]):
         loss_multipliers: Mapping[str, float],
         gradients: Gradients | None,
     ) -> None:
-        self.engine, self.micro_batches, self.loss_multipliers, self.gradients = (
-            engine,
-            micro_batches,
-            loss_multipliers,
-            gradients,
-        )
+        self.engine, self.micro_batches = engine, micro_batches
+        self.loss_multipliers, self.gradients = loss_multipliers, gradients
         self._sums: list[dict[str, Tensor]] = [{} for _ in engine.chunks]
         self._arriving: dict[tuple[str, int, int], list[Pending]] = {}
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}

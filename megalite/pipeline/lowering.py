@@ -18,15 +18,15 @@ _FREE: dict[Kind, Kind] = {"F": "free F", "B": "free B", "I": "free B"}
 
 @dataclass(frozen=True)
 class Reductions:
-    """When a rank reduces its gradients over the data-parallel ranks."""
+    """Times at which a rank reduces its gradients over the data-parallel ranks."""
 
     each: bool = False
-    """Behind every micro-batch (ZeRO 2 and 3), or once a step."""
+    """Reduce after every micro-batch (ZeRO 2 and 3) instead of once per step."""
     overlap: bool = False
-    """Once a step: as soon as a chunk has all its gradients, or behind the whole list."""
+    """Once per step: reduce a chunk as soon as it has all its gradients, instead of after the whole list."""
     align: bool = False
-    """Put off, on later ranks by more actions, so that all ranks reduce a chunk at about the same time. On a V, where
-    chunks end in no such order, nothing is."""
+    """Delay reductions on later ranks, so that all ranks reduce a chunk at about the same time. Not on a V, where
+    chunks do not end in that order."""
 
 
 def lower(
@@ -46,7 +46,7 @@ def lower(
     computation before its message is needed, or earlier. With `overlap` a send is waited for behind the next
     computation, so that it travels beside one; else at once.
 
-    Raises ScheduleError where the orders wait for each other for ever.
+    Raises ScheduleError if the orders wait for each other for ever.
     """
     spans = simulate(stages, orders, durations())
     tables = [lanes(stages, rank) for rank in range(stages.ranks)]

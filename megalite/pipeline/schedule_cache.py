@@ -79,11 +79,11 @@ class ScheduleCache:
         self._lists: dict[_Step, list[Action]] = {}
 
     def training(self, micro_batches: int) -> list[Action]:
-        """This rank's list. Raises ScheduleError where it has not been proved, which is a defect."""
+        """This rank's list. Raises ScheduleError if it has not been proved, which is a defect."""
         return self._list(_Step(micro_batches, backward=True))
 
     def evaluation(self, micro_batches: int) -> list[Action]:
-        """This rank's list for forward alone. Raises ScheduleError where it has not been proved."""
+        """This rank's list for forward alone. Raises ScheduleError if it has not been proved."""
         return self._list(_Step(micro_batches, backward=False))
 
     def prove(

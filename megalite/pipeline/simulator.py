@@ -45,7 +45,7 @@ class Lanes(NamedTuple):
 
 
 def lanes(stages: Stages, rank: int) -> dict[tuple[Kind, int], Lanes]:
-    """Those of a rank's computations, by kind and chunk."""
+    """Return the lanes of a rank's computations, by kind and chunk."""
     kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
     found = {}
     for kind, chunk in product(kinds, range(stages.chunks)):
@@ -66,7 +66,7 @@ def simulate(
     """Each rank's computation, every action as early as its rank and its message allow; a message to another rank
     takes `transfer`.
 
-    Raises ScheduleError where the orders wait for each other for ever.
+    Raises ScheduleError if the orders wait for each other for ever.
     """
     spans: list[list[Span]] = [[] for _ in orders]
     arrivals: list[dict[int, float]] = [{} for _ in range(2 * stages.count)]

@@ -17,7 +17,7 @@ COMPUTATIONS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 @dataclass(frozen=True)
 class TimeLine:
-    """When each rank does what in a step that has at least one computation."""
+    """Times of all actions of all ranks in a step that has at least one computation."""
 
     title: str
     stages: Stages
@@ -75,7 +75,7 @@ def measured_durations(measured: TimeLine, stages: Stages) -> Duration:
     takes its share of the measured ones that it covers, as if each of these were even. A backward takes as long as its
     parts; where only the whole was measured, each takes half of it.
 
-    Raises DataError where a stage was not measured forward and backward.
+    Raises DataError if a stage was not measured forward and backward.
     """
     count = measured.stages.count
     table = [_medians(measured, stage) for stage in range(count)]

@@ -66,7 +66,7 @@ def _events(time_line: TimeLine) -> Iterator[dict[str, object]]:
 def read_trace(path: Path) -> TimeLine:
     """The time line that `to_trace` gave.
 
-    Raises DataError where the file cannot be read or is something else.
+    Raises DataError if the file cannot be read or is something else.
     """
     try:
         return _time_line(read_json(path, most_marks=_MOST_MARKS))

@@ -32,7 +32,7 @@ def raise_open_file_limit() -> None:
 
 
 def require_open_files(count: int) -> None:
-    """Raises ConfigurationError where this process cannot open so many files more, however far it raises its limit."""
+    """Raise ConfigurationError if this process cannot open so many files more, however far it raises its limit."""
     raise_open_file_limit()
     opened: list[int] = []
     try:

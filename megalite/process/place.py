@@ -79,7 +79,7 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def _check_several(environment: Mapping[str, str], world_size: int) -> None:
-    """Raises ConfigurationError where a rank of several does not know what it needs to find the others."""
+    """Raise ConfigurationError if a rank of several does not know what it needs to find the others."""
     needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if not environment.get(name)]
     if missing:
@@ -94,7 +94,7 @@ def _check_several(environment: Mapping[str, str], world_size: int) -> None:
 
 
 def _check_alone(environment: Mapping[str, str]) -> None:
-    """Raises ConfigurationError where a launcher says that this process is one of several."""
+    """Raise ConfigurationError if a launcher says that this process is one of several."""
     sizes = {name: _stated_size(environment, name) for name in _SIZES if environment.get(name)}
     for name, size in sizes.items():
         if size > 1:

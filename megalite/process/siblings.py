@@ -19,8 +19,8 @@ class _Process:
 
 
 def start_of(process: int) -> int:
-    """When a process began, in ticks of the system: with its number, what no other process has. 0 where the system has
-    no /proc to tell it."""
+    """Return the time at which a process began, in ticks of the system: with its number, unique to the
+    process. 0 if the system has no /proc."""
     try:
         return _look(process).start
     except OSError:
@@ -30,7 +30,7 @@ def start_of(process: int) -> int:
 def kill_sibling(process: int, start: int) -> str | None:
     """Kill a process of this one's user that this one's parent has started, too, and that began then (`start_of`).
 
-    Returns why that was not done; None where it was, or the process has gone.
+    Returns why that was not done; None if it was, or the process has gone.
     """
     if not Path("/proc/self/stat").exists():
         return "this system does not tell who has started it"
@@ -58,7 +58,7 @@ def kill_sibling(process: int, start: int) -> str | None:
 
 
 def _look(process: int) -> _Process:
-    """Raises OSError where there is none of this number, or no /proc."""
+    """Raise OSError if there is none of this number, or no /proc."""
     folder = Path(f"/proc/{process}")
     fields = (folder / "stat").read_text().rpartition(")")[2].split()  # the name in front may hold anything
     return _Process(folder.stat().st_uid, int(fields[1]), int(fields[19]))

@@ -1,4 +1,4 @@
-"""Checkpoints that a run saves: when a save ends, what is told of it, how many may fail, and which are kept."""
+"""Checkpointing policy of a run: asynchronous progress, reports, tolerated failures, retention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megalite.training.display import Display
 from megalite.training.progress import Progress
 
 _SECONDS_OF_ANY_SAVE, _BYTES_A_SECOND = 5.0, 100e6
-"""Figures per rank from which the first save is estimated, cautiously."""
+"""Conservative figures per rank, from which the duration of the first save is estimated."""
 
 
 class Checkpoints:

@@ -25,7 +25,7 @@ Totals = Mapping[str, float]
 def declared_terms(chunks: Iterable[GPT]) -> tuple[LossTerm, ...]:
     """The terms of the loss, which all stages of a rank must declare alike, under names that nothing else has.
 
-    Raises MegaliteError where they do not; that other ranks do, too, is part of the proof of steps.
+    Raises MegaliteError if they do not; that other ranks do, too, is part of the proof of steps.
     """
     terms, *others = [chunk.loss_terms for chunk in chunks]
     for number, other in enumerate(others, 1):

@@ -78,7 +78,7 @@ class _SecondRun:
     samples: Sequence[int]
     """The first and the last of its micro-batch."""
     micro_batches: Sequence[int]
-    """Those with a finding."""
+    """Micro-batches with a finding."""
     own: Sequence[str]
     summed: Sequence[str]
     """These two as of the first run."""

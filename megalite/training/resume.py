@@ -33,7 +33,7 @@ class ResumePoint:
 
 
 def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumePoint:
-    """Under `--resume auto` the checkpoints of --save, where there is one; else those of --load.
+    """Return the checkpoints of --save under `--resume auto`, if there are any; else those of --load.
 
     Raises:
         ConfigurationError: the run would write among the checkpoints of another, or lacks the one it must start from.

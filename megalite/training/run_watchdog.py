@@ -24,7 +24,7 @@ def run_watchdog(
 ) -> Watchdog | None:
     """Return a context in which a hanging run is ended and a dead rank is named; it does nothing under --no-watchdog.
 
-    `store`: that of the ranks' meeting, if there are several.
+    `store`: that of the ranks' rendezvous, if there are several.
     """
     if not config.watchdog.watchdog:
         if store is not None and place.rank == 0:

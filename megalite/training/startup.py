@@ -31,7 +31,7 @@ SECONDS_BETWEEN_REQUESTS = 20.0  # an object store bills each
 
 
 class Startup:
-    """A run from the beginning of its program to its first step. To be made as soon as the program begins."""
+    """Start of a run, until its first step: watches for a stop request. Create it first thing in `main`."""
 
     def __init__(self, place: Place) -> None:
         self.began = time.monotonic()
@@ -75,7 +75,7 @@ class Startup:
             self._store = open_early(self._place)
 
     def over(self) -> None:
-        """Stop watching, because the loop begins: a STOP that came after the last look is for the loop to see."""
+        """Stop watching. The training loop handles STOP files from here on, also one created since the last look."""
         self._over.set()
 
     def _look(self, path: AnyPath, interval: float) -> None:

@@ -179,7 +179,7 @@ class Trainer:
     def evaluate(self, dataset: Dataset[SampleFields], should_stop: Callable[[], bool] | None = None) -> float | None:
         """The mean language-model loss over `eval_iters` global batches, always from the dataset's first sample on.
 
-        `should_stop` is asked between two batches, and answers the same on all ranks; None if it says so.
+        `should_stop` is polled between batches and must agree on all ranks. Returns None if it stopped the evaluation.
         """
         self.network.eval()
         sums, counts = NO_SUMS, NO_SUMS

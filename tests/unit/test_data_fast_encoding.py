@@ -1,4 +1,4 @@
-"""The faster roads give the slow road's tokens for every text, and are refused where they might not."""
+"""Fast paths give the slow path's tokens for every text, and are refused where they might not."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_build_gives_what_the_flags_name(model: str) -> None:
     assert build_tokenizer("NullTokenizer", vocab_size=10).vocab_size == 11
 
 
-def test_a_faster_road_that_is_required_is_taken_or_refused(corpus: Path, tmp_path: Path) -> None:
+def test_a_fast_path_that_is_required_is_taken_or_refused(corpus: Path, tmp_path: Path) -> None:
     required = TokenizerOptions(fast_encoding="require")
     for kind in ("bpe", "unigram"):
         train_tokenizer([str(corpus)], ["text"], str(tmp_path / kind), 300, kind)

@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PLACES = ("megalite", "kernels", "tools", "pretrain_gpt.py")
 RIDDLE = re.compile(
-    r'^\s*[rR]?"""(What|Of|Whether|Where|How|That|Which|The one that|As|Like|By|For|From|Is|And|Not|None)\b.*',
+    r'^\s*[rR]?"""(What|Of|Whether|Where|How|That|Which|The one that|As|Like|By|For|From|Is|And|Not|None'
+    r"|Those|Within|Under|When|Why|Raises)\b.*",
     re.MULTILINE,
 )
 TO_DO = (

@@ -32,7 +32,7 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
-# Beyond, Unicode has no characters, and those that are written nevertheless go the slow road.
+# Beyond, Unicode has no characters, and those that are written nevertheless take the slow path.
 LAST_COMPARED = 0x3FFFF
 PATTERNS = {
     GPT2_PATTERN,
