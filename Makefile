@@ -101,6 +101,10 @@ flakes: .venv/installed-test
 kills: .venv/installed-test
 	PYTHONPATH=. .venv/bin/python -m tests.kills
 
+docs: .venv/installed-test
+	.venv/bin/mkdocs build --strict
+	@echo "The documentation is in $(CURDIR)/site/index.html; to read it while writing: .venv/bin/mkdocs serve"
+
 lint: .venv/installed-test
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -110,7 +114,3 @@ lint: .venv/installed-test
 	@if command -v shellcheck >/dev/null; then \
 		shellcheck --external-sources .ci/run .ci/stages benchmarks/*.sh examples/*.sh slurm/*.sh slurm/*.sbatch; \
 		else echo "NOT RUN: shellcheck, which is not installed"; fi
-
-docs: .venv/installed-test
-	.venv/bin/mkdocs build --strict
-	@echo "The documentation is in $(CURDIR)/site/index.html; to read it while writing: .venv/bin/mkdocs serve"
