@@ -47,8 +47,8 @@ def modules(library: Path) -> Iterator[tuple[str, str]]:
 def main() -> None:
     """Write the corpus."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
+    from megalite.atomic_files import write_atomically
     from megalite.errors import DataError
-    from megalite.files import write_atomically
 
     library = Path(sysconfig.get_paths()["stdlib"])
     records = [json.dumps({"text": text, "path": path}) + "\n" for path, text in modules(library)]

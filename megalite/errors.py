@@ -40,7 +40,7 @@ class CommunicationError(MegaliteError):
     exit_code = EXIT_RESUMABLE
 
 
-class MeetingError(CommunicationError):
+class RendezvousError(CommunicationError):
     """The ranks have not come together; it is known, and said, which one is the cause."""
 
 

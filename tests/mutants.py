@@ -76,7 +76,7 @@ _STOP = "tests/end_to_end/test_stop.py::test_"
 _FAULTS = "tests/end_to_end/test_faults.py::test_"
 _WATCHDOG = "tests/unit/test_watchdog_"
 _IN_PROPORTION = "verdict.py::test_stacks_are_looked_at_in_time_in_proportion_to_their_length"
-_MEETING = "tests/end_to_end/test_meeting.py::test_"
+_RENDEZVOUS = "tests/end_to_end/test_rendezvous.py::test_"
 _START = "tests/end_to_end/test_stop_at_start.py::test_"
 _PROFILES = "tests/end_to_end/test_profiling.py::test_"
 _PROOFS = "tests/distributed/test_pipeline_steps.py::test_"
@@ -550,14 +550,14 @@ MUTANTS = (
     ),
     Mutant(
         "a run with masked losses does not say how they are averaged",
-        "megalite/config/cautions.py",
+        "megalite/config/warnings.py",
         "    if not masks or training",
         "    if masks or training",
         "tests/unit/test_config_megatron_flags.py::test_masked_losses_are_told_apart_from_megatrons",
     ),
     Mutant(
         "what muon leaves to adam is counted on one stage alone",
-        "megalite/training/construction.py",
+        "megalite/training/builder.py",
         'json.dumps(counts), mesh.group("pp"), mesh.device)',
         'json.dumps(counts), mesh.group("tp"), mesh.device)',
         "tests/distributed/test_summary_pipeline.py::test_the_screen_tells_what_muon_leaves_to_adam",
@@ -774,7 +774,7 @@ MUTANTS = (
     ),
     Mutant(
         "the gradient norm counts replicated parameters once a replica",
-        "megalite/optim/places.py",
+        "megalite/optim/bucket_shard.py",
         "return self.replica == 0",
         "return True",
         _one_step("tp2-dp1"),
@@ -1007,8 +1007,8 @@ MUTANTS = (
     Mutant(
         "a shard of the optimizer thinks that it starts one element later",
         "megalite/optim/shard.py",
-        "self.start, self.stop = bucket.place.held",
-        "self.start, self.stop = bucket.place.held[0] + sharded, bucket.place.held[1] + sharded",
+        "self.start, self.stop = bucket.shard_spec.updated",
+        "self.start, self.stop = bucket.shard_spec.updated[0] + sharded, bucket.shard_spec.updated[1] + sharded",
         "tests/distributed/test_layouts.py::test_one_step_is_the_oracles[tp1-dp2]",
     ),
     Mutant(
@@ -1118,7 +1118,7 @@ MUTANTS = (
     ),
     Mutant(
         "a rank does not count experts that an earlier rank has, too",
-        "megalite/training/construction.py",
+        "megalite/training/builder.py",
         'first = min(mesh.ranks("dp", "cp", "tp"))',
         'first = mesh.ranks("tp")[0]',
         "tests/unit/test_declarations.py::test_every_rank_counts_all_experts",
@@ -1132,7 +1132,7 @@ MUTANTS = (
     ),
     Mutant(
         "the proof is not told what layers do with other ranks",
-        "megalite/training/construction.py",
+        "megalite/training/builder.py",
         '"F": (*gathers, *forward),',
         '"F": gathers,',
         "tests/unit/test_declarations.py::test_the_proof_is_told_of_it",
@@ -1323,7 +1323,7 @@ MUTANTS = (
     ),
     Mutant(
         "the norm counts every instance of hybrid sharding",
-        "megalite/optim/places.py",
+        "megalite/optim/bucket_shard.py",
         "copies.index(rank) * instances + instance",
         "copies.index(rank) * instances",
         _one_step("tp1-dp4"),
@@ -1380,16 +1380,16 @@ MUTANTS = (
     Mutant(
         "a start says nothing until torch is there",
         "megalite/commands/pretrain.py",
-        "    starting.announce(config)",
-        "    import torch\n    starting.announce(config)",
+        "    startup.announce(config)",
+        "    import torch\n    startup.announce(config)",
         "tests/end_to_end/test_start.py::test_a_run_says_what_starts_before_torch_and_imports_nothing_heavy",
     ),
     Mutant(
         "every rank says what starts",
-        "megalite/training/starting.py",
+        "megalite/training/startup.py",
         "        if self._place.rank != 0:\n            return",
         "",
-        "tests/unit/test_starting.py::test_the_layout_is_told_once",
+        "tests/unit/test_startup.py::test_the_layout_is_told_once",
     ),
     Mutant(
         "positions that begin anew keep attention within documents, too",
@@ -1709,21 +1709,21 @@ MUTANTS = (
     ),
     Mutant(
         "every data-parallel rank saves a module's state",
-        "megalite/optim/places.py",
+        "megalite/optim/bucket_shard.py",
         "    return record.copies.index(rank) == 0 and not any(coordinates[axis] for axis in data_parallel)",
         "    return record.copies.index(rank) == 0",
         f"{_STATE}each_tensor_is_saved_once_in_its_own_shape",
     ),
     Mutant(
         "every copy of a module's state is saved",
-        "megalite/optim/places.py",
+        "megalite/optim/bucket_shard.py",
         "    return record.copies.index(rank) == 0 and not",
         "    return not",
         f"{_STATE}each_tensor_is_saved_once_in_its_own_shape",
     ),
     Mutant(
         "state that is split over experts is saved by the dense view's first ranks",
-        "megalite/optim/places.py",
+        "megalite/optim/bucket_shard.py",
         '("edp",) if record.expert else ("dp", "cp")',
         '("dp", "cp")',
         f"{_STATE}of_all_ranks_one_saves_each_element_and_all_know_what_they_hold",
@@ -1752,8 +1752,8 @@ MUTANTS = (
     Mutant(
         "a rank whose part of a state is padding saves a box of nothing",
         "megalite/checkpoint/plan.py",
-        "            if piece.box.numel:\n                yield Part(",
-        "            if piece:\n                yield Part(",
+        "            if piece.box.numel:\n",
+        "            if piece:\n",
         f"{_STATE}what_was_saved_is_loaded_on_every_rank_to_the_bit[Layout(tp=4, dp=1, zero=0)]",
     ),
     Mutant(
@@ -1905,7 +1905,7 @@ MUTANTS = (
     ),
     Mutant(
         "an object store's tracker names a checkpoint before its manifest is there",
-        "megalite/checkpoint/attempt.py",
+        "megalite/checkpoint/transaction.py",
         """        (self.path / manifest.NAME).put(manifest_text.encode())
         (self.directory / TRACKER).put(f"{self.iteration}\\n".encode())
 """,
@@ -1916,7 +1916,7 @@ MUTANTS = (
     ),
     Mutant(
         "a save to an object store overwrites the files of the one before",
-        "megalite/checkpoint/attempt.py",
+        "megalite/checkpoint/transaction.py",
         'return self.path / f"{stem}.{self.mark}.{suffix}"',
         "return self.path / name",
         "tests/unit/test_checkpoint_object_store.py::test_whatever_the_moment_a_whole_checkpoint_is_the_latest",
@@ -1930,7 +1930,7 @@ MUTANTS = (
     ),
     Mutant(
         "the tracker is replaced before the new folder's name is on disk",
-        "megalite/checkpoint/attempt.py",
+        "megalite/checkpoint/transaction.py",
         """            os.rename(self.folder, self.path)
             sync_directory(self.directory)
 """,
@@ -1940,7 +1940,7 @@ MUTANTS = (
     ),
     Mutant(
         "the manifest is not synced before it is relied upon",
-        "megalite/checkpoint/attempt.py",
+        "megalite/checkpoint/transaction.py",
         """        file.flush()
         os.fsync(file.fileno())
 """,
@@ -1950,7 +1950,7 @@ MUTANTS = (
     ),
     Mutant(
         "a block is not compared with its checksum",
-        "megalite/checkpoint/box_file.py",
+        "megalite/checkpoint/shard_file.py",
         "!= block.checksum",
         "is None",
         "tests/unit/test_checkpoint_fetching.py::test_damage_elsewhere_does_not_matter_and_here_it_does",
@@ -1971,7 +1971,7 @@ MUTANTS = (
     ),
     Mutant(
         "the first of the copies saves all of them",
-        "megalite/optim/places.py",
+        "megalite/optim/bucket_shard.py",
         "share(end - begin, self.replicas, self.replica)",
         "(0, end - begin if self.replica == 0 else 0)",
         "tests/distributed/test_checkpoint.py::test_the_copies_of_a_tied_weight_share_in_writing_it",
@@ -2047,7 +2047,7 @@ MUTANTS = (
     ),
     Mutant(
         "pipeline: the checker lets ranks do different things together",
-        "megalite/pipeline/rendezvous.py",
+        "megalite/pipeline/deadlock.py",
         "if mine != theirs:",
         "if None in (mine, theirs):",
         "tests/unit/test_pipeline_checker.py::test_faults_are_refused",
@@ -3081,7 +3081,7 @@ MUTANTS = (
         "megalite/watchdog/hang_analysis.py",
         "causes = {rank for wait in waits for rank in wait.absent} - waiting - stuck",
         "causes = {rank for wait in waits for rank in wait.absent} - stuck",
-        "tests/unit/test_hang_analysis.py::test_the_rank_that_stopped_is_the_one_to_blame",
+        "tests/unit/test_hang_analysis.py::test_a_chain_over_groups_leads_to_the_rank_that_waits_for_nobody",
     ),
     Mutant(
         "a hang: operations are compared by their names alone",
@@ -3457,28 +3457,28 @@ MUTANTS = (
         "megalite/training/failure.py",
         "    elif place.world_size > 1 and not _ended_by_launcher() and code != EXIT_RESUMABLE:",
         "    elif place.world_size < 1:",
-        f"{_MEETING}ranks_that_fail_before_they_come_leave_none_waiting_on_other_machines",
+        f"{_RENDEZVOUS}ranks_that_fail_before_they_come_leave_none_waiting_on_other_machines",
     ),
     Mutant(
         "rank 0 leaves with its store as soon as it has heard that a rank has failed",
-        "megalite/training/meeting.py",
+        "megalite/training/rendezvous.py",
         "            _stay(store, place.world_size)\n            sys.exit",
         "            sys.exit",
-        f"{_MEETING}who_comes_when_another_has_failed_and_rank_0_knows_it_ends_like_them",
+        f"{_RENDEZVOUS}who_comes_when_another_has_failed_and_rank_0_knows_it_ends_like_them",
     ),
     Mutant(
         "the store opens only once rank 0 has read its data",
         "megalite/commands/pretrain.py",
-        "    starting.open_store()\n",
+        "    startup.open_store()\n",
         "",
-        f"{_MEETING}a_rank_that_fails_while_rank_0_reads_its_data_says_so_at_once",
+        f"{_RENDEZVOUS}a_rank_that_fails_while_rank_0_reads_its_data_says_so_at_once",
     ),
     Mutant(
         "rank 0 keeps to itself that it has no watchdog",
         "megalite/training/run_watchdog.py",
         "            nobody_watches(store)\n",
         "            pass\n",
-        f"{_MEETING}ranks_that_differ_in_the_watchdog_are_told_so",
+        f"{_RENDEZVOUS}ranks_that_differ_in_the_watchdog_are_told_so",
     ),
     Mutant(
         "a program whose output is closed dies of that",
@@ -3489,17 +3489,17 @@ MUTANTS = (
     ),
     Mutant(
         "rank 0 goes on without those who have failed before they came",
-        "megalite/training/meeting.py",
+        "megalite/training/rendezvous.py",
         'store.get(_FAILED).decode(errors="replace") if store.check([_FAILED]) else ""',
         '""',
-        f"{_MEETING}ranks_that_fail_before_they_come_leave_none_waiting_on_other_machines",
+        f"{_RENDEZVOUS}ranks_that_fail_before_they_come_leave_none_waiting_on_other_machines",
     ),
     Mutant(
         "the ranks that wait for rank 0 are not told that it has failed",
-        "megalite/training/meeting.py",
+        "megalite/training/rendezvous.py",
         "        store.set(_ALL, first)\n",
         "",
-        f"{_MEETING}ranks_that_fail_before_they_come_leave_none_waiting_on_other_machines",
+        f"{_RENDEZVOUS}ranks_that_fail_before_they_come_leave_none_waiting_on_other_machines",
     ),
     Mutant(
         "a tool starts as many workers as somebody types",
@@ -3509,32 +3509,32 @@ MUTANTS = (
         "tests/unit/test_config_parse.py::test_a_tool_takes_no_number_beyond_all_bounds",
     ),
     Mutant(
-        "a rank that is killed while the ranks meet is not noticed",
-        "megalite/training/meeting.py",
+        "a rank that is killed before the run is together is not noticed",
+        "megalite/training/rendezvous.py",
         "partial(store.check, [_ALL])) or watch()\n",
         "partial(store.check, [_ALL]))\n",
-        f"{_MEETING}a_rank_that_is_killed_before_the_run_is_together_is_named_and_ends_the_others[meeting-2-True]",
+        f"{_RENDEZVOUS}a_rank_that_is_killed_before_the_run_is_together_is_named_and_ends_the_others[meeting-2-True]",
     ),
     Mutant(
         "a rank that may open too few files leaves the others waiting",
-        "megalite/training/meeting.py",
+        "megalite/training/rendezvous.py",
         "    require_open_files(_FILES",
         "    (lambda count: None)(_FILES",
-        f"{_MEETING}ranks_that_may_open_too_few_files_all_say_so_and_none_waits_for_another",
+        f"{_RENDEZVOUS}ranks_that_may_open_too_few_files_all_say_so_and_none_waits_for_another",
     ),
     Mutant(
         "a rank waits for a rank 0 that came and is dead",
-        "megalite/training/meeting.py",
+        "megalite/training/rendezvous.py",
         "if silence > SILENCE:",
         "if False:",
-        f"{_MEETING}who_comes_when_rank_0_is_dead_says_so",
+        f"{_RENDEZVOUS}who_comes_when_rank_0_is_dead_says_so",
     ),
     Mutant(
         "ranks that do not come are taken for a hang",
         "megalite/watchdog/watchdog.py",
-        " and not isinstance(error, MeetingError):",
+        " and not isinstance(error, RendezvousError):",
         ":",
-        f"{_MEETING}the_ranks_that_do_not_come_are_named[store of rank 0]",
+        f"{_RENDEZVOUS}the_ranks_that_do_not_come_are_named[store of rank 0]",
     ),
     Mutant(
         "a watchdog lets a launcher end a rank before the verdict",
@@ -3588,27 +3588,27 @@ MUTANTS = (
     Mutant(
         "a STOP that comes while old ones are looked for is removed",
         "megalite/training/control_files.py",
-        "old_stop is not None and identity",
+        "preexisting_stop is not None and identity",
         "identity",
         "tests/unit/test_control_files.py::test_a_stop_that_comes_while_old_ones_are_looked_for_stays",
     ),
     Mutant(
         "who has come is named with who has not",
-        "megalite/training/meeting.py",
+        "megalite/training/rendezvous.py",
         "if not store.check(",
         "if store.check(",
-        f"{_MEETING}the_ranks_that_do_not_come_are_named[store of rank 0]",
+        f"{_RENDEZVOUS}the_ranks_that_do_not_come_are_named[store of rank 0]",
     ),
     Mutant(
         "a rank waits without a limit for a store that stands still",
-        "megalite/training/meeting.py",
+        "megalite/training/rendezvous.py",
         "return within(patience, call)",
         "return call()",
-        f"{_MEETING}where_rank_0_does_not_come_another_rank_says_so[store of the launcher]",
+        f"{_RENDEZVOUS}where_rank_0_does_not_come_another_rank_says_so[store of the launcher]",
     ),
     Mutant(
         "a start does not see that STOP is touched",
-        "megalite/training/starting.py",
+        "megalite/training/startup.py",
         "return status.st_mtime_ns, status.st_ino",
         "return status.st_ino",
         f"{_START}while_a_rank_does_not_come",
@@ -3985,7 +3985,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradients are added up in the model's precision",
-        "megalite/training/construction.py",
+        "megalite/training/builder.py",
         "torch.promote_types(dtype, torch.float32),",
         "dtype,",
         f"{_PRECISION}gradients_of_many_micro_batches_are_added_up_in_fp32[dense]",
@@ -4430,14 +4430,14 @@ MUTANTS = (
     ),
     Mutant(
         "replicas of copies and instances share a number",
-        "megalite/optim/places.py",
+        "megalite/optim/bucket_shard.py",
         "replica = copies.index(rank) * instances + instance",
         "replica = copies.index(rank) + instance",
         "tests/unit/test_parallel_buckets.py::test_replicas_of_copies_and_instances_share_what_is_saved",
     ),
     Mutant(
         "damage on the lowest rank hides what is not damage",
-        "megalite/checkpoint/agreement.py",
+        "megalite/checkpoint/collective_error.py",
         "failed = sorted((report for report in reports if report is not None), key=lambda report: report[0])",
         "failed = [report for report in reports if report is not None]",
         "tests/distributed/test_checkpoint.py::test_what_is_not_damage_is_told_before_damage",
@@ -4493,10 +4493,10 @@ MUTANTS = (
     ),
     Mutant(
         "what a killed process left of a file stays for ever",
-        "megalite/files.py",
+        "megalite/atomic_files.py",
         "if folder else left.unlink()",
         "if folder else None",
-        "tests/unit/test_files.py::test_what_a_killed_process_left_goes_with_the_next_write",
+        "tests/unit/test_atomic_files.py::test_what_a_killed_process_left_goes_with_the_next_write",
     ),
     Mutant(
         "a start has no more room for files than its process began with",

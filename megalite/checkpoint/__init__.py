@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from megalite.checkpoint.agreement import together
-from megalite.checkpoint.choosing import (
-    check_whole,
-    fall_back_notes,
-    find_candidates,
-    find_iteration,
-    newest_whole,
-)
+from megalite.checkpoint.collective_error import raise_on_all_ranks
 from megalite.checkpoint.compatibility import (
     check_compatible,
     check_same_function,
@@ -24,6 +17,13 @@ from megalite.checkpoint.plan import Contents, Plan
 from megalite.checkpoint.retention import remove_old
 from megalite.checkpoint.run_lock import only_run
 from megalite.checkpoint.saving import Saver, save
+from megalite.checkpoint.selection import (
+    check_whole,
+    fall_back_notes,
+    find_candidates,
+    find_iteration,
+    newest_whole,
+)
 from megalite.checkpoint.storage import AnyPath, ObjectPath, open_directory, write_atomically
 
 __all__ = [
@@ -49,12 +49,12 @@ __all__ = [
     "newest_whole",
     "only_run",
     "open_directory",
+    "raise_on_all_ranks",
     "read_config",
     "read_manifest",
     "read_model_config",
     "remove_old",
     "save",
     "saved_section",
-    "together",
     "write_atomically",
 ]

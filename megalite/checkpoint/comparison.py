@@ -62,7 +62,7 @@ def compare(
 ) -> Comparison:
     """Compare training state, configuration and the named tensors.
 
-    Raises Damage: nothing is compared before its checksum is verified.
+    Raises DamagedFileError: nothing is compared before its checksum is verified.
     """
     ours, theirs, names = a.manifest.tensors, b.manifest.tensors, sorted(names)
     comparable = _comparable(a, b, names)
@@ -104,7 +104,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def compare_values(a: CheckpointReader, b: CheckpointReader, name: str, advance: Advance) -> ValueDifference:
-    """Compare the values of a tensor that has the same shape in both, a part at a time. Raises Damage."""
+    """Compare the values of a tensor that has the same shape in both, a part at a time. Raises DamagedFileError."""
     tensor, other = a.manifest.tensors[name], b.manifest.tensors[name]
     different, absolute, relative = 0, 0.0, 0.0
     wider = max(dtype_of(tensor), dtype_of(other), key=lambda dtype: dtype.itemsize)

@@ -8,7 +8,7 @@ from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError, DamagedCheckpointError
 
 
-class Damage(DamagedCheckpointError):
+class DamagedFileError(DamagedCheckpointError):
     """File of a checkpoint, or a tensor in it, that is not as it was written."""
 
     def __init__(self, path: AnyPath, problem: str, tensor: str | None = None) -> None:
@@ -23,14 +23,14 @@ def unreadable(path: AnyPath, error: OSError) -> CheckpointError:
     Data that the medium has lost or never had is damage; any other error, such as a missing permission, may pass.
     """
     if error.errno == errno.ENOENT:
-        return Damage(path, "it is missing")
+        return DamagedFileError(path, "it is missing")
     problem = f"it cannot be read: {error.strerror or error}"
     if error.errno in (errno.EIO, errno.ENOTDIR, errno.EISDIR, errno.ENODATA):
-        return Damage(path, problem)
+        return DamagedFileError(path, problem)
     return CheckpointError(f"{path}: {problem}. Load another checkpoint")
 
 
 def check_size(path: AnyPath, found: int, size: int) -> None:
-    """Raise Damage if a file does not have the expected size."""
+    """Raise DamagedFileError if a file does not have the expected size."""
     if found != size:
-        raise Damage(path, f"it has {found} bytes of {size}: it was cut off or replaced")
+        raise DamagedFileError(path, f"it has {found} bytes of {size}: it was cut off or replaced")

@@ -1,7 +1,7 @@
 """Checkpoints of a run directory: their names, and the choice of the one to load.
 
-`iter_0000100/` is a checkpoint and always complete (see `attempt`). So is `iter_0000100.replaced`, if there is no other
-of that iteration. `latest_checkpointed_iteration.txt` holds the iteration of the checkpoint to load.
+`iter_0000100/` is a checkpoint and always complete (see `transaction`). So is `iter_0000100.replaced`, if there is no
+other of that iteration. `latest_checkpointed_iteration.txt` holds the iteration of the checkpoint to load.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _COMPLETE = re.compile(r"iter_(\d{7,15})(\.replaced)?")
 _STEP = re.compile(r"\d{1,15}")
 
-Place = TypeVar("Place", Path, ObjectPath, AnyPath)
+PathType = TypeVar("PathType", Path, ObjectPath, AnyPath)
 
 
-def checkpoint_path(directory: Place, iteration: int) -> Place:
+def checkpoint_path(directory: PathType, iteration: int) -> PathType:
     return directory / f"iter_{iteration:07d}"
 
 
@@ -130,7 +130,7 @@ def complete(directory: AnyPath) -> dict[int, AnyPath]:
     return found
 
 
-def folders(directory: Place) -> list[Place]:
+def folders(directory: PathType) -> list[PathType]:
     """Return everything in a run directory that has the name of a checkpoint, sorted by name. Raises OSError."""
     try:
         found = [path for path in directory.iterdir() if _COMPLETE.fullmatch(path.name)]

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import box_file, manifest
+from megalite.checkpoint import manifest, shard_file
 from megalite.checkpoint.manifest import Block, Manifest, SavedBox
 from megalite.checkpoint.progress import in_threads
 from megalite.checkpoint.storage import AnyPath
@@ -83,8 +83,8 @@ def read_block(path: AnyPath, described: Manifest, block: Block, buffer: memoryv
     """Fill a buffer with a verified block. No file stays open: a checkpoint may have more files than a process may
     open."""
     name = block.saved.file
-    with box_file.open_to_read(path / name, described.files[name].size) as file:
-        box_file.read_block(file, block, buffer)
+    with shard_file.open_to_read(path / name, described.files[name].size) as file:
+        shard_file.read_block(file, block, buffer)
 
 
 def _place_of(block: Block) -> tuple[str, int]:
@@ -98,7 +98,7 @@ def _read_into_place(path: AnyPath, described: Manifest, wanted: Wanted, block: 
         read_block(path, described, block, place)
         return
     buffer = torch.empty(block.size, dtype=torch.uint8)
-    read_block(path, described, block, box_file.bytes_of(buffer))
+    read_block(path, described, block, shard_file.bytes_of(buffer))
     put(block, buffer, targets)
 
 
@@ -116,7 +116,7 @@ def in_one_piece(block: Block, targets: Sequence[Target]) -> memoryview | None:
         return None
     rows = saved.offset[0] - box.offset[0] if box.offset else 0
     first, stop = (number + rows * math.prod(box.size[1:]) for number in block.elements)
-    return box_file.bytes_of(values.view(-1)[first:stop]) if first >= 0 and stop <= box.numel else None
+    return shard_file.bytes_of(values.view(-1)[first:stop]) if first >= 0 and stop <= box.numel else None
 
 
 @torch.no_grad()
@@ -190,7 +190,7 @@ def _exchange(
         if failure is None:
             try:
                 for block, data in _cut(sent, now[group.rank]):
-                    read_block(path, described, block, box_file.bytes_of(data))
+                    read_block(path, described, block, shard_file.bytes_of(data))
             except Exception as error:
                 failure = error
         received = collectives.all_gather(sent.to(place), group).view(group.size, length)

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.box_file import bytes_of
-from megalite.checkpoint.container import Part, Place
+from megalite.checkpoint.file_layout import ByteRange, TensorBox
 from megalite.checkpoint.formats import Format, Placed
 from megalite.checkpoint.manifest import SavedBox, SavedFile, SavedTensor, dtype_name
 from megalite.checkpoint.progress import Advance, in_threads
 from megalite.checkpoint.reader import chunks
+from megalite.checkpoint.shard_file import bytes_of
 from megalite.checkpoint.source import Source, numbers_as_numbers
 from megalite.parallel.sharding import Box
 
@@ -28,9 +28,9 @@ Cut = Sequence[Sequence[tuple[str, Box]]]
 class _Output:
     """Box to write."""
 
-    part: Part
+    part: TensorBox
     file: str
-    place: Place
+    byte_range: ByteRange
 
 
 class FileWriter:
@@ -42,21 +42,22 @@ class FileWriter:
         self.outputs: dict[str, list[_Output]] = {}
         """Boxes to write, by file."""
         for boxes in cut:
-            parts = [Part(name, tensors[name].shape, tensors[name].dtype, box) for name, box in boxes]
+            parts = [TensorBox(name, tensors[name].shape, tensors[name].dtype, box) for name, box in boxes]
             if parts:
                 self._begin(file_format.file.format(writer=len(self.outputs), number=len(self.outputs) + 1), parts)
         self.by_tensor: dict[str, list[_Output]] = {}
         for output in (output for outputs in self.outputs.values() for output in outputs):
             self.by_tensor.setdefault(output.part.name, []).append(output)
 
-    def _begin(self, file: str, parts: Sequence[Part]) -> None:
+    def _begin(self, file: str, parts: Sequence[TensorBox]) -> None:
         self.outputs[file] = [
-            _Output(part, file, place) for part, place in zip(parts, self.format.places(parts), strict=True)
+            _Output(part, file, byte_range)
+            for part, byte_range in zip(parts, self.format.byte_ranges(parts), strict=True)
         ]
         with (self.folder / file).open("xb") as stream:
             for output in self.outputs[file]:
-                stream.seek(output.place.start - len(output.place.before))
-                stream.write(output.place.before)
+                stream.seek(output.byte_range.start - len(output.byte_range.before))
+                stream.write(output.byte_range.before)
 
     def write(self, workers: int) -> dict[str, SavedTensor]:
         """Write all files, using this many threads, and sync them. Raises OSError, and CheckpointError of the
@@ -73,12 +74,12 @@ class FileWriter:
         return SavedTensor(kind.shape, dtype_name(kind.dtype), boxes)
 
     def _copy_box(self, output: _Output) -> SavedBox:
-        part, place = output.part, output.place
+        part, byte_range = output.part, output.byte_range
         checksums: list[int] = []
         checksum = 0
         buffer = torch.empty(manifest.BLOCK // part.dtype.itemsize, dtype=part.dtype)
         with (self.folder / output.file).open("r+b") as stream:
-            stream.seek(place.start)
+            stream.seek(byte_range.start)
             for block in chunks(part.box, part.dtype):
                 for box, _ in block:
                     values = buffer[: box.numel].view(box.size)
@@ -88,16 +89,16 @@ class FileWriter:
                     stream.write(data)
                     self.advance(len(data))
                 checksums.append(checksum)
-            stream.write(place.after(checksum))
-        return SavedBox(part.name, part.dtype, part.box, output.file, place.start, tuple(checksums))
+            stream.write(byte_range.after(checksum))
+        return SavedBox(part.name, part.dtype, part.box, output.file, byte_range.start, tuple(checksums))
 
     def _sync(self, file: str) -> None:
         with (self.folder / file).open("r+b") as stream:
             os.fsync(stream.fileno())
 
     def placed(self) -> Placed:
-        """Parts in the files, with their places."""
-        return {file: [(each.part, each.place) for each in outputs] for file, outputs in self.outputs.items()}
+        """Parts in the files, with their byte ranges."""
+        return {file: [(each.part, each.byte_range) for each in outputs] for file, outputs in self.outputs.items()}
 
     def saved_files(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedFile]:
         """Return the records of the files, once the tensors are written."""
@@ -105,8 +106,8 @@ class FileWriter:
         files: dict[str, SavedFile] = {}
         for file, outputs in self.outputs.items():
             around = 0
-            for place in (output.place for output in outputs):
-                after = place.after(checksums[file, place.start])
-                around = zlib.crc32(after, zlib.crc32(place.before, around))
-            files[file] = SavedFile(place.stop + len(after), around)
+            for byte_range in (output.byte_range for output in outputs):
+                after = byte_range.after(checksums[file, byte_range.start])
+                around = zlib.crc32(after, zlib.crc32(byte_range.before, around))
+            files[file] = SavedFile(byte_range.stop + len(after), around)
         return files

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from megalite.checkpoint import torch_file
-from megalite.checkpoint.container import Part, Place
+from megalite.checkpoint.file_layout import ByteRange, TensorBox
 
-Placed = Mapping[str, Sequence[tuple[Part, Place]]]
-"""Parts of each file, and their places in it."""
+Placed = Mapping[str, Sequence[tuple[TensorBox, ByteRange]]]
+"""Parts of each file, and their byte ranges in it."""
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,18 @@ class Format:
 
     file: str
     """Name of a writer's file, with {writer} for its number, or {number} for its number counted from 1."""
-    places: Callable[[Sequence[Part]], list[Place]]
-    """Function that returns the places of a file's parts, in their order."""
+    byte_ranges: Callable[[Sequence[TensorBox]], list[ByteRange]]
+    """Function that returns the byte ranges of a file's parts, in their order."""
     index: Callable[[Placed], Mapping[str, bytes]]
     """Function that returns files that other programs need to read these, by name; megalite reads none of them."""
     checksums: bool = True
     """Flag for computing checksums of the boxes."""
 
 
-def safetensors_places(parts: Sequence[Part], named: Callable[[Part], str] = lambda part: part.entry) -> list[Place]:
-    """Return the places of parts in a safetensors file (https://huggingface.co/docs/safetensors).
+def safetensors_byte_ranges(
+    parts: Sequence[TensorBox], named: Callable[[TensorBox], str] = lambda part: part.entry
+) -> list[ByteRange]:
+    """Return the byte ranges of parts in a safetensors file (https://huggingface.co/docs/safetensors).
 
     Such a file has 8 bytes of header length, a JSON header, and then the tensors' bytes. `named` gives a part's name
     there.
@@ -44,12 +46,12 @@ def safetensors_places(parts: Sequence[Part], named: Callable[[Part], str] = lam
     header = json.dumps(fields).encode()
     header += b" " * (-len(header) % 8)  # so that the tensors' bytes are aligned
     before = len(header).to_bytes(8, "little") + header
-    places: list[Place] = []
+    byte_ranges: list[ByteRange] = []
     end = len(before)
     for part in parts:
-        places.append(Place(before if not places else b"", end, end + part.size, _nothing))
+        byte_ranges.append(ByteRange(before if not byte_ranges else b"", end, end + part.size, _nothing))
         end += part.size
-    return places
+    return byte_ranges
 
 
 _SAFETENSORS_DTYPES = {
@@ -65,11 +67,11 @@ def _nothing(_checksum: int) -> bytes:
     return b""
 
 
-NATIVE = Format("rank_{writer:05d}.safetensors", safetensors_places, lambda _: {})
+NATIVE = Format("rank_{writer:05d}.safetensors", safetensors_byte_ranges, lambda _: {})
 FORMATS = {
     "megalite": NATIVE,
     "torch_dist": Format(
-        "__{writer}_0.distcp", torch_file.places, lambda placed: {".metadata": torch_file.metadata(placed)}
+        "__{writer}_0.distcp", torch_file.byte_ranges, lambda placed: {".metadata": torch_file.metadata(placed)}
     ),
 }
 """Formats by the value of --ckpt-format."""

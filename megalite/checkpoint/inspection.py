@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.choosing import check_sizes
-from megalite.checkpoint.damage import Damage
+from megalite.checkpoint.damage import DamagedFileError
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, split_name
 from megalite.checkpoint.progress import Advance, in_threads
 from megalite.checkpoint.reader import CheckpointReader, size_in_bytes, whole
+from megalite.checkpoint.selection import check_sizes
 from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError
 
@@ -69,14 +69,16 @@ def _boxes_by_file(saved: Manifest) -> dict[str, list[SavedBox]]:
 # ------------------------------------------------------------------------------------------------------ damage
 
 
-def verify(reader: CheckpointReader, workers: int, advance: Advance) -> list[Damage]:
+def verify(reader: CheckpointReader, workers: int, advance: Advance) -> list[DamagedFileError]:
     """Return all damage: every file is read completely, even if others are damaged."""
     files = _boxes_by_file(reader.manifest).items()
     found = in_threads(workers, lambda file: list(_damages_of_file(reader, *file, advance)), files)
     return [*_uncovered(reader), *(damage for damages in found for damage in damages), *_foreign(reader)]
 
 
-def _damages_of_file(reader: CheckpointReader, file: str, boxes: list[SavedBox], advance: Advance) -> Iterator[Damage]:
+def _damages_of_file(
+    reader: CheckpointReader, file: str, boxes: list[SavedBox], advance: Advance
+) -> Iterator[DamagedFileError]:
     path = reader.path / file
     try:
         check_sizes(reader.path, reader.manifest, [file])
@@ -95,23 +97,23 @@ def _damages_of_file(reader: CheckpointReader, file: str, boxes: list[SavedBox],
             yield _damage(path, error, saved.tensor)
 
 
-def _damage(path: AnyPath, error: CheckpointError, tensor: str | None = None) -> Damage:
-    return Damage(path, error.problem if isinstance(error, Damage) else str(error), tensor)
+def _damage(path: AnyPath, error: CheckpointError, tensor: str | None = None) -> DamagedFileError:
+    return DamagedFileError(path, error.problem if isinstance(error, DamagedFileError) else str(error), tensor)
 
 
-def _uncovered(reader: CheckpointReader) -> Iterator[Damage]:
+def _uncovered(reader: CheckpointReader) -> Iterator[DamagedFileError]:
     for name in reader.manifest.tensors:
         try:
             reader.check_covered(name)
-        except Damage as damage:
+        except DamagedFileError as damage:
             yield damage
 
 
-def _foreign(reader: CheckpointReader) -> Iterator[Damage]:
+def _foreign(reader: CheckpointReader) -> Iterator[DamagedFileError]:
     paths: list[AnyPath] = [*reader.path.iterdir()]
     for path in sorted(paths, key=lambda path: path.name):
         if path.name != manifest.NAME and path.name not in reader.manifest.files:
-            yield Damage(path, "it is not of this checkpoint")
+            yield DamagedFileError(path, "it is not of this checkpoint")
 
 
 # ------------------------------------------------------------------------------------------------------ values
@@ -152,7 +154,7 @@ class Statistics:
 
 
 def statistics(reader: CheckpointReader, name: str, advance: Advance) -> Statistics:
-    """Return the statistics of a tensor, in one pass. Raises Damage."""
+    """Return the statistics of a tensor, in one pass. Raises DamagedFileError."""
 
     def parts() -> Iterator[Statistics]:
         for saved in reader.manifest.tensors[name].boxes:

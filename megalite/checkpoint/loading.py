@@ -9,9 +9,9 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from megalite.checkpoint.agreement import all_gather_text, check_all_see, together
-from megalite.checkpoint.container import Part
+from megalite.checkpoint.collective_error import all_gather_text, check_all_see, raise_on_all_ranks
 from megalite.checkpoint.fetching import Dealt, Target, deal, fetch, needed_blocks
+from megalite.checkpoint.file_layout import TensorBox
 from megalite.checkpoint.manifest import (
     MASTER,
     MODEL,
@@ -97,7 +97,7 @@ def _fill(
     regions = held_regions(module, optimizer)
     doing = f"loading {path}"
     node = mesh.group_of(_on_this_node(mesh)) if plan is not None else mesh.group_of([mesh.rank])
-    with together(mesh, doing):
+    with raise_on_all_ranks(mesh, doing):
         manifest = described or read_manifest(path)
         if optimizer is not None:
             _check_optimizer(manifest, optimizer, state, casts)
@@ -111,7 +111,7 @@ def _fill(
     _check_all_used(manifest, {name for name, _ in chosen}, mesh, path, kinds)
     _zero_the_rest(module, optimizer, state)
     failure = fetch(path, manifest, wanted, dealt, node, mesh.device)
-    with together(mesh, doing):
+    with raise_on_all_ranks(mesh, doing):
         if failure is not None:
             raise failure
     if optimizer is not None and not state and not casts:
@@ -131,7 +131,7 @@ def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimi
         optimizer.finish_parameter_gather()
     for parameter, _ in named_pieces(module):
         parameter.allocate()
-    with optimizer.unpacked() if optimizer is not None else nullcontext(), together(mesh, f"loading {what}"):
+    with optimizer.unpacked() if optimizer is not None else nullcontext(), raise_on_all_ranks(mesh, f"loading {what}"):
         regions = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER, STATE))]
         held = [(r.part.name.removeprefix(MODEL).removeprefix(MASTER), r) for r in regions]
         different = (_difference(name, source.tensors.get(name), region.part) for name, region in held)
@@ -145,13 +145,13 @@ def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimi
         optimizer.finish_parameter_gather()
 
 
-def _source(manifest: Manifest, part: Part, state: bool, casts: bool) -> str | None:
+def _source(manifest: Manifest, part: TensorBox, state: bool, casts: bool) -> str | None:
     """Return the name of the saved tensor that a part is read from; None if the part is not to be filled."""
     name = _finest(manifest, part) if casts else part.name
     return name if state or name.startswith((MODEL, STATE)) or (casts and name.startswith(MASTER)) else None
 
 
-def _finest(manifest: Manifest, part: Part) -> str:
+def _finest(manifest: Manifest, part: TensorBox) -> str:
     """Return the most precise saved tensor for a part.
 
     A weight that is saved in another precision is read from its master; a master that is not saved, from its weight.
@@ -222,7 +222,7 @@ def _check_optimizer(manifest: Manifest, optimizer: Optimizer, state: bool, cast
     )
 
 
-def _check_fits(manifest: Manifest, chosen: Iterable[tuple[str, Part]], casts: bool) -> None:
+def _check_fits(manifest: Manifest, chosen: Iterable[tuple[str, TensorBox]], casts: bool) -> None:
     """Raise CheckpointError if a needed tensor is missing in the checkpoint, incomplete, or of another dtype or
     shape."""
     problems = dict.fromkeys(problem for name, part in chosen if (problem := _mismatch(manifest, name, part, casts)))
@@ -230,7 +230,7 @@ def _check_fits(manifest: Manifest, chosen: Iterable[tuple[str, Part]], casts: b
         raise CheckpointError(f"it does not fit this run:\n{_listed(list(problems))}")
 
 
-def _mismatch(manifest: Manifest, name: str, part: Part, casts: bool) -> str | None:
+def _mismatch(manifest: Manifest, name: str, part: TensorBox, casts: bool) -> str | None:
     """Return why a part cannot be read from the named tensor, or None."""
     saved = manifest.tensors.get(name)
     different = _difference(name, None if saved is None else Kind(saved.shape, dtype_of(saved)), part)
@@ -252,7 +252,7 @@ def _mismatch(manifest: Manifest, name: str, part: Part, casts: bool) -> str | N
     return None
 
 
-def _difference(name: str, saved: Kind | None, part: Part) -> str | None:
+def _difference(name: str, saved: Kind | None, part: TensorBox) -> str | None:
     """Return why a part cannot be read from a tensor even with casts, or None."""
     if saved is None:
         return f"{name} {list(part.shape)} is not in it: it is of another model"

@@ -35,8 +35,8 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.container import entry
 from megalite.checkpoint.damage import unreadable
+from megalite.checkpoint.file_layout import entry
 from megalite.checkpoint.storage import AnyPath, read_small
 from megalite.errors import CheckpointError, DamagedCheckpointError
 from megalite.parallel.sharding import Box

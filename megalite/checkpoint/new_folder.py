@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megalite.atomic_files import remove_leftovers, sync_directory, temporary_path
 from megalite.errors import CheckpointError
-from megalite.files import remove_leftovers, sync_directory, temporary_path
 
 
 @contextmanager

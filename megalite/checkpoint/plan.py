@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from megalite.checkpoint.container import Part
+from megalite.checkpoint.file_layout import TensorBox
 from megalite.checkpoint.manifest import MODEL, OPTIMIZER, STATE
 from megalite.config.optimizer import OptimizerConfig
+from megalite.optim.bucket_shard import BucketShardSpec, saves_state
 from megalite.optim.buckets import DataParallel, plan_buckets
 from megalite.optim.kept import own_states
 from megalite.optim.layout import BucketLayout
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.packed import View
-from megalite.optim.places import BucketPlace, saves_state
 from megalite.optim.shard import StateSlice, all_state_dtypes
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
@@ -71,15 +71,16 @@ class Plan:
         contents = Contents([bucket.layout for bucket in optimizer.buckets], optimizer.module_states)
         return Plan(optimizer.mesh, lambda _: contents, optimizer.config, stage=0, instances=1)
 
-    def saved(self, rank: int) -> list[Part]:
+    def saved(self, rank: int) -> list[TensorBox]:
         """Return the parts that a rank writes, in file order: over all ranks, each element of each tensor once."""
-        parts = self._parts((place, *place.saved) for place in self._places(rank))
+        parts = self._parts((spec, *spec.saved) for spec in self._shard_specs(rank))
         seen, at = self._look(rank), self.mesh.coordinates_of(rank)
         return parts + _state_parts(each for each in seen.states if saves_state(each[1].sharding, seen.rank, at))
 
-    def held(self, rank: int) -> list[Part]:
+    def held(self, rank: int) -> list[TensorBox]:
         """Return the parts that a rank must load."""
-        return self._parts((place, *place.held) for place in self._places(rank)) + _state_parts(self._look(rank).states)
+        updated = self._parts((spec, *spec.updated) for spec in self._shard_specs(rank))
+        return updated + _state_parts(self._look(rank).states)
 
     def _look(self, rank: int) -> _Seen:
         """Inspect a rank, once for all that differ only in data-parallel position; the first of these is inspected."""
@@ -93,13 +94,13 @@ class Plan:
             self._seen[like] = _Seen(rank, contents.layouts, _with_prefixes(contents.states, own))
         return self._seen[like]
 
-    def _places(self, rank: int) -> Iterator[BucketPlace]:
-        """Yield a rank's place in each of its buckets."""
+    def _shard_specs(self, rank: int) -> Iterator[BucketShardSpec]:
+        """Yield a rank's slices of each of its buckets."""
         seen, at = self._look(rank), self.mesh.coordinates_of(rank)
         cp, dp = self.mesh.size("cp"), self.mesh.size("dp")
         for layout in seen.layouts:
             expert = layout.slots[0].parameter.sharding.expert
-            yield BucketPlace.of(
+            yield BucketShardSpec.of(
                 layout,
                 seen.rank,
                 peers=self.mesh.size("edp") if expert else dp * cp,
@@ -108,15 +109,16 @@ class Plan:
                 instances=self._instances,
             )
 
-    def _parts(self, ranges: Iterable[tuple[BucketPlace, int, int]]) -> list[Part]:
-        weights: list[Part] = []
-        state: list[Part] = []
+    def _parts(self, ranges: Iterable[tuple[BucketShardSpec, int, int]]) -> list[TensorBox]:
+        weights: list[TensorBox] = []
+        state: list[TensorBox] = []
         for parameter, start, stop in reversed([run for each in ranges for run in _runs(*each)]):
             dtypes = all_state_dtypes(self._optimizer, parameter)
             for tensor, box, _ in boxes(parameter, start, stop):
-                weights.append(Part(MODEL + tensor.name, tensor.shape, parameter.dtype, box))
+                weights.append(TensorBox(MODEL + tensor.name, tensor.shape, parameter.dtype, box))
                 state += [
-                    Part(f"{OPTIMIZER}{name}/{tensor.name}", tensor.shape, dtype, box) for name, dtype in dtypes.items()
+                    TensorBox(f"{OPTIMIZER}{name}/{tensor.name}", tensor.shape, dtype, box)
+                    for name, dtype in dtypes.items()
                 ]
         return weights + state
 
@@ -135,22 +137,23 @@ def _with_prefixes(modules: Iterable[State], own: Iterable[tuple[str, State]]) -
     return [*((STATE, state) for state in modules), *((f"{OPTIMIZER}{name}/", state) for name, state in own)]
 
 
-def _pieces(states: Iterable[tuple[str, State]]) -> Iterator[tuple[Part, State, Piece]]:
+def _pieces(states: Iterable[tuple[str, State]]) -> Iterator[tuple[TensorBox, State, Piece]]:
     """Yield the parts of logical tensors that the states are. Padding belongs to no part."""
     for prefix, state in states:
         for piece in state.sharding.pieces:
             if piece.box.numel:
-                yield Part(prefix + piece.tensor.name, piece.tensor.shape, state.values.dtype, piece.box), state, piece
+                tensor = piece.tensor
+                yield TensorBox(prefix + tensor.name, tensor.shape, state.values.dtype, piece.box), state, piece
 
 
-def _state_parts(states: Iterable[tuple[str, State]]) -> list[Part]:
+def _state_parts(states: Iterable[tuple[str, State]]) -> list[TensorBox]:
     return [part for part, _, _ in _pieces(states)]
 
 
-def _runs(place: BucketPlace, begin: int, end: int) -> Iterator[tuple[Parameter, int, int]]:
+def _runs(spec: BucketShardSpec, begin: int, end: int) -> Iterator[tuple[Parameter, int, int]]:
     """Yield the parameters in elements [begin, end) of a bucket, as (parameter, start, stop) of the flattened
     parameter."""
-    slots = place.layout.slots
+    slots = spec.layout.slots
     for slot in slots[max(bisect_right(slots, begin, key=lambda slot: slot.start) - 1, 0) :]:
         if slot.start >= end:
             return
@@ -177,9 +180,9 @@ def boxes(parameter: Parameter, start: int, stop: int) -> Iterator[tuple[Logical
 
 @dataclass(frozen=True)
 class Region:
-    """Part, and the memory on this rank that holds it."""
+    """Box of a tensor, and the memory on this rank that holds it."""
 
-    part: Part
+    part: TensorBox
     kept: Tensor | View
     """Flat tensor or view."""
 
@@ -229,4 +232,4 @@ def _regions(slices: Iterable[StateSlice], states: Iterable[tuple[str, State]]) 
 
 
 def _region(prefix: str, tensor: LogicalTensor, box: Box, kept: Tensor | View) -> Region:
-    return Region(Part(prefix + tensor.name, tensor.shape, kept.dtype, box), kept)
+    return Region(TensorBox(prefix + tensor.name, tensor.shape, kept.dtype, box), kept)

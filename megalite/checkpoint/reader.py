@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.box_file import bytes_of, checksum_of, open_to_read
-from megalite.checkpoint.damage import Damage
+from megalite.checkpoint.damage import DamagedFileError
 from megalite.checkpoint.fetching import Target, in_one_piece, needed_blocks, put, read_block
 from megalite.checkpoint.manifest import Block, SavedBox, SavedTensor, covers, read_manifest
+from megalite.checkpoint.shard_file import bytes_of, checksum_of, open_to_read
 from megalite.checkpoint.source import Kind
 from megalite.checkpoint.storage import AnyPath
 from megalite.errors import DamagedCheckpointError
@@ -33,13 +33,13 @@ class CheckpointReader:
         self.tensors = {name: Kind(each.shape, dtype_of(each)) for name, each in self.manifest.tensors.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of a tensor. All bytes that are used were verified. Raises Damage."""
+        """Return a box of a tensor. All bytes that are used were verified. Raises DamagedFileError."""
         values = torch.empty(box.size, dtype=self.tensors[name].dtype)
         self.fill(name, box, values)
         return values
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Fill `values`, as in `Source`. All bytes that are used were verified. Raises Damage."""
+        """Fill `values`, as in `Source`. All bytes that are used were verified. Raises DamagedFileError."""
         if name not in self._covered:
             self.check_covered(name)
             self._covered.add(name)
@@ -53,17 +53,17 @@ class CheckpointReader:
                     read_block(self.path, self.manifest, block, place)
 
     def check_covered(self, name: str) -> None:
-        """Raise Damage unless the boxes of a tensor hold each of its elements once."""
+        """Raise DamagedFileError unless the boxes of a tensor hold each of its elements once."""
         tensor = self.manifest.tensors[name]
         try:
             covered = covers((saved.box for saved in tensor.boxes), whole(tensor))
         except DamagedCheckpointError as error:
-            raise Damage(self.path, f"of {name}, {error}", name) from error
+            raise DamagedFileError(self.path, f"of {name}, {error}", name) from error
         if not covered:
-            raise Damage(self.path, f"the boxes of {name} do not hold each of its elements once", name)
+            raise DamagedFileError(self.path, f"the boxes of {name} do not hold each of its elements once", name)
 
     def blocks(self, saved: SavedBox) -> Iterator[Tensor]:
-        """Yield the elements of a saved box in row-major order, flat, a block at a time. Raises Damage."""
+        """Yield the elements of a saved box in row-major order, flat, a block at a time. Raises DamagedFileError."""
         for block in saved.blocks():
             yield self._read_block(block).view(saved.dtype)
 
@@ -83,7 +83,7 @@ class CheckpointReader:
         return kept[key][: block.size]
 
     def check_around(self, file: str, boxes: Iterable[SavedBox]) -> None:
-        """Raise Damage if the bytes of a file that are in none of its boxes are not as they were written."""
+        """Raise DamagedFileError if the bytes of a file that are in none of its boxes are not as they were written."""
         path, described = self.path / file, self.manifest.files[file]
         checksum, position = 0, 0
         with open_to_read(path, described.size) as opened:
@@ -94,7 +94,7 @@ class CheckpointReader:
                     checksum = checksum_of(opened, first, buffer, checksum)
                 position = stop
         if checksum != described.checksum:
-            raise Damage(path, "the checksum of what stands around its tensors does not match")
+            raise DamagedFileError(path, "the checksum of what stands around its tensors does not match")
 
 
 class _Kept(local):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import saving
-from megalite.checkpoint.attempt import FolderAttempt
 from megalite.checkpoint.file_writer import Cut, FileWriter
 from megalite.checkpoint.formats import NATIVE, Format
 from megalite.checkpoint.manifest import Manifest, TrainingState, covers, owner_name, split_name
@@ -16,6 +15,7 @@ from megalite.checkpoint.new_folder import writing
 from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.source import Kind, Source, numbers_as_numbers
+from megalite.checkpoint.transaction import FolderTransaction
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 
@@ -95,16 +95,16 @@ def write_checkpoint(
     Raises CheckpointError, and leaves nothing behind, if the data read is damaged, the disk fails, or there is already
     a checkpoint of this iteration.
     """
-    attempt = FolderAttempt(directory, training.iteration)
-    if attempt.path.exists():
-        raise CheckpointError(f"{attempt.path} is there already: choose another folder")
+    transaction = FolderTransaction(directory, training.iteration)
+    if transaction.path.exists():
+        raise CheckpointError(f"{transaction.path} is there already: choose another folder")
     try:
-        with writing(attempt.folder):
-            attempt.begin()
-            writer = FileWriter(source, attempt.folder, cut, file_format, advance)
+        with writing(transaction.folder):
+            transaction.begin()
+            writer = FileWriter(source, transaction.folder, cut, file_format, advance)
             tensors = writer.write(workers)
-            files = writer.saved_files(tensors) | saving.write_index(attempt, file_format, writer.placed())
-            saving.finish(attempt, Manifest(training, config, files, tensors))
+            files = writer.saved_files(tensors) | saving.write_index(transaction, file_format, writer.placed())
+            saving.finish(transaction, Manifest(training, config, files, tensors))
     finally:
-        attempt.abandon()
-    return attempt.path
+        transaction.abandon()
+    return transaction.path

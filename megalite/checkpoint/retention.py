@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megalite.checkpoint import directory as run_directory
-from megalite.checkpoint.attempt import remove
-from megalite.checkpoint.choosing import check_sizes
 from megalite.checkpoint.manifest import read_manifest
+from megalite.checkpoint.selection import check_sizes
 from megalite.checkpoint.storage import AnyPath
+from megalite.checkpoint.transaction import remove
 from megalite.errors import CheckpointError
 
 NEWEST = 2

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from megalite.checkpoint.agreement import all_gather_text, together
-from megalite.checkpoint.attempt import clear_away
+from megalite.checkpoint.collective_error import all_gather_text, raise_on_all_ranks
 from megalite.checkpoint.storage import AnyPath, ObjectPath
+from megalite.checkpoint.transaction import clear_away
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.parallel.mesh import ParallelMesh
 
@@ -43,7 +43,9 @@ def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]
         return
     file: TextIO | None = None
     refusal, note, holder = "", "", ""
-    with together(mesh, f"preparing the run directory --save {directory}", "Free space there, or give another --save"):
+    with raise_on_all_ranks(
+        mesh, f"preparing the run directory --save {directory}", "Free space there, or give another --save"
+    ):
         if mesh.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             file = (directory / NAME).open("a+")
@@ -56,7 +58,7 @@ def only_run(directory: AnyPath, mesh: ParallelMesh) -> Iterator[tuple[str, ...]
     try:
         if refusal:
             raise ConfigurationError(refusal)
-        with together(mesh, f"looking at the run directory --save {directory}"):
+        with raise_on_all_ranks(mesh, f"looking at the run directory --save {directory}"):
             _await(directory / NAME, holder)
         yield (note,) if note else ()
     finally:

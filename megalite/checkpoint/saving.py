@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
-from megalite.checkpoint import box_file, manifest
-from megalite.checkpoint.agreement import together
-from megalite.checkpoint.attempt import Attempt, new_attempt
-from megalite.checkpoint.box_file import Written
-from megalite.checkpoint.container import Part, Place
+from megalite.checkpoint import manifest, shard_file
+from megalite.checkpoint.collective_error import raise_on_all_ranks
+from megalite.checkpoint.file_layout import ByteRange, TensorBox
 from megalite.checkpoint.formats import NATIVE, Format, Placed
 from megalite.checkpoint.manifest import OPTIMIZER, Manifest, SavedBox, SavedFile, SavedTensor, TrainingState, covers
 from megalite.checkpoint.plan import Plan, Region, saved_regions
+from megalite.checkpoint.shard_file import Written
 from megalite.checkpoint.staging import Staging
 from megalite.checkpoint.storage import AnyPath, create, sizes
+from megalite.checkpoint.transaction import SaveTransaction, new_transaction
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.parallel import collectives
@@ -82,26 +82,26 @@ class Saver:
             self.advance()
         self._optimizer.finish_parameter_gather()
         rank = self._mesh.rank
-        attempt = new_attempt(self._directory, training.iteration, self._mesh)
+        transaction = new_transaction(self._directory, training.iteration, self._mesh)
         doing = f"saving iteration {training.iteration} to {self._directory}"
         try:
-            with together(self._mesh, doing, _ADVICE):
+            with raise_on_all_ranks(self._mesh, doing, _ADVICE):
                 if rank == 0:
-                    attempt.begin()
+                    transaction.begin()
             regions = self._regions()
             if self.staging is not None:
                 regions = self.staging.take(regions)
-            file = attempt.file(self._format.file.format(writer=rank))
+            file = transaction.file(self._format.file.format(writer=rank))
             work = self._do(lambda: _write(file, self._format, regions, self._closed))
         except CheckpointError:
-            self._abandon(attempt)
+            self._abandon(transaction)
             raise
-        self._save = _Save(attempt, training, config, doing, regions, work)
+        self._save = _Save(transaction, training, config, doing, regions, work)
 
     def _regions(self) -> list[Region]:
         return [region for region in saved_regions(self._optimizer) if self._includes(region.part)]
 
-    def _includes(self, part: Part) -> bool:
+    def _includes(self, part: TensorBox) -> bool:
         return self._state or not part.name.startswith(OPTIMIZER)
 
     def _do(self, work: Callable[[], Any]) -> Future[Any]:
@@ -152,23 +152,23 @@ class Saver:
         if save is None:
             raise ValueError("no save is under way")
         try:
-            with together(self._mesh, save.doing, _ADVICE):
+            with raise_on_all_ranks(self._mesh, save.doing, _ADVICE):
                 result = save.work.result()
             if save.committing:
                 self._save = None
-                return save.attempt.path
+                return save.transaction.path
             written = self._gather(save, result)
         except CheckpointError:
-            self._abandon(save.attempt)
+            self._abandon(save.transaction)
             raise
         save.committing = True
         save.work = self._do(lambda: self._commit(save, written) if self._mesh.rank == 0 else None)
         return None
 
-    def _abandon(self, attempt: Attempt) -> None:
+    def _abandon(self, transaction: SaveTransaction) -> None:
         self._save = None
         if self._mesh.rank == 0:
-            attempt.abandon()
+            transaction.abandon()
 
     def _gather(self, save: _Save, written: Written | None) -> list[list[int]]:
         """Gather on rank 0, per rank: a digest of its parts, its file's checksum and its blocks' checksums; elsewhere
@@ -182,7 +182,7 @@ class Saver:
         """Make a checkpoint of the written files, which the plan describes."""
         file_format = self._format
         files: dict[str, SavedFile] = {}
-        placed: dict[str, list[tuple[Part, Place]]] = {}
+        placed: dict[str, list[tuple[TensorBox, ByteRange]]] = {}
         kinds: dict[str, tuple[tuple[int, ...], str]] = {}
         boxes: dict[str, list[SavedBox]] = {}
         for rank, numbers in enumerate(written):
@@ -191,18 +191,18 @@ class Saver:
                 raise CheckpointError(f"rank {rank} has other tensors than its plan says: a defect, please report it")
             if not parts:
                 continue
-            file = save.attempt.file(file_format.file.format(writer=rank)).name
-            placed[file] = list(zip(parts, file_format.places(parts), strict=True))
+            file = save.transaction.file(file_format.file.format(writer=rank)).name
+            placed[file] = list(zip(parts, file_format.byte_ranges(parts), strict=True))
             checksums = iter(numbers[2:])
-            for part, place in placed[file]:
+            for part, byte_range in placed[file]:
                 sums = tuple(next(checksums) for _ in range(0, part.size, manifest.BLOCK))
-                saved = SavedBox(part.name, part.dtype, part.box, file, place.start, sums)
+                saved = SavedBox(part.name, part.dtype, part.box, file, byte_range.start, sums)
                 boxes.setdefault(part.name, []).append(saved)
                 kinds[part.name] = part.shape, manifest.dtype_name(part.dtype)
-            files[file] = SavedFile(place.stop + len(place.after(0)), numbers[1])
+            files[file] = SavedFile(byte_range.stop + len(byte_range.after(0)), numbers[1])
         tensors = {name: SavedTensor(*kinds[name], tuple(boxes[name])) for name in sorted(boxes)}
-        files |= write_index(save.attempt, file_format, placed)
-        finish(save.attempt, Manifest(save.training, save.config, files, tensors))
+        files |= write_index(save.transaction, file_format, placed)
+        finish(save.transaction, Manifest(save.training, save.config, files, tensors))
 
 
 def save(
@@ -224,7 +224,7 @@ def save(
 class _Save:
     """Save that is under way."""
 
-    attempt: Attempt
+    transaction: SaveTransaction
     training: TrainingState
     config: dict[str, Any]
     doing: str
@@ -238,34 +238,34 @@ def _write(path: AnyPath, file_format: Format, regions: Sequence[Region], closed
     """Write a rank's file, unless it would be empty; stop at the next block once `closed` is set."""
     if not regions:
         return None
-    places = file_format.places([region.part for region in regions])
+    byte_ranges = file_format.byte_ranges([region.part for region in regions])
     with create(path) as stream:
-        return box_file.write(stream, zip(places, (region.values for region in regions), strict=True), closed)
+        return shard_file.write(stream, zip(byte_ranges, (region.values for region in regions), strict=True), closed)
 
 
-def _digest(parts: Iterable[Part]) -> int:
+def _digest(parts: Iterable[TensorBox]) -> int:
     return zlib.crc32("\n".join(f"{part.entry} {part.box.size} {part.dtype}" for part in parts).encode())
 
 
-def write_index(attempt: Attempt, file_format: Format, placed: Placed) -> dict[str, SavedFile]:
+def write_index(transaction: SaveTransaction, file_format: Format, placed: Placed) -> dict[str, SavedFile]:
     """Write the files that other programs need to read the checkpoint."""
     files: dict[str, SavedFile] = {}
     for name, data in file_format.index(placed).items():
-        with create(attempt.folder / name) as stream:
-            files[name] = box_file.write_bytes(stream, data)
+        with create(transaction.folder / name) as stream:
+            files[name] = shard_file.write_bytes(stream, data)
     return files
 
 
-def finish(attempt: Attempt, made: Manifest) -> None:
+def finish(transaction: SaveTransaction, made: Manifest) -> None:
     """Check that the checkpoint is whole, add its manifest and give it its final name."""
     for name, tensor in made.tensors.items():
         if not covers((saved.box for saved in tensor.boxes), Box.whole(tensor.shape)):
             raise CheckpointError(f"the ranks have not written each element of {name} once: a defect, please report it")
-    found = sizes(attempt.folder, made.files)
+    found = sizes(transaction.folder, made.files)
     for file, saved in made.files.items():
         if found.get(file) != saved.size:
             raise CheckpointError(
-                f"{attempt.folder / file}, written by another rank, cannot be seen from rank 0: the folder must be on "
-                "a file system that all nodes share"
+                f"{transaction.folder / file}, written by another rank, cannot be seen from rank 0: the folder must be "
+                "on a file system that all nodes share"
             )
-    attempt.commit(made.to_json())
+    transaction.commit(made.to_json())

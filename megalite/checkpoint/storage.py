@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from megalite import files
+from megalite import atomic_files
 from megalite.config.checkpoint import is_url
 from megalite.errors import CheckpointError, ConfigurationError, FileError
 from megalite.small_files import MIB, read_small_file
@@ -192,7 +192,7 @@ def create(path: AnyPath) -> Iterator[Writer]:
     If the block fails, what it has written to an object store is discarded: no object appears.
     """
     if isinstance(path, Path):
-        with files.naming(path), path.open("xb", buffering=BUFFER) as file:
+        with atomic_files.path_in_errors(path), path.open("xb", buffering=BUFFER) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -222,7 +222,7 @@ def write_atomically(path: AnyPath, data: bytes) -> None:
     Raises FileError.
     """
     if isinstance(path, Path):
-        files.write_atomically(path, data)
+        atomic_files.write_atomically(path, data)
         return
     try:
         path.put(data)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.container import Part, Place
+from megalite.checkpoint.file_layout import ByteRange, TensorBox
 from megalite.torch_internals import rebuild_tensor, storage_info
 
 _ALIGNMENT = 64  # torch's own, for whoever maps a file into memory
@@ -34,23 +34,23 @@ _STORAGES = {
 }
 
 
-def places(parts: Sequence[Part]) -> list[Place]:
-    """Return the places of a file's parts, one after the other. No box may be empty."""
+def byte_ranges(parts: Sequence[TensorBox]) -> list[ByteRange]:
+    """Return the byte ranges of a file's parts, one after the other. No box may be empty."""
     found = []
     end = 0
     for part in parts:
         before, after = _archive(part.dtype, part.box.size)
         start = end + len(before)
         stop = start + part.size
-        found.append(Place(before, start, stop, after))
+        found.append(ByteRange(before, start, stop, after))
         end = stop + len(after(0))
     return found
 
 
-def metadata(files: Mapping[str, Sequence[tuple[Part, Place]]]) -> bytes:
+def metadata(files: Mapping[str, Sequence[tuple[TensorBox, ByteRange]]]) -> bytes:
     """Return the contents of the `.metadata` file of a folder: a pickle, with the same bytes for the same files.
 
-    files: the parts of each file with their places, by file name.
+    files: the parts of each file with their byte ranges, by file name.
     """
     # Here, since it takes a second and one rank writes this. The names of the classes are part of DCP's format.
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
@@ -63,18 +63,18 @@ def metadata(files: Mapping[str, Sequence[tuple[Part, Place]]]) -> bytes:
         TensorStorageMetadata,
     )
 
-    boxes: dict[str, list[tuple[str, Part, Place]]] = {}
+    boxes: dict[str, list[tuple[str, TensorBox, ByteRange]]] = {}
     for file, placed in files.items():
-        for part, place in placed:
-            boxes.setdefault(part.name, []).append((file, part, place))
+        for part, byte_range in placed:
+            boxes.setdefault(part.name, []).append((file, part, byte_range))
     tensors: dict[str, STORAGE_TYPES] = {}
     stored = {}
     for name, parts in boxes.items():  # one string for each tensor: a pickle tells two equal ones apart
         chunks = []
-        for file, part, place in parts:
+        for file, part, byte_range in parts:
             offset = torch.Size(part.box.offset)
             chunks.append(ChunkStorageMetadata(offset, torch.Size(part.box.size)))
-            start, stop = place.start - len(place.before), place.stop + len(place.after(0))
+            start, stop = byte_range.start - len(byte_range.before), byte_range.stop + len(byte_range.after(0))
             stored[MetadataIndex(name, offset)] = storage_info(file, start, stop - start)
         _, part, _ = parts[0]
         tensors[name] = TensorStorageMetadata(TensorProperties(part.dtype), torch.Size(part.shape), chunks)
@@ -91,7 +91,7 @@ _BYTES = b"archive/data/0"
 
 @functools.lru_cache(maxsize=1024)  # many boxes of a model are alike
 def _archive(dtype: torch.dtype, size: tuple[int, ...]) -> tuple[bytes, Callable[[int], bytes]]:
-    """Return the bytes before a box's bytes and the function for those after, as in a `Place`."""
+    """Return the bytes before a box's bytes and the function for those after, as in a `ByteRange`."""
     before = directory = b""
     for name, content in ((b"data.pkl", _description(dtype, size)), (b"byteorder", b"little"), (b"version", b"3\n")):
         name = b"archive/" + name

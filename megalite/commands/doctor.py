@@ -20,6 +20,7 @@ from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 
+from megalite.atomic_files import write_atomically
 from megalite.config.command_line import flag_groups
 from megalite.config.parse import parse_arguments
 from megalite.config.run import RunConfig
@@ -30,7 +31,6 @@ from megalite.doctor.findings import Verdict
 from megalite.doctor.node import examine_node
 from megalite.doctor.options import Options
 from megalite.errors import ConfigurationError, MegaliteError
-from megalite.files import write_atomically
 from megalite.process.host import host_name
 from megalite.process.place import place_from_environment
 from megalite.training.failure import run_main
@@ -95,7 +95,7 @@ def read_run(flags: Sequence[str], world_size: int) -> tuple[RunConfig | None, s
     """Return the run's configuration, or None if there is none, with the reason if its flags are wrong."""
     if not flags:
         return None, ""
-    from megalite.training.origin import saved_fields
+    from megalite.training.resume import saved_fields
 
     try:
         return resolve(parse_arguments(flags, saved_fields).config, world_size), ""

@@ -11,12 +11,12 @@ from megalite.config.validate import resolve
 from megalite.config.yaml_file import Sections
 from megalite.process.place import place_from_environment
 from megalite.training.failure import run_main
-from megalite.training.starting import Starting
+from megalite.training.startup import Startup
 
 
 def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sections:
     """Return the fields that --use-checkpoint-args takes from a checkpoint; only this flag imports torch so early."""
-    from megalite.training.origin import saved_fields
+    from megalite.training.resume import saved_fields
 
     return saved_fields(settings, tokenizer_type)
 
@@ -24,12 +24,12 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sect
 def main() -> int:
     """Check the flags first, then the data, and import torch and meet the other ranks last."""
     place = place_from_environment()
-    starting = Starting(place)
+    startup = Startup(place)
     arguments = parse_arguments(sys.argv[1:], saved_fields)
     config = resolve(arguments.config, place.world_size)
-    starting.announce(config)
-    starting.look_for_stop(config.checkpoint.save)
-    starting.open_store()
+    startup.announce(config)
+    startup.watch_stop_file(config.checkpoint.save)
+    startup.open_store()
 
     from megalite.training.data import open_data
 
@@ -37,7 +37,7 @@ def main() -> int:
 
     from megalite.training.pretrain import pretrain
 
-    return pretrain(config, arguments.notes, data, place, starting)
+    return pretrain(config, arguments.notes, data, place, startup)
 
 
 command = partial(run_main, main)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 from megalite.config import megatron_flags
-from megalite.config.cautions import cautions, masked_loss_cautions
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.run import RunConfig, fields_by_name, section_types
 from megalite.config.validate import check_numbers, without_idle_flags
+from megalite.config.warnings import config_warnings, masked_loss_warnings
 from megalite.config.yaml_file import Sections, missing_fields, nearest, read_file, read_sections
 from megalite.errors import ConfigurationError
 from megalite.small_files import shown
@@ -82,8 +82,8 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
     config = _build(tokens, sections)
     check_numbers(config)
     config, idle = without_idle_flags(_applied_last(config, given))
-    told = () if megatron_flags.CALCULATE_PER_TOKEN_LOSS in given else masked_loss_cautions(config)
-    return ParsedArguments(config, (*notes, *idle, *cautions(config), *told))
+    told = () if megatron_flags.CALCULATE_PER_TOKEN_LOSS in given else masked_loss_warnings(config)
+    return ParsedArguments(config, (*notes, *idle, *config_warnings(config), *told))
 
 
 def _applied_last(config: RunConfig, given: Collection[str]) -> RunConfig:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from megalite.atomic_files import write_atomically
 from megalite.checkpoint.file_writer import FileWriter
-from megalite.checkpoint.formats import Format, Placed, safetensors_places
+from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
 from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.new_folder import new_folder
 from megalite.checkpoint.progress import Advance
@@ -25,7 +26,6 @@ from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
 from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
 from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
 from megalite.errors import CheckpointError, ConfigurationError, DataError
-from megalite.files import write_atomically
 from megalite.parallel.sharding import Box
 from megalite.small_files import read_small_file, shown
 
@@ -177,7 +177,7 @@ def _shards(files: ToFiles, most: int) -> list[list[tuple[str, Box]]]:
 
 def _format(files: int) -> Format:
     name = "model.safetensors" if files == 1 else f"model-{{number:05d}}-of-{files:05d}.safetensors"
-    return Format(name, functools.partial(safetensors_places, named=lambda part: part.name), lambda _: {}, False)
+    return Format(name, functools.partial(safetensors_byte_ranges, named=lambda part: part.name), lambda _: {}, False)
 
 
 def _index(placed: Placed) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.atomic_files import write_atomically
 from megalite.checkpoint.directory import TRACKER
 from megalite.checkpoint.file_writer import FileWriter
 from megalite.checkpoint.formats import FORMATS
@@ -27,7 +28,6 @@ from megalite.conversion.megatron_names import OUTPUT, RULES, TOKEN_TABLES, WORD
 from megalite.conversion.megatron_torch_dist import TorchDist
 from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
 from megalite.errors import CheckpointError
-from megalite.files import write_atomically
 from megalite.parallel.sharding import Box
 from megalite.small_files import read_small_file, shown
 

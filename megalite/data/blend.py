@@ -72,7 +72,7 @@ def _number(text: str) -> float | None:
 
 
 class BlendIndex(NamedTuple):
-    """Origin of each sample of a blend.
+    """ResumePoint of each sample of a blend.
 
     Attributes:
         datasets: the dataset of each sample, int16 [size].

@@ -10,11 +10,11 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from megalite.data.blend import BlendedDataset, Dataset, normalize
+from megalite.data.dataset_spec import SPLITS, DatasetSpec
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.mock_dataset import MockDataset
-from megalite.data.parts import SPLITS, Part
 from megalite.data.side_file import check_tokenizer, read_side_file
 from megalite.data.tokenizers import Tokenizer
 from megalite.data.verification import Verification
@@ -95,7 +95,7 @@ class TokenFile:
 
 
 def build_token_datasets(
-    parts: Sequence[Part | None],
+    parts: Sequence[DatasetSpec | None],
     samples: Samples,
     *,
     sequence_length: int,
@@ -150,7 +150,7 @@ def build_mock_datasets(
 
 
 def build_datasets(
-    parts: Sequence[Part | None],
+    parts: Sequence[DatasetSpec | None],
     samples: Samples,
     open_source: Callable[[str], Source[Sample]],
     cache: IndexCache,
@@ -179,7 +179,7 @@ def build_datasets(
     return Datasets(train, valid, test, (*notes, *cache.notes))
 
 
-def _missing_share(name: str, part: Part, sources: Mapping[str, Source[Any]]) -> str | None:
+def _missing_share(name: str, part: DatasetSpec, sources: Mapping[str, Source[Any]]) -> str | None:
     for prefix in part.prefixes:
         if not len(sources[prefix]):
             raise DataError(
@@ -195,7 +195,7 @@ def _missing_share(name: str, part: Part, sources: Mapping[str, Source[Any]]) ->
 
 
 def _build_split(
-    part: Part, need: int, least: int, sources: Mapping[str, Source[Sample]], cache: IndexCache, surplus: float
+    part: DatasetSpec, need: int, least: int, sources: Mapping[str, Source[Sample]], cache: IndexCache, surplus: float
 ) -> Dataset[Sample]:
     def build(prefix: str, num_samples: int | None) -> Dataset[Sample]:
         return sources[prefix].dataset(part.sequences(len(sources[prefix])), num_samples)

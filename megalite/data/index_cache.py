@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
+from megalite.atomic_files import remove_leftovers, temporary_path
 from megalite.data.mapped_file import map_file, refuse_too_many_open_files
-from megalite.files import remove_leftovers, temporary_path
 from megalite.small_files import MIB, read_json
 
 _LOCK_SECONDS = 3600.0  # no arrays take longer

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megalite.atomic_files import TemporaryFile, remove_leftovers, sync_directory, temporary_path
 from megalite.data.indexed_dataset import DTYPE_CODES, HEADER, MAGIC, VERSION, bin_path, idx_path
 from megalite.data.side_file import CHUNK, Record, side_file_path, write_side_file
 from megalite.errors import DataError, FileError
-from megalite.files import TemporaryFile, remove_leftovers, sync_directory, temporary_path
 
 # Lengths, or bytes, that are read back at a time.
 BLOCK = 1 << 20

@@ -19,19 +19,19 @@ from pathlib import Path
 import numpy as np
 
 from megalite.data.chat import ANSWERS, ChatTemplate, Span, conversation_reader
+from megalite.data.dataset_spec import DatasetSpec
 from megalite.data.datasets import SURPLUS, Datasets, Samples, build_datasets
 from megalite.data.documents import check_text, parse_record
 from megalite.data.fields import SampleFields
 from megalite.data.index_cache import Arrays, IndexCache
 from megalite.data.indexed_dataset import token_dtype
-from megalite.data.parts import Part
 from megalite.data.tokenizers import Tokenizer
 from megalite.errors import DataError
 from megalite.small_files import open_regular, reason
 
 
 def build_sft_datasets(
-    parts: Sequence[Part | None],
+    parts: Sequence[DatasetSpec | None],
     samples: Samples,
     *,
     sequence_length: int,

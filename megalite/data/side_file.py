@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megalite.atomic_files import TemporaryFile
 from megalite.data.mapped_file import refuse_too_many_open_files
 from megalite.errors import DataError
-from megalite.files import TemporaryFile
 from megalite.small_files import MIB, read_json, reason, shown
 
 SUFFIX = ".megalite.json"

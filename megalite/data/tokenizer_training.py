@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megalite.atomic_files import write_atomically
 from megalite.data.corpus import find_inputs, read_chunks
 from megalite.data.documents import BadRecord, read_documents
 from megalite.data.optional import optional_import
 from megalite.data.tokenizers.byte_level_bpe import LLAMA3_PATTERN
 from megalite.errors import DataError
-from megalite.files import write_atomically
 
 # As Llama's tokenizers have them.
 UNKNOWN, BEGINNING, END_OF_DOCUMENT = 0, 1, 2

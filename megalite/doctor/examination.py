@@ -40,7 +40,7 @@ from megalite.process.place import Place
 from megalite.process.signals import StopRequest
 from megalite.torch_internals import PrefixStore
 from megalite.training.failure import leave_code
-from megalite.training.meeting import connect
+from megalite.training.rendezvous import connect
 
 _GRACE = 5.0
 """Seconds for a rank to report that its own time was up."""

@@ -9,11 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megalite.atomic_files import write_atomically
 from megalite.doctor.alike import NOTHING
 from megalite.doctor.figures import ACROSS, WITHIN, Figure, bus_factor, figures
 from megalite.doctor.findings import Verdict
 from megalite.doctor.judgement import Found
-from megalite.files import write_atomically
 from megalite.process.place import ranks_text
 from megalite.training import memory
 

@@ -20,7 +20,7 @@ from megalite.config import ParallelConfig, RunConfig
 from megalite.doctor.findings import Finding
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.bounded import within
-from megalite.training.construction import make_plan, make_stages
+from megalite.training.builder import make_plan, make_stages
 from megalite.training.data import open_tokenizer, vocab_size
 from megalite.training.memory import in_words
 

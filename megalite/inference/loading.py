@@ -63,7 +63,7 @@ def load_network(path: AnyPath, mesh: ParallelMesh) -> Network:
     Every rank calls it. Raises CheckpointError or ConfigurationError.
     """
     if _is_huggingface(path):
-        with checkpoint.together(mesh, f"opening {path}"):
+        with checkpoint.raise_on_all_ranks(mesh, f"opening {path}"):
             opened = open_huggingface(Path(str(path)))
         network = make_network(opened.config, mesh, opened.source.tensors["embedding.word"].dtype)
         checkpoint.load_weights(opened.source, opened.what, network.stage, None, mesh)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megalite.optim.accumulator import Accumulator
+from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.flat import fill, free, is_free, owned
 from megalite.optim.layout import BucketLayout, Slot, bucket_layouts, data_parallel_ranks, unique_parameters
-from megalite.optim.places import BucketPlace
 from megalite.optim.reduction import Collective, ReduceScatter, Reduction
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
@@ -50,7 +50,7 @@ class Bucket:
 
     def __init__(
         self,
-        place: BucketPlace,
+        shard_spec: BucketShardSpec,
         options: DataParallel,
         shard_group: Group,
         reduction: Reduction,
@@ -64,9 +64,9 @@ class Bucket:
         `set_values` gives a parameter its values in its place here; None: it brings them. `in_flight` lists, for all
         buckets together, those of ZeRO 2 and 3 that are being reduced.
         """
-        layout = place.layout
-        self.place, self.layout, self.slots, self.length = place, layout, layout.slots, layout.length
-        self.shard_group, self.stage = shard_group, place.stage
+        layout = shard_spec.layout
+        self.shard_spec, self.layout, self.slots, self.length = shard_spec, layout, layout.slots, layout.length
+        self.shard_group, self.stage = shard_group, shard_spec.stage
         self.prefetch = options.overlap_gather
         """True if ZeRO 3 gathers it before its block's turn."""
         self.accumulators = tuple(
@@ -115,7 +115,7 @@ class Bucket:
     @property
     def owned_range(self) -> tuple[int, int]:
         """First and behind the last element of this rank's slice."""
-        return self.place.owned
+        return self.shard_spec.owned
 
     # ------------------------------------------------------------------------------------------------ gradients
 
@@ -251,7 +251,7 @@ def _make_bucket(
     shard_group, instance_group = _instance(mesh, peers, instances)
     replica_group = mesh.group_of(record.replica_group or (mesh.rank,))
     return Bucket(
-        BucketPlace.of(layout, mesh.rank, peers=len(peers), position=position, stage=stage, instances=instances),
+        BucketShardSpec.of(layout, mesh.rank, peers=len(peers), position=position, stage=stage, instances=instances),
         options,
         shard_group,
         ReduceScatter(shard_group, instance_group, replica_group),

@@ -92,12 +92,12 @@ class Optimizer:
     def slices(self) -> Iterator[StateSlice]:
         """All that this rank updates, by parameter."""
         for shard in self.shards:
-            yield from shard.slices(*shard.bucket.place.held)
+            yield from shard.slices(*shard.bucket.shard_spec.updated)
 
     def saved_slices(self) -> Iterator[StateSlice]:
         """Yield what this rank saves: over all ranks, each element of each global tensor once."""
         for shard in self.shards:
-            yield from shard.slices(*shard.bucket.place.saved)
+            yield from shard.slices(*shard.bucket.shard_spec.saved)
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:

@@ -139,7 +139,7 @@ class Shard:
         sharded = bucket.stage > 0
         self.parameters = bucket.parameter_shard if sharded else bucket.parameters
         self.gradients = bucket.gradient_shard if sharded else bucket.gradients
-        self.start, self.stop = bucket.place.held
+        self.start, self.stop = bucket.shard_spec.updated
         dtype = self.parameters.dtype
         if config.store_param_remainders and dtype == torch.bfloat16:
             self.master = torch.zeros_like(self.parameters, dtype=torch.int16)

@@ -26,7 +26,7 @@ def norms(owned: Iterable[tuple[Bucket, Tensor | View]], mesh: ParallelMesh) -> 
     """
     blocks: dict[str, list[Tensor]] = {name: [] for name in ParameterGroup.NAMES}
     for bucket, values in owned:
-        if bucket.place.counted_here:
+        if bucket.shard_spec.counted_here:
             for group, run in bucket.owned_runs:
                 blocks[group.name].append(_sums_of_squares(values[run]))
     none = torch.zeros(1, dtype=torch.float64, device=mesh.device)
@@ -38,7 +38,7 @@ def zeros_in_gradients(buckets: Iterable[Bucket], mesh: ParallelMesh) -> int:
     """Elements of the step's gradient that are zero, over the whole model, each once and no padding."""
     count = 0
     for bucket in buckets:
-        if bucket.place.counted_here:
+        if bucket.shard_spec.counted_here:
             begin, end = bucket.owned_range
             for _, start, stop in bucket.layout.pieces(begin, end):
                 part = bucket.gradient_shard[start - begin : stop - begin]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, NoReturn
 
+from megalite.pipeline.deadlock import Communicator, Program, run
 from megalite.pipeline.lowering import Reductions
-from megalite.pipeline.rendezvous import Communicator, Program, run
 from megalite.pipeline.schedules import Action, Kind
 from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from megalite.files import write_atomically
+from megalite.atomic_files import write_atomically
 from megalite.pipeline.messages import Message, given, needed
 from megalite.pipeline.schedules import Kind
 from megalite.pipeline.simulator import Span

@@ -14,7 +14,7 @@ from pathlib import Path
 from megalite.checkpoint import AnyPath
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
-from megalite.training.starting import SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_REQUESTS, STOP, identity
+from megalite.training.startup import SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_REQUESTS, STOP, identity
 
 SAVE, PROFILE = "SAVE", "PROFILE"
 
@@ -30,12 +30,12 @@ class ControlFiles:
         self._stop = False
         self._asked: set[str] = set()
 
-    def clear(self, old_stop: object) -> tuple[str, ...]:
+    def clear(self, preexisting_stop: object) -> tuple[str, ...]:
         """Remove what was meant for an earlier run, and tell of it: a STOP only as it was when this one began
         (`identity`). Raises CheckpointError if it cannot be removed."""
         if self._directory is None:
             return ()
-        stop_is_old = old_stop is not None and identity(self._directory / STOP) == old_stop
+        stop_is_old = preexisting_stop is not None and identity(self._directory / STOP) == preexisting_stop
         names = (STOP, SAVE, PROFILE) if stop_is_old else (SAVE, PROFILE)
         found = [name for name in names if has_file(self._directory / name)]
         for name in found:

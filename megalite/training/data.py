@@ -11,11 +11,11 @@ import numpy as np
 from megalite.config import DataConfig, ModelConfig, RunConfig
 from megalite.data.blend import Dataset
 from megalite.data.chat import ChatTemplate, find_template, given_template
+from megalite.data.dataset_spec import DatasetSpec, read_dataset_specs
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
 from megalite.data.fields import FieldsDataset, SampleFields
 from megalite.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleDataset, token_by_name
 from megalite.data.index_cache import IndexCache
-from megalite.data.parts import Part, read_parts
 from megalite.data.sampler import GlobalBatchSize
 from megalite.data.sft_dataset import build_sft_datasets
 from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
@@ -113,7 +113,7 @@ def _open_datasets(
     if data.mock_data:
         mock = build_mock_datasets(samples, sequence_length=data.seq_length, seed=seed, tokenizer=tokenizer)
         return _with_fields(data, seed, tokenizer, mock)
-    cache, parts, surplus = IndexCache(data.data_cache_path), data_parts(data), data.mid_level_dataset_surplus
+    cache, parts, surplus = IndexCache(data.data_cache_path), dataset_specs(data), data.mid_level_dataset_surplus
     if data.sft:
         return build_sft_datasets(
             parts,
@@ -139,9 +139,9 @@ def _open_datasets(
     return _with_fields(data, seed, tokenizer, tokens)
 
 
-def data_parts(data: DataConfig) -> Sequence[Part | None]:
+def dataset_specs(data: DataConfig) -> Sequence[DatasetSpec | None]:
     """Return the parts of training, validation and test. Raises ConfigurationError or DataError."""
-    return read_parts(
+    return read_dataset_specs(
         data_path=data.data_path,
         split=data.split,
         train_data_path=data.train_data_path,

@@ -4,7 +4,7 @@ Every rank that fails comes here. With a process group, the group's own store de
 rank that failed, once. Ranks that fail afterwards, because a peer has left, stay silent and end with the same code.
 Without a group (yet), a launcher of one machine decides: rank 0 reports at once, and the others wait for the launcher
 to end them, which it does when rank 0 has ended; if nothing ends them, the error was theirs alone, and they report it.
-Elsewhere ranks leave a message at the store where others wait for them (meeting.py), and the first rank to do so
+Elsewhere ranks leave a message at the store where others wait for them (rendezvous.py), and the first rank to do so
 reports.
 """
 
@@ -26,8 +26,8 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megalite.atomic_files import write_at_once
 from megalite.errors import EXIT_CONFIGURATION, EXIT_INTERNAL, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
-from megalite.files import write_at_once
 from megalite.process.bounded import aside, within
 from megalite.process.host import too_many_open_files
 from megalite.process.listening import on_one_machine
@@ -140,7 +140,7 @@ def _leave_word(message: str, code: int, place: Place) -> int:
     of the first."""
     speak = cache(partial(_speak, message, code, place.rank))  # once, whoever asks for it
     try:
-        from megalite.training.meeting import WORD_SECONDS, tell_failure
+        from megalite.training.rendezvous import WORD_SECONDS, tell_failure
 
         is_first: Future[Any] = Future()
         telling: Future[Any] = aside(lambda: tell_failure(place, code, is_first.set_result))

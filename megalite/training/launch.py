@@ -17,7 +17,7 @@ from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.host import too_many_open_files
 from megalite.process.place import Place
-from megalite.training.meeting import PURPOSE, connect, meet, store_name
+from megalite.training.rendezvous import PURPOSE, connect, store_name, wait_for_all_ranks
 
 if TYPE_CHECKING:
     from megalite.torch_internals import Store
@@ -65,14 +65,14 @@ def come_together(
 
     Raises:
         ConfigurationError: some rank's description differs from rank 0's; on every rank.
-        CommunicationError: the others cannot be reached; a MeetingError if some have not come.
+        CommunicationError: the others cannot be reached; a RendezvousError if some have not come.
     """
     timeout = _timeout(parallel)
     if place.world_size == 1:
         watch(None)
     else:
         store = connect(place, timeout.total_seconds(), PURPOSE)
-        meet(store, place, timeout.total_seconds(), partial(watch, store))
+        wait_for_all_ranks(store, place, timeout.total_seconds(), partial(watch, store))
         backend = _backend(parallel, mesh)
         try:
             dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)

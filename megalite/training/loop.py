@@ -22,7 +22,7 @@ from megalite.training.display import Display, perplexity
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
-from megalite.training.starting import Starting
+from megalite.training.startup import Startup
 from megalite.training.timing import Timing, gather_timing
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
@@ -47,11 +47,11 @@ class _Agreed:
 class TrainingLoop:
     """Loop from the trainer's first step to its last: what the ranks do together, and when."""
 
-    def __init__(self, trainer: Trainer, display: Display, starting: Starting) -> None:
+    def __init__(self, trainer: Trainer, display: Display, startup: Startup) -> None:
         self.trainer, self.display = trainer, display
         self.config, self.mesh, self.sections = trainer.config, trainer.mesh, trainer.sections
         self.control_files = ControlFiles(trainer.directory, trainer.mesh)
-        self._starting = starting
+        self._startup = startup
         self._timed = trainer.iteration
         self._writer = MetricsWriter()
         self._stop, self._why = StopRequest(), ""
@@ -70,7 +70,7 @@ class TrainingLoop:
             with self.sections(START):
                 self._on_any_rank(False)  # until all have come here the run is starting, and is stopped like one
             stack.enter_context(self._stop)
-            self._starting.over()
+            self._startup.over()
             self._progress("goes on" if trainer.iteration else "begins")
             stack.enter_context(trainer.loader)
             stack.callback(self._profiler.over)
@@ -198,15 +198,15 @@ class TrainingLoop:
     def _told_to_stop(self) -> bool:
         """Tell if this rank was told to stop, by a signal, its clock or a file."""
         minutes = self.config.training.exit_duration_in_mins
-        late = minutes is not None and time.monotonic() - self._starting.began >= 60.0 * minutes
+        late = minutes is not None and time.monotonic() - self._startup.began >= 60.0 * minutes
         return self._stop.local_request() > 0 or late or self.control_files.stop() or self._job_ends()
 
     def _job_ends(self) -> bool:
         """Tell if the job ends too soon for another step; rank 0's clock decides."""
         trainer = self.trainer
-        if self._starting.job_end is None or self.mesh.rank != 0:
+        if self._startup.job_end is None or self.mesh.rank != 0:
             return False
-        left = self._starting.job_end - time.time()
+        left = self._startup.job_end - time.time()
         due = (trainer.iteration + 1) % self.config.training.eval_interval == 0
         evaluation = self.sections.longest.get(EVALUATION, 0.0) if due else 0.0  # 0 too where there is nothing to
         save = 0.0 if trainer.checkpoints is None else trainer.checkpoints.seconds

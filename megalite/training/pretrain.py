@@ -26,10 +26,10 @@ from megalite.training.launch import come_together, leave, take_place
 from megalite.training.loop import TrainingLoop, metrics_path
 from megalite.training.memory_history import record_memory_history
 from megalite.training.metrics import has_test_loss
-from megalite.training.origin import find_origin
 from megalite.training.profiling import require_device
+from megalite.training.resume import find_resume_point
 from megalite.training.run_watchdog import run_watchdog
-from megalite.training.starting import Starting
+from megalite.training.startup import Startup
 from megalite.training.summary import summary
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import MEETING, START, Sections
@@ -53,7 +53,7 @@ class _Begun:
     notes: tuple[str, ...] = ()
 
 
-def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Place, starting: Starting) -> int:
+def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Place, startup: Startup) -> int:
     """Build, resume, train and save; the same on every rank. Returns the exit code."""
     require_backend(config.optimizer)
     choose_kernels(config.kernels)
@@ -74,9 +74,9 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
         with sections(START):
             if directory is not None:
                 notes += stack.enter_context(checkpoint.only_run(directory, mesh))
-                notes += ControlFiles(directory, mesh).clear(starting.old_stop)
+                notes += ControlFiles(directory, mesh).clear(startup.preexisting_stop)
             begun = _begin(config, directory, data, mesh, sections)
-        code = _run(config, directory, begun, (*starting.notes, *notes, *data.notes, *begun.notes), mesh, starting)
+        code = _run(config, directory, begun, (*startup.notes, *notes, *data.notes, *begun.notes), mesh, startup)
     leave(mesh)
     return code
 
@@ -84,7 +84,7 @@ def pretrain(config: RunConfig, notes: tuple[str, ...], data: RunData, place: Pl
 def _begin(
     config: RunConfig, directory: AnyPath | None, data: RunData, mesh: ParallelMesh, sections: Sections
 ) -> _Begun:
-    origin = find_origin(config.checkpoint, mesh)
+    resume_point = find_resume_point(config.checkpoint, mesh)
     build = cache(partial(Trainer, config, data, mesh, directory, sections))
 
     def over(path: AnyPath, last: int) -> bool:
@@ -101,22 +101,22 @@ def _begin(
         training = described.training
         last = last_iteration(config, training.iteration, training.consumed_samples)
         left = training.iteration == last and (training.evaluation_left or data.test is not None)
-        if origin.position and training.iteration >= last and (not left or over(path, last)):
+        if resume_point.position and training.iteration >= last and (not left or over(path, last)):
             return last, None
-        build().load(path, described, origin)
+        build().load(path, described, resume_point)
         return build().iterations, build()
 
-    paths = origin.candidates.paths
+    paths = resume_point.candidates.paths
     if paths:
         path, (last, trainer), damaged = checkpoint.newest_whole(paths, load)
-        notes = (*origin.candidates.notes, *checkpoint.fall_back_notes(paths[0], path, damaged))
-        how = f"continues from {path}" if origin.position else f"new, with the weights of {path}"
+        notes = (*resume_point.candidates.notes, *checkpoint.fall_back_notes(paths[0], path, damaged))
+        how = f"continues from {path}" if resume_point.position else f"new, with the weights of {path}"
         return _Begun(trainer, last, how, path, notes)
     trainer = build()
-    if origin.model is None:
+    if resume_point.model is None:
         return _Begun(trainer, trainer.iterations, _anew(config), None)
-    with checkpoint.together(mesh, f"opening {origin.model}"):
-        opened = open_huggingface(origin.model)
+    with checkpoint.raise_on_all_ranks(mesh, f"opening {resume_point.model}"):
+        opened = open_huggingface(resume_point.model)
     trainer.load_model(opened)
     return _Begun(trainer, trainer.iterations, f"new, with the weights of {opened.what}", None)
 
@@ -127,7 +127,7 @@ def _run(
     begun: _Begun,
     notes: tuple[str, ...],
     mesh: ParallelMesh,
-    starting: Starting,
+    startup: Startup,
 ) -> int:
     iteration = 0 if begun.trainer is None else begun.trainer.iteration
     display = Display(begun.last, config.logging.log_interval, start_iteration=iteration, enabled=mesh.rank == 0)
@@ -135,7 +135,7 @@ def _run(
         for note in notes:
             display.message(note)
         if begun.trainer is not None:
-            code = _train(begun.trainer, begun.how, display, starting)
+            code = _train(begun.trainer, begun.how, display, startup)
         else:
             assert begun.checkpoint is not None
             code = EXIT_FINISHED
@@ -147,14 +147,14 @@ def _run(
     return code
 
 
-def _train(trainer: Trainer, how: str, display: Display, starting: Starting) -> int:
+def _train(trainer: Trainer, how: str, display: Display, startup: Startup) -> int:
     with trainer.sections(START):
         for note in trainer.notes():
             display.message(note)
         display.summary("megalite", summary(trainer) | {"start": how})
     if trainer.directory is not None and trainer.mesh.rank == 0:
         _record_run(trainer.directory, trainer.config)
-    code = TrainingLoop(trainer, display, starting).run()
+    code = TrainingLoop(trainer, display, startup).run()
     if code == EXIT_FINISHED:
         display.message(f"finished after step {trainer.iteration}")
     return code

@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 import torch
 
 from megalite import checkpoint
+from megalite.atomic_files import sync_directory, temporary_path
 from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
 from megalite.config.profiling import ProfilingConfig
 from megalite.errors import CheckpointError, ConfigurationError
-from megalite.files import sync_directory, temporary_path
 from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.naming import named
@@ -116,7 +116,7 @@ class Profiler:
         if recorder is not None:
             recorder.end()
         try:
-            with checkpoint.together(self._mesh, f"writing the profile of steps {steps[0]} to {steps[-1]}"):
+            with checkpoint.raise_on_all_ranks(self._mesh, f"writing the profile of steps {steps[0]} to {steps[-1]}"):
                 if isinstance(recorder, _Trace):
                     recorder.write(self._directory / f"{name}{self._mesh.rank}.json.gz")
         except CheckpointError as error:  # training does not depend on it

@@ -19,7 +19,7 @@ from megalite.parallel.sharding import LogicalTensor
 from megalite.pipeline.simulator import peak_in_flight
 from megalite.pipeline.stages import Stages
 from megalite.training import memory
-from megalite.training.construction import count_kinds, count_parameters, make_recompute
+from megalite.training.builder import count_kinds, count_parameters, make_recompute
 from megalite.training.trainer import Trainer
 from megalite_kernels.attention import draws_its_own
 from megalite_kernels.implementation import current

@@ -25,9 +25,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import NO_SUMS, add_sums
 from megalite.pipeline.engine import Recording
 from megalite.training.batches import to_micro_batches
-from megalite.training.checkpoints import Checkpoints
-from megalite.training.compiled import compile_layers
-from megalite.training.construction import (
+from megalite.training.builder import (
     make_chunks,
     make_engine,
     make_loader,
@@ -38,6 +36,8 @@ from megalite.training.construction import (
     make_steps,
     model_dtype,
 )
+from megalite.training.checkpoints import Checkpoints
+from megalite.training.compiled import compile_layers
 from megalite.training.data import RunData, global_batch_size, last_iteration, order_note, seen_samples, vocab_size
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
@@ -45,7 +45,7 @@ from megalite.training.load_report import load_notes, rounding_notes
 from megalite.training.loss_terms import Totals, counted, declared_terms, factors, means, total_counts, total_sums
 from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
-from megalite.training.origin import Origin
+from megalite.training.resume import ResumePoint
 from megalite.training.time_line import begin_recording, gone_by, write_recording
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SECOND_RUN, Sections
 
@@ -202,14 +202,14 @@ class Trainer:
         )
         self.checkpoints.save(state, asdict(replace(self.config, model=self.model_config)), display, last=last)
 
-    def load(self, path: AnyPath, described: Manifest, origin: Origin) -> None:
+    def load(self, path: AnyPath, described: Manifest, resume_point: ResumePoint) -> None:
         """Continue from a checkpoint of this model, written under any layout, `described` by its manifest, with what
-        `origin` says of it.
+        `resume_point` says of it.
 
         Raises DamagedCheckpointError or CheckpointError, the same on every rank; after the former another may be
         loaded.
         """
-        with checkpoint.together(self.mesh, f"loading {path}"):
+        with checkpoint.raise_on_all_ranks(self.mesh, f"loading {path}"):
             checkpoint.check_compatible(path, described.config, self.model_config)
         casts = self.config.checkpoint.load_casts
         state = checkpoint.load(
@@ -219,15 +219,15 @@ class Trainer:
             self.mesh,
             described=described,
             plan=self.plan,
-            state=origin.optimizer,
+            state=resume_point.optimizer,
             casts=casts,
         )
         self._load_notes = load_notes(
-            described.config, self.config, state, position=origin.position, optimizer=origin.optimizer
+            described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
         )
-        if origin.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
+        if resume_point.optimizer and state.loss_scale is not None and self.loss_scale.window is not None:
             self.loss_scale = self.loss_scale.restored(state.loss_scale)
-        if origin.position:
+        if resume_point.position:
             self.iteration, self.consumed_samples = state.iteration, state.consumed_samples
             self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
             self.evaluation_left = state.evaluation_left and self.evaluates_now()
@@ -254,7 +254,7 @@ class Trainer:
 
         Raises CheckpointError, the same on every rank, if it is another network, or cannot be read.
         """
-        with checkpoint.together(self.mesh, f"loading {opened.what}"):
+        with checkpoint.raise_on_all_ranks(self.mesh, f"loading {opened.what}"):
             checkpoint.check_same_function(opened.what, opened.config, self.model_config)
         checkpoint.load_weights(opened.source, opened.what, self.network, self.optimizer, self.mesh)
         self._load_notes = rounding_notes(opened, self.dtype)

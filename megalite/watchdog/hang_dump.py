@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megalite.atomic_files import write_at_once
 from megalite.errors import ConfigurationError
-from megalite.files import write_at_once
 from megalite.small_files import read_json, read_small_file, shown
 from megalite.watchdog.flight_record import Snapshot
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, MeetingError, exit_code_of
+from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, RendezvousError, exit_code_of
 from megalite.process.bounded import within
 from megalite.process.host import host_name, process_space
 from megalite.process.place import Place
@@ -105,9 +105,11 @@ class Watchdog:
     ) -> None:
         if error is None:
             self._leave()
-        elif self._link is not None and isinstance(error, CommunicationError) and not isinstance(error, MeetingError):
+        elif self._link is None:
+            pass
+        elif isinstance(error, CommunicationError) and not isinstance(error, RendezvousError):
             self._await_verdict(error)
-        elif self._link is not None:
+        else:
             self._link.send(fails=exit_code_of(error))  # and says itself why
             if self._monitor is not None:
                 self._monitor.settle()

@@ -16,7 +16,7 @@ from megalite.inference.network import logits, make_network
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.data import open_data
 from megalite.training.display import Display
-from megalite.training.origin import saved_fields
+from megalite.training.resume import saved_fields
 from megalite.training.trainer import Trainer
 
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite import checkpoint
-from megalite.checkpoint import Saver, TrainingState, box_file, directory
-from megalite.checkpoint.agreement import together
-from megalite.checkpoint.attempt import FolderAttempt
+from megalite.checkpoint import Saver, TrainingState, directory, shard_file
+from megalite.checkpoint.collective_error import raise_on_all_ranks
+from megalite.checkpoint.transaction import FolderTransaction
 from megalite.config import CheckpointConfig
 from megalite.errors import CheckpointError, DamagedCheckpointError
 from megalite.parallel.mesh import ParallelMesh
@@ -141,8 +141,8 @@ def test_the_tracker_moves_once_the_checkpoint_is_there(tmp_path: Path, monkeypa
     training = trained(Cell())
     saver = Saver(tmp_path, training.optimizer, training.plan, asynchronous=True)
     saver.begin(TrainingState(1, 4, 1), {"model": {}})
-    may_commit, real = Event(), FolderAttempt.commit
-    monkeypatch.setattr(FolderAttempt, "commit", lambda *arguments: (may_commit.wait(), real(*arguments)))
+    may_commit, real = Event(), FolderTransaction.commit
+    monkeypatch.setattr(FolderTransaction, "commit", lambda *arguments: (may_commit.wait(), real(*arguments)))
     assert saver.advance() is None  # all is written
     assert saver.busy
     assert directory.latest(tmp_path) is None
@@ -156,14 +156,14 @@ def test_the_tracker_moves_once_the_checkpoint_is_there(tmp_path: Path, monkeypa
 def test_a_run_that_ends_does_not_wait_for_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = trained(Cell())
     saver = Saver(tmp_path, training.optimizer, training.plan, asynchronous=True)
-    opened, real = Event(), box_file._blocks_of
+    opened, real = Event(), shard_file._blocks_of
 
     def slow(values: Tensor) -> Iterator[memoryview]:
         opened.set()
         time.sleep(0.2)
         yield from real(values)
 
-    monkeypatch.setattr(box_file, "_blocks_of", slow)
+    monkeypatch.setattr(shard_file, "_blocks_of", slow)
     saver.begin(TrainingState(1, 4, 1), {"model": {}})
     opened.wait()
     began = time.monotonic()
@@ -281,7 +281,7 @@ def run_out_of_memory(cell: Cell, path: Path) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if training.mesh.rank == cell.world_size - 1:
-            patch.setattr(box_file, "read_block", fail)
+            patch.setattr(shard_file, "read_block", fail)
         try:
             training.load(path)
         except (CheckpointError, MemoryError) as error:
@@ -300,7 +300,7 @@ def fails_twice() -> str:
     """Rank 0 meets damage, rank 1 a file that it may not read."""
     rank = dist.get_rank()
     try:
-        with together(ParallelMesh(rank=rank, world_size=dist.get_world_size()), "loading"):
+        with raise_on_all_ranks(ParallelMesh(rank=rank, world_size=dist.get_world_size()), "loading"):
             raise PermissionError(13, "Permission denied") if rank else DamagedCheckpointError("bytes changed")
     except CheckpointError as error:
         return f"{type(error).__name__}: {error}"

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
 from megalite.data.blend import build_blend_index, normalize
+from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.datasets import Samples, build_token_datasets
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
 from megalite.data.indexed_writer import IndexedDatasetWriter
-from megalite.data.parts import read_parts
 from megalite.data.sampler import GlobalBatchSize
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.errors import DataError
@@ -69,7 +69,7 @@ def cases(draw: st.DrawFn, prefixes: list[str], weighted: bool) -> Case:
 
 def ours(case: Case) -> Any:
     each = dict(zip(("train_data_path", "valid_data_path", "test_data_path"), case.each, strict=False))
-    parts = read_parts(data_path=case.path, split=case.split, **each)
+    parts = read_dataset_specs(data_path=case.path, split=case.split, **each)
     for part in filter(None, parts):  # Megatron-LM never ends where a part has no tokens
         for prefix in part.prefixes:
             lengths = IndexedDataset(prefix).sequence_lengths

@@ -17,7 +17,7 @@ import torch
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.parallel.mesh import ParallelMesh
-from megalite.training.construction import count_parameters, make_chunks, make_stages
+from megalite.training.builder import count_parameters, make_chunks, make_stages
 from tests.end_to_end.runs import PRETRAIN, ROOT, ended, iterations, latest_iteration, words
 from tests.harness.job import Job
 

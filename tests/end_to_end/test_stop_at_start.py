@@ -30,9 +30,9 @@ def hold():
     while not (here / "go").exists():
         time.sleep(0.05)
 
-from megalite.training import meeting
+from megalite.training import rendezvous
 
-meeting.PATIENCE = 0.5
+rendezvous.PATIENCE = 0.5
 owner, _, name = {function!r}.rpartition(".")
 if {rank!r} in (os.environ["RANK"], "None"):
     if not owner:
@@ -102,7 +102,7 @@ def assert_stopped_by_file(job: Job, directory: Path) -> None:
     assert (directory / "STOP").exists()
 
 
-def old_stop(directory: Path) -> Path:
+def preexisting_stop(directory: Path) -> Path:
     directory.mkdir(exist_ok=True)
     (directory / "STOP").touch()
     return directory
@@ -114,7 +114,7 @@ def test_while_indices_are_built_and_none_is_left_half_written(hold: Hold, run: 
             writer.add_document([*range(50), 60])
         writer.finish()
     data = (*NULL, "--data-path", tmp_path / "corpus", "--split", 1)
-    job = hold(INDICES, None, old_stop(tmp_path / "run"), data=data)
+    job = hold(INDICES, None, preexisting_stop(tmp_path / "run"), data=data)
     assert_stopped_by_file(job, tmp_path / "run")
     folders = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert [path for path in folders if not path.name.endswith(".megalite.tmp")] == []
@@ -122,19 +122,19 @@ def test_while_indices_are_built_and_none_is_left_half_written(hold: Hold, run: 
 
 
 def test_while_a_rank_does_not_come(hold: Hold, tmp_path: Path) -> None:
-    job = hold(THE_WHOLE, 1, old_stop(tmp_path / "run"))
+    job = hold(THE_WHOLE, 1, preexisting_stop(tmp_path / "run"))
     wait_until_others_are_missed(job)
     assert_stopped_by_file(job, tmp_path / "run")
 
 
 def test_while_a_checkpoint_is_loaded(hold: Hold, run: Run, tmp_path: Path) -> None:
     run(*COURSE, "--exit-interval", 2, "--save", tmp_path / "run", world_size=2, expected=85)
-    job = hold(LOADING, 1, old_stop(tmp_path / "run"), "--resume", "auto")
+    job = hold(LOADING, 1, preexisting_stop(tmp_path / "run"), "--resume", "auto")
     deadline = time.monotonic() + 60
     while (tmp_path / "run" / "STOP").exists():  # it is of an earlier run
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert_stopped_by_file(job, old_stop(tmp_path / "run"))
+    assert_stopped_by_file(job, preexisting_stop(tmp_path / "run"))
     assert latest_iteration(tmp_path / "run") == 2
 
 
@@ -148,7 +148,7 @@ def test_in_the_first_step_as_in_any_other(hold: Hold, tmp_path: Path) -> None:
 
 
 def test_a_stop_of_an_earlier_run_that_nobody_touches_stops_nothing(run: Run, tmp_path: Path) -> None:
-    assert "which was there before this run" in run(*COURSE, "--save", old_stop(tmp_path)).stdout
+    assert "which was there before this run" in run(*COURSE, "--save", preexisting_stop(tmp_path)).stdout
     assert iterations(tmp_path) == [1, 2, 3]
 
 

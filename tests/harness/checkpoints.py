@@ -16,12 +16,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.checkpoint import Manifest, TrainingState, box_file, manifest, saving
-from megalite.checkpoint.attempt import FolderAttempt
-from megalite.checkpoint.container import Part
+from megalite.checkpoint import Manifest, TrainingState, manifest, saving, shard_file
+from megalite.checkpoint.file_layout import TensorBox
 from megalite.checkpoint.formats import NATIVE, Format
 from megalite.checkpoint.manifest import SavedBox, SavedFile, SavedTensor
 from megalite.checkpoint.storage import create
+from megalite.checkpoint.transaction import FolderTransaction
 from megalite.parallel.sharding import Box
 
 STATE = TrainingState(iteration=7, consumed_samples=28, optimizer_steps=6)
@@ -39,19 +39,19 @@ def write(
 ) -> Path:
     """Save tensors into a run directory; `files`: the boxes of each file (None: one file, of whole tensors)."""
     files = files or [[(name, Box((0,) * tensor.ndim, tuple(tensor.shape))) for name, tensor in tensors.items()]]
-    attempt = FolderAttempt(folder, training.iteration)
+    attempt = FolderTransaction(folder, training.iteration)
     attempt.begin()
     boxes: dict[str, list[SavedBox]] = {name: [] for name in tensors}
     written: dict[str, SavedFile] = {}
     for number, placed in enumerate(files):
         if not placed:
             continue
-        parts = [Part(name, tuple(tensors[name].shape), tensors[name].dtype, box) for name, box in placed]
-        places = file_format.places(parts)
+        parts = [TensorBox(name, tuple(tensors[name].shape), tensors[name].dtype, box) for name, box in placed]
+        places = file_format.byte_ranges(parts)
         path = attempt.file(file_format.file.format(writer=number))
         with create(path) as stream:
             values = (tensors[part.name][part.box.slices()] for part in parts)
-            made = box_file.write(stream, zip(places, values, strict=True))
+            made = shard_file.write(stream, zip(places, values, strict=True))
         written[path.name] = made.file
         for part, place, checksums in zip(parts, places, made.checksums, strict=True):
             boxes[part.name].append(SavedBox(part.name, part.dtype, part.box, path.name, place.start, checksums))

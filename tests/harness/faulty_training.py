@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megalite.checkpoint import attempt, box_file
+from megalite.checkpoint import shard_file, transaction
 from megalite.commands.pretrain import main
 from megalite.data.index_cache import IndexCache
 from megalite.errors import DataError
@@ -29,7 +29,7 @@ from megalite.optim.elementwise import FusedRule
 from megalite.optim.reduction import ReduceScatter
 from megalite.parallel.collectives import done
 from megalite.pipeline.engine import _Step
-from megalite.training import checkpoints, failure, launch, loop, meeting, pretrain, trainer
+from megalite.training import checkpoints, failure, launch, loop, pretrain, rendezvous, trainer
 from megalite.watchdog import limits, monitor, watchdog
 from tests.harness.fault import Fault
 
@@ -157,14 +157,14 @@ def in_reduction() -> None:
     ReduceScatter.begin = disturbed_begin  # type: ignore[method-assign]
 
 
-def in_meeting() -> None:
+def in_rendezvous() -> None:
     """Any rank, when all have connected to the store ("connected"). Rank 0, when it alone has come ("came": the others
     come later), and when all have ("meeting")."""
-    meet, wait_for_all = launch.meet, meeting._wait_for_all
+    wait_for_all_ranks, wait_for_all = launch.wait_for_all_ranks, rendezvous._wait_as_host
     absent = [fault for fault in FAULTS if fault.phase == "came"]
     connected = [RECORD / f"connected {os.environ['MASTER_PORT']} {r}" for r in range(int(os.environ["WORLD_SIZE"]))]
 
-    def disturbed_meet(*arguments: Any) -> None:
+    def disturbed_wait_for_all_ranks(*arguments: Any) -> None:
         while any(fault.rank != RANK and not fault.record(RECORD).exists() for fault in absent):
             time.sleep(0.01)
         time.sleep(0.5 * len(absent))  # until it has fallen
@@ -172,16 +172,16 @@ def in_meeting() -> None:
         while any(fault.phase == "connected" for fault in FAULTS) and not all(map(Path.exists, connected)):
             time.sleep(0.01)
         reach("connected")
-        meet(*arguments)
+        wait_for_all_ranks(*arguments)
 
     def disturbed_wait(store: Any, world_size: int, seconds: float) -> str:
         reach("came")
-        while any(fault.phase == "meeting" for fault in FAULTS) and store.add(meeting._CAME, 0) < world_size:
+        while any(fault.phase == "meeting" for fault in FAULTS) and store.add(rendezvous._CAME, 0) < world_size:
             time.sleep(0.01)
         reach("meeting")
         return wait_for_all(store, world_size, seconds)
 
-    launch.meet, meeting._wait_for_all = disturbed_meet, disturbed_wait
+    launch.wait_for_all_ranks, rendezvous._wait_as_host = disturbed_wait_for_all_ranks, disturbed_wait
 
 
 def count_steps() -> None:
@@ -198,8 +198,8 @@ def count_steps() -> None:
 def disturb() -> None:
     count_steps()
     in_index_build()
-    wrap(meeting, "_come", "meeting", lambda: RANK > 0)
-    in_meeting()
+    wrap(rendezvous, "_come", "meeting", lambda: RANK > 0)
+    in_rendezvous()
     wrap(launch.dist, "init_process_group", "group")
     wrap(trainer, "make_optimizer", "building")
     wrap(trainer.checkpoint, "load", "loading")
@@ -210,8 +210,8 @@ def disturb() -> None:
     in_reduction()
     wrap(FusedRule, "update", "optimizer")
     wrap(loop.TrainingLoop, "_agree", "agreement")
-    wrap(box_file._RunningChecksum, "result", "writing")
-    wrap(attempt.FolderAttempt, "_point_tracker", "commit")
+    wrap(shard_file._RunningChecksum, "result", "writing")
+    wrap(transaction.FolderTransaction, "_point_tracker", "commit")
     wrap(checkpoints.Checkpoints, "_remove_old", "saved")
     wrap(loop.TrainingLoop, "_test", "test")
     wrap(watchdog.Watchdog, "_leave", "leaving")
@@ -223,7 +223,7 @@ def shorten() -> None:
     watchdog._LEAVING_SECONDS = 0.5
     watchdog.ANSWER_SECONDS = monitor.ANSWER_SECONDS = 2.5
     watchdog._VERDICT_SECONDS = 5.0
-    failure._LAUNCHER_SECONDS, meeting.SILENCE = 3.0, 2.0
+    failure._LAUNCHER_SECONDS, rendezvous.SILENCE = 3.0, 2.0
     limits.START_SECONDS = watchdog._FIRST_SECONDS = SECONDS
     limits.Limits.__init__ = (  # type: ignore[method-assign]
         lambda self, least, unlearnt: (

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from megalite import checkpoint
-from megalite.checkpoint import Candidates, TrainingState, box_file, manifest
-from megalite.checkpoint.container import Part, Place
+from megalite.checkpoint import Candidates, TrainingState, manifest, shard_file
+from megalite.checkpoint.file_layout import ByteRange, TensorBox
 from megalite.checkpoint.source import Kind
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
@@ -460,7 +460,7 @@ def test_little_waits_for_its_checksum_while_a_box_is_written(monkeypatch: pytes
     monkeypatch.setattr(manifest, "BLOCK", 1 << 17)
     written, summed = 0, 0
     ahead: list[int] = []
-    take = box_file._RunningChecksum._take
+    take = shard_file._RunningChecksum._take
 
     def slow(*arguments: Any) -> None:
         nonlocal summed
@@ -475,9 +475,9 @@ def test_little_waits_for_its_checksum_while_a_box_is_written(monkeypatch: pytes
             ahead.append(written - summed)
             return len(data)
 
-    monkeypatch.setattr(box_file._RunningChecksum, "_take", slow)
+    monkeypatch.setattr(shard_file._RunningChecksum, "_take", slow)
     values = torch.randn(20 << 15)
-    part = Part("model/word", tuple(values.shape), values.dtype, Box.whole(tuple(values.shape)))
-    made = box_file.write(Disk(), [(Place(b"", 0, part.size, lambda _: b""), values)])
-    assert made.checksums[0][-1] == zlib.crc32(box_file.bytes_of(values))
+    part = TensorBox("model/word", tuple(values.shape), values.dtype, Box.whole(tuple(values.shape)))
+    made = shard_file.write(Disk(), [(ByteRange(b"", 0, part.size, lambda _: b""), values)])
+    assert made.checksums[0][-1] == zlib.crc32(shard_file.bytes_of(values))
     assert max(ahead) <= 2

@@ -10,7 +10,7 @@ from megalite.checkpoint import AnyPath, open_directory
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training import control_files
 from megalite.training.control_files import ControlFiles
-from megalite.training.starting import identity
+from megalite.training.startup import identity
 
 
 @pytest.fixture(params=["files", "objects"])

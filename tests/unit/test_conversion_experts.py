@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalite.checkpoint.file_writer import FileWriter
-from megalite.checkpoint.formats import Format, safetensors_places
+from megalite.checkpoint.formats import Format, safetensors_byte_ranges
 from megalite.checkpoint.source import Kind
 from megalite.config import ModelConfig
 from megalite.conversion.family import Family
@@ -103,7 +103,7 @@ def opened(folder: Path, tensors: dict[str, Tensor], rules: tuple[Rule, ...] = O
 
 def write(folder: Path, source: ToFiles) -> dict[str, Tensor]:
     """Write a file for each tensor, as shards are."""
-    file_format = Format("{number}", lambda parts: safetensors_places(parts, lambda part: part.name), lambda _: {})
+    file_format = Format("{number}", lambda parts: safetensors_byte_ranges(parts, lambda part: part.name), lambda _: {})
     cut = [[(name, Box.whole(kind.shape))] for name, kind in source.tensors.items()]
     FileWriter(source, folder, cut, file_format, lambda size: None).write(1)
     return {name: values for path in folder.iterdir() for name, values in load_file(path).items()}

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from megalite.config.data import DataConfig
 from megalite.data import blend
 from megalite.data.blend import BlendedDataset, build_blend_index, normalize, parse_blend
+from megalite.data.dataset_spec import DatasetSpec, parse_split, read_dataset_specs
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.data.mock_dataset import MockDataset
-from megalite.data.parts import Part, parse_split, read_parts
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.errors import ConfigurationError, DataError
@@ -37,7 +37,7 @@ def write(prefix: Path, documents: int, token: int, tokenizer: dict[str, Any] | 
 
 def build(samples: Samples, tokenizer: Any = None, surplus: float = 0.005, **flags: Any) -> Datasets[np.ndarray]:
     return build_token_datasets(
-        read_parts(**flags),
+        read_dataset_specs(**flags),
         samples,
         sequence_length=10,
         seed=1234,
@@ -235,9 +235,9 @@ def test_data_is_given_in_one_way(tmp_path: Path) -> None:
     one = {"data_path": ["a"]}
     for more in ({"valid_data_path": ["a"]}, {"data_args_path": "a"}, {"per_split_data_args_path": "a"}):
         with pytest.raises(ConfigurationError, match="give the data in one way"):
-            read_parts(**(one | more))
+            read_dataset_specs(**(one | more))
     with pytest.raises(ConfigurationError, match="give the data in one way"):
-        read_parts()
+        read_dataset_specs()
     prefix = write(tmp_path / "a", 10, 1)
     with pytest.raises(ConfigurationError, match="there is no training data"):
         build(Samples(1, 1, 0), valid_data_path=[prefix])
@@ -309,14 +309,14 @@ def test_target_samples_are_megatrons() -> None:
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_paths_may_stand_in_files(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "blend").write_text("0.3 a\n0.7 b\n", encoding)
-    assert read_parts(data_args_path=str(tmp_path / "blend"), split="1") == [
-        Part(["a", "b"], [0.3, 0.7], 0.0, 1.0),
+    assert read_dataset_specs(data_args_path=str(tmp_path / "blend"), split="1") == [
+        DatasetSpec(["a", "b"], [0.3, 0.7], 0.0, 1.0),
         None,
         None,
     ]
     (tmp_path / "each").write_text('{"train": [0.3, "a", "0.7", "b"], "test": ["c"]}', encoding)
-    each = [Part(["a", "b"], [0.3, 0.7]), None, Part(["c"], None)]
-    assert read_parts(per_split_data_args_path=str(tmp_path / "each")) == each
+    each = [DatasetSpec(["a", "b"], [0.3, 0.7]), None, DatasetSpec(["c"], None)]
+    assert read_dataset_specs(per_split_data_args_path=str(tmp_path / "each")) == each
 
 
 @pytest.mark.parametrize(
@@ -338,14 +338,14 @@ def test_files_of_paths_that_mean_nothing_are_refused(
     if text is not None:
         (tmp_path / "paths").write_text(text)
     with pytest.raises(DataError, match=problem):
-        read_parts(**{flag: str(tmp_path / "paths")})
+        read_dataset_specs(**{flag: str(tmp_path / "paths")})
 
 
 def test_a_file_of_paths_without_an_end_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "paths")
     for path in (str(tmp_path / "paths"), "/dev/zero"):
         with pytest.raises(DataError, match=f"{path} cannot be read: no regular file"):
-            read_parts(data_args_path=path)
+            read_dataset_specs(data_args_path=path)
 
 
 def test_prefixes_alone_validate_on_what_there_is(tmp_path: Path) -> None:

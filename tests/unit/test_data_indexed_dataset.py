@@ -172,7 +172,7 @@ def test_unwritable_folder_is_named(tmp_path: Path) -> None:
 def test_full_disk_is_named() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
-    from megalite.files import TemporaryFile
+    from megalite.atomic_files import TemporaryFile
 
     file = TemporaryFile.__new__(TemporaryFile)
     file.path = Path("corpus.bin")

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
 from megalite.data.chat import ChatTemplate, Span, conversation_reader, find_template, given_template
+from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.datasets import Datasets, Samples
 from megalite.data.fields import SampleFields
 from megalite.data.index_cache import IndexCache
-from megalite.data.parts import read_parts
 from megalite.data.sft_dataset import ConversationFile, build_sft_datasets, pack
 from megalite.data.tokenizers import Tokenizer, build_tokenizer
 from megalite.data.tokenizers.bytes import ByteTokenizer
@@ -259,7 +259,7 @@ def build(
     **flags: Any,
 ) -> Datasets[SampleFields]:
     return build_sft_datasets(
-        read_parts(data_path=[str(path)], **({"split": "1"} | flags)),
+        read_dataset_specs(data_path=[str(path)], **({"split": "1"} | flags)),
         samples,
         sequence_length=length,
         seed=1,

@@ -23,8 +23,8 @@ from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Constant, LogicalTensor
 from megalite.parallel.stage import LossTerm
-from megalite.training import construction
-from megalite.training.construction import count_parameters, make_optimizer, make_stages, make_steps
+from megalite.training import builder
+from megalite.training.builder import count_parameters, make_optimizer, make_stages, make_steps
 
 MODEL = ModelConfig(num_layers=3, hidden_size=8, num_attention_heads=2, max_position_embeddings=4, vocab_size=4)
 OUT, BACK = "out", "back"
@@ -85,9 +85,9 @@ def test_the_proof_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     --num-attention-heads 2 --seq-length 4 --max-position-embeddings 4 --micro-batch-size 1 --train-iters 1"""
     config, mesh = resolve(parse_arguments(flags.split()).config, 1), ParallelMesh()
     stages = make_stages(config)
-    chunks = construction.make_chunks(config, MODEL, mesh, stages)
+    chunks = builder.make_chunks(config, MODEL, mesh, stages)
     told: dict[str, Any] = {}
-    monkeypatch.setattr(construction, "Steps", lambda *arguments, **rest: told.update(rest))
+    monkeypatch.setattr(builder, "Steps", lambda *arguments, **rest: told.update(rest))
     make_steps(config, mesh, stages, chunks, make_optimizer(config, chunks, mesh), ())
     exchanges = {kind: [name for name, _ in those if name in (OUT, BACK)] for kind, those in told["inside"].items()}
     assert exchanges == {"F": [OUT, BACK] * 3, "B": [BACK, OUT] * 3, "I": [BACK, OUT] * 3, "W": [], "R": []}

@@ -24,7 +24,7 @@ from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient
-from megalite.training.construction import data_parallel
+from megalite.training.builder import data_parallel
 from megalite_kernels import launch
 
 MODEL = ModelConfig(

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import MegaliteError
 from megalite.model.gpt import GPT
+from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
 from megalite.optim.layout import bucket_length, lay_out
 from megalite.optim.optimizer import make_optimizer
-from megalite.optim.places import BucketPlace
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import DenseGradient, Parameter, ProductGradient, RowsGradient, hand_over
@@ -189,14 +189,14 @@ def test_replicas_of_copies_and_instances_share_what_is_saved() -> None:
     """Two tensor-parallel copies of eight data-parallel peers in four instances: each element is saved once."""
     parameter = SimpleNamespace(sharding=SimpleNamespace(copies=(0, 1)))
     layout: Any = SimpleNamespace(slots=[SimpleNamespace(parameter=parameter)], length=48)
-    places = [
-        BucketPlace.of(layout, rank=copy, peers=8, position=position, stage=1, instances=4)
+    specs = [
+        BucketShardSpec.of(layout, rank=copy, peers=8, position=position, stage=1, instances=4)
         for copy in (0, 1)
         for position in range(8)
     ]
-    saved = sorted(place.saved for place in places)
+    saved = sorted(spec.saved for spec in specs)
     assert saved == [(start, start + 3) for start in range(0, 48, 3)]
-    assert [place.counted_here for place in places] == [True, True] + [False] * 14
+    assert [spec.counted_here for spec in specs] == [True, True] + [False] * 14
 
 
 class Experts(nn.Module):

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.pipeline.checker import Collective, Report, check
+from megalite.pipeline.deadlock import Communicator, Program, run
 from megalite.pipeline.lowering import Reductions
-from megalite.pipeline.rendezvous import Communicator, Program, run
 from megalite.pipeline.schedules import Action, Kind
 from megalite.pipeline.simulator import ScheduleError, peak_in_flight
 from megalite.pipeline.stages import Stages

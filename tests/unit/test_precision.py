@@ -38,7 +38,7 @@ from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.steps import Steps
 from megalite.training.batches import to_micro_batches
-from megalite.training.construction import data_parallel
+from megalite.training.builder import data_parallel
 from megalite.training.loss_terms import counted
 from megalite_kernels import cross_entropy, norm
 from megalite_kernels.attention import attention

@@ -16,8 +16,8 @@ import pytest
 from megalite.config.yaml_file import load_yaml, read_file
 from megalite.conversion.huggingface import open_huggingface
 from megalite.data.chat import find_template
+from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.index_cache import IndexCache
-from megalite.data.parts import read_parts
 from megalite.data.side_file import read_side_file
 from megalite.errors import MegaliteError
 from megalite.inference.prompts import read_prompts
@@ -154,7 +154,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "run.yaml": lambda path: load_yaml(read_file(str(path))),
     "trace.json": read_trace,
     "prompts.jsonl": lambda path: read_prompts([], str(path)),
-    "blend.json": lambda path: read_parts(per_split_data_args_path=str(path)),
+    "blend.json": lambda path: read_dataset_specs(per_split_data_args_path=str(path)),
     "rank_00000.json": lambda path: read_dumps(path.parent),
     "nccl_trace_rank_0": lambda path: read_dumps(path.parent),
     "data.megalite.json": lambda path: read_side_file(path.parent / "data"),

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megalite.checkpoint import torch_file
-from megalite.checkpoint.container import Part, Place
+from megalite.checkpoint.file_layout import ByteRange, TensorBox
 from megalite.parallel.sharding import Box
 from tests.harness.checkpoints import Placed, cuts
 
@@ -45,14 +45,14 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
 
 
-def part_of(name: str, values: Tensor, box: Box | None = None) -> Part:
+def part_of(name: str, values: Tensor, box: Box | None = None) -> TensorBox:
     shape = tuple(values.shape)
-    return Part(name, shape, values.dtype, box or Box.whole(shape))
+    return TensorBox(name, shape, values.dtype, box or Box.whole(shape))
 
 
-def archive(values: Tensor) -> tuple[Place, bytes]:
+def archive(values: Tensor) -> tuple[ByteRange, bytes]:
     """A file of one whole tensor."""
-    (place,) = torch_file.places([part_of("weight", values)])
+    (place,) = torch_file.byte_ranges([part_of("weight", values)])
     return place, place.before + raw(values) + place.after(zlib.crc32(raw(values)))
 
 
@@ -61,7 +61,7 @@ def write_folder(folder: Path, tensors: dict[str, Tensor], cut: Sequence[Sequenc
     files = {}
     for rank, placed in enumerate(cut):
         parts = [part_of(name, tensors[name], box) for name, box in placed]
-        files[f"__{rank}_0.distcp"] = list(zip(parts, torch_file.places(parts), strict=True))
+        files[f"__{rank}_0.distcp"] = list(zip(parts, torch_file.byte_ranges(parts), strict=True))
         with (folder / f"__{rank}_0.distcp").open("wb") as file:
             for part, place in files[f"__{rank}_0.distcp"]:
                 data = raw(tensors[part.name][part.box.slices()])
@@ -164,7 +164,7 @@ def test_the_same_files_are_described_in_the_same_bytes() -> None:
     def described(equal: Mapping[str, str]) -> bytes:
         values = torch.zeros(4, 3)
         parts = [part_of(equal[name], values, Box((row, 0), (2, 3))) for row in (0, 2) for name in ("a", "b")]
-        return torch_file.metadata({"__0_0.distcp": list(zip(parts, torch_file.places(parts), strict=True))})
+        return torch_file.metadata({"__0_0.distcp": list(zip(parts, torch_file.byte_ranges(parts), strict=True))})
 
     class Fresh(dict[str, str]):
         def __missing__(self, name: str) -> str:
@@ -174,10 +174,10 @@ def test_the_same_files_are_described_in_the_same_bytes() -> None:
 
 
 def test_a_box_beyond_4_gib_and_one_behind_it(tmp_path: Path) -> None:
-    large = Part("large", (2**30 + 16,), torch.float32, Box.whole((2**30 + 16,)))
+    large = TensorBox("large", (2**30 + 16,), torch.float32, Box.whole((2**30 + 16,)))
     behind = any_bits((3,), torch.float32)
     parts = [large, part_of("behind", behind)]
-    first, second = torch_file.places(parts)
+    first, second = torch_file.byte_ranges(parts)
     path = tmp_path / "__0_0.distcp"
     with path.open("wb") as file:  # sparse: zeros but for the last element
         file.write(first.before)

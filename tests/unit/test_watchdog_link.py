@@ -216,10 +216,13 @@ def test_a_long_message_takes_time_in_proportion_to_its_length(ends: tuple[Link,
     thread.join()
 
 
-def test_a_line_is_not_so_long_that_it_fills_the_memory_when_it_is_parsed(ends: tuple[Link, Other]) -> None:
+@pytest.mark.parametrize("value", [b"[" + b"[]," * 2**23 + b"0]", b'"' + b"x" * 2**25 + b'"'], ids=["lists", "text"])
+def test_a_line_is_not_so_long_that_it_fills_the_memory_when_it_is_parsed(
+    value: bytes, ends: tuple[Link, Other]
+) -> None:
     """64 MiB of brackets took more than a gigabyte."""
     end, other = ends
-    line = other.line(b'{"dump": [' + b"[]," * 2**23 + b"0]}")
+    line = other.line(b'{"dump": ' + value + b"}")
     thread = Thread(target=sent_as_far_as_it_goes, args=(other.connection, line))
     thread.start()
     with pytest.raises(LinkLost):

@@ -13,8 +13,8 @@ from megalite.parallel.sharding import Sharding, share
 
 
 @dataclass(frozen=True)
-class BucketPlace:
-    """A bucket, and a rank's place among those that share it. Ranges are of its elements: the first, one past the last.
+class BucketShardSpec:
+    """A bucket, and the slices of it that belong to a rank. Ranges are of its elements: the first, one past the last.
 
     Its data-parallel peers, in their order, are dealt into instances (one, but for hybrid sharding) of as many ranks as
     there are shards.
@@ -34,13 +34,13 @@ class BucketPlace:
     @staticmethod
     def of(
         layout: BucketLayout, rank: int, *, peers: int, position: int, stage: int = 0, instances: int = 1
-    ) -> BucketPlace:
-        """The place of `rank`, which holds the parameters, at `position` of so many data-parallel peers."""
+    ) -> BucketShardSpec:
+        """Return the slices of `rank`, which holds the parameters, at `position` of so many data-parallel peers."""
         copies = layout.slots[0].parameter.sharding.copies
         shards = peers // instances
         instance, shard = divmod(position, shards)
         replica = copies.index(rank) * instances + instance
-        return BucketPlace(layout, stage if shards > 1 else 0, shards, shard, len(copies) * instances, replica)
+        return BucketShardSpec(layout, stage if shards > 1 else 0, shards, shard, len(copies) * instances, replica)
 
     @property
     def counted_here(self) -> bool:
@@ -54,7 +54,7 @@ class BucketPlace:
         return self.shard * length, (self.shard + 1) * length
 
     @property
-    def held(self) -> tuple[int, int]:
+    def updated(self) -> tuple[int, int]:
         """Range that this rank updates: under ZeRO 0 everything."""
         return self.owned if self.stage else (0, self.layout.length)
 

@@ -8,7 +8,7 @@ import pytest
 from megalite.config.parse import parse_arguments
 from megalite.data.fields import SampleFields
 from megalite.parallel.mesh import ParallelMesh
-from megalite.training.construction import data_parallel
+from megalite.training.builder import data_parallel
 from megalite.training.data import last_iteration, order_note, seen_samples
 
 SIZES = "--pp 2 --num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"

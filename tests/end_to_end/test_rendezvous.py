@@ -19,17 +19,17 @@ from tests.harness.job import Job
 ENTRY = f"""
 import os, resource, runpy, signal, sys
 from megalite.errors import DataError
-from megalite.training import data, failure, launch, meeting
+from megalite.training import data, failure, launch, rendezvous
 
-meeting.PATIENCE, meeting.STORE_HANGS = 0.2, 2.0
-meet = launch.meet
+rendezvous.PATIENCE, rendezvous.STORE_HANGS = 0.2, 2.0
+wait_for_all_ranks = launch.wait_for_all_ranks
 # Where all come, they have time: a busy machine starts them seconds apart.
 limit, failure._LAUNCHER_SECONDS = (2.0, 1.0) if os.environ["ABSENT"] else (30.0, 30.0)
 
 def come(store, place, seconds, watch):
     if os.environ["RANK"] in os.environ["ABSENT"].split():
         os.kill(os.getpid(), signal.SIGSTOP)
-    meet(store, place, limit, watch)
+    wait_for_all_ranks(store, place, limit, watch)
 
 if "MORE_FILES" in os.environ:
     most = len(os.listdir("/proc/self/fd")) + int(os.environ["MORE_FILES"])
@@ -39,13 +39,18 @@ if os.environ["RANK"] in os.environ.get("BROKEN", "").split():
         raise DataError("no such disk on this machine")
     data.open_data = broken
 
-launch.meet = come
-launch.connect = lambda place, seconds, purpose: meeting.connect(place, limit, purpose)
+launch.wait_for_all_ranks = come
+launch.connect = lambda place, seconds, purpose: rendezvous.connect(place, limit, purpose)
 sys.argv[0] = {str(PRETRAIN)!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 Start = Callable[[str, int], Job]
+
+
+def before_coming(code: str) -> str:
+    """The entry script, with code before the ranks' own way to the rendezvous is set."""
+    return ENTRY.replace("launch.wait_for_all_ranks = come", code + "launch.wait_for_all_ranks = come")
 
 
 @pytest.fixture(params=[False, True], ids=["store of the launcher", "store of rank 0"])
@@ -127,14 +132,14 @@ def test_who_comes_when_another_has_failed_and_rank_0_knows_it_ends_like_them(tm
     entry = tmp_path / "entry.py"
     late = f"if os.environ['RANK'] == '2':\n    while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\n"
     heard = f"""
-wait_for_all = meeting._wait_for_all
+wait_for_all = rendezvous._wait_as_host
 def hear(*arguments):
     word = wait_for_all(*arguments)
     open({str(tmp_path / "heard")!r}, "w").close()
     return word
-meeting._wait_for_all = hear
+rendezvous._wait_as_host = hear
 """
-    entry.write_text("import os, time\n" + late + ENTRY.replace("launch.meet = come", heard + "launch.meet = come"))
+    entry.write_text("import os, time\n" + late + before_coming(heard))
     environment = {"ABSENT": "", "BROKEN": "1", "LOCAL_WORLD_SIZE": "1"}
     flags = [*MOCK, *GPT2, "--train-iters", "3", "--global-batch-size", "6"]
     with Job([entry, *flags], 3, tmp_path, environment, store_of_rank_0=True) as job:
@@ -159,7 +164,7 @@ if os.environ["RANK"] == "0":
         return opened(*arguments)
     data.open_data = read
 """
-    entry.write_text(ENTRY.replace("launch.meet = come", reading + "launch.meet = come"))
+    entry.write_text(before_coming(reading))
     environment = {"ABSENT": "", "BROKEN": "1", "LOCAL_WORLD_SIZE": "1"}
     with Job([entry, *MOCK, *GPT2, "--train-iters", "3"], 2, tmp_path, environment, store_of_rank_0=True) as job:
         assert wait_for_exit([job.ranks[1]], 30) == []

@@ -30,7 +30,7 @@ SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_BETWEEN_REQUESTS = 20.0  # an object store bills each
 
 
-class Starting:
+class Startup:
     """A run from the beginning of its program to its first step. To be made as soon as the program begins."""
 
     def __init__(self, place: Place) -> None:
@@ -39,7 +39,7 @@ class Starting:
         self.job_end, note = job_end(os.environ, time.time())
         """End of the job, in Unix seconds (deadline.py); None if that is not known."""
         self.notes = () if note is None else (note,)
-        self.old_stop: object = None
+        self.preexisting_stop: object = None
         """The STOP that was there before this run (`identity`); None if there was none, or if this rank does not look.
         """
         self._place = place
@@ -58,19 +58,19 @@ class Starting:
         except OSError:
             pass  # a full disk, which does not end a run later either
 
-    def look_for_stop(self, save: str | None) -> None:
+    def watch_stop_file(self, save: str | None) -> None:
         """Watch, from now on, for a STOP that appears in --save or is touched; it ends the process with code 85."""
         if save is None or (self._place.local_rank != 0 and self._place.rank != 0):
             return
         path = _directory(save) / STOP
-        self.old_stop = identity(path)
+        self.preexisting_stop = identity(path)
         interval = SECONDS_BETWEEN_REQUESTS if is_url(save) else SECONDS_BETWEEN_LOOKS
         threading.Thread(target=self._look, args=(path, interval), name="STOP", daemon=True).start()
 
     def open_store(self) -> None:
         """Have rank 0's store take connections: a rank that fails while rank 0 reads its data leaves word there."""
         if self._place.world_size > 1 and self._place.rank == 0:
-            from megalite.training.meeting import open_early
+            from megalite.training.rendezvous import open_early
 
             self._store = open_early(self._place)
 
@@ -80,7 +80,7 @@ class Starting:
 
     def _look(self, path: AnyPath, interval: float) -> None:
         while not self._over.wait(interval):
-            if identity(path) not in (None, self.old_stop) and not self._over.is_set():
+            if identity(path) not in (None, self.preexisting_stop) and not self._over.is_set():
                 if self._place.rank == 0:
                     leave_code(EXIT_RESUMABLE)
                     with suppress(OSError):  # nobody reads the output any more

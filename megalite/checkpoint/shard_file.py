@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.container import Place
-from megalite.checkpoint.damage import Damage, check_size, unreadable
+from megalite.checkpoint.damage import DamagedFileError, check_size, unreadable
+from megalite.checkpoint.file_layout import ByteRange
 from megalite.checkpoint.manifest import Block, SavedFile
 from megalite.checkpoint.storage import AnyPath, ObjectPath, Writer
 from megalite.errors import CheckpointError
@@ -33,8 +33,8 @@ class Written:
     """Checksums of the blocks of each box, as in `SavedBox`."""
 
 
-def write(stream: Writer, boxes: Iterable[tuple[Place, Tensor]], closed: Event | None = None) -> Written:
-    """Write boxes in the order of their places; a second thread computes their checksums meanwhile.
+def write(stream: Writer, boxes: Iterable[tuple[ByteRange, Tensor]], closed: Event | None = None) -> Written:
+    """Write boxes in the order of their byte ranges; a second thread computes their checksums meanwhile.
 
     A tensor on a device is copied to the host one block at a time. Raises OSError if the disk fails, and
     CheckpointError once `closed` is set.
@@ -42,9 +42,9 @@ def write(stream: Writer, boxes: Iterable[tuple[Place, Tensor]], closed: Event |
     size, around = 0, 0
     checksums: list[tuple[int, ...]] = []
     with ThreadPoolExecutor(1, thread_name_prefix="checksums") as thread:
-        for place, values in boxes:
-            around = zlib.crc32(place.before, around)
-            stream.write(place.before)
+        for byte_range, values in boxes:
+            around = zlib.crc32(byte_range.before, around)
+            stream.write(byte_range.before)
             sums = _RunningChecksum(thread)
             for data in _blocks_of(values):
                 if closed is not None and closed.is_set():
@@ -52,10 +52,10 @@ def write(stream: Writer, boxes: Iterable[tuple[Place, Tensor]], closed: Event |
                 sums.add(data)
                 stream.write(data)
             checksums.append(sums.result())
-            after = place.after(checksums[-1][-1])
+            after = byte_range.after(checksums[-1][-1])
             around = zlib.crc32(after, around)
             stream.write(after)
-            size = place.stop + len(after)
+            size = byte_range.stop + len(after)
     return Written(SavedFile(size, around), checksums)
 
 
@@ -117,14 +117,15 @@ class OpenFile(Protocol):
         """Number of bytes to read at a time."""
 
     def read(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes that begin at a position. Raises Damage or CheckpointError."""
+        """Fill a buffer with the bytes that begin at a position. Raises DamagedFileError or CheckpointError."""
 
 
 @contextmanager
 def open_to_read(path: AnyPath, size: int) -> Iterator[OpenFile]:
     """Yield an open file, which should have `size` bytes.
 
-    Raises Damage if its size differs or it cannot be read any more, and CheckpointError if access to it is refused.
+    Raises DamagedFileError if its size differs or it cannot be read any more, and CheckpointError if access to it is
+    refused.
     """
     if isinstance(path, ObjectPath):
         yield _Object(path)
@@ -149,7 +150,7 @@ class _File:
             while buffer:
                 count = os.preadv(self.descriptor, [buffer], start)
                 if count == 0:
-                    raise Damage(self.path, "it was cut off while it was read")
+                    raise DamagedFileError(self.path, "it was cut off while it was read")
                 start, buffer = start + count, buffer[count:]
 
 
@@ -162,7 +163,7 @@ class _Object:
         with _reported(self.path):
             data = self.path.read_range(start, start + len(buffer))
         if len(data) != len(buffer):
-            raise Damage(self.path, "it was cut off or replaced")
+            raise DamagedFileError(self.path, "it was cut off or replaced")
         buffer[:] = data
 
 
@@ -175,10 +176,12 @@ def _reported(path: AnyPath) -> Iterator[None]:
 
 
 def read_block(file: OpenFile, block: Block, buffer: memoryview) -> None:
-    """Fill a buffer, of the block's size, with a block. Raises Damage if its checksum is wrong."""
+    """Fill a buffer, of the block's size, with a block. Raises DamagedFileError if its checksum is wrong."""
     if checksum_of(file, block.start, buffer, block.before) != block.checksum:
         where = f"bytes {block.start} to {block.stop} of the file"
-        raise Damage(file.path, f"the checksum of {block.saved.entry} does not match, in {where}", block.saved.tensor)
+        raise DamagedFileError(
+            file.path, f"the checksum of {block.saved.entry} does not match, in {where}", block.saved.tensor
+        )
 
 
 def checksum_of(file: OpenFile, start: int, buffer: memoryview, before: int = 0) -> int:

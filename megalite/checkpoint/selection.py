@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from megalite.checkpoint import directory as run_directory
-from megalite.checkpoint.agreement import check_all_see, together
-from megalite.checkpoint.damage import Damage, check_size, unreadable
+from megalite.checkpoint.collective_error import check_all_see, raise_on_all_ranks
+from megalite.checkpoint.damage import DamagedFileError, check_size, unreadable
 from megalite.checkpoint.directory import Candidates, iteration_of
 from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.storage import AnyPath, sizes
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 def find_candidates(directory: AnyPath, mesh: ParallelMesh) -> Candidates:
     """Return `directory.candidates`, agreed by all ranks. Raises CheckpointError if they do not see the same files."""
-    with together(mesh, f"looking for a checkpoint in {directory}"):
+    with raise_on_all_ranks(mesh, f"looking for a checkpoint in {directory}"):
         found = run_directory.candidates(directory)
     check_all_see(str(found), directory, mesh)
     return found
@@ -30,7 +30,7 @@ def find_candidates(directory: AnyPath, mesh: ParallelMesh) -> Candidates:
 
 def find_iteration(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Candidates:
     """Return the checkpoint of one iteration as the only candidate. Raises ConfigurationError if there is none."""
-    with together(mesh, f"looking for a checkpoint in {directory}"):
+    with raise_on_all_ranks(mesh, f"looking for a checkpoint in {directory}"):
         there = run_directory.iterations(directory)
     check_all_see(str(there), directory, mesh)
     if iteration not in there:
@@ -45,10 +45,10 @@ def check_whole(path: AnyPath, mesh: ParallelMesh) -> Manifest:
     Raises DamagedCheckpointError, the same on every rank, if a file is missing or has another size. The bytes
     themselves are checked when they are read.
     """
-    with together(mesh, f"reading {path}"):
+    with raise_on_all_ranks(mesh, f"reading {path}"):
         manifest = read_manifest(path)
         if manifest.training.iteration != iteration_of(path):
-            raise Damage(path, f"its manifest is of step {manifest.training.iteration}")
+            raise DamagedFileError(path, f"its manifest is of step {manifest.training.iteration}")
         check_sizes(path, manifest, list(manifest.files)[mesh.rank :: mesh.world_size])
     check_all_see(str(manifest.checksum), path, mesh)
     return manifest
@@ -63,7 +63,7 @@ def check_sizes(path: AnyPath, manifest: Manifest, files: Iterable[str]) -> None
         raise unreadable(path, error) from error
     for file in files:
         if file not in found:
-            raise Damage(path / file, "it is missing")
+            raise DamagedFileError(path / file, "it is missing")
         check_size(path / file, found[file], manifest.files[file].size)
 
 

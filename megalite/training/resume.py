@@ -1,4 +1,4 @@
-"""Origin of a run: nothing, or a checkpoint and how much of it."""
+"""ResumePoint of a run: nothing, or a checkpoint and how much of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megalite.parallel.mesh import ParallelMesh
 
 
 @dataclass(frozen=True)
-class Origin:
+class ResumePoint:
     """The checkpoints that a run may start from, and what it takes from the first of them that is whole."""
 
     candidates: Candidates
@@ -32,7 +32,7 @@ class Origin:
     """Hugging Face folder whose weights the run begins with, if there are no candidates."""
 
 
-def find_origin(settings: CheckpointConfig, mesh: ParallelMesh) -> Origin:
+def find_resume_point(settings: CheckpointConfig, mesh: ParallelMesh) -> ResumePoint:
     """Under `--resume auto` the checkpoints of --save, where there is one; else those of --load.
 
     Raises:
@@ -45,7 +45,7 @@ def find_origin(settings: CheckpointConfig, mesh: ParallelMesh) -> Origin:
 
     present = found(settings.save)
     if settings.resume == "auto" and present.paths:
-        return Origin(present)
+        return ResumePoint(present)
     if settings.ckpt_step is not None and settings.load is not None:
         loaded = checkpoint.find_iteration(open_directory(settings.load), settings.ckpt_step, mesh)
     else:
@@ -63,7 +63,7 @@ def find_origin(settings: CheckpointConfig, mesh: ParallelMesh) -> Origin:
     if settings.exit_on_missing_checkpoint and not loaded.paths and model is None:
         places = " and ".join(f"--{name} {place}" for name in ("save", "load") if (place := getattr(settings, name)))
         raise ConfigurationError(f"--exit-on-missing-checkpoint: {places} holds no checkpoint")
-    return Origin(loaded, not settings.finetune, settings.load_optim and not settings.finetune, model)
+    return ResumePoint(loaded, not settings.finetune, settings.load_optim and not settings.finetune, model)
 
 
 def _refuse_other_folders(load: str) -> None:
@@ -96,10 +96,10 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
 
     Raises ConfigurationError if there is none, CheckpointError if none can be read.
     """
-    origin = find_origin(settings, ParallelMesh())
-    paths = origin.candidates.paths
-    if origin.model is not None and not paths:
-        return _fields_of_model(open_huggingface(origin.model), tokenizer_type)
+    resume_point = find_resume_point(settings, ParallelMesh())
+    paths = resume_point.candidates.paths
+    if resume_point.model is not None and not paths:
+        return _fields_of_model(open_huggingface(resume_point.model), tokenizer_type)
     if not paths:
         raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} holds no checkpoint")
     _, (saved, data), _ = checkpoint.newest_whole(paths, _model_and_data)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megalite.files import DAY, TEMPORARY, write_atomically
+from megalite.atomic_files import DAY, TEMPORARY, write_atomically
 
 
 def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path: Path) -> None:

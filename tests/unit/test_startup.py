@@ -9,7 +9,7 @@ import pytest
 
 from megalite.config import parse_arguments
 from megalite.process.place import Place
-from megalite.training.starting import Starting
+from megalite.training.startup import Startup
 
 SIZES = "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
 CONFIG = parse_arguments(f"{SIZES} --tp 2 --pp 2 --sequence-parallel".split()).config
@@ -17,7 +17,7 @@ CONFIG = parse_arguments(f"{SIZES} --tp 2 --pp 2 --sequence-parallel".split()).c
 
 def test_the_layout_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(8):
-        Starting(Place(rank, rank, 8)).announce(CONFIG)
+        Startup(Place(rank, rank, 8)).announce(CONFIG)
     assert capsys.readouterr().out == "starting: 4 layers, hidden 8, on TP 2 with SP x PP 2 x DP 2\n"
 
 
@@ -32,7 +32,7 @@ class Unwritable(io.StringIO):
 
 def test_a_full_disk_does_not_end_a_run_and_a_reader_who_has_gone_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Unwritable(OSError(28, "No space left on device")))
-    Starting(Place(0, 0, 8)).announce(CONFIG)
+    Startup(Place(0, 0, 8)).announce(CONFIG)
     monkeypatch.setattr(sys, "stdout", Unwritable(BrokenPipeError()))
     with pytest.raises(BrokenPipeError):
-        Starting(Place(0, 0, 8)).announce(CONFIG)
+        Startup(Place(0, 0, 8)).announce(CONFIG)

@@ -8,7 +8,7 @@ _HALF_OF_THE_LAST_BIT = 2.0**-8
 """Precision of bf16: a change by less than this share of a number may be rounded away."""
 
 
-def cautions(config: RunConfig) -> tuple[str, ...]:
+def config_warnings(config: RunConfig) -> tuple[str, ...]:
     """Lines to show at the start."""
     optimizer, lines = config.optimizer, []
     decay = 1.0 - optimizer.adam_beta2
@@ -44,7 +44,7 @@ def cautions(config: RunConfig) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def masked_loss_cautions(config: RunConfig) -> tuple[str, ...]:
+def masked_loss_warnings(config: RunConfig) -> tuple[str, ...]:
     """A line where micro-batches may count different numbers of tokens, of whose losses Megatron-LM's gradient is
     another mean unless it is told otherwise."""
     data, training = config.data, config.training

@@ -142,14 +142,14 @@ def sync_directory(path: Path) -> None:
     """Put the names in a folder on disk, as `fsync` does for the contents of a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with naming(path):
+        with path_in_errors(path):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def path_in_errors(path: Path) -> Iterator[None]:
     """Add the path to an error of the block that names none: the system does not name what a descriptor stands for."""
     try:
         yield

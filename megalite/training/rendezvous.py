@@ -1,4 +1,4 @@
-"""Meeting of the ranks before there is a process group, at a store whose address their launcher gives them."""
+"""Rendezvous of the ranks before there is a process group, at a store whose address their launcher gives them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
 
-from megalite.errors import EXIT_RESUMABLE, CommunicationError, MeetingError
+from megalite.errors import EXIT_RESUMABLE, CommunicationError, RendezvousError
 from megalite.process.bounded import aside, within
 from megalite.process.host import require_open_files
 from megalite.process.listening import listen
@@ -117,10 +117,10 @@ def store_name() -> str:
     return f"the store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
 
 
-def meet(store: Store, place: Place, seconds: float, watch: Callable[[], bool] = lambda: False) -> None:
-    """Return once rank 0 has seen all ranks. Raises MeetingError on rank 0 where some do not come within `seconds`, and
-    elsewhere where rank 0 does not; where rank 0 says why, or a rank that has failed (`tell_failure`), the others end
-    without a word.
+def wait_for_all_ranks(store: Store, place: Place, seconds: float, watch: Callable[[], bool] = lambda: False) -> None:
+    """Return once rank 0 has seen all ranks. Raises RendezvousError on rank 0 if some do not come within `seconds`, and
+    on the others if rank 0 does not. If rank 0 reports why, or a rank that has failed does (`tell_failure`), the other
+    ranks exit silently.
 
     `watch` is called before a rank comes, on rank 0 first: who has come, and dies, is to be noticed. It tells whether
     rank 0's death will be.
@@ -128,7 +128,7 @@ def meet(store: Store, place: Place, seconds: float, watch: Callable[[], bool] =
     if place.rank == 0:
         watch()
         _in_time(seconds, "the store does not answer", partial(_come, store, place.rank))
-        word = _in_time(seconds, "the store does not answer", partial(_wait_for_all, store, place.world_size, seconds))
+        word = _in_time(seconds, "the store does not answer", partial(_wait_as_host, store, place.world_size, seconds))
         if word:
             _stay(store, place.world_size)
             sys.exit(code_in(word, EXIT_RESUMABLE))
@@ -137,7 +137,7 @@ def meet(store: Store, place: Place, seconds: float, watch: Callable[[], bool] =
     _in_time(seconds, "rank 0 has not come, or stands still", partial(store.wait, [f"{_CAME}/0"], limit))
     watched = _in_time(seconds, "the store does not answer", partial(store.check, [_ALL])) or watch()
     _in_time(seconds, "the store does not answer", partial(_come, store, place.rank))
-    word = _in_time(seconds, "rank 0 came, and stands still", partial(_hear, store, limit, watched))
+    word = _in_time(seconds, "rank 0 came, and stands still", partial(_wait_for_host, store, limit, watched))
     if word:
         sys.exit(code_in(word, EXIT_RESUMABLE))
 
@@ -175,14 +175,14 @@ def _stay(store: Store, world_size: int) -> None:
     time.sleep(_LEAVING_SECONDS)
 
 
-def _hear(store: Store, limit: datetime.timedelta, watched: bool) -> str:
-    """Return rank 0's message, empty if all have come. Raises MeetingError if rank 0 is silent and not `watched`."""
+def _wait_for_host(store: Store, limit: datetime.timedelta, watched: bool) -> str:
+    """Return rank 0's message, empty if all have come. Raises RendezvousError if rank 0 is silent and not `watched`."""
     beats, silence = 0, 0.0  # by this process's own time: it may have stood still together with rank 0
     while not watched and not store.check([_ALL]):
         now = store.add(_BEATS, 0)
         beats, silence = now, silence + _BETWEEN_BEATS if now == beats else 0.0
         if silence > SILENCE:
-            raise MeetingError(
+            raise RendezvousError(
                 f"rank 0 came to {store_name()}, and has ended without a word, or stands still: nothing has come of it "
                 f"for {SILENCE:.0f} s"
             )
@@ -197,23 +197,23 @@ def _come(store: Store, rank: int) -> None:
 
 
 def _in_time(seconds: float, problem: str, call: Callable[[], Result]) -> Result:
-    """Make a call with a time limit. Raises MeetingError if it takes longer, or the store has gone."""
+    """Make a call with a time limit. Raises RendezvousError if it takes longer, or the store has gone."""
     patience = seconds + STORE_HANGS
     try:
         return within(patience, call)
     except TimeoutError:
-        raise MeetingError(f"{problem}, for {patience:.0f} s, at {store_name()}") from None
+        raise RendezvousError(f"{problem}, for {patience:.0f} s, at {store_name()}") from None
     except RuntimeError as error:
         holder = "its launcher" if hosted_by_launcher() else "rank 0"
-        raise MeetingError(
+        raise RendezvousError(
             f"{store_name()} does not answer any more: {holder}, which has it, has ended without a word, or cannot be "
             f"reached ({str(error).splitlines()[0]})"
         ) from error
 
 
-def _wait_for_all(store: Store, world_size: int, seconds: float) -> str:
+def _wait_as_host(store: Store, world_size: int, seconds: float) -> str:
     """Tell the others how it ends, and return it: nothing if all have come, else what the first says that has failed.
-    Raises MeetingError if some have not come in time."""
+    Raises RendezvousError if some have not come in time."""
     began, patience, beats = time.monotonic(), PATIENCE, 0
     while store.add(_CAME, 0) < world_size and not store.check([_FAILED]):
         waited = time.monotonic() - began
@@ -224,7 +224,7 @@ def _wait_for_all(store: Store, world_size: int, seconds: float) -> str:
             if missing and waited > seconds:
                 store.set(_ALL, "no")
                 time.sleep(_LEAVING_SECONDS)
-                raise MeetingError(
+                raise RendezvousError(
                     f"{ranks_text(missing)} of {world_size} did not come within {seconds:.0f} s to {store_name()}: "
                     "never started, stopped, ended, or without a way there"
                 )

@@ -1,6 +1,6 @@
 """Places of boxes in a file: which bytes belong to a box, and which bytes the file's format puts around it.
 
-The layout of a file is a pure function of its parts: the place of each box is known before anything is written. A
+The layout of a file is a pure function of its parts: the byte range of each box is known before anything is written. A
 writer streams `before`, the box's bytes and `after`, box by box.
 """
 
@@ -20,7 +20,7 @@ def entry(tensor: str, box: Box) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorBox:
     """Box of a global tensor."""
 
     name: str
@@ -42,8 +42,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Place of a part's bytes in its file."""
+class ByteRange:
+    """Range of a part's bytes in its file."""
 
     before: bytes
     """Bytes directly in front of the box's bytes, after the previous part."""

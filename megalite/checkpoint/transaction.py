@@ -1,14 +1,14 @@
-"""One attempt to save a checkpoint, which ends with a whole checkpoint or with none.
+"""Transactions that each save one checkpoint: it becomes visible complete, or not at all.
 
 On a file system the checkpoint is written as `iter_0000100.tmp` and then renamed. If there is already a checkpoint of
 that iteration (a run repeats steps after a crash), the old one is renamed to `iter_0000100.replaced` until the new one
 has its name. So at every moment the last good checkpoint exists under one of the two names.
 
-An object store has no rename. Files get their final names at once, with the mark of their attempt in the name
-(`rank_00000.3f9a2c01.safetensors`). So an attempt overwrites no files of an earlier attempt, and a late attempt
-overwrites no files of this one. The manifest comes last, as one object. The files that the manifest names are the
-checkpoint; files that only an earlier manifest named no longer belong to it. A folder without a manifest holds an
-attempt that did not end.
+An object store has no rename. Files get their final names at once, with the mark of their transaction in the name
+(`rank_00000.3f9a2c01.safetensors`). So a transaction overwrites no files of an earlier one, and a late one
+none of this one. The manifest comes last, as one object: it publishes the new checkpoint and retires the one before.
+The files that the manifest names are the checkpoint; files that only an earlier manifest named no longer belong to it.
+A folder without a manifest holds a transaction that did not end.
 
 In both cases the tracker is then set to the iteration, and leftover files are removed.
 """
@@ -24,29 +24,29 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalite.atomic_files import path_in_errors, sync_directory
 from megalite.checkpoint import manifest
-from megalite.checkpoint.agreement import all_gather_text
+from megalite.checkpoint.collective_error import all_gather_text
 from megalite.checkpoint.directory import TRACKER, checkpoint_path, folders, is_ours
 from megalite.checkpoint.storage import AnyPath, ObjectPath
 from megalite.errors import CheckpointError
-from megalite.files import naming, sync_directory
 from megalite.parallel.mesh import ParallelMesh
 
 _LEFT_OVER = re.compile(r"iter_(\d{7,})\.(tmp|replaced)")
 _FILE = re.compile(r"(?:rank_\d+|__\d+_\d+)(?:\.([0-9a-f]{8}))?\.(?:safetensors|distcp)")
 
 
-def new_attempt(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Attempt:
-    """Return an attempt to save an iteration, the same on every rank. Every rank calls this; one rank calls its
+def new_transaction(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> SaveTransaction:
+    """Return a transaction to save an iteration, the same on every rank. Every rank calls this; one rank calls its
     methods."""
     if isinstance(directory, Path):
-        return FolderAttempt(directory, iteration)
-    return ObjectAttempt(directory, iteration, mark=all_gather_text(secrets.token_hex(4), mesh)[0])
+        return FolderTransaction(directory, iteration)
+    return ObjectTransaction(directory, iteration, mark=all_gather_text(secrets.token_hex(4), mesh)[0])
 
 
 @dataclass(frozen=True)
-class FolderAttempt:
-    """Attempt on a file system."""
+class FolderTransaction:
+    """SaveTransaction on a file system."""
 
     directory: Path
     iteration: int
@@ -117,13 +117,13 @@ class FolderAttempt:
 
 
 @dataclass(frozen=True)
-class ObjectAttempt:
-    """Attempt on an object store. Its methods do what those of `FolderAttempt` do, except where they say otherwise."""
+class ObjectTransaction:
+    """Transaction on an object store. Its methods are as in `FolderTransaction`, unless they say otherwise."""
 
     directory: ObjectPath
     iteration: int
     mark: str
-    """Mark of this attempt in the names of its files."""
+    """Mark of this transaction in the names of its files."""
 
     @property
     def path(self) -> ObjectPath:
@@ -160,7 +160,7 @@ class ObjectAttempt:
             self.path.remove(_left_over(self.path))
 
 
-Attempt = FolderAttempt | ObjectAttempt
+SaveTransaction = FolderTransaction | ObjectTransaction
 
 
 def clear_away(directory: Path) -> None:
@@ -196,12 +196,12 @@ def _foreign(path: AnyPath) -> CheckpointError:
 
 
 def _files(names: Iterable[str]) -> dict[str, str | None]:
-    """Return the names of checkpoint files among these, each with its attempt's mark, or None for a copied file."""
+    """Return the names of checkpoint files among these, each with its transaction's mark, or None for a copied file."""
     return {name: match[1] for name in names if (match := _FILE.fullmatch(name))}
 
 
 def _left_over(folder: ObjectPath) -> Collection[str]:
-    """Return the files of attempts in a folder that are not part of a checkpoint."""
+    """Return the files of transactions in a folder that are not part of a checkpoint."""
     there = folder.listing()
     marks = _files(there)
     if manifest.NAME not in there:
@@ -216,7 +216,7 @@ def _left_over(folder: ObjectPath) -> Collection[str]:
 
 
 def _write_synced(path: Path, text: str) -> None:
-    with naming(path), path.open("w") as file:
+    with path_in_errors(path), path.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

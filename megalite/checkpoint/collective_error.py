@@ -17,7 +17,7 @@ _EXPECTED = (OSError, SafetensorError, MegaliteError)  # anything else is a defe
 
 
 @contextmanager
-def together(mesh: ParallelMesh, doing: str, advice: str = "") -> Iterator[None]:
+def raise_on_all_ranks(mesh: ParallelMesh, doing: str, advice: str = "") -> Iterator[None]:
     """Run the block on every rank; if it fails on one rank, all ranks raise, so that none waits for a rank that has
     gone.
 

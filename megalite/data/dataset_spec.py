@@ -1,4 +1,4 @@
-"""Parts of token files for the training, validation and test sets, from the flags: prefixes, weights and shares."""
+"""Data of the training, validation and test sets, from the flags: prefixes, weights and shares of token files."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _LARGEST = 8 * MIB
 
 
 @dataclass(frozen=True)
-class Part:
-    """Part of the data for one split: the sequences from `begin` to `end`, as fractions, of each prefix."""
+class DatasetSpec:
+    """Data for one split: the sequences from `begin` to `end`, as fractions, of each prefix."""
 
     prefixes: list[str]
     weights: list[float] | None
@@ -31,7 +31,7 @@ class Part:
         return range(round(self.begin * count), round(self.end * count))
 
 
-def read_parts(
+def read_dataset_specs(
     *,
     data_path: Sequence[str] = (),
     split: str = "969, 30, 1",
@@ -40,8 +40,8 @@ def read_parts(
     test_data_path: Sequence[str] = (),
     data_args_path: str | None = None,
     per_split_data_args_path: str | None = None,
-) -> list[Part | None]:
-    """Return the parts of train, valid and test; None if nothing is given.
+) -> list[DatasetSpec | None]:
+    """Return the data of train, valid and test; None if nothing is given.
 
     Args:
         data_path: one prefix, weights and prefixes in turn, or prefixes; divided by `split`.
@@ -66,7 +66,7 @@ def read_parts(
         each = _read_each("--per-split-data-args-path", per_split_data_args_path)
     if data_path:
         blend = parse_blend(data_path)
-        return [Part(*blend, *bounds) if bounds else None for bounds in parse_split(split)]
+        return [DatasetSpec(*blend, *bounds) if bounds else None for bounds in parse_split(split)]
     return [_whole(path) if path else None for path in each]
 
 
@@ -84,11 +84,11 @@ def parse_split(split: str) -> list[tuple[float, float] | None]:
     return [(begin, end) if end > begin else None for begin, end in itertools.pairwise(bounds)]
 
 
-def _whole(path: Sequence[str]) -> Part:
+def _whole(path: Sequence[str]) -> DatasetSpec:
     prefixes, weights = parse_blend(path)
     # As in Megatron-LM, where the weight of a lone prefix counts in --data-path and not here: it changes how many
     # samples are drawn, and with that the order.
-    return Part(prefixes, None if len(prefixes) == 1 else weights)
+    return DatasetSpec(prefixes, None if len(prefixes) == 1 else weights)
 
 
 def _read(flag: str, path: str) -> str:
