@@ -1371,8 +1371,15 @@ MUTANTS = (
         "tests/end_to_end/test_start.py::test_a_run_says_what_starts_before_torch_and_imports_nothing_heavy",
     ),
     Mutant(
+        "the help of an installed command shows a script that is not there",
+        "megalite/config/tool_arguments.py",
+        "description=_as_called(description)",
+        "description=description",
+        "tests/unit/test_commands.py::test_the_help_has_the_name_that_was_called[command]",
+    ),
+    Mutant(
         "a start says nothing until torch is there",
-        "pretrain_gpt.py",
+        "megalite/commands/pretrain.py",
         "    starting.announce(config)",
         "    import torch\n    starting.announce(config)",
         "tests/end_to_end/test_start.py::test_a_run_says_what_starts_before_torch_and_imports_nothing_heavy",
@@ -2820,7 +2827,7 @@ MUTANTS = (
     ),
     Mutant(
         "a text of a stranger's configuration reaches the terminal as it is",
-        "tools/checkpoint/inspect.py",
+        "megalite/commands/inspect_checkpoint.py",
         "return str(value) if str(value).isprintable() else repr(value)",
         "return str(value)",
         "tests/unit/test_checkpoint_inspection.py::test_what_a_stranger_has_written_does_not_reach_the_terminal_as_it_is",
@@ -3461,7 +3468,7 @@ MUTANTS = (
     ),
     Mutant(
         "the store opens only once rank 0 has read its data",
-        "pretrain_gpt.py",
+        "megalite/commands/pretrain.py",
         "    starting.open_store()\n",
         "",
         f"{_MEETING}a_rank_that_fails_while_rank_0_reads_its_data_says_so_at_once",
