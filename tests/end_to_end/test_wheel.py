@@ -60,7 +60,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert put.returncode == 0, put.stderr
     # Python takes no notice of .pth files in a folder that a .pth file names: this clone stays out, if it is installed.
     (packages,) = (folder / "venv").glob("lib/python*/site-packages")
-    (packages / "rest.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    rest = {sysconfig.get_path(kind): None for kind in ("purelib", "platlib")}
+    (packages / "rest.pth").write_text("\n".join(rest) + "\n")
     return python.parent
 
 
