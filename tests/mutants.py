@@ -2139,11 +2139,23 @@ MUTANTS = (
     Mutant(
         "a term of the loss gathers its block's parameters again when they have been freed",
         "megalite/optim/gathering.py",
-        "            if last.requires_grad:",
-        "            for term in outputs[-1].values() if isinstance(outputs, tuple) else ():\n"
-        "                term.register_hook(lambda gradient: self._make_whole(index, following=index - 1))\n"
-        "            if last.requires_grad:",
+        "            if not begun:",
+        "            if True:",
         f"{_LOSS_TERMS}[whole parameters kept for backward]",
+    ),
+    Mutant(
+        "a term of the loss finds the parameters freed that it uses behind its block's last product",
+        "megalite/optim/gathering.py",
+        "isinstance(part, Tensor)][-1], *terms]",
+        "isinstance(part, Tensor)][-1]]",
+        f"{_LOSS_TERMS}[whole parameters kept for backward]",
+    ),
+    Mutant(
+        "under sequence parallelism a layer's term of the loss is summed over the copies alone",
+        "megalite/parallel/context.py",
+        'return ("dp", "cp", *AXES["heads"]) if self.sequence_parallel else ("dp", "cp")',
+        'return ("dp", "cp")',
+        f"{_LOSS_TERMS}[parts]",
     ),
     Mutant(
         "a layer's terms of the loss replace those of the layers before",

@@ -61,6 +61,7 @@ class GPT(nn.Module):
         part = part or StageLayers(0, config.num_layers, embedding=True, loss=True)
         context = ParallelContext(mesh, sequence_parallel and mesh.size("tp") > 1, dtype)
         self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute or Recompute()
+        self.context = context
         self.part, self.vocab_size = part, config.vocab_size
         self.shard = context.shard, context.shards
         word = word_sharding(config, context, self.vocab_size, word_copies or (mesh.rank,))
@@ -87,7 +88,7 @@ class GPT(nn.Module):
     def loss_terms(self) -> tuple[LossTerm, ...]:
         """The terms of the whole network's loss; a stage returns the sums of some."""
         kinds = dict.fromkeys(FEED_FORWARDS[layer.feed_forward] for layer in self.config.layers)
-        return (LM_LOSS, *(term for kind in kinds for term in kind.loss_terms(self.config)))
+        return (LM_LOSS, *(term for kind in kinds for term in kind.loss_terms(self.config, self.context)))
 
     def inside(self, *, backward: bool) -> list[Inside]:
         """What the stage's layers do with other ranks in forward, or in backward, recomputed layers twice."""
