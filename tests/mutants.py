@@ -712,7 +712,7 @@ MUTANTS = (
     Mutant(
         "layers with a window turn as the others do",
         "megalite/model/attention.py",
-        "context.windowed_rotary if self.windowed else context.rotary",
+        "context.rotary if self.window is None else context.windowed_rotary",
         "context.rotary",
         _network("gemma 3"),
     ),
@@ -2336,8 +2336,8 @@ MUTANTS = (
     Mutant(
         "windows are ignored in the cache",
         "megalite/model/gpt.py",
-        "cache.mask(self.window)",
-        "cache.mask()",
+        "if cache is None else cache.mask",
+        "if cache is None else lambda window: cache.mask()",
         _CACHED,
     ),
     Mutant(
@@ -4418,6 +4418,21 @@ MUTANTS = (
         "        step.wait_for_message(action)\n        synchronize(self._device)\n        start = ",
         "        start = time.perf_counter() - self._origin\n        step.wait_for_message(action)\n        _ = ",
         "tests/unit/test_pipeline_engine.py::test_a_recorded_action_begins_when_its_message_is_there",
+    ),
+    Mutant(
+        "layers with a window all have the stage's first",
+        "megalite/model/gpt.py",
+        "masks = {window: see(window) for window in self.windows}",
+        "first = next((window for window in self.windows if window is not None), None)\n"
+        "        masks = {window: see(window and first) for window in self.windows}",
+        f"{_UNIT}model.py::test_each_layer_has_its_own_window[1]",
+    ),
+    Mutant(
+        "in the cache layers with a window all have the stage's first",
+        "megalite/model/gpt.py",
+        "cache is None else cache.mask",
+        "cache is None else lambda window: cache.mask(window and next(filter(None, self.windows)))",
+        "tests/distributed/test_inference.py::test_the_cache_has_the_window_of_each_layer",
     ),
     Mutant(
         "a stage has the windows of the first layers",
