@@ -430,6 +430,20 @@ MUTANTS = (
         "tests/unit/test_memory.py::test_a_forward_at_the_start_leaves_states_as_they_were",
     ),
     Mutant(
+        "the formula of the memory takes every mixer for attention",
+        "megalite/training/memory.py",
+        "mixer[layer.mixer]",
+        "attention",
+        "tests/unit/test_memory.py::test_a_layer_that_no_formula_is_for_is_not_counted_as_another[mixer]",
+    ),
+    Mutant(
+        "FLOPs of every mixer are attention's",
+        "megalite/training/flops.py",
+        "mixers[layer.mixer](layer)",
+        "attention(layer)",
+        "tests/unit/test_flops.py::test_a_layer_that_no_formula_is_for_is_not_counted_as_another[mixer]",
+    ),
+    Mutant(
         "states of modules are not in the memory at the start",
         "megalite/training/memory.py",
         "_storages([*flat, *states])",
@@ -1179,6 +1193,20 @@ MUTANTS = (
         "if (len(offsets) - 1, input.shape[1]) != (experts, width):",
         "if input.shape[1] != width:",
         "tests/unit/test_grouped.py::test_rows_of_other_experts_than_the_weights_are_an_error",
+    ),
+    Mutant(
+        "a grouped product mixes the experts of two fused tensors",
+        "megalite/parallel/grouped.py",
+        "if first.rows != sharding.local_shape[0] or",
+        "if",
+        "tests/unit/test_grouped.py::test_a_weight_that_is_not_one_tensor_of_experts_is_an_error[fused]",
+    ),
+    Mutant(
+        "a grouped product of no expert goes on",
+        "megalite/parallel/grouped.py",
+        " or not first.box.size[0]:",
+        ":",
+        "tests/unit/test_grouped.py::test_a_weight_that_is_not_one_tensor_of_experts_is_an_error[none]",
     ),
     Mutant(
         "counts that leave rows out are taken",
