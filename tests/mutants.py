@@ -192,10 +192,31 @@ MUTANTS = (
         _network("llama, capped scores"),
     ),
     Mutant(
+        "attention to a part of the keys drops nothing where it should",
+        "megalite/model/attention_core.py",
+        "        if random is not None and self.dropout > 0.0:\n            raise",
+        "        if False:\n            raise",
+        "tests/unit/test_attention_core.py::test_what_is_dropped_of_parts_is_refused",
+    ),
+    Mutant(
+        "attention to a part of the keys takes other heads' keys where groups are uneven",
+        "megalite/model/attention_core.py",
+        "attention_with_lse(*self._dealt(query, key, value), mask",
+        "attention_with_lse(*(part.permute(1, 2, 0, 3) for part in (query, key, value)), mask",
+        "tests/unit/test_attention_core.py::test_parts_of_the_keys_together_are_the_core_of_all[uneven groups]",
+    ),
+    Mutant(
+        "attention to a part of the keys keeps every score for backward",
+        "kernels/megalite_kernels/attention.py",
+        "(with_lse or cap is not None)",
+        "(cap is not None)",
+        "tests/unit/test_attention_core.py::test_backward_keeps_no_scores[dense]",
+    ),
+    Mutant(
         "the query scale is left out",
         "megalite/model/attention_core.py",
-        "scale=self.scale,",
-        "scale=None,",
+        "scale=self.scale, cap=self.cap, dropout",
+        "scale=None, cap=self.cap, dropout",
         _network("llama, query scale"),
     ),
     Mutant(
@@ -712,8 +733,8 @@ MUTANTS = (
     Mutant(
         "scores in blocks are computed twice",
         "kernels/megalite_kernels/attention.py",
-        "cap is not None and not isinstance(mask, BlockMask)",
-        "cap is not None",
+        " and not isinstance(mask, BlockMask)",
+        "",
         "tests/unit/test_attention.py::test_scores_in_blocks_are_not_computed_twice",
     ),
     Mutant(

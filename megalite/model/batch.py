@@ -50,8 +50,8 @@ class LayerContext:
     windowed_rotary: tuple[Tensor, Tensor] | None
     """The same for layers with a sliding window"""
     masks: Mapping[int | None, Mask]
-    """By a layer's window (`LayerSpec.keys_before`), as megalite_kernels.attention has them; None: causal over the
-    whole sample. Where there is a cache, their keys are the slots so far"""
+    """Keys that tokens see, by a layer's window (`LayerSpec.keys_before`), as megalite_kernels.attention has it; None:
+    causal over the whole sample. Where there is a cache, the keys are the slots so far"""
     key: RandomKey
     layout: SequenceLayout
     rows: Runs
