@@ -2421,8 +2421,8 @@ MUTANTS = (
     Mutant(
         "the vocabulary's padding can be sampled",
         "megalite/inference/generation.py",
-        """network.mesh.group("tp"))[:, : network.vocab_size]""",
-        """network.mesh.group("tp"))""",
+        "over)[:, : network.vocab_size]",
+        "over)",
         _CACHED,
     ),
     Mutant(

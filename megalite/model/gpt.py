@@ -20,7 +20,7 @@ from megalite.model.embedding import Embedding, word_sharding
 from megalite.model.head import LM_LOSS, Head, Loss
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
-from megalite.parallel.context import ParallelContext
+from megalite.parallel.context import AXES, ParallelContext
 from megalite.parallel.inside import Inside, inside_forward
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -60,7 +60,7 @@ class GPT(nn.Module):
         if mesh.size("cp") > 1:
             raise ValueError("the network needs whole sequences: its mesh cannot have context-parallel ranks (cp)")
         part = part or StageLayers(0, config.num_layers, embedding=True, loss=True)
-        context = ParallelContext(mesh, sequence_parallel and mesh.size("tp") > 1, dtype)
+        context = ParallelContext(mesh, sequence_parallel and mesh.size(*AXES["heads"]) > 1, dtype)
         self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute or Recompute()
         self.context = context
         self.part, self.vocab_size = part, config.vocab_size
