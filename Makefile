@@ -12,7 +12,8 @@
 # make fuzz     hostile files and lines for all that reads them, SECONDS=60 of it; KIND="yaml flags" takes some kinds
 # make flakes   which tests of processes and time fail now and then, and how often; FILES="tests/..." takes some
 # make kills    200 kills of ranks at random moments: who is named, how soon all have ended, and that no bit is lost
-# make lint     style, types and the direction of imports
+# make lint     style, types, the direction of imports, and the links of the documentation
+# make docs     the documentation as a site, in site/; a link or a page that is missing is an error
 # make setup    only the environment, in .venv
 #
 # PYTHON=python3.12        the interpreter to start from (3.11 or later)
@@ -35,7 +36,7 @@ SEED ?=
 REPORT ?=
 
 .DELETE_ON_ERROR:
-.PHONY: setup train check test test-all test-wide test-bits test-slurm mutants compile-kernels fuzz flakes kills lint
+.PHONY: setup train check test test-all test-wide test-bits test-slurm mutants compile-kernels fuzz flakes kills lint docs
 
 PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check
 TORCH = $(shell grep -o 'torch>=[^"]*' pyproject.toml)
@@ -100,11 +101,16 @@ flakes: .venv/installed-test
 kills: .venv/installed-test
 	PYTHONPATH=. .venv/bin/python -m tests.kills
 
+docs: .venv/installed-test
+	.venv/bin/mkdocs build --strict
+	@echo "The documentation is in $(CURDIR)/site/index.html; to read it while writing: .venv/bin/mkdocs serve"
+
 lint: .venv/installed-test
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	.venv/bin/mkdocs build --strict
 	@if command -v shellcheck >/dev/null; then \
 		shellcheck --external-sources .ci/run .ci/stages benchmarks/*.sh examples/*.sh slurm/*.sh slurm/*.sbatch; \
 		else echo "NOT RUN: shellcheck, which is not installed"; fi

@@ -192,10 +192,31 @@ MUTANTS = (
         _network("llama, capped scores"),
     ),
     Mutant(
+        "attention to a part of the keys drops nothing where it should",
+        "megalite/model/attention_core.py",
+        "        if random is not None and self.dropout > 0.0:\n            raise",
+        "        if False:\n            raise",
+        "tests/unit/test_attention_core.py::test_what_is_dropped_of_parts_is_refused",
+    ),
+    Mutant(
+        "attention to a part of the keys takes other heads' keys where groups are uneven",
+        "megalite/model/attention_core.py",
+        "attention_with_lse(*self._dealt(query, key, value), mask",
+        "attention_with_lse(*(part.permute(1, 2, 0, 3) for part in (query, key, value)), mask",
+        "tests/unit/test_attention_core.py::test_parts_of_the_keys_together_are_the_core_of_all[uneven groups]",
+    ),
+    Mutant(
+        "attention to a part of the keys keeps every score for backward",
+        "kernels/megalite_kernels/attention.py",
+        "(with_lse or cap is not None)",
+        "(cap is not None)",
+        "tests/unit/test_attention_core.py::test_backward_keeps_no_scores[dense]",
+    ),
+    Mutant(
         "the query scale is left out",
         "megalite/model/attention_core.py",
-        "scale=self.scale,",
-        "scale=None,",
+        "scale=self.scale, cap=self.cap, dropout",
+        "scale=None, cap=self.cap, dropout",
         _network("llama, query scale"),
     ),
     Mutant(
@@ -428,6 +449,20 @@ MUTANTS = (
         "            state.copy_(values)",
         "            pass",
         "tests/unit/test_memory.py::test_a_forward_at_the_start_leaves_states_as_they_were",
+    ),
+    Mutant(
+        "the formula of the memory takes every mixer for attention",
+        "megalite/training/memory.py",
+        "mixer[layer.mixer]",
+        "attention",
+        "tests/unit/test_memory.py::test_a_layer_that_no_formula_is_for_is_not_counted_as_another[mixer]",
+    ),
+    Mutant(
+        "FLOPs of every mixer are attention's",
+        "megalite/training/flops.py",
+        "mixers[layer.mixer](layer)",
+        "attention(layer)",
+        "tests/unit/test_flops.py::test_a_layer_that_no_formula_is_for_is_not_counted_as_another[mixer]",
     ),
     Mutant(
         "states of modules are not in the memory at the start",
@@ -698,8 +733,8 @@ MUTANTS = (
     Mutant(
         "scores in blocks are computed twice",
         "kernels/megalite_kernels/attention.py",
-        "cap is not None and not isinstance(mask, BlockMask)",
-        "cap is not None",
+        " and not isinstance(mask, BlockMask)",
+        "",
         "tests/unit/test_attention.py::test_scores_in_blocks_are_not_computed_twice",
     ),
     Mutant(
@@ -712,7 +747,7 @@ MUTANTS = (
     Mutant(
         "layers with a window turn as the others do",
         "megalite/model/attention.py",
-        "context.windowed_rotary if self.windowed else context.rotary",
+        "context.rotary if self.window is None else context.windowed_rotary",
         "context.rotary",
         _network("gemma 3"),
     ),
@@ -1181,6 +1216,20 @@ MUTANTS = (
         "tests/unit/test_grouped.py::test_rows_of_other_experts_than_the_weights_are_an_error",
     ),
     Mutant(
+        "a grouped product mixes the experts of two fused tensors",
+        "megalite/parallel/grouped.py",
+        "if first.rows != sharding.local_shape[0] or",
+        "if",
+        "tests/unit/test_grouped.py::test_a_weight_that_is_not_one_tensor_of_experts_is_an_error[fused]",
+    ),
+    Mutant(
+        "a grouped product of no expert goes on",
+        "megalite/parallel/grouped.py",
+        " or not first.box.size[0]:",
+        ":",
+        "tests/unit/test_grouped.py::test_a_weight_that_is_not_one_tensor_of_experts_is_an_error[none]",
+    ),
+    Mutant(
         "counts that leave rows out are taken",
         "megalite/parallel/dispatch.py",
         "if sum(send_counts) != len(rows):",
@@ -1371,8 +1420,15 @@ MUTANTS = (
         "tests/end_to_end/test_start.py::test_a_run_says_what_starts_before_torch_and_imports_nothing_heavy",
     ),
     Mutant(
+        "the help of an installed command shows a script that is not there",
+        "megalite/config/tool_arguments.py",
+        "description=_as_called(description)",
+        "description=description",
+        "tests/unit/test_commands.py::test_the_help_has_the_name_that_was_called[command]",
+    ),
+    Mutant(
         "a start says nothing until torch is there",
-        "pretrain_gpt.py",
+        "megalite/commands/pretrain.py",
         "    startup.announce(config)",
         "    import torch\n    startup.announce(config)",
         "tests/end_to_end/test_start.py::test_a_run_says_what_starts_before_torch_and_imports_nothing_heavy",
@@ -2139,11 +2195,23 @@ MUTANTS = (
     Mutant(
         "a term of the loss gathers its block's parameters again when they have been freed",
         "megalite/optim/gathering.py",
-        "            if last.requires_grad:",
-        "            for term in outputs[-1].values() if isinstance(outputs, tuple) else ():\n"
-        "                term.register_hook(lambda gradient: self._make_whole(index, following=index - 1))\n"
-        "            if last.requires_grad:",
+        "            if not begun:",
+        "            if True:",
         f"{_LOSS_TERMS}[whole parameters kept for backward]",
+    ),
+    Mutant(
+        "a term of the loss finds the parameters freed that it uses behind its block's last product",
+        "megalite/optim/gathering.py",
+        "isinstance(part, Tensor)][-1], *terms]",
+        "isinstance(part, Tensor)][-1]]",
+        f"{_LOSS_TERMS}[whole parameters kept for backward]",
+    ),
+    Mutant(
+        "under sequence parallelism a layer's term of the loss is summed over the copies alone",
+        "megalite/parallel/context.py",
+        'return ("dp", "cp", *AXES["heads"]) if self.sequence_parallel else ("dp", "cp")',
+        'return ("dp", "cp")',
+        f"{_LOSS_TERMS}[parts]",
     ),
     Mutant(
         "a layer's terms of the loss replace those of the layers before",
@@ -2324,8 +2392,8 @@ MUTANTS = (
     Mutant(
         "windows are ignored in the cache",
         "megalite/model/gpt.py",
-        "cache.mask(self.window)",
-        "cache.mask()",
+        "if cache is None else cache.mask",
+        "if cache is None else lambda window: cache.mask()",
         _CACHED,
     ),
     Mutant(
@@ -2360,8 +2428,8 @@ MUTANTS = (
     Mutant(
         "the vocabulary's padding can be sampled",
         "megalite/inference/generation.py",
-        """network.mesh.group("tp"))[:, : network.vocab_size]""",
-        """network.mesh.group("tp"))""",
+        "over)[:, : network.vocab_size]",
+        "over)",
         _CACHED,
     ),
     Mutant(
@@ -2820,7 +2888,7 @@ MUTANTS = (
     ),
     Mutant(
         "a text of a stranger's configuration reaches the terminal as it is",
-        "tools/checkpoint/inspect.py",
+        "megalite/commands/inspect_checkpoint.py",
         "return str(value) if str(value).isprintable() else repr(value)",
         "return str(value)",
         "tests/unit/test_checkpoint_inspection.py::test_what_a_stranger_has_written_does_not_reach_the_terminal_as_it_is",
@@ -3461,7 +3529,7 @@ MUTANTS = (
     ),
     Mutant(
         "the store opens only once rank 0 has read its data",
-        "pretrain_gpt.py",
+        "megalite/commands/pretrain.py",
         "    startup.open_store()\n",
         "",
         f"{_RENDEZVOUS}a_rank_that_fails_while_rank_0_reads_its_data_says_so_at_once",
@@ -4406,6 +4474,21 @@ MUTANTS = (
         "        step.wait_for_message(action)\n        synchronize(self._device)\n        start = ",
         "        start = time.perf_counter() - self._origin\n        step.wait_for_message(action)\n        _ = ",
         "tests/unit/test_pipeline_engine.py::test_a_recorded_action_begins_when_its_message_is_there",
+    ),
+    Mutant(
+        "layers with a window all have the stage's first",
+        "megalite/model/gpt.py",
+        "masks = {window: see(window) for window in self.windows}",
+        "first = next((window for window in self.windows if window is not None), None)\n"
+        "        masks = {window: see(window and first) for window in self.windows}",
+        f"{_UNIT}model.py::test_each_layer_has_its_own_window[1]",
+    ),
+    Mutant(
+        "in the cache layers with a window all have the stage's first",
+        "megalite/model/gpt.py",
+        "cache is None else cache.mask",
+        "cache is None else lambda window: cache.mask(window and next(filter(None, self.windows)))",
+        "tests/distributed/test_inference.py::test_the_cache_has_the_window_of_each_layer",
     ),
     Mutant(
         "a stage has the windows of the first layers",

@@ -1,39 +1,13 @@
-"""Merge token files into one.
-
-python tools/merge_datasets.py --input data/parts --output-prefix data/corpus_text_document
-"""
+"""Merge token files into one."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The flags."""
-
-    input: tuple[str, ...]
-    """Directories, whose .bin and .idx files are merged in the order of their names, or prefixes in the order given."""
-    output_prefix: str
-    """The prefix of the .bin, .idx and .megalite.json to write."""
-
-
-def main() -> None:
-    """Parse, merge, and say what to train with."""
-    arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    from megalite.data.merging import find_prefixes, merge
-
-    prefixes = find_prefixes(arguments.input)
-    extent = merge(prefixes, arguments.output_prefix)
-    print(f"{len(prefixes):,} datasets, {extent.documents:,} documents, {extent.tokens:,} tokens")
-    print(f"--data-path {arguments.output_prefix}")
-
+from megalite.commands.merge_datasets import command
 
 if __name__ == "__main__":
-    run_tool(main)
+    command()

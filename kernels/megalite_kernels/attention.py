@@ -91,9 +91,9 @@ def draws_its_own(device: torch.device, dtype: torch.dtype, cap: float | None) -
     return device.type == "cuda" and dtype != torch.float64 and cap is None
 
 
-def keeps_scores(mask: Mask, cap: float | None) -> bool:
+def keeps_scores(mask: Mask, cap: float | None, *, with_lse: bool = False) -> bool:
     """Tell if backward would keep every score, so that computing the scores again is the better deal."""
-    return cap is not None and not isinstance(mask, BlockMask)
+    return (with_lse or cap is not None) and not isinstance(mask, BlockMask)
 
 
 def attention(

@@ -1,4 +1,4 @@
-"""Parts that commands in `tools/` share: flags from a frozen dataclass, and one message and exit code for an error."""
+"""Parts that the commands share: flags from a frozen dataclass, and one message and exit code for an error."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from megalite.config.command_line import flag_groups, refuse_blank
@@ -62,7 +64,7 @@ def parse_tool_arguments(
         parsed = tyro.cli(
             arguments,
             args=argv,
-            description=description,
+            description=_as_called(description),
             config=(tyro.conf.UseAppendAction,) if repeated else (),
         )
     except SystemExit as ending:
@@ -73,6 +75,14 @@ def parse_tool_arguments(
             flag = f"--{field.name.replace('_', '-')}"
             raise ConfigurationError(f"{flag} {shown(value)} must be a number, at most {most:,}")
     return parsed
+
+
+def _as_called(description: str) -> str:
+    """Return the help of a script in tools/ with the name of the installed command, if this is what was called."""
+    name = Path(sys.argv[0]).name
+    if not name.startswith("megalite-"):
+        return description
+    return re.sub(r"(python )?tools/\S+\.py", lambda found: name if found[1] else f"--no-python {name}", description)
 
 
 def _in_full(argument: str) -> str:

@@ -183,4 +183,5 @@ def next_token_logits(
         hidden[here] = states[last[here] - start, here]
     if stage.head is None:
         return None
-    return gather_from_region(stage.head(hidden.unsqueeze(0))[0], network.mesh.group("tp"))[:, : network.vocab_size]
+    over = stage.context.group("vocabulary")
+    return gather_from_region(stage.head(hidden.unsqueeze(0))[0], over)[:, : network.vocab_size]

@@ -127,7 +127,7 @@ def make_network(config: ModelConfig, mesh: ParallelMesh, dtype: torch.dtype) ->
 @torch.no_grad()
 def logits(network: Network, tokens: Tensor) -> Tensor:
     """[batch, sequence] tokens to logits [batch, sequence, vocabulary], all of them on every rank."""
-    stage, group = network.stage, network.mesh.group("tp")
+    stage, group = network.stage, network.stage.context.group("vocabulary")
     found = torch.zeros(*tokens.shape, network.vocab_size, dtype=stage.dtype, device=network.mesh.device)
     for rows, hidden in _micro_batches(network, tokens):
         if stage.head is not None:
@@ -148,7 +148,7 @@ class TokenScores:
 @torch.no_grad()
 def score_tokens(network: Network, tokens: Tensor) -> TokenScores:
     """Score [batch, sequence] tokens."""
-    stage, group = network.stage, network.mesh.group("tp")
+    stage, group = network.stage, network.stage.context.group("vocabulary")
     shape, device = (tokens.shape[0], tokens.shape[1] - 1), network.mesh.device
     scores = torch.zeros(shape, dtype=torch.promote_types(stage.dtype, torch.float32), device=device)
     likeliest = torch.zeros(shape, dtype=torch.int64, device=device)

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         )  # fmt: skip
         group = context.group("heads")
         self.head_dim, self.heads = width, heads // group.size
-        self.windowed = config.layers[layer].keys_before is not None
+        self.window = config.layers[layer].keys_before
         self.rotary_interleaved, self.layer = config.rotary_interleaved, layer
         name = f"layers.{layer}.attention"
         draw = Normal(config.init_method_std)
@@ -132,9 +132,8 @@ class Attention(nn.Module):
         query, key, value = self._project(hidden, context)
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
-        mask = context.windowed_mask if self.windowed else context.mask
         random = context.key if self.training else None
-        return self.output(self.core(query, key, value, mask, context.layout, random))
+        return self.output(self.core(query, key, value, context.masks[self.window], context.layout, random))
 
     def _project(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [sequence, batch, heads, head_dim], keys and values [sequence, batch, groups, head_dim]."""
@@ -146,7 +145,7 @@ class Attention(nn.Module):
         key, value = key_value.unflatten(-1, (-1, 2, self.head_dim)).unbind(dim=-2)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        rotary = context.windowed_rotary if self.windowed else context.rotary
+        rotary = context.rotary if self.window is None else context.windowed_rotary
         if rotary is not None:
             query, key = rotary_embedding(query, key, *rotary, interleaved=self.rotary_interleaved)
         return query, key, value

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megalite.errors import ConfigurationError
 from megalite.parallel.randomness import RandomKey, Site
 from megalite.parallel.sequence import SequenceLayout
-from megalite_kernels.attention import Mask, attention, draws_its_own, keeps_scores
+from megalite_kernels.attention import Mask, attention, attention_with_lse, draws_its_own, keeps_scores
 
 
 class Core(Protocol):
@@ -78,6 +79,29 @@ class LocalCore:
             return checkpoint(core, query, key, value, use_reentrant=False, preserve_rng_state=False)
         return core(query, key, value)
 
+    def with_lse(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, random: RandomKey | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention to a part of the keys, to be put together with that to others, as megalite_kernels.attention says.
+
+        Returns the mixed values [tokens, batch, heads, head_dim], and the log-sum-exp of each query's scores
+        [tokens, batch, heads], in fp32 or wider.
+
+        Raises ConfigurationError where probabilities are to be dropped.
+        """
+        if random is not None and self.dropout > 0.0:
+            raise ConfigurationError(
+                f"--attention-dropout {self.dropout}: attention to parts of the keys has no probabilities to drop, "
+                "which only all parts together make: give --attention-dropout 0, or do not cut sequences over ranks"
+            )
+        if (self.recompute or keeps_scores(mask, self.cap, with_lse=True)) and torch.is_grad_enabled():
+            core = functools.partial(self._attend_with_lse, mask=mask)
+            found: tuple[Tensor, Tensor] = checkpoint(
+                core, query, key, value, use_reentrant=False, preserve_rng_state=False
+            )
+            return found
+        return self._attend_with_lse(query, key, value, mask=mask)
+
     def by_head(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of groups as those of heads, which may then be dealt out."""
         return key[:, :, self.groups], value[:, :, self.groups]
@@ -92,15 +116,22 @@ class LocalCore:
         layout: SequenceLayout,
         random: RandomKey | None,
     ) -> Tensor:
-        heads, groups = len(self.heads), key.shape[2]
-        if heads % groups or self.groups != [head * groups // heads for head in range(heads)]:
-            key, value = self.by_head(key, value)
         drop = None
         if random is not None and self.dropout > 0.0:
             rows = layout.rows_of(self.heads)
             drop = random.dropout_mask(self.dropout, self.site, rows)
             if draws_its_own(query.device, query.dtype, self.cap):
                 random.seed_site(self.site, rows[0].start, query.device)
-        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        mixed = attention(query, key, value, mask, scale=self.scale, cap=self.cap, dropout=drop)
+        mixed = attention(*self._dealt(query, key, value), mask, scale=self.scale, cap=self.cap, dropout=drop)
         return mixed.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_with_lse(self, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask) -> tuple[Tensor, Tensor]:
+        mixed, lse = attention_with_lse(*self._dealt(query, key, value), mask, scale=self.scale, cap=self.cap)
+        return mixed.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
+
+    def _dealt(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Batch and heads first, and keys and values so that as many consecutive heads share each."""
+        heads, groups = len(self.heads), key.shape[2]
+        if heads % groups or self.groups != [head * groups // heads for head in range(heads)]:
+            key, value = self.by_head(key, value)
+        return query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -48,11 +49,9 @@ class LayerContext:
     """cosine and sine [sequence, batch, 1, rotated / 2]"""
     windowed_rotary: tuple[Tensor, Tensor] | None
     """The same for layers with a sliding window"""
-    mask: Mask
-    """as megalite_kernels.attention has it; None: causal over the whole sample. Where there is a cache,
-    its keys are the slots so far"""
-    windowed_mask: Mask
-    """The same for layers with a sliding window"""
+    masks: Mapping[int | None, Mask]
+    """Keys that tokens see, by a layer's window (`LayerSpec.keys_before`), as megalite_kernels.attention has it; None:
+    causal over the whole sample. Where there is a cache, the keys are the slots so far"""
     key: RandomKey
     layout: SequenceLayout
     rows: Runs

@@ -35,8 +35,10 @@ class FeedForwardModule(Protocol):
     def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None: ...
 
     @staticmethod
-    def loss_terms(config: ModelConfig) -> tuple[LossTerm, ...]:
-        """Declare the terms of the loss that layers of this kind return."""
+    def loss_terms(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
+        """Declare the terms of the loss that layers of this kind return; `context.token_axes` are the axes of a sum
+        over the tokens that a layer is given.
+        """
 
     def __call__(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from megalite.model.embedding import Embedding, word_sharding
 from megalite.model.head import LM_LOSS, Head, LossConfig
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import in_windows, rotary_tables
-from megalite.parallel.context import ParallelContext
+from megalite.parallel.context import AXES, ParallelContext
 from megalite.parallel.inside import Inside, inside_forward
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
@@ -50,9 +51,8 @@ class GPT(nn.Module):
     ) -> None:
         """Build this rank's share on the mesh's device, its values not yet set (see `initialize`).
 
-        `stage_layers`: what of the model; None: all. `tied_ranks`: if the output layer is tied to the word embedding,
-        the ranks that hold the two (None: this one); `tied` is the embedding's weight if another stage of this rank has
-        it.
+        `stage_layers`: what of the model; None: all. `tied_ranks`: if the output layer is tied to the word embedding, the
+        ranks that hold the two (None: this one); `tied` is the embedding's weight if another stage of this rank has it.
         """
         super().__init__()
         if config.vocab_size is None:
@@ -60,8 +60,9 @@ class GPT(nn.Module):
         if mesh.size("cp") > 1:
             raise ValueError("the network needs whole sequences: its mesh cannot have context-parallel ranks (cp)")
         stage_layers = stage_layers or StageLayers(0, config.num_layers, embedding=True, loss=True)
-        context = ParallelContext(mesh, sequence_parallel and mesh.size("tp") > 1, dtype)
+        context = ParallelContext(mesh, sequence_parallel and mesh.size(*AXES["heads"]) > 1, dtype)
         self.config, self.mesh, self.dtype, self.recompute = config, mesh, dtype, recompute or Recompute()
+        self.context = context
         self.stage_layers, self.vocab_size = stage_layers, config.vocab_size
         self.shard = context.shard, context.shards
         word = word_sharding(config, context, self.vocab_size, tied_ranks or (mesh.rank,))
@@ -71,7 +72,7 @@ class GPT(nn.Module):
             for layer in range(stage_layers.first_layer, stage_layers.first_layer + stage_layers.layers)
         )
         layers = config.layers[stage_layers.first_layer : stage_layers.first_layer + stage_layers.layers]
-        self.window = next((layer.keys_before for layer in layers if layer.keys_before is not None), None)
+        self.windows = tuple(dict.fromkeys(layer.keys_before for layer in layers))
         self.head = None
         if stage_layers.loss:
             own = self.embedding.word.weight if self.embedding is not None else tied
@@ -88,7 +89,7 @@ class GPT(nn.Module):
     def loss_terms(self) -> tuple[LossTerm, ...]:
         """The terms of the whole network's loss; a stage returns the sums of some."""
         kinds = dict.fromkeys(FEED_FORWARDS[layer.feed_forward] for layer in self.config.layers)
-        return (LM_LOSS, *(term for kind in kinds for term in kind.loss_terms(self.config)))
+        return (LM_LOSS, *(term for kind in kinds for term in kind.loss_terms(self.config, self.context)))
 
     def inside(self, *, backward: bool) -> list[Inside]:
         """What the stage's layers do with other ranks in forward, or in backward, recomputed layers twice."""
@@ -131,22 +132,18 @@ class GPT(nn.Module):
         rotary = windowed_rotary = None
         if self.config.rotary:
             rotary = windowed_rotary = rotary_tables(self.config, micro_batch.positions, self.dtype)
-            if self.window is not None and self.config.window_rotary_base is not None:
+            if any(window is not None for window in self.windows) and self.config.window_rotary_base is not None:
                 windowed_rotary = rotary_tables(in_windows(self.config), micro_batch.positions, self.dtype)
-        mask: Mask
-        windowed: Mask
         if cache is not None:
             cache.move_to(micro_batch.positions)
-            mask, windowed = cache.mask(), cache.mask(self.window)
-        else:
-            mask = self._mask(micro_batch, None)
-            windowed = mask if self.window is None else self._mask(micro_batch, self.window)
+        see = functools.partial(self._mask, micro_batch) if cache is None else cache.mask
+        masks = {window: see(window) for window in self.windows}
         layout = micro_batch.layout
         rows = layout.part(*self.shard)
-        return LayerContext(rotary, windowed_rotary, mask, windowed, micro_batch.key, layout, rows, cache)
+        return LayerContext(rotary, windowed_rotary, masks, micro_batch.key, layout, rows, cache)
 
     def _mask(self, micro_batch: MicroBatch, window: int | None) -> Mask:
-        """Of layers with this window: what the tokens see of their whole samples."""
+        """For layers with this window: what the tokens see of their whole samples."""
         config, batch, layout = self.config, micro_batch.tokens.shape[0], micro_batch.layout
         causal = micro_batch.first_keys is None and (window is None or window >= layout.length - 1)
         if causal and layout.is_whole and config.attn_logit_softcapping is None:

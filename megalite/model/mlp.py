@@ -53,7 +53,7 @@ class MLP(nn.Module):
         )
 
     @staticmethod
-    def loss_terms(config: ModelConfig) -> tuple[LossTerm, ...]:
+    def loss_terms(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
         """Declare the terms of the loss that layers of this kind return: none."""
         return ()
 

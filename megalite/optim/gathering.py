@@ -63,11 +63,24 @@ class BlockGathers:
                 return
             for bucket in self._buckets[index]:
                 bucket.free_parameters()
-            # Backward comes to the last tensor before it comes to what has computed it, and so to any parameter. A term
-            # of the loss tells nothing: one of the block's input comes last, when the parameters have been freed again.
-            last = outputs if isinstance(outputs, Tensor) else [o for o in outputs if isinstance(o, Tensor)][-1]
-            if last.requires_grad:
-                last.register_hook(lambda gradient: self._make_whole(index, following=index - 1))
+            in_backward = self._once_in_backward(index)
+            for tensor in _ends(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(in_backward)
+
+        return hook
+
+    def _once_in_backward(self, index: int) -> Callable[[Tensor], None]:
+        """Make a block whole with the first gradient that comes to it, for one micro-batch. A later one finds it whole,
+        or freed: a term of the block's input alone comes last, and must not gather again what nothing would free.
+        """
+        begun = False
+
+        def hook(gradient: Tensor) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                self._make_whole(index, following=index - 1)
 
         return hook
 
@@ -80,6 +93,16 @@ class BlockGathers:
                     bucket.begin_parameter_gather()
         for bucket in self._buckets[index]:
             bucket.finish_parameter_gather()
+
+
+def _ends(outputs: Outputs) -> list[Tensor]:
+    """The tensors one of which backward comes to before it comes to any parameter: a block's last, and its terms of the
+    loss, which may use parameters behind what has computed the last.
+    """
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    terms = [term for part in outputs if not isinstance(part, Tensor) for term in part.values()]
+    return [[part for part in outputs if isinstance(part, Tensor)][-1], *terms]
 
 
 def _wait_before_use(network: nn.Module, buckets: Sequence[Bucket]) -> None:

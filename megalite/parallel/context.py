@@ -46,6 +46,11 @@ class ParallelContext:
         """The number of this rank's part."""
         return self.mesh.coordinate("tp") if self.sequence_parallel else 0
 
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Axes of the mesh that split the tokens between the layers' products: over them sums of tokens are partial."""
+        return ("dp", "cp", *AXES["heads"]) if self.sequence_parallel else ("dp", "cp")
+
     def group(self, meaning: Meaning) -> Group:
         """The ranks that share such a dimension among them."""
         return self.mesh.group(*AXES[meaning])

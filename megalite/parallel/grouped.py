@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.parameter import GroupedProductGradient, Parameter, accumulate_grad
+from megalite.parallel.sharding import Sharding
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -50,11 +51,12 @@ def grouped_linear(input: Tensor, weight: Parameter, offsets: Sequence[int], use
         [rows, out].
 
     Raises:
-        ValueError: the offsets do not deal all rows, or not to the weight's experts, or the rows are of another width.
+        ValueError: the offsets do not deal all rows, or not to the weight's experts, or the rows are of another width,
+            or the weight is not one tensor of experts.
     """
     if not offsets or offsets[0] != 0 or offsets[-1] != len(input) or any(b < a for a, b in pairwise(offsets)):
         raise ValueError(f"the offsets {list(offsets)[:9]} ... do not rise from 0 to the {len(input)} rows")
-    experts, width = weight.sharding.pieces[0].box.size[0], weight.sharding.local_shape[-1]
+    experts, width = _experts(weight.sharding), weight.sharding.local_shape[-1]
     if (len(offsets) - 1, input.shape[1]) != (experts, width):
         raise ValueError(
             f"rows of {len(offsets) - 1} experts with {input.shape[1]} numbers each are given to "
@@ -62,6 +64,21 @@ def grouped_linear(input: Tensor, weight: Parameter, offsets: Sequence[int], use
         )
     found: Tensor = _GroupedLinear.apply(input, weight, tuple(offsets), use)
     return found
+
+
+def _experts(sharding: Sharding) -> int:
+    """The number of experts that a rank holds. In a matrix of two tensors' experts, those of one stand behind all of
+    the other's, so that equal runs of rows would mix them.
+    """
+    first = sharding.pieces[0]
+    if first.rows != sharding.local_shape[0] or not first.box.size[0]:
+        held = ", ".join(f"{piece.tensor.name} {list(piece.box.size)}" for piece in sharding.pieces[:4])
+        raise ValueError(
+            "a grouped product needs a weight that is one tensor without padding, of at least one expert on each rank; "
+            f"this one is {sharding.local_shape[0]} rows, for {held}: make a fused weight one tensor "
+            "[experts, 2, ...], and take no more ranks than there are experts"
+        )
+    return first.box.size[0]
 
 
 def _matrices(weight: Tensor, input: Tensor, offsets: Sequence[int]) -> Tensor:

@@ -60,8 +60,8 @@ class LossTerm:
     Attributes:
         name: under which it is recorded.
         count: of a micro-batch, how much there is of what the term is a mean of, a scalar on any device.
-        axes: of the mesh, over whose ranks the sum is partial: over tp, too, where under sequence parallelism each rank
-            makes it from its own part of a sequence. What stages return is added over the pipeline besides.
+        axes: of the mesh, over whose ranks the sum is partial: of a sum over a layer's tokens
+            `ParallelContext.token_axes`. What stages return is added over the pipeline besides.
         count_axes: over whose ranks the count is partial. Ranks with the same micro-batch count the same.
     """
 

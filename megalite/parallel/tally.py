@@ -38,7 +38,7 @@ class Tally(nn.Module):
         """Make one of `size` numbers.
 
         Args:
-            group: the ranks that count different things, as other tokens.
+            group: the ranks that count different things: tokens, those along `ParallelContext.token_axes`.
             take: is given the sums over all of them, [size] in int64, alike on each, when the step has changed the
                 weights: not behind one that is skipped. It may change a `State`.
         """

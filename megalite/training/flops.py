@@ -9,11 +9,12 @@ figure a run reports counts causal attention, half of the score matrix, which is
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megalite.config import ModelConfig
-    from megalite.config.layers import LayerSpec
+    from megalite.config.layers import FeedForward, LayerSpec, Mixer
 
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_AND_ADD = 2
@@ -44,12 +45,13 @@ def flops_per_token(model: ModelConfig, padded_vocab_size: int, sequence_length:
     key_value_size = 2 * model.kv_groups * model.head_dim
     projections = model.hidden_size * (query_size + key_value_size) + query_size * model.hidden_size
 
-    def mixer(layer: LayerSpec) -> float:
+    def attention(layer: LayerSpec) -> float:
         seen = _attended(sequence_length, layer.keys_before) if causal else sequence_length
         return projections + 2 * query_size * seen  # scores and context
 
-    feed_forward = {"dense": model.activation.matrices * model.hidden_size * model.ffn_size}
-    layers = sum(mixer(layer) + feed_forward[layer.feed_forward] for layer in model.layers)
+    mixers: Mapping[Mixer, Callable[[LayerSpec], float]] = {"attention": attention}
+    feed_forward: Mapping[FeedForward, int] = {"dense": model.activation.matrices * model.hidden_size * model.ffn_size}
+    layers = sum(mixers[layer.mixer](layer) + feed_forward[layer.feed_forward] for layer in model.layers)
     logits = model.hidden_size * padded_vocab_size
     return float(_FORWARD_AND_BACKWARD * _MULTIPLY_AND_ADD * (layers + logits))
 

@@ -8,12 +8,13 @@ metrics has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+from megalite.config.layers import FeedForward, Mixer
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
@@ -158,24 +159,25 @@ def activation_bytes(
     rotary = model.rotary
     weight = hidden * wide if model.apply_layernorm_1p else 0  # 1 + weight is kept, in fp32 or wider
     norm = (2 * hidden * item + statistics) / sp + weight / tokens
-    projected = (query + 2 * key_value) * item
+    attention = (query + 2 * key_value) * item
     if rotary or model.qk_layernorm:
-        projected += (query + key_value) * item
+        attention += (query + key_value) * item
     if model.qk_layernorm:
-        projected += (heads / tp + max(model.kv_groups / tp, 1)) * statistics
-    core = query * item
+        attention += (heads / tp + max(model.kv_groups / tp, 1)) * statistics
+    attention += query * item
     if not recompute.attention and model.attn_logit_softcapping is None:
-        core += heads / tp * wide
-    feed_forward = {"dense": model.activation.matrices * model.ffn_size / tp * item}
+        attention += heads / tp * wide
+    mixer: Mapping[Mixer, float] = {"attention": attention}
+    feed_forward: Mapping[FeedForward, float] = {"dense": model.activation.matrices * model.ffn_size / tp * item}
     more_norms = 2 * (norm - hidden * item / sp) if model.sandwich_norm else 0  # whose outputs nothing reads again
     shared = hidden * item / sp if model.use_parallel_residual else 0  # both norms read one tensor
-    around = 2 * norm - shared + projected + core + more_norms
+    norms = 2 * norm - shared + more_norms
     stage_layers = stage_layers or StageLayers(0, model.num_layers, embedding=True, loss=True)
     layers = model.layers[stage_layers.first_layer : stage_layers.first_layer + stage_layers.layers]
     spans = recompute.spans(stage_layers.layers)
     kept = 0.0
     for start, stop, again in spans:
-        whole = sum(around + feed_forward[layer.feed_forward] for layer in layers[start:stop])
+        whole = sum(norms + mixer[layer.mixer] + feed_forward[layer.feed_forward] for layer in layers[start:stop])
         kept += hidden / sp * item if again else whole
     logits = 0 if fused_loss else model.padded_vocab_size(tp) / tp * item
     labels = 8 + wide + wide  # log-sum and loss mask

@@ -174,7 +174,7 @@ class _Trace:
 
 class _RangeForNsys:
     """`nsys profile --capture-range=cudaProfilerApi` records from the first step to the last, with operations, and what
-    `named` names, as NVTX ranges."""
+    `profile_range` names, as NVTX ranges."""
 
     def __init__(self, config: ProfilingConfig, place: torch.device) -> None:
         self._shapes, self._device, self._ranges = config.record_shapes, place, ExitStack()

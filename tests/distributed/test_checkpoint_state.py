@@ -343,16 +343,16 @@ def test_of_all_ranks_one_saves_each_element_and_all_know_what_they_hold(sizes: 
 
 
 def test_the_tools_show_it(alone: Path, saved: Path) -> None:
-    shown = run_tool("tools.checkpoint.inspect", "--load", alone)
+    shown = run_tool("inspect_checkpoint", "--load", alone)
     assert shown.code == 0, shown.stderr
     lines = [" ".join(line.split()) for line in shown.stdout.splitlines()]
     assert "state/toy.router.counts [8] int64 1 64 rank_00000" in lines
     assert f"optimizer/row/toy.weight [{ROWS}] float64 1 160 rank_00000" in lines
     assert {"state 2 14 88", "optimizer/column 1 12 96"} <= set(lines)
-    figures = run_tool("tools.checkpoint.inspect", "--load", alone, "--statistics", "--tensors", "state/*")
+    figures = run_tool("inspect_checkpoint", "--load", alone, "--statistics", "--tensors", "state/*")
     assert figures.code == 0, figures.stderr
-    assert run_tool("tools.checkpoint.inspect", "--load", alone, "--verify").code == 0
-    differences = run_tool("tools.checkpoint.inspect", "--diff", alone, alone, "--tensors", "state/*")
+    assert run_tool("inspect_checkpoint", "--load", alone, "--verify").code == 0
+    differences = run_tool("inspect_checkpoint", "--diff", alone, alone, "--tensors", "state/*")
     assert differences.code == 0
     assert "2 of 2 tensors that both have in one shape are equal" in differences.stdout
 

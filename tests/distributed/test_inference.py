@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megalite.config.layers import LayerSpec
+from megalite.config.model import ModelConfig
 from megalite.inference.sampling import Sampling
 from tests.distributed.inference_run import cached, generated, order_of_work, scored, whole_weights
-from tests.distributed.layout_cell import SEQUENCE, VOCABULARIES, Cell, oracle
+from tests.distributed.layout_cell import LAYERS, SEQUENCE, VOCABULARIES, Cell, oracle
 from tests.distributed.layout_expected import on_ranks, one_thread
 from tests.harness.rank_pool import RankPools
 
@@ -52,6 +55,17 @@ def test_tokens_see_those_before_them_in_the_cache(layout: str, rank_pools: Rank
                 expected = next_logits(cell, weights, tokens)[len(tokens) // 2 - 1 :]
                 for found in ranks:
                     close(torch.stack(found[number][row]), expected)
+
+
+def test_the_cache_has_the_window_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = [(3, 5, None)[layer % 3] for layer in range(LAYERS)]
+    specs = tuple(LayerSpec(keys_before=window and window - 1) for window in windows)
+    monkeypatch.setattr(ModelConfig, "layers", specs)
+    cell, row = CELLS[1], ROWS[0]
+    model = replace(oracle(cell), windows=tuple(windows))
+    expected = model.logits(whole_weights(cell), torch.tensor([row]), torch.arange(len(row))[None])[0]
+    ((found,),) = cached([cell], [row], 512)
+    close(torch.stack(found), expected[len(row) // 2 - 1 :])
 
 
 @pytest.mark.parametrize(

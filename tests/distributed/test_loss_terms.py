@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -10,15 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.config.model import ModelConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
-from megalite.model import gpt
+from megalite.model import block, gpt
 from megalite.model.batch import LayerContext, MicroBatch
 from megalite.model.block import Block, LayerOutput
-from megalite.model.head import LM_LOSS
+from megalite.model.mlp import MLP
+from megalite.parallel.context import ParallelContext
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.stage import LossTerm
+from megalite.parallel.sharding import LogicalTensor, Normal
+from megalite.parallel.stage import LossTerm, TermSums
 from megalite.training.batches import to_micro_batches
 from megalite.training.data import open_data
 from megalite.training.metrics import is_figure
@@ -28,7 +33,7 @@ from tests.harness.close import assert_number_close
 from tests.harness.rank_pool import RankPools
 
 STEPS, BATCH, LENGTH = 3, 4, 8
-WEIGHTS = {"squares": 0.3, "inputs": 0.1}
+WEIGHTS = {"squares": 0.3, "inputs": 0.1, "router": 0.2}
 FLAGS = f"""--fp64 --mock-data --tokenizer-type NullTokenizer --vocab-size 28 --make-vocab-size-divisible-by 4
 --num-layers 4 --hidden-size 16 --num-attention-heads 2 --seq-length {LENGTH} --max-position-embeddings {LENGTH}
 --init-method-std 0.2 --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --global-batch-size {BATCH}
@@ -48,15 +53,39 @@ class WithSquares(Block):
         inputs = input.square().sum()  # in the graph before anything else of the layer
         output = super().forward(hidden, branch, context)
         squares = (self.number + 1) * output.branch.square().sum()
-        return output._replace(terms={"squares": squares, "inputs": inputs})
+        return output._replace(terms={**output.terms, "squares": squares, "inputs": inputs})
 
 
 def tokens(micro_batch: MicroBatch) -> Tensor:
     return torch.tensor(float(micro_batch.tokens.numel()))
 
 
+class Routed(MLP):
+    """A feed-forward with a router, which nothing but a term of the loss uses, behind the last product."""
+
+    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
+        super().__init__(config, context, layer)
+        shape, matrices = (3, config.hidden_size), "experts hidden -> 1 experts hidden"
+        router = LogicalTensor(f"layers.{layer}.router", shape, Normal(0.5), True, matrices)
+        self.router = context.parameter(context.replicated(router))
+
+    @staticmethod
+    def loss_terms(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
+        return tuple(LossTerm(name, tokens, weight, context.token_axes) for name, weight in WEIGHTS.items())
+
+    def forward(self, hidden: Tensor, context: LayerContext) -> tuple[Tensor, TermSums]:
+        output, terms = super().forward(hidden, context)
+        return output, {**terms, "router": (hidden @ self.router.t()).logsumexp(-1).square().sum()}
+
+
+@contextmanager
+def layers_with_terms() -> Iterator[None]:
+    with mock.patch.object(gpt, "Block", WithSquares), mock.patch.dict(block.FEED_FORWARDS, {"dense": Routed}):
+        yield
+
+
 def trained(flags: str) -> list[tuple[float, ...]]:
-    """Each step's language-model loss, mean squares, of layers' inputs, too, and gradient norm."""
+    """Each step's language-model loss, means of the other terms, and gradient norm."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = resolve(parse_arguments(flags.split()).config, size)
     parallel = config.parallel
@@ -66,20 +95,17 @@ def trained(flags: str) -> list[tuple[float, ...]]:
         tensor_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_parallel_size=parallel.pipeline_model_parallel_size,
     )
-    axes = ("dp", "cp", "tp") if parallel.sequence_parallel else ("dp", "cp")
-    more = [LossTerm(name, tokens, weight, axes) for name, weight in WEIGHTS.items()]
-    declared = property(lambda self: (LM_LOSS, *more))
-    with mock.patch.object(gpt, "Block", WithSquares), mock.patch.object(gpt.GPT, "loss_terms", declared):
+    with layers_with_terms():
         trainer = Trainer(config, open_data(config), mesh)
         with trainer.loader:
             steps = [trainer.step() for _ in range(STEPS)]
-    return [(step.lm_loss, step.extra["squares"], step.extra["inputs"], step.grad_norm) for step in steps]
+    return [(step.lm_loss, *(step.extra[name] for name in WEIGHTS), step.grad_norm) for step in steps]
 
 
 def expected() -> list[tuple[float, ...]]:
     """The whole batch at once, differentiated and updated by torch alone."""
     config = resolve(parse_arguments(FLAGS.split()).config, 1)
-    with mock.patch.object(gpt, "Block", WithSquares):
+    with layers_with_terms():
         trainer = Trainer(config, open_data(config), ParallelMesh())
         network = gpt.GPT(trainer.model_config, trainer.mesh, dtype=torch.float64)
     initialize(network, config.training.seed)
@@ -89,18 +115,19 @@ def expected() -> list[tuple[float, ...]]:
         with trainer.loader:
             arrays = trainer.loader.micro_batches(step * BATCH, BATCH)
         micro_batches = to_micro_batches(arrays, config.training.seed, torch.float64, torch.device("cpu"))
-        loss, squares, inputs, count = (torch.zeros((), dtype=torch.float64) for _ in range(4))
+        loss, count = (torch.zeros((), dtype=torch.float64) for _ in range(2))
+        sums = dict.fromkeys(WEIGHTS, torch.zeros((), dtype=torch.float64))
         for micro_batch in micro_batches:
             output = network({}, micro_batch)
-            loss, squares = loss + output.terms["lm_loss"], squares + output.terms["squares"]
-            inputs = inputs + output.terms["inputs"]
+            loss = loss + output.terms["lm_loss"]
+            sums = {name: total + output.terms[name] for name, total in sums.items()}
             count += micro_batch.loss_mask.sum()
-        loss, squares, inputs = loss / count, squares / (BATCH * LENGTH), inputs / (BATCH * LENGTH)
+        loss, means = loss / count, {name: total / (BATCH * LENGTH) for name, total in sums.items()}
         optimizer.zero_grad()
-        (loss + WEIGHTS["squares"] * squares + WEIGHTS["inputs"] * inputs).backward()
+        (loss + sum(weight * means[name] for name, weight in WEIGHTS.items())).backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
-        found.append((loss.item(), squares.item(), inputs.item(), norm.item()))
+        found.append((loss.item(), *(mean.item() for mean in means.values()), norm.item()))
     return found
 
 
@@ -139,5 +166,5 @@ def test_a_term_of_every_layer_is_trained_on_and_recorded(layout: str, rank_pool
     ranks = 1 if layout in ("alone", "recomputed") else 2
     for steps in on_ranks(rank_pools, ranks, trained, f"{FLAGS} {LAYOUTS[layout]}"):
         for number, (ours, theirs) in enumerate(zip(steps, wanted, strict=True)):
-            for name, one, other in zip(("loss", "squares", "inputs", "norm"), ours, theirs, strict=True):
+            for name, one, other in zip(("loss", *WEIGHTS, "norm"), ours, theirs, strict=True):
                 assert_number_close(one, other, f"{name} of step {number}", 1e-10)

@@ -46,8 +46,7 @@ class Counting(Block):
         tensor = LogicalTensor(f"layers.{layer}.counts", (3,), Constant(0), weight_decay=False)
         mesh = context.mesh
         self.state = State(replicated(mesh, tensor, grad_is_partial=False), torch.int64, mesh.device)
-        group = mesh.group("dp", "cp", "tp") if context.sequence_parallel else mesh.group("dp", "cp")
-        self.tally = Tally(3, group, mesh.device, self.take)
+        self.tally = Tally(3, mesh.group(*context.token_axes), mesh.device, self.take)
 
     def take(self, total: Tensor) -> None:
         self.state.values += total

@@ -126,7 +126,7 @@ def test_every_command_on_the_doctor_runs(checkout: Path) -> None:
 
 def test_every_flag_that_the_readme_names_is_one(checkout: Path) -> None:
     """Also those in the text around the commands."""
-    known = shell("python pretrain_gpt.py --help; cat tools/*.py examples/*", checkout)
+    known = shell(f"python pretrain_gpt.py --help; cat {ROOT}/megalite/commands/*.py examples/*", checkout)
     known = known.replace("_", "-")
     for flag in set(re.findall(r"`(?:[^`]* )?--([a-z][a-z-]+)", (ROOT / "README.md").read_text())):
         assert flag in known, flag

@@ -30,8 +30,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     (folder / "notes.md").write_text("# Notes\n")
     tokens = ["--input", folder / "text.jsonl", "--tokenizer-type", "ByteTokenizer", "--workers", 1]
-    assert run_tool("tools.preprocess_data", *tokens, "--output-prefix", folder / "bare").code == 0
-    assert run_tool("tools.preprocess_data", *tokens, "--output-prefix", folder / "ended", "--append-eod").code == 0
+    assert run_tool("preprocess", *tokens, "--output-prefix", folder / "bare").code == 0
+    assert run_tool("preprocess", *tokens, "--output-prefix", folder / "ended", "--append-eod").code == 0
     return folder
 
 
@@ -57,7 +57,7 @@ def assert_oracles(
 
 def alone(run: Path, output: Path, *flags: object) -> list[dict[str, Any]]:
     """The figures by a process of its own."""
-    result = run_tool("tools.evaluate", "--load", run, "--output", output, *flags)
+    result = run_tool("evaluate", "--load", run, "--output", output, *flags)
     assert result.code == 0, result.stderr
     assert result.stderr == ""
     found: list[dict[str, Any]] = json.loads(output.read_text())["data"]
@@ -103,7 +103,7 @@ def test_a_hugging_face_folder_has_the_figures_of_what_it_was_made_from(
 ) -> None:
     write_byte_tokenizer(tmp_path / "tokenizer")
     flags = ["--loader", "megalite", "--saver", "hf", "--load-dir", byte_llama, "--save-dir", tmp_path / "exported"]
-    result = run_tool("tools.checkpoint.convert", *flags, "--tokenizer-model", tmp_path / "tokenizer")
+    result = run_tool("convert", *flags, "--tokenizer-model", tmp_path / "tokenizer")
     assert result.code == 0, result.stderr
     text = ["--text", texts / "text.jsonl", "--seq-length", TRAINED]
     (figures,) = alone(tmp_path / "exported", tmp_path / "out.json", *text)
@@ -149,7 +149,7 @@ def test_learned_positions(run: Run, texts: Path, tmp_path: Path) -> None:
 
 
 def refused(*flags: object, message: str) -> None:
-    result = run_tool("tools.evaluate", *flags)
+    result = run_tool("evaluate", *flags)
     assert result.code in (64, 93), result.stderr
     assert message in result.stderr
 

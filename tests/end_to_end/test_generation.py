@@ -44,7 +44,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def generate(*flags: Any) -> Ended:
-    return run_tool("tools.generate", *flags, "--max-new-tokens", 12)
+    return run_tool("generate", *flags, "--max-new-tokens", 12)
 
 
 def records(path: Path) -> list[dict[str, str]]:
@@ -136,11 +136,11 @@ def test_a_hugging_face_folder_is_as_good(tmp_path: Path) -> None:
     tokenizer.add_special_tokens(["<end>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    text = run_tool("tools.generate", "--load", tmp_path, "--prompt", "w3 w4", "--max-new-tokens", 200, "--seed", 3)
+    text = run_tool("generate", "--load", tmp_path, "--prompt", "w3 w4", "--max-new-tokens", 200, "--seed", 3)
     assert text.code == 0, text.stderr
     assert len(text.stdout.split()) > 10
     assert set(text.stdout.split()) <= set(vocabulary)
     (tmp_path / "tokenizer.json").unlink()
-    refused = run_tool("tools.generate", "--load", tmp_path, "--prompt", "w3 w4")
+    refused = run_tool("generate", "--load", tmp_path, "--prompt", "w3 w4")
     assert refused.code == 64
     assert "has no tokenizer" in refused.stderr

@@ -200,7 +200,7 @@ def test_what_was_exported_is_told_apart_by_nothing(
     exported = tmp_path / "exported"
     write_byte_tokenizer(tmp_path / "tokenizer")
     flags = ["--loader", "megalite", "--saver", "hf", "--load-dir", byte_llama, "--save-dir", exported]
-    result = run_tool("tools.checkpoint.convert", *flags, "--tokenizer-model", tmp_path / "tokenizer")
+    result = run_tool("convert", *flags, "--tokenizer-model", tmp_path / "tokenizer")
     assert result.code == 0, result.stderr
     script = ROOT / "tests" / "end_to_end" / "lm_eval_exported.py"
     job = spawn([script, exported, folder, tmp_path / "results", LENGTH], 1, **offline(folder))

@@ -37,7 +37,7 @@ def test_a_run_is_saved_to_a_url_and_goes_on_from_it(run: Run, tmp_path: Path) -
 
     other = run(*GPT2, "--train-iters", 5, "--load", url, "--save", tmp_path / "other", world_size=1)
     assert f"continues from {url}/iter_0000004" in other.stdout
-    found = run_tool("tools.checkpoint.inspect", "--load", url, "--verify")
+    found = run_tool("inspect_checkpoint", "--load", url, "--verify")
     assert "every byte is as it was written" in found.stdout
 
 

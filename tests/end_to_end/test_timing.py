@@ -13,7 +13,7 @@ SLOW_RANK = """
 import os, time
 from megalite.pipeline.engine import PipelineEngine
 from megalite.training.failure import run_main
-from pretrain_gpt import main
+from megalite.commands.pretrain import main
 run = PipelineEngine.run
 def slow(*arguments):
     time.sleep(0.2 if os.environ["RANK"] == "2" else 0.0)

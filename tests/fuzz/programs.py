@@ -24,7 +24,7 @@ MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "60"
 """With `SIZES` and a number of steps, the flags of a run that takes a moment."""
 MODULES = (
     "tests.harness.preload",
-    "pretrain_gpt",
+    "megalite.commands.pretrain",
     "jinja2.sandbox",
     "rich._emoji_codes",
     "megalite.conversion.huggingface",
@@ -86,10 +86,10 @@ def command(path: str, *flags: object) -> None:
 def read_flags(flags: list[str], samples: int = 0) -> None:
     """Do what pretrain_gpt.py does first: check the flags, and, where samples are asked for, open the data and read
     some, as training does."""
+    from megalite.commands.pretrain import saved_fields
     from megalite.config.parse import parse_arguments
     from megalite.config.validate import resolve
     from megalite.training.failure import run_main
-    from pretrain_gpt import saved_fields
 
     def main() -> int:
         config = resolve(parse_arguments(flags, saved_fields).config, 1)

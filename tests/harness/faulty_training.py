@@ -21,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megalite.checkpoint import shard_file, transaction
+from megalite.commands.pretrain import main
 from megalite.data.index_cache import IndexCache
 from megalite.errors import DataError
 from megalite.model.block import Block
@@ -30,7 +31,6 @@ from megalite.parallel.collectives import completed
 from megalite.pipeline.engine import _Step
 from megalite.training import checkpoints, failure, launch, loop, pretrain, rendezvous, trainer
 from megalite.watchdog import limits, monitor, watchdog
-from pretrain_gpt import main
 from tests.harness.fault import Fault
 
 RANK = int(os.environ["RANK"])

@@ -1,4 +1,4 @@
-"""A command of `tools/` run inside the test's process, where starting another would cost seconds."""
+"""A command of megalite run inside the test's process, where starting another would cost seconds."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Ended:
     stderr: str
 
 
-def run_tool(module: str, *arguments: object) -> Ended:
-    """Run the module's `main` as `python module.py arguments` does, signals apart."""
+def run_tool(name: str, *arguments: object) -> Ended:
+    """Run `main` of this module of megalite.commands as its command does, signals apart."""
     code, out, err = 0, io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
-        main = importlib.import_module(module).main
-        patch.setattr(sys, "argv", [module, *map(str, arguments)])
+        main = importlib.import_module(f"megalite.commands.{name}").main
+        patch.setattr(sys, "argv", [name, *map(str, arguments)])
         try:
             main()
         except MegaliteError as error:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megalite.commands.pretrain import main
 from megalite.training.failure import run_main
 from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
-from pretrain_gpt import main
 
 HOLD = Path(os.environ["HOLD"])
 step = Trainer.step

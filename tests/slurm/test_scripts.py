@@ -35,7 +35,7 @@ def preprocess(cluster: Cluster, directory: Path, *options: object, **variables:
 def assert_merged(directory: Path) -> None:
     """Asserts that the shards became what one process writes."""
     arguments = (*BYTES, "--input", f"{directory}/part_*.jsonl", "--output-prefix", directory / "whole")
-    run_tool("tools.preprocess_data", *arguments)
+    run_tool("preprocess", *arguments)
     for suffix in ("bin", "idx"):
         sharded, whole = (directory / f"{name}_text_document.{suffix}" for name in ("sharded", "whole"))
         assert sharded.read_bytes() == whole.read_bytes()
@@ -131,7 +131,7 @@ def test_a_checkpoint_is_converted(cluster: Cluster, undisturbed: Callable[[int]
     flags = ("--loader", "megalite", "--saver", "hf", "--load-dir", undisturbed(2), "--save-dir")
     script = ("--cpus-per-task=1", "slurm/convert_checkpoint.sbatch", *flags, tmp_path / "by_job")
     submit(cluster, *script, directory=tmp_path).wait()
-    run_tool("tools.checkpoint.convert", *flags, tmp_path / "here")
+    run_tool("convert", *flags, tmp_path / "here")
     assert contents(tmp_path / "by_job") == contents(tmp_path / "here")
     assert "model.safetensors" in contents(tmp_path / "here")
 

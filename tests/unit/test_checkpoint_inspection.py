@@ -62,7 +62,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def inspect(*arguments: object) -> Ended:
-    return run_tool("tools.checkpoint.inspect", *arguments)
+    return run_tool("inspect_checkpoint", *arguments)
 
 
 def no_progress(size: int) -> None:

@@ -80,7 +80,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object) -> Ended:
-    return run_tool("tools.checkpoint.reshard", *arguments)
+    return run_tool("reshard", *arguments)
 
 
 def no_progress(size: int) -> None:

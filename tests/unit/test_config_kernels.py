@@ -37,6 +37,6 @@ def test_tools_refuse_tritons_kernels_where_there_is_no_gpu(
         implementation, "_current", implementation.current()
     )  # what the tool chooses ends with the test
     more = ("--prompt", "a") if tool == "generate" else ("--data-path", tmp_path / "data")
-    ended = run_tool(f"tools.{tool}", "--load", tmp_path, "--kernels", "triton", *more)
+    ended = run_tool(tool, "--load", tmp_path, "--kernels", "triton", *more)
     assert ended.code == 64
     assert "--kernels triton needs a GPU" in ended.stderr

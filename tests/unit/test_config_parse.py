@@ -11,8 +11,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-import tools.generate
-import tools.train_tokenizer
+from megalite.commands import generate, train_tokenizer
 from megalite.config import megatron_flags, parse_arguments
 from megalite.config.run import fields_by_name, section_types
 from megalite.config.tool_arguments import parse_tool_arguments
@@ -153,19 +152,19 @@ def test_a_tool_refuses_a_blank_value_but_for_a_prompt_of_spaces() -> None:
     for flag, *values in (["--output", ""], ["--output", "a", ""], ["--prompt", ""], ["--prompts", " "]):
         arguments = [flag, *values]
         with pytest.raises(ConfigurationError, match=f"{flag} '.*': is blank"):
-            parse_tool_arguments(tools.generate.Arguments, "", ["--load", "x", *arguments], repeated=True)
-    spaces = parse_tool_arguments(tools.generate.Arguments, "", ["--load", "x", "--prompt", " "], repeated=True)
+            parse_tool_arguments(generate.Arguments, "", ["--load", "x", *arguments], repeated=True)
+    spaces = parse_tool_arguments(generate.Arguments, "", ["--load", "x", "--prompt", " "], repeated=True)
     assert spaces.prompt == (" ",)
 
 
 @pytest.mark.parametrize(
     ("arguments", "flags", "most"),
     [
-        (tools.generate.Arguments, ["--load", "x", "--seed", "9" * 50], "at most 9,007,199,254,740,992"),
-        (tools.generate.Arguments, ["--load", "x", "--top-k=-" + "9" * 50], "at most 9,007,199,254,740,992"),
-        (tools.generate.Arguments, ["--load", "x", "--temperature", "nan"], "must be a number"),
+        (generate.Arguments, ["--load", "x", "--seed", "9" * 50], "at most 9,007,199,254,740,992"),
+        (generate.Arguments, ["--load", "x", "--top-k=-" + "9" * 50], "at most 9,007,199,254,740,992"),
+        (generate.Arguments, ["--load", "x", "--temperature", "nan"], "must be a number"),
         (
-            tools.train_tokenizer.Arguments,
+            train_tokenizer.Arguments,
             ["--input", "x", "--output-prefix", "y", "--vocab-size", "9", "--num-threads", "1025"],
             "1,024",
         ),

@@ -22,6 +22,7 @@ from megalite.checkpoint.compatibility import function_of
 from megalite.checkpoint.manifest import MASTER, MODEL
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.source import Kind
+from megalite.commands.convert import report
 from megalite.config import DataConfig, ModelConfig
 from megalite.conversion import families
 from megalite.conversion.families import FAMILIES
@@ -38,7 +39,6 @@ from tests.harness import huggingface as theirs
 from tests.harness.checkpoints import write as write_checkpoint
 from tests.harness.huggingface import CONFIGS
 from tests.harness.tool import Ended, run_tool
-from tools.checkpoint.convert import report
 
 pytestmark = pytest.mark.costly
 
@@ -54,7 +54,7 @@ def no_progress(_: int) -> None:
 
 
 def convert(*flags: object) -> Ended:
-    return run_tool("tools.checkpoint.convert", *flags)
+    return run_tool("convert", *flags)
 
 
 def distance(ours: Tensor, others: Tensor) -> float:
@@ -667,7 +667,7 @@ def test_verify_finds_a_wrong_conversion(folders: Path, tmp_path: Path, monkeypa
         writing.clear()
         report(*sides)
 
-    monkeypatch.setattr("tools.checkpoint.convert.report", honest)
+    monkeypatch.setattr("megalite.commands.convert.report", honest)
     flags = ("--loader", "hf", "--saver", "megalite", "--load-dir", folders / "llama", "--save-dir", tmp_path / "run")
     ended = convert(*flags, "--verify")
     assert ended.code == 93
@@ -680,7 +680,7 @@ def test_others_are_asked_for_a_folder_and_one_with_too_much_is_refused(folders:
     (tmp_path / "convert_hf_to_gguf.py").write_text(
         "import shutil, sys; shutil.copy(sys.argv[1] + '/config.json', sys.argv[3])"
     )
-    check = partial(run_tool, "tools.checkpoint.check_export", "--folder", tmp_path / "theirs")
+    check = partial(run_tool, "check_export", "--folder", tmp_path / "theirs")
     found = check("--llama-cpp", tmp_path)
     assert found.code == 0, found.stderr
     assert "transformers: takes all of it, and goes on with [" in found.stdout

@@ -288,11 +288,11 @@ def test_the_tool_converts_there_and_back(tmp_path: Path) -> None:
     write(random_model(replace(LLAMA, make_vocab_size_divisible_by=16)), theirs, tensor_parallel_size=2)
 
     read_ = run_tool(
-        "tools.checkpoint.convert", "--loader", "megatron", "--saver", "megalite", "--load-dir", theirs,
+        "convert", "--loader", "megatron", "--saver", "megalite", "--load-dir", theirs,
         "--save-dir", ours, "--true-vocab-size", 53, "--verify",
     )  # fmt: skip
     written = run_tool(
-        "tools.checkpoint.convert", "--loader", "megalite", "--saver", "megatron", "--load-dir", ours,
+        "convert", "--loader", "megalite", "--saver", "megatron", "--load-dir", ours,
         "--save-dir", back, "--target-tensor-parallel-size", 2,
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megalite.commands.preprocess import Arguments, settle_megatron_flags
 from megalite.data import preprocess as preprocessing
 from megalite.data.corpus import Position, read_chunks
 from megalite.data.encoding import Encoding, encode_chunk
@@ -26,7 +27,6 @@ from megalite.data.preprocess import Observer, Progress
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import ConfigurationError, DataError
 from tests.harness.terminal import read_to_end
-from tools.preprocess_data import Arguments, settle_megatron_flags
 
 pytestmark = pytest.mark.costly
 

@@ -18,6 +18,7 @@ from megalite.model.head import LM_LOSS
 from megalite.model.mlp import MLP
 from megalite.model.recompute import Recompute
 from megalite.parallel import placement
+from megalite.parallel.context import ParallelContext
 from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import Parameter
@@ -33,12 +34,12 @@ OUT, BACK = "out", "back"
 class Sending(MLP):
     """A feed-forward with a term of the loss, whose rows go to other ranks and come back."""
 
-    def __init__(self, config: ModelConfig, context: Any, layer: int) -> None:
+    def __init__(self, config: ModelConfig, context: ParallelContext, layer: int) -> None:
         super().__init__(config, context, layer)
         self.inside = [Inside(OUT, f"layer {layer}"), Inside(BACK, f"layer {layer}")]
 
     @staticmethod
-    def loss_terms(config: ModelConfig) -> tuple[LossTerm, ...]:
+    def loss_terms(config: ModelConfig, context: ParallelContext) -> tuple[LossTerm, ...]:
         return (LossTerm("balance", lambda micro_batch: torch.ones(()), config.init_method_std),)
 
 

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.commands import doctor
 from megalite.config import DataConfig
 from megalite.doctor import data_files, gpus, network, node
 from megalite.doctor.bandwidth import ring_rounds
@@ -33,7 +34,6 @@ from megalite.doctor.roll_call import RollCall
 from megalite.doctor.run_directory import Seen, examine_run_directory
 from megalite.errors import CommunicationError, ConfigurationError
 from megalite.process.place import Place
-from tools import doctor
 
 ROOT = Path(__file__).parents[2]
 
@@ -168,7 +168,7 @@ def test_flags_that_make_no_sense_are_refused(alone: Alone) -> None:
 
 
 def test_a_node_is_looked_at_without_torch_and_its_limit_of_open_files_too() -> None:
-    look = "import sys; sys.path.insert(0, 'tools'); sys.argv[1:] = ['--node']; import doctor; code = doctor.main(); "
+    look = "import sys; from megalite.commands import doctor; sys.argv[1:] = ['--node']; code = doctor.main(); "
     python = [sys.executable, "-c", look + "assert 'torch' not in sys.modules; sys.exit(code)"]
     command = ["sh", "-c", f"ulimit -S -n 256; exec {shlex.join(python)}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

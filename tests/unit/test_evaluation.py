@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.checkpoint import progress
+from megalite.commands import evaluate
 from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.data.tokenizers import Tokenizer
 from megalite.data.tokenizers.bytes import ByteTokenizer
@@ -41,7 +42,6 @@ from tests.harness.close import assert_number_close
 from tests.harness.template_tokenizer import write_template_tokenizer
 from tests.harness.terminal import read_to_end
 from tests.harness.tool import run_tool
-from tools import evaluate
 
 BYTES = ByteTokenizer()
 
@@ -277,7 +277,7 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
     ],
 )
 def test_flags_that_cannot_be_meant_are_refused(flags: str, message: str) -> None:
-    ended = run_tool("tools.evaluate", "--load", "nowhere", *flags.split())
+    ended = run_tool("evaluate", "--load", "nowhere", *flags.split())
     assert ended.code == 64
     assert message in ended.stderr
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.config import ModelConfig
+from megalite.config.layers import LayerSpec
 from megalite.training.flops import flops_per_token, peak_flops
 
 
@@ -60,6 +61,13 @@ def test_a_window_leaves_what_it_lets_tokens_see() -> None:
     assert saved == pytest.approx(3 * 2 * (2 * 32) * (10 / 2 - (34 - 4 / 2) / 10))
     assert flops_per_token(model(window_size="9,0"), 40, 10) == flops_per_token(model(), 40, 10)
     assert flops_per_token(sizes, 40, 10, causal=False) == flops_per_token(model(), 40, 10, causal=False)
+
+
+@pytest.mark.parametrize("kind", ["mixer", "feed_forward"])
+def test_a_layer_that_no_formula_is_for_is_not_counted_as_another(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelConfig, "layers", (LayerSpec(), LayerSpec(**{kind: "unheard of"})))  # type: ignore[arg-type]
+    with pytest.raises(KeyError, match="unheard of"):
+        flops_per_token(model(), 40, 10)
 
 
 def test_gpt_3_needs_what_its_paper_says() -> None:

@@ -14,9 +14,9 @@ from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel import grouped, placement
 from megalite.parallel.grouped import grouped_linear
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import ParallelMesh, UnconnectedMesh
 from megalite.parallel.parameter import GroupedProductGradient, Parameter
-from megalite.parallel.sharding import LogicalTensor, Normal
+from megalite.parallel.sharding import LogicalTensor, Normal, Sharding
 from tests.harness.close import assert_bits_equal
 
 OUT, IN = 5, 3
@@ -120,6 +120,29 @@ def test_what_is_handed_over_keeps_no_graph() -> None:
 def test_offsets_that_do_not_deal_all_rows_are_an_error(offsets: list[int]) -> None:
     with pytest.raises(ValueError, match="do not rise from 0 to the 4 rows"):
         grouped_linear(random(4, IN, seed=1), Experts(1).weight, offsets)
+
+
+def experts_tensor(name: str, experts: int) -> LogicalTensor:
+    return LogicalTensor(name, (experts, OUT, IN), Normal(1.0), True)
+
+
+def fused() -> Sharding:
+    """Gates of two experts, and behind them their ups."""
+    return placement.stacked([placement.split(ParallelMesh(), experts_tensor(name, 2), {}) for name in ("gate", "up")])
+
+
+def lonely(rank: int, padded: int | None = None) -> Sharding:
+    """What one of two ranks has, where there is one expert."""
+    mesh = UnconnectedMesh(rank=rank, world_size=2, expert_parallel_size=2)
+    return placement.split(mesh, experts_tensor("lonely", 1), {0: ("ep",)}, padded=padded)
+
+
+@pytest.mark.parametrize("sharding", [fused(), lonely(1), lonely(0, padded=4)], ids=["fused", "none", "padding"])
+def test_a_weight_that_is_not_one_tensor_of_experts_is_an_error(sharding: Sharding) -> None:
+    weight = Parameter(sharding, torch.float64, torch.device("cpu"))
+    weight.allocate()
+    with pytest.raises(ValueError, match="needs a weight that is one tensor without padding, of at least one expert"):
+        grouped_linear(random(0, IN, seed=1), weight, [0] * (1 + sharding.pieces[0].box.size[0]))
 
 
 @pytest.mark.parametrize(

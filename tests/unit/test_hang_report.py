@@ -26,7 +26,7 @@ thread {name}:
 
 
 def report(*arguments: object) -> Ended:
-    return run_tool("tools.hang_report", *arguments)
+    return run_tool("hang_report", *arguments)
 
 
 def leave(folder: Path, rank: int, collectives: int, line: int, waiting: bool = True) -> Path:

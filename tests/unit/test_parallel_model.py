@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.config.layers import LayerSpec
 from megalite.config.model import ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import MicroBatch, first_keys
@@ -377,6 +378,25 @@ def test_a_stage_has_the_windows_of_its_own_layers() -> None:
         stage = network(config, stage_layers=StageLayers(first, 2, embedding=first == 0, loss=first == 2))
         passed, terms = stage(passed, batch)
     torch.testing.assert_close(terms[LOSS], loss_of(whole, batch), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_each_layer_has_its_own_window(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers to a stage, of two windows or one; the last sees all."""
+    windows = (3, 6, 4, None)
+    specs = tuple(LayerSpec(keys_before=window and window - 1) for window in windows)
+    config, batch = replace(CONFIGS["llama"], num_layers=4), micro_batch(documents=True)
+    monkeypatch.setattr(ModelConfig, "layers", specs)
+    layers, whole = 4 // stages, network(config)
+    passed: Mapping[str, Tensor] = {}
+    for number in range(stages):
+        part = StageLayers(number * layers, layers, embedding=number == 0, loss=number == stages - 1)
+        passed, terms = network(config, part=part)(passed, batch)
+    logits = replace(oracle(config), windows=windows).logits(weights(whole), batch.tokens, batch.positions, DOCUMENTS)
+    assert batch.labels is not None
+    assert batch.loss_mask is not None
+    expected, _ = loss_sum_and_count(logits, batch.labels, batch.loss_mask)
+    torch.testing.assert_close(terms[LOSS], expected, rtol=1e-10, atol=0)
 
 
 def test_a_stage_passes_on_what_the_network_declares() -> None:

@@ -101,7 +101,7 @@ def test_tools_that_use_ranks_refuse_to_be_alone_by_mistake(
     tool: str, flags: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_environment(monkeypatch, STEP)
-    ended = run_tool(f"tools.{tool}", *flags.split())
+    ended = run_tool(tool, *flags.split())
     assert ended.code == 64
     assert "srun started 8 processes" in ended.stderr
 

@@ -1,11 +1,4 @@
-"""Show that other programs load an exported Hugging Face folder: transformers, vLLM and llama.cpp, if they are
-installed.
-
-    python tools/checkpoint/check_export.py --folder exported [--llama-cpp ~/llama.cpp]
-
-Each must load all of it. For the same prompt, transformers and vLLM must generate the same tokens; llama.cpp's
-converter must make a GGUF file of it, and its program, if it is built, must write a text from that.
-"""
+"""Show that other programs load an exported Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -16,102 +9,7 @@ from pathlib import Path
 sys.path.append(sys.path.pop(0))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import subprocess
-import tempfile
-from dataclasses import dataclass
-from importlib.util import find_spec
-
-from megalite.config.tool_arguments import parse_tool_arguments, run_tool
-from megalite.errors import CheckpointError
-
-PROMPT = (5, 17, 33, 8, 21)
-"""Tokens that every vocabulary has."""
-NEW = 8
-PROGRAMS = ("llama-completion", "llama-cli")
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The flags."""
-
-    folder: str
-    """The folder."""
-    llama_cpp: str | None = None
-    """Folder with llama.cpp's source, built or not."""
-
-
-def main() -> None:
-    """Ask the programs that are installed. Raises CheckpointError if one of them cannot load the folder."""
-    arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    folder = Path(arguments.folder)
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} has no config.json: it is no Hugging Face folder")
-    tokens = None
-    if find_spec("transformers") is None:
-        print("transformers: not installed (pip install transformers)")
-    else:
-        tokens = of_transformers(folder)
-        print(f"transformers: takes all of it, and goes on with {tokens}")
-    if find_spec("vllm") is None:
-        print("vLLM: not installed (pip install vllm)")
-    else:
-        found = of_vllm(folder)
-        if tokens is not None and found != tokens:
-            raise CheckpointError(f"vLLM goes on with {found}, transformers with {tokens}")
-        print(f"vLLM: takes it, and goes on with {found}")
-    if arguments.llama_cpp is None:
-        print("llama.cpp: give --llama-cpp, the folder of its source (git clone https://github.com/ggml-org/llama.cpp)")
-    else:
-        print(f"llama.cpp: {of_llama_cpp(folder, Path(arguments.llama_cpp))}")
-
-
-def of_transformers(folder: Path) -> list[int]:
-    """Return the tokens that transformers finds likeliest. Raises CheckpointError if weights do not match."""
-    import torch
-
-    from megalite.conversion.verification import load_with_transformers
-
-    model, tokens = load_with_transformers(folder), torch.tensor([PROMPT])
-    with torch.no_grad():
-        for _ in range(NEW):
-            likeliest = model(input_ids=tokens).logits[:, -1:].argmax(dim=-1)
-            tokens = torch.cat([tokens, likeliest], dim=1)
-    return tokens[0, len(PROMPT) :].tolist()
-
-
-def of_vllm(folder: Path) -> list[int]:
-    """Return the tokens that vLLM finds likeliest."""
-    import vllm  # type: ignore[import-not-found]
-
-    model = vllm.LLM(str(folder), dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=64)
-    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, detokenize=False)
-    (answer,) = model.generate({"prompt_token_ids": list(PROMPT)}, sampling)
-    return list(answer.outputs[0].token_ids)
-
-
-def of_llama_cpp(folder: Path, source: Path) -> str:
-    """Return a description of the result. Raises CheckpointError if llama.cpp fails."""
-    converter = source / "convert_hf_to_gguf.py"
-    if not converter.is_file():
-        raise CheckpointError(f"--llama-cpp {source} has no convert_hf_to_gguf.py")
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "model.gguf"
-        run([sys.executable, str(converter), str(folder), "--outfile", str(file), "--outtype", "f32"])
-        size = file.stat().st_size
-        program = next((path for name in PROGRAMS if (path := source / "build" / "bin" / name).is_file()), None)
-        if program is None:
-            return f"converted, {size:,} bytes; its program is not built (cmake -B build && cmake --build build)"
-        text = run([str(program), "-m", str(file), "-p", "The", "-n", str(NEW), "--temp", "0", "-no-cnv"])
-        return f"converted, {size:,} bytes; it writes {text.strip()!r}"
-
-
-def run(command: list[str]) -> str:
-    """Return the output of a command. Raises CheckpointError if the command fails."""
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise CheckpointError(f"{' '.join(command)} failed:\n{ended.stderr[-2000:]}")
-    return ended.stdout
-
+from megalite.commands.check_export import command
 
 if __name__ == "__main__":
-    run_tool(main)
+    command()

@@ -1,0 +1,215 @@
+"""Convert a model between megalite, Hugging Face and Megatron-LM: its weights, configuration and tokenizer.
+
+    python tools/checkpoint/convert.py --loader hf --saver megalite --load-dir Llama-3.2-1B --save-dir run/llama
+    python tools/checkpoint/convert.py --loader megalite --saver hf --load-dir run/llama --save-dir exported --verify
+    python tools/checkpoint/convert.py --loader megatron --saver hf --load-dir checkpoints/gpt --save-dir exported
+
+Weights are cast only if --target-params-dtype asks for it. A model that the other format cannot describe exactly is
+refused, never approximated. The optimizer's state is not converted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    import torch
+
+    from megalite.checkpoint.progress import Advance
+    from megalite.config import ParallelConfig
+    from megalite.conversion.opened import OpenedModel
+
+Kind = Literal["megalite", "hf", "megatron"]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The flags; their names are those of Megatron-LM's tool."""
+
+    loader: Kind
+    """Format of --load-dir: a run directory (or a checkpoint in it) of megalite, a Hugging Face folder, or
+    Megatron's."""
+    saver: Kind
+    """Format of --save-dir."""
+    load_dir: str
+    """The folder to read."""
+    save_dir: str
+    """The folder to write: a run directory for megalite and Megatron, else a folder that is empty or does not exist
+    yet."""
+    model_type: Literal["GPT"] = "GPT"
+    """The kind of model: there is one."""
+    target_params_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Dtype to cast the weights to; unset: no cast. fp32 takes megalite's master weights, if there are any."""
+    target_tensor_parallel_size: int | None = None
+    """Number of tensor-parallel ranks. megalite: one file is written per rank (any layout loads any files). Megatron:
+    the vocabulary is padded for this many ranks."""
+    target_pipeline_parallel_size: int | None = None
+    """Number of pipeline stages of such ranks to write files for, for megalite."""
+    true_vocab_size: int | None = None
+    """The number of tokens in the vocabulary before padding, for Megatron checkpoints that do not record it."""
+    tokenizer_model: str | None = None
+    """A Hugging Face folder with the tokenizer to copy; unset: the one that --load-dir has or names."""
+    max_shard_size: float | None = None
+    """Largest size of a Hugging Face file in GB; unset: 5."""
+    verify: bool = False
+    """Load both sides again and compare: weights bit for bit, and logits of random tokens, also with transformers."""
+    workers: int = len(os.sched_getaffinity(0))
+    """Threads that copy tensors; by default one per core."""
+
+
+def main() -> None:
+    """Parse, convert, say what was written, and verify it."""
+    arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
+    check(arguments)
+    from megalite.checkpoint.progress import show_progress
+    from megalite.conversion.not_finite import Watched
+
+    opened = open_model(arguments.loader, Path(arguments.load_dir), arguments)
+    if arguments.tokenizer_model is not None:
+        from megalite.conversion.huggingface import tokenizer_fields
+
+        folder = Path(arguments.tokenizer_model)
+        if not tokenizer_fields(folder):
+            raise ConfigurationError(f"--tokenizer-model {folder} has neither tokenizer.json nor tokenizer.model")
+        opened = replace(opened, folder=folder, data=tokenizer_fields(folder))
+    watched = Watched(opened.source)
+    opened = replace(opened, source=watched)
+    target = dtype(arguments)
+    size = sum(
+        kind.size // kind.dtype.itemsize * (target or kind.dtype).itemsize for kind in opened.source.tensors.values()
+    )
+    with show_progress("converting", size) as advance:
+        written = write_model(opened, arguments, advance)
+    tensors = len(opened.source.tensors)
+    print(f"{written}: from {opened.what}, {tensors:,} tensors, {size:,} bytes")
+    if not opened.data or (arguments.saver == "hf" and opened.folder is None):
+        print("without a tokenizer: --tokenizer-model names a folder that has one")
+    if note := watched.note():
+        print(note, file=sys.stderr)
+    if arguments.verify:
+        report(opened, open_model(arguments.saver, Path(arguments.save_dir), arguments))
+
+
+def check(arguments: Arguments) -> None:
+    """Raise ConfigurationError for flags that do not go together."""
+    if arguments.loader == arguments.saver:
+        raise ConfigurationError(
+            "--loader and --saver are one: tools/checkpoint/reshard.py rewrites a checkpoint of megalite"
+        )
+    for name, savers in (
+        ("target_tensor_parallel_size", ("megalite", "megatron")),
+        ("target_pipeline_parallel_size", ("megalite",)),
+        ("max_shard_size", ("hf",)),
+    ):
+        value, flag = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        if value is not None and arguments.saver not in savers:
+            raise ConfigurationError(f"{flag} needs --saver {' or '.join(savers)}")
+        if value is not None and name != "max_shard_size" and value < 1:
+            raise ConfigurationError(f"{flag} is 1 or more")
+    if arguments.true_vocab_size is not None and arguments.loader != "megatron":
+        raise ConfigurationError("--true-vocab-size needs --loader megatron: the others tell it")
+    if arguments.workers < 1 or (arguments.max_shard_size is not None and arguments.max_shard_size <= 0):
+        raise ConfigurationError("--workers is 1 or more, --max-shard-size above 0")
+
+
+def dtype(arguments: Arguments) -> torch.dtype | None:
+    """Return the dtype to cast to."""
+    import torch
+
+    kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    return None if arguments.target_params_dtype is None else kinds[arguments.target_params_dtype]
+
+
+def open_model(kind: Kind, folder: Path, arguments: Arguments) -> OpenedModel:
+    """Open either side. Raises CheckpointError."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder")
+    if kind == "megalite":
+        from megalite.conversion.native import open_megalite
+
+        return open_megalite(folder, dtype(arguments) if kind == arguments.loader else None)
+    if kind == "hf":
+        from megalite.conversion.huggingface import open_huggingface
+
+        return open_huggingface(folder)
+    from megalite.conversion.megatron import open_megatron
+
+    return open_megatron(folder, arguments.true_vocab_size)
+
+
+def write_model(opened: OpenedModel, arguments: Arguments, advance: Advance) -> Path:
+    """Write the other side, and return what was written. Raises CheckpointError."""
+    directory, target = Path(arguments.save_dir), dtype(arguments)
+    if arguments.saver == "megalite":
+        from megalite.conversion.native import write_megalite
+
+        return write_megalite(
+            opened,
+            directory,
+            dtype=target,
+            layout=parallel_config(arguments),
+            workers=arguments.workers,
+            advance=advance,
+        )
+    if arguments.saver == "hf":
+        from megalite.conversion.huggingface import write_huggingface
+
+        write_huggingface(
+            opened,
+            directory,
+            dtype=target,
+            shard=int((arguments.max_shard_size or 5) * 1e9),
+            workers=arguments.workers,
+            advance=advance,
+        )
+        return directory
+    from megalite.conversion.megatron import write_megatron
+
+    return write_megatron(
+        opened,
+        directory,
+        dtype=target,
+        tensor_parallel_size=arguments.target_tensor_parallel_size or 1,
+        workers=arguments.workers,
+        advance=advance,
+    )
+
+
+def parallel_config(arguments: Arguments) -> ParallelConfig | None:
+    """Return the layout to write files for, or None if no flag asks for one."""
+    from megalite.config import ParallelConfig
+
+    tensor, pipeline = arguments.target_tensor_parallel_size, arguments.target_pipeline_parallel_size
+    if tensor is None and pipeline is None:
+        return None
+    return ParallelConfig(tensor_model_parallel_size=tensor or 1, pipeline_model_parallel_size=pipeline or 1)
+
+
+def report(first: OpenedModel, second: OpenedModel) -> None:
+    """Print the differences between the two sides. Raises CheckpointError if they are not one model."""
+    from megalite.conversion.verification import TOLERANCE, verify
+
+    found = verify(first, second)
+    same = found.tensors - len(found.different)
+    print(f"verified: {same:,} of {found.tensors:,} tensors are the same bit for bit")
+    print(f"verified: logits differ by {found.logits:.1e} at most, the largest is {found.largest:.1f}")
+    if found.transformers is not None:
+        print(f"verified: those of transformers differ from megalite's by {found.transformers:.1e} at most")
+    elif second.is_huggingface or first.is_huggingface:
+        print("transformers was not asked: pip install transformers")
+    if found.different:
+        raise CheckpointError(f"the two sides are not one model: they differ in {', '.join(found.different[:8])}")
+    if (found.transformers or 0.0) > TOLERANCE * found.largest:
+        raise CheckpointError("transformers computes something else from the Hugging Face folder")
+
+
+command = partial(run_tool, main)
+"""Run the program and exit with its code."""

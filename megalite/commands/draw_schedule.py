@@ -1,0 +1,181 @@
+"""Draw a pipeline schedule as a picture or a trace, from assumed or from measured times.
+
+    python tools/draw_schedule.py --pipeline-schedule zb-v --pipeline-model-parallel-size 4 --num-micro-batches 8 \\
+        --output zb-v.html zb-v.json
+    python tools/draw_schedule.py --measured pipeline_step_000010.json --output measured.svg
+    python tools/draw_schedule.py --measured pipeline_step_000010.json --pipeline-schedule zb-v --output zb-v.svg
+
+The second command draws a step that a run with --profile-pipeline measured, the third the same step as it would be
+under another schedule. An .svg and an .html are pictures; a .json is for ui.perfetto.dev or chrome://tracing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalite.config.schedules import SHAPES, ScheduleName
+from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from megalite.pipeline.stages import Stages
+    from megalite.pipeline.timeline import TimeLine
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The flags."""
+
+    output: tuple[str, ...]
+    """Files to write, .svg, .html or .json."""
+    pipeline_schedule: ScheduleName | None = None
+    """The schedule; unset: the measured one."""
+    pipeline_model_parallel_size: int | None = None
+    """Ranks; unset: as many as measured."""
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Chunks of the model on each rank: 2 or more for interleaved-1f1b, 2 for zb-v, 1 for the others."""
+    num_micro_batches: int | None = None
+    """Micro-batches of a step; unset: as many as measured."""
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    """Micro-batches that go through a chunk before the next, for interleaved-1f1b; unset: as many as ranks."""
+    measured: str | None = None
+    """A .json that a run with --profile-pipeline, or this tool, wrote."""
+    forward: float | None = None
+    """Time of a stage's forward; unset: 1. The same holds for the next two flags."""
+    backward_input: float | None = None
+    """Time of a stage's backward for its input."""
+    backward_weight: float | None = None
+    """Time of a stage's backward for its weights."""
+    transfer: float | None = None
+    """Time of a message; unset: 0."""
+
+    def given(self, *names: str) -> list[str]:
+        """Return those of the named flags that were given."""
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+
+
+LONGEST_TIME = 1e6
+TIMES = ("forward", "backward_input", "backward_weight")
+SIZES = (
+    "pipeline_model_parallel_size",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_micro_batches",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+)
+
+
+def main() -> None:
+    """Parse, draw and print."""
+    arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
+    from megalite.pipeline.drawing import SUFFIXES, write
+
+    for output in arguments.output:
+        if Path(output).suffix not in SUFFIXES:
+            raise ConfigurationError(f"--output {output}: the name must end in {', '.join(SUFFIXES)}")
+    time_line = build_time_line(arguments)
+    for output in arguments.output:
+        write(time_line, Path(output))
+    print_table(time_line)
+
+
+def build_time_line(arguments: Arguments) -> TimeLine:
+    """Return the time line that the flags ask for: measured, or simulated from measured or assumed times."""
+    from megalite.pipeline.schedules import SCHEDULES
+    from megalite.pipeline.simulator import durations, simulate
+    from megalite.pipeline.timeline import TimeLine, measured_durations
+    from megalite.pipeline.trace import read_trace
+
+    measured = read_trace(Path(arguments.measured)) if arguments.measured is not None else None
+    if measured is not None and (flags := arguments.given(*TIMES)):
+        raise ConfigurationError(f"{', '.join(flags)}: the times are those of --measured; drop one of both")
+    name = arguments.pipeline_schedule
+    if name is None:
+        if measured is None:
+            raise ConfigurationError("give --pipeline-schedule, or --measured with a file to draw")
+        if flags := arguments.given(*SIZES, "transfer"):
+            raise ConfigurationError(f"{', '.join(flags)}: without --pipeline-schedule the measured step is drawn")
+        return measured
+    stages, micro_batches = find_stages(arguments, name, measured), find_micro_batches(arguments, measured)
+    orders = SCHEDULES[name].orders(stages, micro_batches, find_group(arguments, name, stages))
+    times = [find_time(arguments, flag, 1.0) for flag in TIMES]
+    duration = durations(*times) if measured is None else measured_durations(measured, stages)
+    spans = simulate(stages, orders, duration, find_time(arguments, "transfer", 0.0))
+    chunks = f" × {stages.chunks} chunks" if stages.chunks > 1 else ""
+    title = f"{name}: {stages.ranks} ranks{chunks}, {micro_batches} micro-batches"
+    return TimeLine(title, stages, spans, in_seconds=measured is not None and measured.in_seconds)
+
+
+def find_stages(arguments: Arguments, name: str, measured: TimeLine | None) -> Stages:
+    """Return the pipeline that the flags describe, or the measured one."""
+    from megalite.pipeline.stages import Stages
+
+    ranks, chunks = arguments.pipeline_model_parallel_size, arguments.num_virtual_stages_per_pipeline_rank
+    if ranks is None and measured is not None:
+        ranks = measured.stages.ranks
+    if ranks is None or ranks < 1:
+        raise ConfigurationError("--pipeline-model-parallel-size must be given, 1 or more")
+    shape = SHAPES[name]
+    if shape.chunks is None:
+        if chunks is None and measured is not None:
+            chunks = measured.stages.chunks
+        if chunks is None or chunks < 2 or ranks < 2:
+            problem = "2 or more --num-virtual-stages-per-pipeline-rank on 2 or more --pipeline-model-parallel-size"
+            raise ConfigurationError(f"--pipeline-schedule {name} needs {problem}")
+        return Stages(ranks, chunks)
+    if chunks not in (None, shape.chunks):
+        raise ConfigurationError(
+            f"--pipeline-schedule {name} has {shape.chunks} to a rank: drop --num-virtual-stages-per-pipeline-rank "
+            f"{chunks}"
+        )
+    return Stages(ranks, shape.chunks, shape.v_shaped)
+
+
+def find_micro_batches(arguments: Arguments, measured: TimeLine | None) -> int:
+    """Return the number of micro-batches that is given, or the measured one."""
+    micro_batches = arguments.num_micro_batches
+    if micro_batches is None and measured is not None:
+        return measured.micro_batches
+    if micro_batches is None or micro_batches < 1:
+        raise ConfigurationError("--num-micro-batches must be given, 1 or more")
+    return micro_batches
+
+
+def find_group(arguments: Arguments, name: str, stages: Stages) -> int | None:
+    """Return the number of micro-batches that go through a chunk before the next chunk."""
+    group = arguments.microbatch_group_size_per_virtual_pipeline_stage
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+    if group is not None and name != "interleaved-1f1b":
+        raise ConfigurationError(f"{flag} is for interleaved-1f1b: drop it, or choose that --pipeline-schedule")
+    if group is not None and group < stages.ranks:
+        raise ConfigurationError(f"{flag} {group} must be at least --pipeline-model-parallel-size {stages.ranks}")
+    return group
+
+
+def find_time(arguments: Arguments, name: str, unset: float) -> float:
+    """Return a time that can be drawn."""
+    time: float | None = getattr(arguments, name)
+    if time is None:
+        return unset
+    if not 0 <= time <= LONGEST_TIME or (name == "forward" and time == 0):
+        least = "above 0" if name == "forward" else "0 or more"
+        raise ConfigurationError(f"--{name.replace('_', '-')} {time:g} must be {least}, at most {LONGEST_TIME:g}")
+    return time
+
+
+def print_table(time_line: TimeLine) -> None:
+    """Print the times of the step, and the computing time and peak activations per rank."""
+    show, bubble, ideal = time_line.show, time_line.bubble, time_line.ideal
+    print(time_line.title)
+    print(f"time of a step  {show(bubble + ideal)}")
+    print(f"ideal time      {show(ideal)}")
+    print(f"bubble          {show(bubble)} ({100 * bubble / ideal:.1f} % of the ideal time)")
+    print("rank  computes  peak activations" + (", of one chunk each" if time_line.stages.chunks > 1 else ""))
+    for rank, (spans, peak) in enumerate(zip(time_line.computation, time_line.peaks, strict=True)):
+        print(f"{rank:4}  {show(sum(span.end - span.start for span in spans)):>8}  {peak:16}")
+
+
+command = partial(run_tool, main)
+"""Run the program and exit with its code."""

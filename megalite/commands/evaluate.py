@@ -1,0 +1,257 @@
+"""Measure how well a model predicts text, and its results in the tasks of lm_eval.
+
+    python tools/evaluate.py --load run/small-llama --data-path run/corpus_text_document --stride 64
+    python tools/evaluate.py --load run/small-llama --text held_out.jsonl notes.txt
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 4 tools/evaluate.py \\
+        --load run/large --tensor-model-parallel-size 2 --tasks arc_easy,hellaswag --num-fewshot 5 --output results.json
+
+Any layout works, whatever layout the model was trained on: ranks beyond tensor times pipeline parallel share the work.
+docs/evaluation.md defines the figures.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.process.place import place_from_environment
+from megalite.training.failure import run_main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from megalite.checkpoint import AnyPath
+    from megalite.config import ParallelConfig
+    from megalite.data.tokenizers import Tokenizer
+    from megalite.inference.documents import Documents
+    from megalite.inference.lm_eval_tasks import Tasks
+    from megalite.inference.network import Network
+    from megalite.inference.perplexity import Figures
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The flags."""
+
+    load: str
+    """The run directory, one checkpoint in it (iter_0000100), or a Hugging Face folder."""
+    data_path: tuple[str, ...] = ()
+    """Prefixes of .bin and .idx files to predict; of several, each with its weight before it or none."""
+    text: tuple[str, ...] = ()
+    """Files of text to predict: JSON lines, .txt (a file is a document), also as .gz or .zst, and .parquet."""
+    json_keys: tuple[str, ...] = ("text",)
+    """The fields of a record that are text, each a document."""
+    tasks: tuple[str, ...] = ()
+    """Tasks, groups or tags of lm_eval, or patterns of their names, between spaces or commas."""
+    num_fewshot: int | None = None
+    """Examples before each question of a task; unset: the task's own number."""
+    include_path: str | None = None
+    """Folder with your own tasks."""
+    limit: float | None = None
+    """Take only this many documents of each data set and of each task; below 1: this share of them."""
+    seq_length: int | None = None
+    """Tokens that the model reads at once; unset: as in training."""
+    stride: int | None = None
+    """New tokens that each window of a long document predicts; unset: seq-length. Fewer: more context, more work."""
+    micro_batch_size: int = 8
+    """Windows in one forward; the figures do not depend on it."""
+    tensor_model_parallel_size: int = 1
+    """Ranks that share each layer's matrices (short: --tp)."""
+    pipeline_model_parallel_size: int = 1
+    """Ranks that each hold some of the layers (short: --pp)."""
+    output: str | None = None
+    """JSON file to write all figures to."""
+    tokenizer_model: str | None = None
+    """Present path of the tokenizer's file; unset: its path when the model was trained."""
+    kernels: Literal["auto", "triton", "reference"] = "auto"
+    """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
+
+
+def main() -> int:
+    """Read the documents to predict, load the newest checkpoint, evaluate, and show tables."""
+    arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
+    check(arguments)
+    place = place_from_environment()
+    if place.rank or not sys.stderr.isatty():
+        quiet_libraries()
+
+    from megalite.checkpoint import write_atomically
+    from megalite.config import ParallelConfig
+    from megalite.config.kernels import KernelsConfig
+    from megalite.inference.loading import find_model, load_network, load_tokenizer
+    from megalite.training.kernels import choose_kernels
+    from megalite.training.launch import join, leave
+
+    choose_kernels(KernelsConfig(arguments.kernels))
+    path = find_model(arguments.load)
+    parallel = ParallelConfig(arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size)
+    check_layout(parallel, path, place.world_size)
+    length, stride = lengths(arguments, path)
+    tokenizer = load_tokenizer(path, arguments.tokenizer_model)
+    documents, tasks = read_documents(arguments, tokenizer, place.local_rank == 0), load_tasks(arguments)
+    mesh = join(parallel, place, repr(arguments))
+    network = load_network(path, mesh)
+    results: dict[str, Any] = {"checkpoint": str(path), "seq_length": length, "stride": stride}
+    if documents:
+        figures = predict(network, tokenizer, documents, length, stride, arguments.micro_batch_size)
+        results["data"] = [each.to_json() for each in figures]
+        if mesh.rank == 0:
+            print(table(figures))
+    if tasks is not None:
+        results["tasks"] = run_tasks(arguments, network, tokenizer, tasks, length)
+    if arguments.output is not None and mesh.rank == 0:
+        text = json.dumps(results, indent=2, default=str) + "\n"
+        write_atomically(Path(arguments.output), text.encode())
+    leave(mesh)
+    return 0
+
+
+def check(arguments: Arguments) -> None:
+    """Raise ConfigurationError for flags that are plainly wrong, without reading the checkpoint."""
+    from megalite.errors import ConfigurationError
+
+    if not (arguments.data_path or arguments.text or arguments.tasks):
+        raise ConfigurationError("there is nothing to evaluate on: give --data-path, --text or --tasks")
+    if not arguments.tasks and (arguments.num_fewshot is not None or arguments.include_path is not None):
+        raise ConfigurationError("--num-fewshot and --include-path are for --tasks, which is not given")
+    if arguments.limit is not None and not 0 < arguments.limit < math.inf:
+        raise ConfigurationError(f"--limit {arguments.limit}: give a number of documents, or below 1 a share of them")
+    for flag in ("micro-batch-size", "tensor-model-parallel-size", "pipeline-model-parallel-size"):
+        if (value := getattr(arguments, flag.replace("-", "_"))) < 1:
+            raise ConfigurationError(f"--{flag} {value}: must be at least 1")
+    if arguments.output is not None and Path(arguments.output).is_dir():
+        raise ConfigurationError(f"--output {arguments.output} is a folder: name a file")
+
+
+def check_layout(parallel: ParallelConfig, path: AnyPath, world_size: int) -> None:
+    """Raise ConfigurationError if the model, or the ranks, cannot be split in this way."""
+    from megalite.errors import ConfigurationError
+    from megalite.inference import network
+    from megalite.inference.loading import read_model
+
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    network.check_layout(read_model(path), tp, pp)
+    if world_size % (tp * pp):
+        raise ConfigurationError(
+            f"{world_size} ranks cannot be shared out: --tensor-model-parallel-size {tp} x "
+            f"--pipeline-model-parallel-size {pp} take {tp * pp} for each copy of the model"
+        )
+
+
+def lengths(arguments: Arguments, path: AnyPath) -> tuple[int, int]:
+    """Return --seq-length and --stride, or their defaults. Raises ConfigurationError if they are not possible."""
+    from megalite.errors import ConfigurationError
+    from megalite.inference.loading import read_model, read_sequence_length
+
+    model = read_model(path)
+    length = read_sequence_length(path) if arguments.seq_length is None else arguments.seq_length
+    if length is None:
+        raise ConfigurationError(f"{path} does not tell how many tokens it was trained to read: give --seq-length")
+    stride = length if arguments.stride is None else arguments.stride
+    rows = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else None
+    if length < 1 or (rows is not None and length > rows):
+        most = "" if rows is None else f" and at most {rows}, the positions that the model has learnt"
+        raise ConfigurationError(f"--seq-length {length}: must be at least 1{most}")
+    if not 1 <= stride <= length:
+        raise ConfigurationError(
+            f"--stride {stride}: must be from 1 to --seq-length {length}, so that every token is predicted"
+        )
+    return length, stride
+
+
+def read_documents(arguments: Arguments, tokenizer: Tokenizer, verify: bool) -> list[Documents]:
+    """Return the documents of --data-path and of --text; with `verify`, checksums of the former are compared.
+
+    Raises ConfigurationError or DataError.
+    """
+    from megalite.errors import ConfigurationError
+    from megalite.inference.documents import read_texts, read_token_files
+
+    documents = []
+    if arguments.data_path:
+        documents += read_token_files(arguments.data_path, tokenizer, arguments.limit, verify)
+    if arguments.text and any(each.weight is not None for each in documents):
+        raise ConfigurationError("--text has no weight in the blend of --data-path: leave one of them out")
+    return documents + read_texts(arguments.text, arguments.json_keys, tokenizer, arguments.limit)
+
+
+def predict(
+    network: Network, tokenizer: Tokenizer, documents: Sequence[Documents], length: int, stride: int, batch_size: int
+) -> list[Figures]:
+    """Return the figures of each data set and, if there are several, those of all together."""
+    from megalite.inference.documents import context_of_documents
+    from megalite.inference.perplexity import evaluate, together
+
+    context, total = context_of_documents(tokenizer), sum(each.count for each in documents)
+    with progress("predicting", total, "tokens", network.mesh.rank) as advance:
+        figures = [
+            evaluate(network, each, context, length=length, stride=stride, micro_batch_size=batch_size, advance=advance)
+            for each in documents
+        ]
+    weights = [each.weight for each in documents if each.weight is not None]
+    return [*figures, together(figures, weights or None)] if len(figures) > 1 else figures
+
+
+def progress(doing: str, total: int, unit: str, rank: int) -> AbstractContextManager[Callable[[int], None]]:
+    """Return a context that shows the progress of the work, on one rank."""
+    from megalite.checkpoint.progress import show_progress
+
+    return nullcontext(lambda done: None) if rank else show_progress(doing, total, unit)
+
+
+def table(figures: Sequence[Figures]) -> str:
+    """Return the figures as a table, one line per data set, and why some have no bits per byte."""
+    rows = [("data", "documents", "tokens", "loss", "perplexity", "bits per byte")]
+    for each in figures:
+        bits = "" if each.bits_per_byte is None else f"{each.bits_per_byte:.5f}"
+        counts = (f"{each.documents:,}", f"{each.tokens:,}")
+        rows.append((each.name, *counts, f"{each.loss:.5f}", f"{each.perplexity:.5g}", bits))
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = ([f"{name:{first}}", *map(str.rjust, numbers, others)] for name, *numbers in rows)
+    why = (f"no bits per byte of {each.name}: {each.why_no_bytes}" for each in figures if each.why_no_bytes)
+    return "\n".join([*("  ".join(line).rstrip() for line in lines), *why])
+
+
+def load_tasks(arguments: Arguments) -> Tasks | None:
+    """Load the tasks that --tasks names, with their data. Raises ConfigurationError or DataError."""
+    if not arguments.tasks:
+        return None
+    from megalite.inference import lm_eval_tasks
+
+    names = [name for names in arguments.tasks for name in names.split(",") if name]
+    return lm_eval_tasks.load_tasks(names, arguments.include_path)
+
+
+def quiet_libraries() -> None:
+    """Turn off the progress bars of libraries, which read these variables on import; importing torch begins that."""
+    os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+
+
+def run_tasks(
+    arguments: Arguments, network: Network, tokenizer: Tokenizer, tasks: Tasks, length: int
+) -> dict[str, Any]:
+    """Return lm_eval's results, and show them on one rank."""
+    from megalite.inference import lm_eval_tasks
+    from megalite.inference.lm_eval_adapter import MegaliteLM
+
+    def show_progress(total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
+        return progress("evaluating", total, unit, network.mesh.rank)
+
+    batch_size = arguments.micro_batch_size
+    model = MegaliteLM(network, tokenizer, max_length=length, micro_batch_size=batch_size, show=show_progress)
+    results = lm_eval_tasks.evaluate_tasks(model, tasks, num_fewshot=arguments.num_fewshot, limit=arguments.limit)
+    if network.mesh.rank == 0:
+        print(lm_eval_tasks.table(results))
+    return results
+
+
+command = partial(run_main, main)
+"""Run the program and exit with its code."""

@@ -1,0 +1,152 @@
+"""Write text with a trained model.
+
+    python tools/generate.py --load run/small-llama --prompt "def main(" --temperature 0.8 --top-p 0.9
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 4 tools/generate.py \\
+        --tp 2 --pp 2 --load run/7b --prompts questions.txt --output out.jsonl
+
+Under torchrun the model is split over all ranks, whatever layout it was trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.errors import ConfigurationError
+from megalite.process.place import place_from_environment
+from megalite.training.failure import run_main
+
+if TYPE_CHECKING:
+    from megalite.inference.text import Piece
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The flags."""
+
+    load: str
+    """The run directory, one checkpoint in it (iter_0000100), or a Hugging Face folder."""
+    prompt: tuple[str, ...] = ()
+    """Beginning of a text; may be given several times. -: standard input."""
+    prompts: str | None = None
+    """File with one prompt per line; in a .jsonl file, {"prompt": "..."}."""
+    output: str | None = None
+    """Write the texts to this new file instead of the terminal, one JSON object per line: prompt, text,
+    finish_reason."""
+    max_new_tokens: int = 100
+    """Largest number of tokens to write; the end of a document, or of learned positions, ends the text earlier."""
+    batch_size: int = 8
+    """Prompts that a stage works on together; more are faster and take more memory."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token each time."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the fewest likeliest tokens whose probabilities reach p."""
+    seed: int = 1234
+    """Random seed; the same seed gives the same texts."""
+    tokenizer_model: str | None = None
+    """Present path of the tokenizer's file; unset: its path when the model was trained."""
+    tensor_model_parallel_size: int | None = None
+    """Ranks that share each layer's matrices (short: --tp); unset: all of a stage."""
+    pipeline_model_parallel_size: int = 1
+    """Stages of layers, one after the other (short: --pp)."""
+    kernels: Literal["auto", "triton", "reference"] = "auto"
+    """Triton's kernels, plain PyTorch (reference), or Triton where there is a GPU and PyTorch elsewhere (auto)."""
+
+
+def main() -> int:
+    """Load the newest checkpoint, split over the ranks there are, and stream text to the terminal."""
+    arguments = parse_tool_arguments(Arguments, description=__doc__ or "", repeated=True)
+    place = place_from_environment()
+
+    from megalite.inference.sampling import Sampling
+
+    if arguments.max_new_tokens < 0:
+        raise ConfigurationError(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 0")
+    if arguments.batch_size < 1:
+        raise ConfigurationError(f"--batch-size {arguments.batch_size}: must be at least 1")
+    if arguments.output is not None and Path(arguments.output).exists():
+        raise ConfigurationError(f"--output {arguments.output} is there already: remove it, or name another file")
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+
+    from megalite.config.kernels import KernelsConfig
+    from megalite.inference.generation import check_prompts, generate
+    from megalite.inference.loading import find_model, load_network, load_tokenizer, read_model
+    from megalite.inference.network import choose_layout
+    from megalite.inference.prompts import encode_prompt, of_rank_0, read_prompts
+    from megalite.inference.text import in_order
+    from megalite.training.kernels import choose_kernels
+    from megalite.training.launch import join, leave
+
+    choose_kernels(KernelsConfig(arguments.kernels))
+    path = find_model(arguments.load)
+    model = read_model(path)
+    layout = choose_layout(
+        model, place.world_size, arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+    )
+    tokenizer = load_tokenizer(path, arguments.tokenizer_model)
+    mesh = join(layout, place, repr(arguments))
+
+    def read() -> list[list[int]]:
+        prompts = [encode_prompt(tokenizer, text) for text in read_prompts(arguments.prompt, arguments.prompts)]
+        check_prompts(model, prompts)
+        return prompts
+
+    prompts = of_rank_0(mesh, read)
+    events = generate(
+        load_network(path, mesh),
+        prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        eod=tokenizer.eod,
+        sampling=sampling,
+        batch_size=arguments.batch_size,
+        vocab_size=tokenizer.vocab_size,
+    )
+    if mesh.rank > 0:
+        for _ in events:
+            pass
+    elif arguments.output is None:
+        show(in_order(tokenizer, prompts, events), len(prompts))
+    else:
+        write(in_order(tokenizer, prompts, events), arguments.output)
+    leave(mesh)
+    return 0
+
+
+def show(pieces: Iterable[Piece], count: int) -> None:
+    """Stream texts to the terminal, each under a line with its number if there are several."""
+    begun = -1
+    try:
+        for piece in pieces:
+            if count > 1 and piece.index > begun:
+                print(f"==> {piece.index + 1} of {count} <==")
+                begun = piece.index
+            print(piece.text, end="" if piece.finish is None else "\n", flush=True)
+    except KeyboardInterrupt:
+        print()  # what is said of it stands on a line of its own
+        raise
+
+
+def write(pieces: Iterable[Piece], output: str) -> None:
+    """Write each text when it is complete: after an interruption, the output holds only complete texts."""
+    parts: list[str] = []
+    texts = 0
+    with open(output, "x", encoding="utf-8") as file:
+        for piece in pieces:
+            parts.append(piece.text)
+            if piece.finish is not None:
+                record = {"prompt": parts[0], "text": "".join(parts[1:]), "finish_reason": piece.finish}
+                print(json.dumps(record, ensure_ascii=False), file=file, flush=True)
+                parts = []
+                texts += 1
+    print(f"{output}: {texts} {'text' if texts == 1 else 'texts'}")
+
+
+command = partial(run_main, main)
+"""Run the program and exit with its code."""

@@ -1,0 +1,42 @@
+"""Find out why a run hung, from the files of its ranks: who held it up, in which collective, and where each rank was.
+
+    python tools/hang_report.py run/small-llama/hangs/20260314T021500
+    python tools/hang_report.py run/small-llama/hangs/20260314T021500 --json
+
+The folder has a file of each rank that could still write one, and perhaps files of NCCL's own watchdog.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import tyro
+
+from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The flags."""
+
+    folder: tyro.conf.Positional[Path]
+    """The folder with the files of the ranks."""
+    json: bool = False
+    """Print one JSON object."""
+
+
+def main() -> None:
+    """Parse, read and print."""
+    arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
+    from megalite.watchdog.hang_dump import read_dumps
+    from megalite.watchdog.hang_report import hang_report
+
+    report = hang_report(read_dumps(arguments.folder))
+    print(json.dumps(report.as_json(), indent=1) if arguments.json else report.as_text())
+
+
+command = partial(run_tool, main)
+"""Run the program and exit with its code."""

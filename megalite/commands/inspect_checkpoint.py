@@ -1,0 +1,255 @@
+"""Look into a checkpoint, check it, or compare two.
+
+    python tools/checkpoint/inspect.py --load run/small-llama
+    python tools/checkpoint/inspect.py --load run/small-llama --tensors 'model/layers.0.*' --statistics
+    python tools/checkpoint/inspect.py --load run/small-llama/iter_0000300 --verify
+    python tools/checkpoint/inspect.py --diff run/small-llama run/resharded
+
+Exit codes: 93 if --verify finds damage or --statistics finds an element that is not finite; 1 if --diff finds any
+difference.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+
+if TYPE_CHECKING:
+    from megalite.checkpoint import AnyPath
+    from megalite.checkpoint.comparison import Comparison
+    from megalite.checkpoint.reader import CheckpointReader
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The flags."""
+
+    load: str | None = None
+    """The run directory, whose latest checkpoint is taken, or one checkpoint in it (iter_0000100)."""
+    diff: tuple[str, str] | None = None
+    """Two of these to compare: training state, configuration, tensors, and values, whatever layouts saved them."""
+    tensors: str = "*"
+    """Only tensors with names of this pattern, such as 'model/layers.0.*' or 'optimizer/*'."""
+    config: bool = False
+    """Show the configuration of the run."""
+    verify: bool = False
+    """Compare every byte with its checksum, and list all that is damaged, missing or foreign."""
+    statistics: bool = False
+    """Show minimum, maximum, mean, deviation and norm per tensor, and count zero, denormal and non-finite elements."""
+    json: bool = False
+    """Print one JSON object, with all that is known of each tensor, instead of tables."""
+    workers: int = len(os.sched_getaffinity(0))
+    """Threads that read; by default one per core."""
+
+
+def main() -> None:
+    """Parse, look and show."""
+    arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
+    from megalite.errors import ConfigurationError
+
+    if (arguments.load is None) == (arguments.diff is None):
+        raise ConfigurationError("give --load, or --diff with two checkpoints")
+    if arguments.diff is not None and (arguments.config or arguments.verify or arguments.statistics):
+        raise ConfigurationError("--config, --verify and --statistics are about one checkpoint: give it as --load")
+    if arguments.workers < 1:
+        raise ConfigurationError("--workers is 1 or more")
+    if arguments.diff is not None:
+        show_differences(arguments, *arguments.diff)
+    elif arguments.load is not None:
+        show_checkpoint(arguments, arguments.load)
+
+
+def show_checkpoint(arguments: Arguments, path: str) -> None:
+    """Show the contents of a checkpoint, then the results of the checks that were asked for."""
+    from megalite.checkpoint.inspection import describe
+    from megalite.errors import CheckpointError
+
+    reader = open_checkpoint(path)
+    names = chosen(reader.manifest.tensors, arguments.tensors)
+    found = describe(reader, names) | {"others": others(reader.path)}
+    problems = []
+    if arguments.verify:
+        found["damage"] = damages(arguments, reader)
+        problems += [f"{len(found['damage'])} damaged: load another checkpoint"] if found["damage"] else []
+    if arguments.statistics:
+        found["statistics"] = statistics(arguments, reader, names)
+        bad = [name for name, values in found["statistics"].items() if values["nans"] or values["infinities"]]
+        problems += [f"{len(bad)} tensors are not finite: {', '.join(bad)}"] if bad else []
+    print(json.dumps(found) if arguments.json else "\n".join(lines(arguments, found)))
+    if problems:
+        raise CheckpointError(f"{reader.path}: {'; '.join(problems)}")
+
+
+def open_checkpoint(path: str) -> CheckpointReader:
+    from megalite.checkpoint import directory, open_directory
+    from megalite.checkpoint.reader import CheckpointReader
+
+    return CheckpointReader(directory.resolve(open_directory(path)))
+
+
+def chosen(names: Iterable[str], pattern: str) -> list[str]:
+    """Return the names that match the pattern. Raises ConfigurationError if there are none."""
+    from megalite.errors import ConfigurationError
+
+    names = list(names)
+    found = [name for name in names if fnmatchcase(name, pattern)]
+    if not found:
+        raise ConfigurationError(f"--tensors {pattern}: there is no such tensor; a name is {names[0]}" if names else "")
+    return found
+
+
+def others(path: AnyPath) -> list[str]:
+    """Return the other checkpoints of the run directory."""
+    from megalite.checkpoint import directory
+
+    path = path.resolve()
+    return [other.name for _, other in sorted(directory.complete(path.parent).items()) if other != path]
+
+
+def damages(arguments: Arguments, reader: CheckpointReader) -> list[dict[str, str | None]]:
+    from megalite.checkpoint.inspection import verify
+    from megalite.checkpoint.progress import show_progress
+    from megalite.checkpoint.reader import size_in_bytes
+
+    with show_progress("verifying", sum(map(size_in_bytes, reader.manifest.tensors.values()))) as advance:
+        found = verify(reader, arguments.workers, advance)
+    return [{"file": damage.file, "tensor": damage.tensor, "problem": damage.problem} for damage in found]
+
+
+def statistics(arguments: Arguments, reader: CheckpointReader, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    from megalite.checkpoint import inspection
+    from megalite.checkpoint.progress import in_threads, show_progress
+    from megalite.checkpoint.reader import size_in_bytes
+
+    with show_progress("reading", sum(size_in_bytes(reader.manifest.tensors[name]) for name in names)) as advance:
+        found = in_threads(arguments.workers, lambda name: inspection.statistics(reader, name, advance), names)
+    return {name: values.to_json() for name, values in zip(names, found, strict=True)}
+
+
+def show_differences(arguments: Arguments, first: str, second: str) -> None:
+    """Show the differences; exits with 1 if there are any."""
+    from megalite.checkpoint.comparison import compare, compared_bytes
+    from megalite.checkpoint.progress import show_progress
+
+    a, b = open_checkpoint(first), open_checkpoint(second)
+    names = chosen(sorted(a.manifest.tensors | b.manifest.tensors), arguments.tensors)
+    with show_progress("comparing", compared_bytes(a, b, names)) as advance:
+        found = compare(a, b, names, arguments.workers, advance)
+    if arguments.json:
+        print(json.dumps({"a": str(a.path), "b": str(b.path), "same": found.same} | strict(asdict(found))))
+    else:
+        print("\n".join([f"a: {a.path}", f"b: {b.path}", *difference_lines(found)]))
+    sys.exit(0 if found.same else 1)
+
+
+# ------------------------------------------------------------------------------------------------------ as text
+
+
+def lines(arguments: Arguments, found: dict[str, Any]) -> list[str]:
+    """Return the contents of a checkpoint and the results of checks, as lines for a person."""
+    facts = {"checkpoint": found["checkpoint"], "others": ", ".join(found["others"]) or "none"}
+    facts |= {name.replace("_", " "): value for name, value in found["training"].items()}
+    shown = [f"{name:18} {shown_value(value)}" for name, value in facts.items()]
+    if arguments.config:
+        shown += config_lines(found["config"])
+    if arguments.statistics:
+        shown += statistics_lines(found["statistics"])
+    elif not arguments.verify and not arguments.config:
+        shown += tensor_lines(found["tensors"])
+    kinds = [[kind, *map(shown_value, values.values())] for kind, values in found["totals"].items()]
+    files = [[file, *map(shown_value, values.values())] for file, values in found["files"].items()]
+    shown += ["", *table(["kind", "tensors", "elements", "bytes"], kinds)]
+    shown += ["", *table(["file", "bytes", "boxes", "tensors"], files)]
+    if arguments.verify:
+        problems = [f"{damage['file']}: {damage['problem']}" for damage in found["damage"]]
+        shown += ["", *(problems or ["every byte is as it was written"])]
+    return shown
+
+
+def config_lines(config: dict[str, Any]) -> list[str]:
+    shown = []
+    for section, values in config.items():
+        shown += ["", section, *(f"  {name:42} {shown_value(value)}" for name, value in values.items())]
+    return shown
+
+
+def tensor_lines(tensors: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, tensor in tensors.items():
+        numbers = shown_value(len(tensor["boxes"])), shown_value(tensor["bytes"])
+        rows.append([name, str(list(tensor["shape"])), tensor["dtype"], *numbers, holders(tensor["boxes"])])
+    return ["", *table(["tensor", "shape", "dtype", "boxes", "bytes", "files"], rows)]
+
+
+def holders(boxes: Sequence[dict[str, Any]]) -> str:
+    """Return the files that hold a tensor."""
+    files = [file.removesuffix(".safetensors") for file in dict.fromkeys(box["file"] for box in boxes)]
+    return " ".join(files) if len(files) <= 3 else f"{files[0]} ... {files[-1]} ({len(files)})"
+
+
+def statistics_lines(found: dict[str, dict[str, Any]]) -> list[str]:
+    names = list(next(iter(found.values())))
+    rows = [[name, *(shown_value(values[each]) for each in names)] for name, values in found.items()]
+    return ["", *table(["tensor", *names], rows)]
+
+
+def difference_lines(found: Comparison) -> list[str]:
+    shown: list[str] = []
+    for what in ("training", "config"):
+        rows = [[name, *map(shown_value, pair)] for name, pair in getattr(found, what).items()]
+        shown += ["", *table([what, "a", "b"], rows)] if rows else []
+    for what, names in (("a", found.only_in_a), ("b", found.only_in_b)):
+        shown += ["", f"only in {what}", *names] if names else []
+    if found.kinds:
+        shown += ["", *table(["tensor", "in a", "in b"], [[name, *kinds] for name, kinds in found.kinds.items()])]
+    if found.values:
+        header = ["tensor", "elements", "different", "absolute", "relative"]
+        of_values = [[name, *map(shown_value, asdict(values).values())] for name, values in found.values.items()]
+        shown += ["", *table(header, of_values)]
+    equal = found.compared - len(found.values)
+    return [*shown, "", f"{equal:,} of {found.compared:,} tensors that both have in one shape are equal"]
+
+
+def shown_value(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {None: "-", True: "yes", False: "no"}[value]
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list) and len(str(value)) > 80:
+        return f"{str(value)[:60]}... ({len(value)} in all)"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value) if str(value).isprintable() else repr(value)  # of a stranger's configuration
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table with columns as wide as they must be, those of numbers aligned right."""
+    columns = [aligned(name, cells) for name, *cells in zip(header, *rows, strict=True)]
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+
+
+def aligned(name: str, cells: Sequence[str]) -> list[str]:
+    width = max(map(len, [name, *cells]))
+    numbers = all(re.fullmatch(r"-|-?[\d,.]+(e[+-]\d+)?|-?inf", cell) for cell in cells)
+    return [cell.rjust(width) if numbers else cell.ljust(width) for cell in (name, *cells)]
+
+
+def strict(value: Any) -> Any:
+    """Return a value that strict JSON can hold: infinities become texts."""
+    if isinstance(value, dict):
+        return {name: strict(each) for name, each in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+command = partial(run_tool, main)
+"""Run the program and exit with its code."""

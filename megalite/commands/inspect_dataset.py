@@ -1,0 +1,105 @@
+"""Look into a token file, or at a sample of a training run.
+
+    python tools/inspect_dataset.py --prefix data/corpus_text_document --verify
+    python tools/inspect_dataset.py --prefix data/corpus_text_document --document 17 \\
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model
+    python tools/inspect_dataset.py --config run/small-llama/config.yaml --sample 17
+
+The second decodes a document; without a tokenizer it shows the tokens. The third decodes what the run with this
+configuration sees as its sample 17, counted from its beginning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megalite.config.tokenizer import TokenizerFlags
+from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+
+
+@dataclass(frozen=True)
+class Arguments(TokenizerFlags):
+    """The flags."""
+
+    prefix: str | None = None
+    """The path of the .bin and .idx without the suffix."""
+    document: int | None = None
+    """The document to show, from 0."""
+    verify: bool = False
+    """Check every entry of the index, every checksum that is recorded, and every token."""
+    vocab_size: int | None = None
+    """Vocabulary size, as for tools/preprocess_data.py."""
+    config: str | None = None
+    """The config.yaml that a run wrote."""
+    sample: int | None = None
+    """The sample of the run to show, from 0."""
+
+
+def main() -> None:
+    """Parse and show."""
+    arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
+    from megalite.errors import ConfigurationError
+
+    if (arguments.prefix is None) == (arguments.config is None):
+        raise ConfigurationError("give --prefix, or --config with --sample")
+    if (arguments.config is None) != (arguments.sample is None):
+        raise ConfigurationError("--config and --sample need each other")
+    if arguments.config is not None and arguments.sample is not None:
+        show_sample(Path(arguments.config), arguments.sample)
+    elif arguments.prefix is not None:
+        show_dataset(arguments, arguments.prefix)
+
+
+def show_dataset(arguments: Arguments, prefix: str) -> None:
+    """Show the header, or a document; then the result of the check, if it was asked for."""
+    from megalite.data.indexed_dataset import IndexedDataset
+    from megalite.data.inspection import describe, document_tokens, verify
+
+    data = IndexedDataset(prefix)
+    if arguments.document is None:
+        for name, value in describe(data).items():
+            print(f"{name:16} {value}")
+    else:
+        for sequence in document_tokens(data, arguments.document):
+            print(decoded(arguments, prefix, sequence.tolist()))
+    if arguments.verify:
+        verify(data)
+        print("every pointer and every token is right")
+
+
+def decoded(arguments: Arguments, prefix: str, tokens: list[int]) -> str:
+    """Return the text of tokens, or the tokens if no tokenizer is given."""
+    from megalite.data.side_file import check_tokenizer, read_side_file
+    from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
+
+    if arguments.tokenizer_type is None:
+        return " ".join(map(str, tokens))
+    options, kind = TokenizerOptions.of(arguments), arguments.tokenizer_type
+    tokenizer = build_tokenizer(kind, arguments.tokenizer_model, arguments.vocab_size, options)
+    check_tokenizer(prefix, read_side_file(prefix), tokenizer.identity())
+    return tokenizer.decode(tokens)
+
+
+def show_sample(config_path: Path, sample: int) -> None:
+    """Show the decoded tokens that a run sees as its sample, and how many of them count in the loss."""
+    from megalite.config import load_yaml
+    from megalite.config.validate import check_numbers
+    from megalite.config.yaml_file import read_file
+    from megalite.errors import ConfigurationError
+    from megalite.training.data import open_data
+
+    config = load_yaml(read_file(str(config_path)), str(config_path))
+    check_numbers(config)
+    data = open_data(config)
+    if not 0 <= sample < len(data.train):
+        raise ConfigurationError(f"--sample {sample}: the run has samples 0 to {len(data.train) - 1}")
+    fields = data.train[sample]
+    counted, length = int(fields["loss_mask"].sum()), len(fields["tokens"])
+    print(f"sample {sample}: {length} tokens, {counted} count in the loss")
+    print(data.tokenizer.decode(fields["tokens"].tolist()))
+
+
+command = partial(run_tool, main)
+"""Run the program and exit with its code."""

@@ -1,0 +1,133 @@
+"""Tokenize a corpus into the .bin and .idx files that training reads.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod \\
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model data/tokenizer.model --workers 8
+
+A run that was stopped leaves its finished work in PREFIX.partial; the same command with --resume continues it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field, fields
+from functools import partial
+
+from megalite.config.tokenizer import FastEncoding, TokenizerFlags, TokenizerType
+from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+
+MEGATRON_FLAGS = {
+    "tokenizer-hf-no-include-special-tokens": "--no-tokenizer-hf-include-special-tokens",
+    "use-gigatoken": "--fast-encoding=require",
+}
+"""Other names of flags. These and the two tables below are consulted before the table of pretrain_gpt.py."""
+ALREADY_SO = {
+    "partitions": "one reader keeps all workers busy",
+    "keep-sequential-samples": "the order of the input is always kept",
+    "tokenizer-hf-use-fast": "it is the only kind",
+    **dict.fromkeys(
+        ("make-vocab-size-divisible-by", "padded-vocab-size", "no-pad-vocab-size", "disable-pad-vocab-size"),
+        "only a model pads its vocabulary: data hold the tokenizer's own numbers",
+    ),
+}
+REFUSED = {
+    "chat-template": "is for training: pretrain_gpt.py --sft reads conversations as they are, in JSON lines",
+    **dict.fromkeys(("split-sentences", "keep-newlines", "lang"), "is for BERT: give sentences as a list of texts"),
+    **dict.fromkeys(
+        ("find-optimal-num-workers", "workers-to-check", "max-documents", "performance-dir"),
+        "is not there: one worker for each core, the default, is the fastest",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(TokenizerFlags):
+    """The flags, with Megatron-LM's names."""
+
+    input: tuple[str, ...]
+    """Files, patterns or directories: JSON lines, .txt (a file is a document), also as .gz or .zst, and .parquet."""
+    output_prefix: str
+    """Prefix of the output: PREFIX_KEY_document.bin, .idx and .megalite.json for every key."""
+    tokenizer_type: TokenizerType = field()
+    """Kind of tokenizer; the three with SentencePiece or Llama2 in their names are one."""
+    vocab_size: int | None = None
+    """The number of tokens of a NullTokenizer; the number to take of a TikTokenizer."""
+    tokenizer_hf_include_special_tokens: bool = True
+    """Put around each document the special tokens of a HuggingFaceTokenizer's own template (often one at the
+    beginning)."""
+    fast_encoding: FastEncoding = "auto"
+    """Faster encoding: byte-level BPE through tiktoken, and SentencePiece BPE by words: if this gives the same tokens;
+    always, with an error if they might differ; never. The other types have only one way, which is fast."""
+    json_keys: tuple[str, ...] = ("text",)
+    """The fields of a record to tokenize, each into files of its own."""
+    append_eod: bool = False
+    """End every document with the end-of-document token."""
+    workers: int = len(os.sched_getaffinity(0))
+    """Processes that tokenize; by default one per core. The output does not depend on it."""
+    log_interval: int = 10_000
+    """Documents between two lines of progress if the output is not a terminal."""
+    skip_bad_lines: bool = False
+    """Leave out, name and count records that are not documents, instead of stopping."""
+    resume: bool = False
+    """Continue a stopped run with the same flags, if there is one."""
+
+
+def settle_megatron_flags(argv: list[str]) -> list[str]:
+    """Return the command line with Megatron-LM's flags translated or removed; prints a line on each removed flag.
+
+    Raises ConfigurationError for flags that are refused.
+    """
+    from megalite.config import megatron_flags
+    from megalite.config.command_line import flag_groups
+    from megalite.errors import ConfigurationError
+
+    own = {each.name.replace("_", "-") for each in fields(Arguments)}
+    settled: list[str] = []
+    for name, values in flag_groups(argv):
+        if name in REFUSED:
+            raise ConfigurationError(f"--{name} {REFUSED[name]}")
+        note = f"--{name}: already so, {ALREADY_SO[name]}" if name in ALREADY_SO else None
+        if not note and name not in own and name not in MEGATRON_FLAGS:
+            note = megatron_flags.settled(name, values)
+        if note:
+            print(note, file=sys.stderr)
+        else:
+            settled += [*([MEGATRON_FLAGS.get(name, f"--{name}")] if name else []), *values]
+    return settled
+
+
+def main() -> None:
+    """Parse, preprocess, and print what was written and the flags to train with."""
+    arguments = parse_tool_arguments(Arguments, description=__doc__ or "", argv=settle_megatron_flags(sys.argv[1:]))
+    from megalite.data.encoding import Encoding
+    from megalite.data.preprocess import output_prefix_of, preprocess
+    from megalite.data.preprocess_progress import show_progress
+    from megalite.data.tokenizers import TokenizerOptions
+    from megalite.errors import ConfigurationError
+
+    if arguments.workers < 1 or arguments.log_interval < 1:
+        raise ConfigurationError("--workers and --log-interval are 1 or more")
+    encoding = Encoding(
+        arguments.json_keys,
+        arguments.append_eod,
+        arguments.tokenizer_type,
+        arguments.tokenizer_model,
+        arguments.vocab_size,
+        TokenizerOptions.of(arguments),
+        arguments.skip_bad_lines,
+    )
+    with show_progress(arguments.log_interval) as observer:
+        summary = preprocess(
+            arguments.input, arguments.output_prefix, encoding, arguments.workers, arguments.resume, observer
+        )
+    print(f"{summary.documents:,} documents, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
+    if summary.tokens:
+        print(f"{summary.text_bytes / summary.tokens:.2f} bytes a token; sequences of {summary.lengths}")
+    if summary.skipped:
+        print(f"{summary.skipped:,} bad lines were left out")
+    for key in arguments.json_keys:
+        print(f"--data-path {output_prefix_of(arguments.output_prefix, key)}")
+
+
+command = partial(run_tool, main)
+"""Run the program and exit with its code."""

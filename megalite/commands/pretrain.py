@@ -1,0 +1,44 @@
+"""Pre-train a GPT, with Megatron-LM's flags (`--help`): alone, or on many ranks under torchrun or SLURM."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from megalite.config.checkpoint import CheckpointConfig
+from megalite.config.parse import parse_arguments
+from megalite.config.validate import resolve
+from megalite.config.yaml_file import Sections
+from megalite.process.place import place_from_environment
+from megalite.training.failure import run_main
+from megalite.training.startup import Startup
+
+
+def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sections:
+    """Return the fields that --use-checkpoint-args takes from a checkpoint; only this flag imports torch so early."""
+    from megalite.training.resume import saved_fields
+
+    return saved_fields(settings, tokenizer_type)
+
+
+def main() -> int:
+    """Check the flags first, then the data, and import torch and meet the other ranks last."""
+    place = place_from_environment()
+    startup = Startup(place)
+    arguments = parse_arguments(sys.argv[1:], saved_fields)
+    config = resolve(arguments.config, place.world_size)
+    startup.announce(config)
+    startup.watch_stop_file(config.checkpoint.save)
+    startup.open_store()
+
+    from megalite.training.data import open_data
+
+    data = open_data(config, place.local_rank)
+
+    from megalite.training.pretrain import pretrain
+
+    return pretrain(config, arguments.notes, data, place, startup)
+
+
+command = partial(run_main, main)
+"""Run the program and exit with its code."""

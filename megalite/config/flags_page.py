@@ -1,0 +1,119 @@
+"""Page of all flags, docs/flags.md: `python -m megalite.config.flags_page > docs/flags.md` writes it anew."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from megalite.config import megatron_flags
+from megalite.config.run import RunConfig, section_types
+
+_HEAD = """\
+# All flags
+
+<!-- Written by `python -m megalite.config.flags_page > docs/flags.md`: do not edit. -->
+
+The flags of `pretrain_gpt.py` (`megalite-pretrain`), by section. `--config FILE` reads a YAML file of the same fields
+by section, spelled with underscores, and flags override it. "Also" has other spellings, most of them Megatron-LM's,
+with the value that they stand for. Megatron-LM's flags that are not on this page are refused, with the reason.
+"""
+_COLUMNS = """\
+| flag | value | default | meaning |
+|---|---|---|---|
+"""
+_SETTLED = """
+## Flags of Megatron-LM that change nothing
+
+They are accepted, with a note when a run starts.
+
+| what is so already | flags |
+|---|---|
+"""
+_WORDS = {int: "whole number", float: "number", str: "text"}
+
+
+def page() -> str:
+    """Return the page."""
+    parts, titles = [_HEAD], _docstrings(RunConfig)
+    for section, kind in section_types().items():
+        kinds, meanings = get_type_hints(kind), _docstrings(kind)
+        parts.append(f"\n## `{section}`\n\n{titles[section]}\n\n{_COLUMNS}")
+        parts += [_row(entry, kinds[entry.name], meanings[entry.name]) for entry in fields(kind)]
+    parts.append(_SETTLED)
+    for fact, flags in megatron_flags.ALREADY_SO.items():
+        names = ", ".join(f"`--{flag.partition('=')[0]}`" for flag in flags.split())
+        parts.append(f"| {_cell(fact)} | {names} |\n")
+    accepted = megatron_flags.ACCEPTED_VALUES.items()
+    values = [f"`--{flag} {value}`" for flag, (values, _) in accepted for value in values.split()]
+    return "".join([*parts, f"| these flags have these values, and take no others | {', '.join(values)} |\n"])
+
+
+def _row(entry: Field[Any], kind: Any, meaning: str) -> str:
+    flag = entry.name.replace("_", "-")
+    spelled = f"`--{flag}`, `--no-{flag}`" if kind is bool else f"`--{flag}`"
+    also = ", ".join(_others(flag))
+    text = f"{_cell(meaning)} Also {also}." if also else _cell(meaning)
+    return f"| {spelled} | {_value(kind)} | {_default(entry.default)} | {text} |\n"
+
+
+def _others(flag: str) -> Iterator[str]:
+    """Yield the other spellings of a flag."""
+    for other, name in megatron_flags.ALIASES.items():
+        if name == flag:
+            yield f"`--{other}`"
+    shorthands = {f"--{other}": meant for other, meant in megatron_flags.SHORTHANDS.items()}
+    for other, by_value in megatron_flags.VALUE_SHORTHANDS.items():
+        shorthands |= {f"--{other} {value}": meant for value, meant in by_value.items()}
+    shorthands[f"--{megatron_flags.NO_POSITION_EMBEDDING}"] = ("--position-embedding-type", "none")
+    shorthands[f"--{megatron_flags.USE_MEGATRON_FSDP}"] = ("--data-parallel-sharding-strategy", "optim_grads_params")
+    for other, (name, *values) in shorthands.items():
+        if name in (f"--{flag}", f"--no-{flag}"):
+            meant = values[0] if values else "off" if name == f"--no-{flag}" else "on"
+            yield f"`{other}` ({meant})"
+
+
+def _value(kind: Any) -> str:
+    options = [each for each in get_args(kind) if each is not type(None)]
+    if kind is bool:
+        return ""
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{each}`" for each in options)
+    if get_origin(kind) is tuple:
+        return f"{'several' if Ellipsis in options else len(options)} × {_WORDS[options[0]]}"
+    return _WORDS[kind] if kind in _WORDS else _value(options[0])
+
+
+def _default(value: Any) -> str:
+    if value is MISSING:
+        return "must be given"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None or value == ():
+        return "unset"
+    return f"`{' '.join(map(str, value)) if isinstance(value, tuple) else value}`"
+
+
+def _docstrings(kind: type) -> dict[str, str]:
+    """Return the text below each field of a dataclass and of those that it derives from, on one line."""
+    found: dict[str, str] = {}
+    for each in kind.__mro__[-2::-1]:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, text in zip(tree.body, tree.body[1:], strict=False):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(meaning))):
+                    found[name] = " ".join(meaning.split())
+    return found
+
+
+def _cell(text: str) -> str:
+    """Return a text that a cell of a table can hold."""
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+if __name__ == "__main__":
+    print(page(), end="")

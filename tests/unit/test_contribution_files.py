@@ -1,0 +1,49 @@
+"""What is there for contributors does what the Makefile does, and names no more than was tried."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def test_hooks_of_a_commit_run_what_make_lint_runs() -> None:
+    recipe = (ROOT / "Makefile").read_text().partition("\nlint:")[2]
+    commands = re.findall(r"^\t(\.venv/bin/.+)$|\t(shellcheck --[\w-]+)", recipe, re.MULTILINE)
+    (local,) = read(ROOT / ".pre-commit-config.yaml")["repos"]
+    assert local["repo"] == "local"
+    assert [hook["entry"] for hook in local["hooks"]] == ["".join(each) for each in commands]
+
+
+def test_the_workflow_runs_the_one_script_on_the_versions_that_were_tried() -> None:
+    (job,) = read(ROOT / ".github" / "workflows" / "ci.yml")["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert [step["with"]["python-version"] for step in job["steps"] if "with" in step] == ["3.11"]
+    assert job["name"] == "Python 3.11, torch 2.13"
+    assert '"torch>=2.11,<2.14"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_a_form_is_one(path: Path) -> None:
+    form = read(path)
+    assert {"name", "description", "body"} <= form.keys()
+    ids = [each["id"] for each in form["body"]]
+    assert len(set(ids)) == len(ids)
+    for each in form["body"]:
+        assert each["type"] in ("input", "textarea", "dropdown")
+        assert each["attributes"]["label"]
+        assert ("options" in each["attributes"]) == (each["type"] == "dropdown")
+
+
+def test_forms_ask_for_a_bug_a_feature_and_a_wrong_number() -> None:
+    assert [path.stem for path in FORMS] == ["bug", "feature", "wrong_number"]

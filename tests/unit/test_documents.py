@@ -1,0 +1,53 @@
+"""Documents that quote or name parts of the code: what they say is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("CONTRIBUTING.md", "docs/glossary.md", "docs/tour.md", "docs/versions.md")
+QUOTE = re.compile(r"^`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```python\n", re.MULTILINE)
+PATH = re.compile(
+    r"`((?:megalite|kernels|tests|docs|tools|slurm|examples|benchmarks)/[\w./-]*\w)(?:::(\w+)(?:\[.*?\])?)?`"
+)
+
+
+def is_quoted(quote: str, source: str) -> bool:
+    """Tell whether the parts of a quotation, between lines with an ellipsis, stand in the source in this order."""
+    parts = re.split(r"^ *\.\.\.\n", quote, flags=re.MULTILINE)
+    return re.search("^" + ".*?^".join(map(re.escape, parts)), source, re.MULTILINE | re.DOTALL) is not None
+
+
+def test_the_tour_quotes_word_for_word() -> None:
+    tour = (ROOT / "docs/tour.md").read_text()
+    quotes = QUOTE.findall(tour)
+    assert len(quotes) == len(FENCE.findall(tour)) > 0, "each quotation begins with its file: `path.py`:"
+    wrong = [f"{file}:\n{quote}" for file, quote in quotes if not is_quoted(quote, (ROOT / file).read_text())]
+    assert not wrong, "docs/tour.md quotes what is not there (any more):\n\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("quote", "expected"),
+    [
+        ("a = 1\nb = 2\n", True),
+        ("a = 1\n...\nd = 4\n", True),
+        ("b = 2\n    ...\n    c = 3\n", True),
+        ("a = 1\nd = 4\n", False),
+        ("d = 4\n...\na = 1\n", False),
+        ("a = 2\n", False),
+        ("= 1\n", False),
+    ],
+)
+def test_a_quotation_may_leave_out_lines_but_change_none(quote: str, expected: bool) -> None:
+    assert is_quoted(quote, "a = 1\nb = 2\n    c = 3\nd = 4\n") == expected
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_and_tests_that_are_named_exist(document: str) -> None:
+    for path, test in PATH.findall((ROOT / document).read_text()):
+        assert (ROOT / path).exists(), f"{document} names {path}"
+        assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{document} names {path}::{test}"
