@@ -22,7 +22,7 @@ from megalite.process.place import place_from_environment
 from megalite.training.failure import run_main
 
 if TYPE_CHECKING:
-    from megalite.inference.text import Piece
+    from megalite.inference.text import TextPiece
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def main() -> int:
     return 0
 
 
-def show(pieces: Iterable[Piece], count: int) -> None:
+def show(pieces: Iterable[TextPiece], count: int) -> None:
     """Stream texts to the terminal, each under a line with its number if there are several."""
     begun = -1
     try:
@@ -133,7 +133,7 @@ def show(pieces: Iterable[Piece], count: int) -> None:
         raise
 
 
-def write(pieces: Iterable[Piece], output: str) -> None:
+def write(pieces: Iterable[TextPiece], output: str) -> None:
     """Write each text when it is complete: after an interruption, the output holds only complete texts."""
     parts: list[str] = []
     texts = 0

@@ -51,8 +51,8 @@ class GPT(nn.Module):
     ) -> None:
         """Build this rank's share on the mesh's device, its values not yet set (see `initialize`).
 
-        `stage_layers`: what of the model; None: all. `tied_ranks`: if the output layer is tied to the word embedding, the
-        ranks that hold the two (None: this one); `tied` is the embedding's weight if another stage of this rank has it.
+        `stage_layers`: what of the model; None: all. `tied_ranks`: if the output layer is tied to the word embedding,
+        the ranks that hold both (None: this one); `tied` is the embedding's weight if another stage here has it.
         """
         super().__init__()
         if config.vocab_size is None:

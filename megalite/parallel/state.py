@@ -13,9 +13,9 @@ from megalite.parallel.sharding import Constant, Sharding
 class State(nn.Module):
     """A tensor that no gradient changes, and its `Sharding`: a module's counts or biases, an optimizer's row sums.
 
-    A module has it as any other module: an attribute, or one of a ModuleList. Its `replica_ranks`, and all ranks that differ
-    in their data-parallel position alone, hold the same values, whatever the ZeRO stage: whoever changes it changes it
-    alike on all of them. The first of them saves it, and all load it.
+    A module has it as any other module: an attribute, or one of a ModuleList. Its `replica_ranks`, and all ranks that
+    differ in their data-parallel position alone, hold the same values, whatever the ZeRO stage: whoever changes it
+    changes it alike on all of them. The first of them saves it, and all load it.
     """
 
     def __init__(self, sharding: Sharding, dtype: torch.dtype, device: torch.device) -> None:
