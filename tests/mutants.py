@@ -4464,6 +4464,27 @@ MUTANTS = (
         "tests/unit/test_torch_internals.py::test_it_stands_in_one_file_of_each_package",
     ),
     Mutant(
+        "Megatron-LM's arguments choose all activations at once",
+        "megalite/config/activations.py",
+        "{row.megatron: row is chosen for",
+        "{row.megatron: True for",
+        "tests/unit/test_config_activations.py::test_megatrons_arguments_choose_it_where_it_has_such",
+    ),
+    Mutant(
+        "muon reads none of adam's flags",
+        "megalite/config/optimizer.py",
+        'RuleFlags(("muon_", "adam_"), eight',
+        'RuleFlags(("muon_",), eight',
+        "tests/unit/test_config_validate.py::test_what_does_not_fit_is_the_one_problem",
+    ),
+    Mutant(
+        "an optimizer has no row of what it keeps",
+        "megalite/optim/kept.py",
+        """"sgd": Kept(_momentum), """,
+        "",
+        "tests/unit/test_optimizer_backends.py::test_every_choice_has_its_row_in_each_table",
+    ),
+    Mutant(
         "steps of a growing batch are proved for the last size alone",
         "megalite/training/trainer.py",
         "for size in self.batch_size.sizes]",
