@@ -4485,6 +4485,13 @@ MUTANTS = (
         "tests/unit/test_optimizer_backends.py::test_every_choice_has_its_row_in_each_table",
     ),
     Mutant(
+        "copies are taken for unlike where they orthogonalize other matrices",
+        "megalite/training/construction.py",
+        "if not any(set(ranks) <= ones for ones in split)",
+        "if ranks",
+        "tests/distributed/test_trainer.py::test_copies_with_other_buckets_are_named",
+    ),
+    Mutant(
         "steps of a growing batch are proved for the last size alone",
         "megalite/training/trainer.py",
         "for size in self.batch_size.sizes]",

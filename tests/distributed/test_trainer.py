@@ -140,11 +140,11 @@ def test_every_size_of_a_growing_batch_is_proved() -> None:
     assert len(trainer.steps.evaluation(BATCH)) == BATCH
 
 
-def unlike(fault: str) -> str:
+def unlike(fault: str, layout: str = "--pp 2") -> str:
     """What each of four ranks is told where those of the second of two copies do something else."""
-    flags = f"{FLAGS} --pp 2 --use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 500"
+    flags = f"{FLAGS} {layout} --use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 500"
     config = resolve(parse_arguments(flags.split()).config, 4)
-    mesh, stages = ParallelMesh(rank=dist.get_rank(), world_size=4, pipeline_parallel_size=2), make_stages(config)
+    mesh, stages = ParallelMesh(rank=dist.get_rank(), world_size=4, **config.parallel.mesh_sizes), make_stages(config)
     model = replace(config.model, vocab_size=VOCABULARY)
     chunks = make_chunks(config, model, mesh, stages)
     optimizer = make_optimizer(config, chunks, mesh)
@@ -169,7 +169,8 @@ def test_copies_that_do_something_else_behind_their_lists_are_named(rank_pools: 
 def test_copies_with_other_buckets_are_named(rank_pools: RankPools) -> None:
     """However many there are: what is reduced inside the lists follows their order."""
     pool = rank_pools(4)
-    assert set(pool.run(unlike, "")) == {""}
+    for layout in ("--pp 2", "--tp 2 --optimizer muon --swiglu --num-layers 1"):
+        assert set(pool.run(unlike, "", layout)) == {""}, layout
     (told,) = set(pool.run(unlike, "buckets"))
     assert told.startswith("rank 1, 3: declares that a bucket of ")
 
