@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from megalite.config.optimizer import OptimizerConfig
@@ -28,7 +28,21 @@ class UpdateRule(Protocol):
 
 def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
     """The rules that together update all of the shards once."""
-    runs = [run for shard in shards for run in shard.runs]
-    if config.optimizer != "muon":
-        return [elementwise_rule(runs, config)]
-    return [Muon(shards, mesh, config), elementwise_rule([run for run in runs if not run.group.matrices], config)]
+    return _MAKE[config.optimizer](shards, mesh, config)
+
+
+def _elementwise(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
+    return [elementwise_rule([run for shard in shards for run in shard.runs], config)]
+
+
+def _muon(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
+    rest = [run for shard in shards for run in shard.runs if not run.group.matrices]
+    return [Muon(shards, mesh, config), elementwise_rule(rest, config)]
+
+
+_MAKE: Mapping[str, Callable[[Sequence[Shard], ParallelMesh, OptimizerConfig], list[UpdateRule]]] = {
+    "adam": _elementwise,
+    "sgd": _elementwise,
+    "muon": _muon,
+}
+"""Makers of the rules of each --optimizer."""
