@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megalite_kernels.implementation import Operation, current
 from megalite_kernels.products import product_into
+from megalite_kernels.torch_internals import gelu_gradient_into, silu_gradient_into
 
 # ------------------------------------------------------------------------------------------------- the references
 
@@ -46,7 +47,7 @@ class _SwiGLU(torch.autograd.Function):
         result = torch.empty_like(gate_up)
         gate_gradient, up_gradient = result.chunk(2, dim=-1)
         product_into(up_gradient, gradients[0], F.silu(gate))
-        torch.ops.aten.silu_backward.grad_input(gradients[0] * up, gate, grad_input=gate_gradient)
+        silu_gradient_into(gate_gradient, gradients[0] * up, gate)
         return result
 
 
@@ -67,9 +68,7 @@ class _GeGLU(torch.autograd.Function):
         result = torch.empty_like(gate_up)
         gate_gradient, up_gradient = result.chunk(2, dim=-1)
         product_into(up_gradient, gradients[0], F.gelu(gate, approximate=ctx.approximate))
-        torch.ops.aten.gelu_backward.grad_input(
-            gradients[0] * up, gate, approximate=ctx.approximate, grad_input=gate_gradient
-        )
+        gelu_gradient_into(gate_gradient, gradients[0] * up, gate, ctx.approximate)
         return result, None
 
 

@@ -36,6 +36,7 @@ def _value_and_slope(x: tl.tensor, FUNCTION: tl.constexpr) -> tuple[tl.tensor, t
         value = x * below
         slope = below + value * above * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     else:
+        tl.static_assert(FUNCTION == "silu", "no kernel computes this activation")
         below, above = tl.sigmoid(x), tl.sigmoid(-x)
         value = x * below
         slope = below + value * above

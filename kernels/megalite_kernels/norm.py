@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megalite_kernels.implementation import current
+from megalite_kernels.torch_internals import layer_norm_gradients
 
 # ------------------------------------------------------------------------------------------------- the reference
 
@@ -65,8 +66,8 @@ class _LayerNormReference(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         *parts, mean, inverse = ctx.saved_tensors
         gradient, wide, *vectors = _widened(gradients[0], *parts)
-        shape, all_three = vectors[0].shape, (True, True, True)
-        found = torch.ops.aten.native_layer_norm_backward(gradient, wide, shape, mean, inverse, *vectors, all_three)
+        weight, bias = vectors
+        found = layer_norm_gradients(gradient, wide, weight.shape, mean, inverse, weight, bias)
         of_input, of_weight, of_bias = (value.to(part.dtype) for value, part in zip(found, parts, strict=True))
         return of_input, of_weight, of_bias, None
 

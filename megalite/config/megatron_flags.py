@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
+from megalite.config.activations import MEGATRON_ALONE
 from megalite.errors import ConfigurationError
 
 ALIASES: Mapping[str, str] = {
@@ -353,7 +354,8 @@ REFUSED: Mapping[str, str] = {
     no-inference-use-synchronous-zmq-collectives inference-disable-ep-consensus no-inference-disable-ep-consensus
     inference-shards
     """,
-    ARCHITECTURE: """
+    ARCHITECTURE: f"""
+    {" ".join(MEGATRON_ALONE).replace("_", "-")}
     mtp-standalone mtp-num-layers mtp-loss-scaling-factor mtp-use-repeated-layer mtp-detach-heads mtp-hsm
     mtp-hybrid-override-pattern fp32-residual-connection apply-residual-connection-post-layernorm glu-linear-offset
     activation-func-clamp-value qk-l2-norm qk-clip qk-clip-alpha qk-clip-threshold attention-output-gate
@@ -365,7 +367,7 @@ REFUSED: Mapping[str, str] = {
     linear-num-key-heads linear-num-value-heads enable-mhc-connections mhc-num-residual-streams mhc-sinkhorn-iterations
     mhc-init-gating-factor mhc-recompute-layer-num is-hybrid-model mamba-state-dim mamba-head-dim mamba-num-groups
     mamba-num-heads gdp-num-householder disable-mamba-mem-eff-path gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute
-    no-rope-freq quick-geglu rope-type mamba-training-ssm-states-dtype q-lora-rank kv-lora-rank qk-head-dim
+    no-rope-freq rope-type mamba-training-ssm-states-dtype q-lora-rank kv-lora-rank qk-head-dim
     qk-pos-emb-head-dim v-head-dim cache-mla-latents mla-down-proj-fusion linear-attention-freq
     heterogeneous-layers-config-path heterogeneous-layers-config-encoded-json
     log-max-attention-logit hybrid-layer-pattern hybrid-override-pattern

@@ -3,8 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+
+@dataclass(frozen=True)
+class RuleFlags:
+    """Flags that an update rule reads, of those that not all rules do.
+
+    Attributes:
+        prefixes: of the fields that it reads.
+        squares: it keeps an average of squared gradients, of --exp-avg-sq-dtype.
+        eight_bits: its averages may be kept in 8 bits.
+        remainders: it may keep masters as remainders.
+    """
+
+    prefixes: tuple[str, ...]
+    squares: bool = True
+    eight_bits: bool = True
+    remainders: bool = True
+
+
+RULE_FLAGS: Mapping[str, RuleFlags] = {
+    "adam": RuleFlags(("adam_",)),
+    "sgd": RuleFlags(("sgd_",), squares=False),
+    "muon": RuleFlags(("muon_", "adam_"), eight_bits=False, remainders=False),  # what is no matrix is adam's
+}
+"""The choices of --optimizer."""
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,10 @@ class ParallelConfig:
         tensor = f"TP {self.tensor_model_parallel_size}{' with SP' if self.sequence_parallel else ''}"
         sizes = {"CP": self.context_parallel_size, "PP": self.pipeline_model_parallel_size}
         others = "".join(f" x {axis} {size}" for axis, size in sizes.items() if size > 1)
-        return f"{tensor}{others} x DP {self.data_parallel_size(world_size)}"
+        ep, etp = self.expert_model_parallel_size, self.mesh_sizes["expert_tensor_parallel_size"]
+        otherwise = ep > 1 or etp != self.tensor_model_parallel_size
+        experts = f" (experts: EP {ep} x ETP {etp})" if otherwise else ""
+        return f"{tensor}{others} x DP {self.data_parallel_size(world_size)}{experts}"
 
     @property
     def model_parallel_size(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 from megalite.config import megatron_flags
+from megalite.config.activations import has_exact_form
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.command_line import flag_groups, refuse_blank
 from megalite.config.run import RunConfig, fields_by_name, section_types
@@ -93,7 +94,7 @@ def _applied_last(config: RunConfig, given: Collection[str]) -> RunConfig:
         parallel = replace(parallel, data_parallel_sharding_strategy="optim_grads_params")
     if megatron_flags.NO_POSITION_EMBEDDING in given and model.position_embedding_type == "learned_absolute":
         model = replace(model, position_embedding_type="none")
-    by_tanh = model.activation.name in ("gelu", "geglu") and not {"openai-gelu", "no-exact-gelu"} & set(given)
+    by_tanh = has_exact_form(model.activation) and not {"openai-gelu", "no-exact-gelu"} & set(given)
     if megatron_flags.NO_BIAS_GELU_FUSION in given and by_tanh:
         model = replace(model, exact_gelu=True)
     return replace(config, parallel=parallel, model=model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,16 @@ TokenizerType = Literal[
     "ByteTokenizer",
     "NullTokenizer",
 ]
+FILES_AND_OPTIONS: Mapping[str, str] = {
+    "tokenizer_model": "SentencePieceTokenizer GPTSentencePieceTokenizer Llama2Tokenizer HuggingFaceTokenizer "
+    "TikTokenizer",
+    "vocab_file": "GPT2BPETokenizer",
+    "merge_file": "GPT2BPETokenizer",
+    "tiktoken_pattern": "TikTokenizer",
+    "tiktoken_num_special_tokens": "TikTokenizer",
+    "tokenizer_special_tokens": "TikTokenizer",
+}
+"""The fields that only some kinds of tokenizer read -> these."""
 FastEncoding = Literal["auto", "require", "off"]
 
 

@@ -15,7 +15,7 @@ from megalite.config.data import DataConfig
 from megalite.config.model import ModelConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.run import RunConfig, section_types
-from megalite.config.tokenizer import TokenizerType
+from megalite.config.tokenizer import FILES_AND_OPTIONS, TokenizerType
 from megalite.config.training import TrainingConfig
 from megalite.config.validate_checkpoint import checkpoint_problems
 from megalite.config.validate_optimizer import optimizer_problems
@@ -48,15 +48,6 @@ _ABOVE_ZERO = """loss_scale initial_loss_scale min_loss_scale rotary_base exit_d
     rope_scaling_factor rope_scaling_low_freq_factor rope_scaling_high_freq_factor rotary_seq_len_interpolation_factor
     yarn_beta_fast yarn_beta_slow yarn_attention_factor rotary_scaling_factor
     muon_extra_scale_factor adam_eps watchdog_min_seconds"""
-_TOKENIZER_FLAGS = {
-    "tokenizer_model": "SentencePieceTokenizer GPTSentencePieceTokenizer Llama2Tokenizer HuggingFaceTokenizer "
-    "TikTokenizer",
-    "vocab_file": "GPT2BPETokenizer",
-    "merge_file": "GPT2BPETokenizer",
-    "tiktoken_pattern": "TikTokenizer",
-    "tiktoken_num_special_tokens": "TikTokenizer",
-    "tokenizer_special_tokens": "TikTokenizer",
-}
 _TO_COME = {
     "context_parallel_size": megatron_flags.CONTEXT,
     "expert_model_parallel_size": megatron_flags.EXPERTS,
@@ -437,7 +428,7 @@ def _tokenizer(config: RunConfig) -> Iterator[str]:
     if kind is None:
         yield f"give --tokenizer-type: {', '.join(get_args(TokenizerType))}"
         return
-    for name, kinds in _TOKENIZER_FLAGS.items():
+    for name, kinds in FILES_AND_OPTIONS.items():
         value, reads = getattr(data, name), kind in kinds.split()
         flag = "--" + name.replace("_", "-")
         if reads and value is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from megalite.config.optimizer import OptimizerConfig
+from megalite.config.optimizer import RULE_FLAGS, OptimizerConfig
 from megalite.config.run import RunConfig
 
 _EIGHT_BITS = ("int8", "fp8")
@@ -20,8 +20,9 @@ def optimizer_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _idle(optimizer: OptimizerConfig) -> Iterator[str]:
-    """Flags of an update rule that is not chosen. (Muon leaves to adam what is no matrix.)"""
-    for prefix, rules in (("adam_", ("adam", "muon")), ("sgd_", ("sgd",)), ("muon_", ("muon",))):
+    """Flags of an update rule that is not chosen."""
+    for prefix in dict.fromkeys(prefix for row in RULE_FLAGS.values() for prefix in row.prefixes):
+        rules = [name for name, row in RULE_FLAGS.items() if prefix in row.prefixes]
         for field in fields(optimizer):
             idle = field.name.startswith(prefix) and optimizer.optimizer not in rules
             if idle and getattr(optimizer, field.name) != field.default:
@@ -51,10 +52,12 @@ def _what_is_kept(config: RunConfig) -> Iterator[str]:
             yield f"{flag} is kept by --optimizer-backend megalite (or auto), not by {backend}"
     if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum and "exp_avg_dtype" in optimizer.narrow:
         yield f"--exp-avg-dtype {optimizer.exp_avg_dtype}: --sgd-momentum 0 keeps no average"
-    if optimizer.optimizer == "sgd" and "exp_avg_sq_dtype" in optimizer.narrow:
-        yield f"--exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: --optimizer sgd keeps no squares"
-    if optimizer.optimizer == "muon" and optimizer.exp_avg_dtype in _EIGHT_BITS:
-        yield f"--exp-avg-dtype {optimizer.exp_avg_dtype} is of adam and sgd: muon's momentum is not in 8 bits"
+    name, row = optimizer.optimizer, RULE_FLAGS[optimizer.optimizer]
+    if not row.squares and "exp_avg_sq_dtype" in optimizer.narrow:
+        yield f"--exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: --optimizer {name} keeps no squares"
+    if not row.eight_bits and optimizer.exp_avg_dtype in _EIGHT_BITS:
+        others = " and ".join(other for other, its in RULE_FLAGS.items() if its.eight_bits)
+        yield f"--exp-avg-dtype {optimizer.exp_avg_dtype} is of {others}: {name}'s momentum is not in 8 bits"
     if optimizer.exp_avg_sq_dtype in _EIGHT_BITS and optimizer.adam_eps < _LEAST_EPSILON:
         dtype = optimizer.exp_avg_sq_dtype
         yield (
@@ -73,7 +76,7 @@ def _remainders(config: RunConfig) -> Iterator[str]:
         yield f"{flag} needs --bf16: it is what bf16 parameters lack of fp32 masters"
     if optimizer.main_params_dtype != "fp32":
         yield f"{flag} is another way to keep fp32 masters than --main-params-dtype {optimizer.main_params_dtype}"
-    if optimizer.optimizer == "muon":
-        yield f"{flag} needs --optimizer adam or sgd"
+    if not RULE_FLAGS[optimizer.optimizer].remainders:
+        yield f"{flag} needs --optimizer {' or '.join(name for name, row in RULE_FLAGS.items() if row.remainders)}"
     if optimizer.optimizer_backend in ("torch", "apex"):
         yield f"{flag} needs --optimizer-backend megalite (or auto), not {optimizer.optimizer_backend}"

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
+from megalite.config.activations import MEGATRON_ALONE, flags_by_megatron, megatron_of
 from megalite.config.attention_windows import MOST_LAYERS
 from megalite.config.run import fits
 from megalite.config.tokenizer import TokenizerFlags, TokenizerType
@@ -18,7 +19,7 @@ from megalite.small_files import shown
 _SAME = """num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels group_query_attention
     max_position_embeddings rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor
     use_rope_scaling rope_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
-    yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p qk_layernorm swiglu squared_relu
+    yarn_correction_range_round_to_int norm_epsilon apply_layernorm_1p qk_layernorm
     add_bias_linear add_qkv_bias untie_embeddings_and_output_weights make_vocab_size_divisible_by init_method_std
     hidden_dropout attention_dropout normalization position_embedding_type"""
 """Fields of ModelConfig that are arguments by the same name."""
@@ -41,7 +42,6 @@ _NOT_OURS: Mapping[str, tuple[object, ...]] = {
     "softmax_scale": (None,),
     "no_rope_freq": (None,),
     "mrope_section": (None,),
-    "quick_geglu": (None, False),
     "glu_linear_offset": (None, 0.0),
     "activation_func_clamp_value": (None,),
     "apply_residual_connection_post_layernorm": (None, False),
@@ -54,6 +54,7 @@ _NOT_OURS: Mapping[str, tuple[object, ...]] = {
     "spec": (None,),
     "use_mup": (None, False),
     "retro_add_retriever": (None, False),
+    **dict.fromkeys(MEGATRON_ALONE, (None, False)),
 }
 """Arguments for parts of a network that megalite does not have, with the values at which they change nothing.
 
@@ -89,6 +90,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     if kind == "learned_absolute" and arguments.get("add_position_embedding") is False:
         values["position_embedding_type"] = "none"
     values |= _window(arguments)
+    values |= flags_by_megatron(arguments, biases=values.get("add_bias_linear", True))
     hints = get_type_hints(ModelConfig)
     problems += [
         f"  --{name.replace('_', '-')} {shown(value)}: megalite has no such network"
@@ -114,10 +116,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     problems = problems or [f"  {problem}" for problem in model_problems(model)]
     if problems:
         raise CheckpointError("\n".join(problems))
-    # Megatron-LM's GELU is exact, but for the one that is fused with a bias.
-    fused = arguments.get("bias_gelu_fusion", True) and model.add_bias_linear
-    exact = model.activation.name == "gelu" and not fused and not arguments.get("openai_gelu")
-    return ModelConfig(**values, exact_gelu=exact)
+    return model
 
 
 def _window(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,7 +181,7 @@ def arguments_of(
         "ffn_hidden_size": model.ffn_size,
         "kv_channels": model.head_dim,
         "num_query_groups": model.num_query_groups,
-        "bias_gelu_fusion": model.activation.name == "gelu",
+        **megatron_of(model.activation),
         "add_position_embedding": True,
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
         "window_size": next(((before, 0) for before in windows if before is not None), None),

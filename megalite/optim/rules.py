@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from megalite.config.optimizer import OptimizerConfig
@@ -28,8 +28,21 @@ class UpdateRule(Protocol):
 
 def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
     """The rules that together update all of the shards once."""
-    segments = [segment for shard in shards for segment in shard.segments]
-    if config.optimizer != "muon":
-        return [elementwise_rule(segments, config)]
-    others = [segment for segment in segments if not segment.group.matrices]
-    return [Muon(shards, mesh, config), elementwise_rule(others, config)]
+    return _MAKE[config.optimizer](shards, mesh, config)
+
+
+def _elementwise(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
+    return [elementwise_rule([segment for shard in shards for segment in shard.segments], config)]
+
+
+def _muon(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
+    rest = [segment for shard in shards for segment in shard.segments if not segment.group.matrices]
+    return [Muon(shards, mesh, config), elementwise_rule(rest, config)]
+
+
+_MAKE: Mapping[str, Callable[[Sequence[Shard], ParallelMesh, OptimizerConfig], list[UpdateRule]]] = {
+    "adam": _elementwise,
+    "sgd": _elementwise,
+    "muon": _muon,
+}
+"""Makers of the rules of each --optimizer."""

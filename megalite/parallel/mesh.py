@@ -124,6 +124,10 @@ class ParallelMesh:
 
         Raises ValueError if no view has all of the axes.
         """
+        if unknown := [axis for axis in axes if axis not in self._sizes]:
+            raise ValueError(
+                f"the mesh has no axis {unknown[0]!r}: it has {DENSE_AXES} and, for experts, {EXPERT_AXES}"
+            )
         view = next((view for view in self._views if set(axes) <= set(view)), None)
         if view is None:
             raise ValueError(f"axes {axes} are of two views: one has {DENSE_AXES}, the other {EXPERT_AXES}")
@@ -137,7 +141,8 @@ class ParallelMesh:
         return self._by_axes[axes]
 
     def world(self) -> Group:
-        return self.group_of(range(self.world_size))
+        """All ranks; found once, as any group is."""
+        return self.group(*DENSE_AXES)
 
     def group_of(self, ranks: Sequence[int]) -> Group:
         """The group of an explicit set of ranks that contains this one."""

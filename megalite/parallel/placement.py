@@ -42,11 +42,23 @@ def split(
     Args:
         columns: the box stands in a local matrix whose columns are so many last dimensions (0: a vector).
         padded: the first dimension is dealt as if it had this length; what lies past the true one is padding.
+
+    Raises ValueError for axes that do not cut weights, or cut them twice, and where parts would not be equal.
     """
+    used = [axis for axes in splits.values() for axis in axes]
+    if len(set(used)) < len(used) or not any(set(used) <= set(axes) for axes in (DENSE, EXPERT)):
+        raise ValueError(
+            f"{tensor.name} split over {dict(splits)}: give each axis once, all of {DENSE} or all of {EXPERT}"
+        )
     box, local, true_rows = whole(tensor), tensor.shape, None
     for dimension, axes in splits.items():
         padding = padded if dimension == 0 else None
         length = tensor.shape[dimension] if padding is None else padding
+        if length % mesh.size(*axes):
+            raise ValueError(
+                f"dimension {dimension} of {tensor.name}, {length} long, does not divide over {mesh.size(*axes)} ranks "
+                f"of {' x '.join(axes)}: refuse such a size with the flags, or pad it"
+            )
         start, count = partition_range(length, mesh.size(*axes), mesh.ranks(*axes).index(mesh.rank))
         true_start = min(start, tensor.shape[dimension])
         true_count = min(start + count, tensor.shape[dimension]) - true_start
@@ -56,8 +68,7 @@ def split(
             true_rows = true_count
     cut = len(local) - columns
     local_shape = (math.prod(local[:cut]), math.prod(local[cut:])) if columns else (math.prod(local),)
-    used = {axis for axes in splits.values() for axis in axes}
-    expert = not used.isdisjoint(EXPERT)
+    expert = not set(used).isdisjoint(EXPERT)
     free = [axis for axis in (EXPERT if expert else DENSE) if axis not in used]
     made = tuple((dimension, axis) for dimension, axes in splits.items() for axis in axes)
     piece = Piece(tensor, box, 0, local_shape[0] if true_rows is None else true_rows, made)

@@ -188,16 +188,21 @@ class _Chunk(Generic[MicroBatch]):
         return edges
 
     def check_terms(self, terms: TermSums, loss_multipliers: Mapping[str, float] | None, micro_batch: int) -> None:
-        """Raise MegaliteError for a term that is no scalar, or has no factor where there are some."""
+        """Raise MegaliteError for a term that is no scalar in fp32 or wider, or has no multiplier if there are some."""
         for name, term in terms.items():
-            if not isinstance(term, Tensor) or term.dim() or not term.is_floating_point():
+            if not isinstance(term, Tensor) or term.dim() or not _is_wide(term):
                 shown = f"{tuple(term.shape)} of {term.dtype}" if isinstance(term, Tensor) else type(term).__name__
                 raise MegaliteError(
-                    f"stage {self.stage} returned a term of the loss that is no scalar of floating point for "
+                    f"stage {self.stage} returned a term of the loss that is no scalar of fp32 or wider for "
                     f"micro-batch {micro_batch}: {name}, {shown}"
                 )
             if loss_multipliers is not None and name not in loss_multipliers:
                 raise MegaliteError(f"stage {self.stage} returned a term of the loss that is not declared: {name}")
+
+
+def _is_wide(term: Tensor) -> bool:
+    """Tell if sums can be added up in a tensor's dtype."""
+    return term.is_floating_point() and term.itemsize >= torch.float32.itemsize
 
 
 def _words(spec: TensorSpec) -> str:

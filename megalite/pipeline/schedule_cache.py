@@ -62,18 +62,20 @@ class ScheduleCache:
         inside: Mapping[Kind, Sequence[Inside]] | None = None,
         behind: Sequence[Sequence[Collective]] = (),
         terms: Sequence[LossTerm] = (),
+        copied: Sequence[str] = (),
     ) -> None:
         """`schedule`: a name in SCHEDULES; `group`: see there. `overlap`: messages travel beside computations.
 
         What else the step communicates, for the proof: copies of the pipeline do together what is `inside` actions of
         a kind, in order; the pipeline's ranks what is `behind` the list of each (see `check`). Of the loss, all ranks
-        must have the same `terms`.
+        must have the same `terms`. `copied`: in words and in order, what copies of this rank must have alike, which
+        are those with the same stages and the same place among tensor-parallel ranks.
         """
         self.stages, self.rank = stages if stages is not None else Stages(), rank
         self._schedule, self._group, self._overlap = SCHEDULES[schedule], group, overlap
         self._reductions = reductions if reductions is not None else Reductions()
         self._inside, self._behind = inside if inside is not None else {}, behind
-        self._declared = _declared(self.stages, terms)
+        self._declared, self._copied = _declared(self.stages, terms), list(copied)
         self._proved: dict[_Step, str] = {}
         """The digest of this rank's list."""
         self._lists: dict[_Step, list[Action]] = {}
@@ -95,7 +97,8 @@ class ScheduleCache:
         of the lists that they have proved. Without, this rank proves all of them.
 
         Raises ScheduleError, on all ranks, for a step that is not right or cannot be proved, where ranks declare other
-        messages or terms of the loss, and where those that hold the same stages do not find the same: all are defects.
+        messages or terms of the loss, and where those that hold the same stages do not find or have the same: all are
+        defects.
         """
         steps = sorted({_Step(number, True) for number in training} | {_Step(number, False) for number in evaluation})
         steps.sort(key=lambda step: step.micro_batches * (3 if step.backward else 1), reverse=True)
@@ -153,29 +156,38 @@ class ScheduleCache:
             why = str(failure)
             if not isinstance(failure, ScheduleError):
                 why = f"rank {mesh.rank} could not prove its steps: {type(failure).__name__}: {failure}"
-        own = json.dumps([self.rank, _hashed([*digests, self._inside]), _hashed(self._declared), why[:_LONGEST]])
+        place = [self.rank, mesh.coordinate("tp")]
+        hashes = map(_hashed, (self._declared, self._copied, [*digests, self._inside]))
+        own = json.dumps([place, *hashes, why[:_LONGEST]])
         told = [json.loads(text) for text in all_gather_text(own, mesh.world(), mesh.device)]
         for *_, error in told:
             if error:
                 raise ScheduleError(error) from failure
-        if others := _unlike_most([("", declared) for _, _, declared, _ in told]):
-            raise ScheduleError(
-                f"{_named(others)}: {self._difference(others, mesh)}. Do all ranks run the same megalite?"
-            )
-        if others := _unlike_most([(rank, lists) for rank, lists, _, _ in told]):
+        everyone = [("", declared) for _, declared, *_ in told]
+        copies = [(tuple(place), copied) for place, _, copied, *_ in told]
+        for found, words in ((everyone, self._declared), (copies, self._copied)):
+            if others := _unlike_most(found):
+                raise ScheduleError(
+                    f"{_named(others)}: {_difference(found, others, words, mesh)}. Do all ranks run the same megalite?"
+                )
+        if others := _unlike_most([(rank, lists) for (rank, _), *_, lists, _ in told]):
             raise ScheduleError(
                 f"{_named(others)}: the steps, or what is done together inside them, are not those of the other ranks "
                 "with the same stages. Do all ranks run the same megalite?"
             )
 
-    def _difference(self, others: Collection[int], mesh: ParallelMesh) -> str:
-        """Say what the first of the others declares otherwise, in words; all ranks call it together."""
-        declared = [json.loads(text) for text in all_gather_text(json.dumps(self._declared), mesh.world(), mesh.device)]
-        other = min(others)
-        usual = next(rank for rank in range(len(declared)) if rank not in others)
-        pairs = zip_longest(declared[other], declared[usual], fillvalue="nothing more")
-        theirs, expected = next((one, two) for one, two in pairs if one != two)
-        return f"declares {theirs[:_LONGEST]}, where rank {usual} declares {expected[:_LONGEST]}"
+
+def _difference(
+    found: Sequence[tuple[Hashable, str]], others: Sequence[int], words: Sequence[str], mesh: ParallelMesh
+) -> str:
+    """Say what the first of the others declares otherwise than its kind, given this rank's words; all ranks call it
+    together."""
+    declared = [json.loads(text) for text in all_gather_text(json.dumps(words), mesh.world(), mesh.device)]
+    other = others[0]
+    usual = next(rank for rank, (kind, _) in enumerate(found) if kind == found[other][0] and rank not in others)
+    pairs = zip_longest(declared[other], declared[usual], fillvalue="nothing more")
+    theirs, expected = next((one, two) for one, two in pairs if one != two)
+    return f"declares {theirs[:_LONGEST]}, where rank {usual} declares {expected[:_LONGEST]}"
 
 
 def _declared(stages: Stages, terms: Sequence[LossTerm]) -> list[str]:

@@ -138,14 +138,38 @@ def make_schedule_cache(
         },
         behind=_behind_the_lists(mesh, optimizer),
         terms=terms,
+        copied=_copied(mesh, optimizer),
     )
+
+
+def _copied(mesh: ParallelMesh, optimizer: Optimizer) -> list[str]:
+    """Say in words, in order, what data-parallel copies of this rank must have alike: buckets, which follow one another
+    inside the lists, and collectives behind the lists."""
+    has = [
+        f"that a bucket of {bucket.length} elements is among {len(bucket.shard_group.ranks)} ranks of "
+        f"{_data_axes(bucket)}"
+        for bucket in optimizer.buckets
+    ]
+    # Each copy orthogonalizes other matrices, which are split over these alone.
+    split = [set(mesh.ranks("tp")), set(mesh.ranks("etp"))]
+    does = [
+        f"{name} among {len(ranks)} ranks behind its list"
+        for name, ranks in optimizer.collectives()
+        if not any(set(ranks) <= ones for ones in split)
+    ]
+    return has + does
 
 
 def _inside(name: str, buckets: Iterable[Bucket]) -> tuple[Inside, ...]:
     """List the collectives over these buckets that data-parallel replicas of a pipeline do inside actions, once per
     group."""
-    experts = {bucket.slots[0].parameter.sharding.expert: len(bucket.shard_group.ranks) for bucket in buckets}
-    return tuple(Inside(name, f"{size} of {'edp' if expert else 'dp x cp'}") for expert, size in experts.items())
+    sizes = {_data_axes(bucket): len(bucket.shard_group.ranks) for bucket in buckets}
+    return tuple(Inside(name, f"{size} of {axes}") for axes, size in sizes.items())
+
+
+def _data_axes(bucket: Bucket) -> str:
+    """Name the axes over which a bucket's gradients are summed."""
+    return "edp" if bucket.slots[0].parameter.sharding.expert else "dp x cp"
 
 
 def _behind_the_lists(mesh: ParallelMesh, optimizer: Optimizer) -> list[list[Collective]]:

@@ -5,6 +5,7 @@ Everything is summed once over the whole global batch, and nothing else averages
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -18,6 +19,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import NO_SUMS, LossTerm, TermSums, add_sums
 from megalite.training.metrics import is_figure
 
+_MISSING = torch.tensor(-0.0, dtype=torch.float64)
 Totals = Mapping[str, float]
 """Values by the names of terms."""
 
@@ -63,8 +65,23 @@ def total_counts(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -
 
 
 def total_sums(terms: Sequence[LossTerm], own: TermSums, mesh: ParallelMesh) -> Totals:
-    """Add up the sums that ranks have of each term, or nothing; the stages of a pipeline have parts of them, too."""
-    return _totals({term.name: term.axes for term in terms}, own, mesh, over_stages=True)
+    """Add up the sums that ranks have of each term, or nothing; the stages of a pipeline have parts of them, too.
+
+    Raises MegaliteError for a term of which no rank has a sum.
+    """
+    # What is missing is a negative zero, of which any sum leaves one, and no sum that a rank has is one.
+    sums = _totals(
+        {term.name: term.axes for term in terms},
+        {term.name: own[term.name] + 0.0 if term.name in own else _MISSING for term in terms},
+        mesh,
+        over_stages=True,
+    )
+    if missing := [name for name, total in sums.items() if total == 0.0 and math.copysign(1.0, total) < 0.0]:
+        raise MegaliteError(
+            f"no stage returned the term of the loss that is declared as {missing[0]}: have a layer or the head return "
+            "its sum, or take it out of GPT.loss_terms"
+        )
+    return sums
 
 
 def _totals(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.parallel.mesh import ParallelMesh
+from megalite.pipeline.simulator import ScheduleError
+from megalite.training.builder import make_chunks, make_optimizer, make_schedule_cache, make_stages
 from megalite.training.data import open_data
 from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
@@ -135,6 +138,41 @@ def test_every_size_of_a_growing_batch_is_proved() -> None:
     for micro_batches in range(1, BATCH + 1):
         assert len(trainer.steps.training(micro_batches)) == 2 * micro_batches + 1
     assert len(trainer.steps.evaluation(BATCH)) == BATCH
+
+
+def unlike(fault: str, layout: str = "--pp 2") -> str:
+    """What each of four ranks is told where those of the second of two copies do something else."""
+    flags = f"{FLAGS} {layout} --use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 500"
+    config = resolve(parse_arguments(flags.split()).config, 4)
+    mesh, stages = ParallelMesh(rank=dist.get_rank(), world_size=4, **config.parallel.mesh_sizes), make_stages(config)
+    model = replace(config.model, vocab_size=VOCABULARY)
+    chunks = make_chunks(config, model, mesh, stages)
+    optimizer = make_optimizer(config, chunks, mesh)
+    if mesh.coordinate("dp") == 1:
+        if fault == "behind":
+            every = [each for each in optimizer.collectives() if "gather" not in each[0]]
+            optimizer.collectives = lambda: every  # type: ignore[method-assign]
+        if fault == "buckets":
+            optimizer.buckets = optimizer.buckets[::-1]
+    try:
+        make_schedule_cache(config, mesh, stages, chunks, optimizer, ()).prove([2], mesh=mesh)
+    except ScheduleError as error:
+        return str(error)
+    return ""
+
+
+def test_copies_that_do_something_else_behind_their_lists_are_named(rank_pools: RankPools) -> None:
+    (told,) = set(rank_pools(4).run(unlike, "behind"))
+    assert told.startswith("rank 1, 3: declares nothing more, where rank 0 declares gather of parameters among 2 ranks")
+
+
+def test_copies_with_other_buckets_are_named(rank_pools: RankPools) -> None:
+    """However many there are: what is reduced inside the lists follows their order."""
+    pool = rank_pools(4)
+    for layout in ("--pp 2", "--tp 2 --optimizer muon --swiglu --num-layers 1"):
+        assert set(pool.run(unlike, "", layout)) == {""}, layout
+    (told,) = set(pool.run(unlike, "buckets"))
+    assert told.startswith("rank 1, 3: declares that a bucket of ")
 
 
 def test_evaluations_drop_nothing_and_leave_no_trace() -> None:

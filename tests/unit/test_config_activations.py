@@ -11,7 +11,8 @@ import transformers.activations
 from torch import Tensor, randn
 
 from megalite.config import ModelConfig
-from megalite.config.activations import ACTIVATIONS, FLAGS, Activation
+from megalite.config.activations import ACTIVATIONS, FLAGS, MEGATRON_ALONE, Activation, flags_by_megatron, megatron_of
+from megalite.config.megatron_flags import ARCHITECTURE, REFUSED
 from megalite.config.validate import model_problems
 from megalite_kernels.activation import FUNCTIONS
 
@@ -37,6 +38,21 @@ def test_its_function_is_the_one_that_its_names_have_in_transformers(row: Activa
         function = F.silu if name == "swish" else transformers.activations.ACT2FN[name]
         expected: Tensor = function(gate) if up is None else function(gate) * up
         assert (FUNCTIONS[row.name](values) - expected).abs().max() < 1e-6  # gelu_accurate rounds a constant
+
+
+@every_row
+def test_megatrons_arguments_choose_it_where_it_has_such(row: Activation) -> None:
+    """Else they choose another: that it is not the same the caller finds."""
+    found = flags_by_megatron(megatron_of(row), biases=True)
+    there = {flag for flag, value in found.items() if value}
+    assert (there == row.flags) == (row.name not in ("geglu", "exact_geglu"))
+    assert flags_by_megatron({"openai_gelu": True}, biases=False) == {"exact_gelu": False}
+    assert flags_by_megatron({}, biases=False) == {"exact_gelu": True}
+
+
+def test_an_activation_of_megatrons_that_is_no_row_is_refused() -> None:
+    assert MEGATRON_ALONE == ["quick_geglu"]
+    assert "quick-geglu" in REFUSED[ARCHITECTURE].split()
 
 
 def test_every_function_has_a_row() -> None:

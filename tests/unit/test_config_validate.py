@@ -606,6 +606,19 @@ def test_axes_to_come_say_nothing_at_one(etp: str, given: int | None) -> None:
     assert config.parallel.layout(4) == "TP 2 x DP 2"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "layout"),
+    [
+        ("--tp 2 --cp 2", "TP 2 x CP 2 x DP 2"),
+        ("--tp 2 --ep 2", "TP 2 x DP 4 (experts: EP 2 x ETP 2)"),
+        ("--pp 2 --ep 4 --etp 1", "TP 1 x PP 2 x DP 4 (experts: EP 4 x ETP 1)"),
+        ("--tp 2 --etp 1", "TP 2 x DP 4 (experts: EP 1 x ETP 1)"),
+    ],
+)
+def test_a_layout_names_each_axis_that_splits(sizes: str, layout: str) -> None:
+    assert config_of(sizes).parallel.layout(8) == layout
+
+
 SEVERAL = "--num-virtual-stages-per-pipeline-rank 2"
 
 

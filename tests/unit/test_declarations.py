@@ -101,7 +101,7 @@ class Experts(nn.Module):
         super().__init__()
 
         def parameter(name: str, splits: dict[int, tuple[str, ...]]) -> Parameter:
-            tensor = LogicalTensor(name, (4, 6), Constant(0.0), weight_decay=False)
+            tensor = LogicalTensor(name, (4, 8), Constant(0.0), weight_decay=False)
             return Parameter(placement.split(mesh, tensor, splits), torch.float32, mesh.device)
 
         self.parts, self.copies = parameter("parts", {0: ("ep",), 1: ("etp",)}), parameter("copies", {0: ("ep",)})
@@ -114,4 +114,4 @@ def test_every_rank_counts_all_experts(tp: int, ep: int, etp: int) -> None:
     sizes = {"tensor_parallel_size": tp, "expert_parallel_size": ep, "expert_tensor_parallel_size": etp}
     for rank in range(4):
         mesh = UnconnectedMesh(rank=rank, world_size=4, **sizes)
-        assert count_parameters([Experts(mesh)], mesh) == 3 * 4 * 6  # type: ignore[list-item]
+        assert count_parameters([Experts(mesh)], mesh) == 3 * 4 * 8  # type: ignore[list-item]

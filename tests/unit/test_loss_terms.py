@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megalite.errors import MegaliteError
 from megalite.model.head import LM_LOSS
+from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm
-from megalite.training.loss_terms import counted, declared_terms
+from megalite.training.loss_terms import counted, declared_terms, total_sums
 
 
 def one(_: object) -> Tensor:
@@ -43,6 +44,17 @@ def test_names_of_terms_are_their_own() -> None:
 def test_a_term_is_not_called_like_a_figure_of_the_metrics(name: str) -> None:
     with pytest.raises(MegaliteError, match=f"a term of the loss is called {name}, which is the name of another"):
         declared_terms(chunks((LM_LOSS, LossTerm(name, one))))
+
+
+def test_a_term_that_no_stage_returns_is_named() -> None:
+    """Though a sum that is returned may be nothing, also as a negative zero."""
+    terms = LM_LOSS, LossTerm("balance", one)
+    loss = torch.tensor(3.0, dtype=torch.float64)
+    for nothing in (0.0, -0.0):
+        sums = {"lm_loss": loss, "balance": torch.tensor(nothing, dtype=torch.float64)}
+        assert total_sums(terms, sums, ParallelMesh()) == {"lm_loss": 3.0, "balance": 0.0}
+    with pytest.raises(MegaliteError, match="no stage returned the term of the loss that is declared as balance"):
+        total_sums(terms, {"lm_loss": loss}, ParallelMesh())
 
 
 def test_counts_are_on_the_device_wherever_they_were_made() -> None:

@@ -138,7 +138,7 @@ def test_unequal_numbers_of_experts_leave_peers_of_another_view_in_step() -> Non
             expert_parallel_size=2,
             expert_tensor_parallel_size=1,
         )
-        places = [placement.split(mesh, experts, {0: ("ep",)})]
+        places = [placement.split(mesh, experts, {0: ("ep",)}, padded=4)]
         places += [placement.split(mesh, tensor, {0: ("tp",)}) for tensor in dense]
         network = nn.Module()
         network.weights = nn.ParameterList(Parameter(place, torch.float32, mesh.device) for place in places)

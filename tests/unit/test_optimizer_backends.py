@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from megalite.config import parse_arguments
 from megalite.config.model import ModelConfig
-from megalite.config.optimizer import OptimizerConfig
+from megalite.config.optimizer import RULE_FLAGS, OptimizerConfig
 from megalite.errors import ConfigurationError
 from megalite.model.gpt import GPT
-from megalite.optim import elementwise
+from megalite.optim import elementwise, rules
 from megalite.optim.buckets import DataParallel
 from megalite.optim.elementwise import require_backend
+from megalite.optim.kept import KEPT
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.initialization import initialize
@@ -257,3 +258,8 @@ def test_apex_that_cannot_be_used_is_refused_with_the_way_out(monkeypatch: pytes
     with pytest.raises(ConfigurationError, match=way_out + "Here apex has none of them"):
         require_backend(config)
     require_backend(CONFIGS["adam"])
+
+
+def test_every_choice_has_its_row_in_each_table() -> None:
+    choices = {*get_args(get_type_hints(OptimizerConfig)["optimizer"])}
+    assert choices == RULE_FLAGS.keys() == KEPT.keys() == rules._MAKE.keys()

@@ -103,9 +103,33 @@ def test_a_split_over_axes_of_the_expert_view_tiles_the_tensor(
         assert all(torch.equal(held[rank], held[other]) for other in those)
 
 
-def test_axes_of_two_views_split_no_tensor() -> None:
-    with pytest.raises(ValueError, match="of two views"):
-        split(ParallelMesh(), logical((4, 4)), {0: ("ep", "tp")})
+@pytest.mark.parametrize(
+    "splits",
+    [
+        {0: ("ep", "tp")},
+        {0: ("ep",), 1: ("tp",)},
+        {0: ("tp",), 1: ("tp",)},
+        {0: ("etp", "etp")},
+        {0: ("dp",)},
+        {0: ("cp",)},
+        {0: ("edp",)},
+        {0: ("pp",)},
+    ],
+    ids=str,
+)
+def test_axes_that_cannot_cut_a_weight_are_refused(splits: dict[int, tuple[str, ...]]) -> None:
+    """Of two views, twice, or of copies: boxes would be held by nobody, or gradients of other boxes added up."""
+    with pytest.raises(ValueError, match=r"^tensor split over .*: give each axis once"):
+        split(ParallelMesh(), logical((4, 4)), splits)
+
+
+def test_a_dimension_that_does_not_divide_is_refused() -> None:
+    mesh = ParallelMesh(world_size=4, tensor_parallel_size=4)
+    with pytest.raises(ValueError, match=r"^dimension 1 of tensor, 6 long, does not divide over 4 ranks of tp"):
+        split(mesh, logical((4, 6)), {1: ("tp",)})
+    with pytest.raises(ValueError, match=r"^dimension 0 of tensor, 6 long, does not divide over 4 ranks of tp"):
+        split(mesh, logical((6, 4)), {0: ("tp",)})
+    assert split(mesh, logical((6, 4)), {0: ("tp",)}, padded=8).local_shape == (2, 4)
 
 
 def test_replicated_has_a_replica_group_only_where_its_gradient_is_partial() -> None:

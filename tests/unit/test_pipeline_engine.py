@@ -231,12 +231,13 @@ def test_a_term_that_nobody_has_declared_is_told_at_once() -> None:
     [
         (torch.ones(2), r"\(2,\) of torch.float32"),
         (torch.ones((), dtype=torch.int64), r"\(\) of torch.int64"),
+        (torch.ones((), dtype=torch.bfloat16), r"\(\) of torch.bfloat16"),
         (1.0, "float"),
     ],
-    ids=["vector", "integer", "number"],
+    ids=["vector", "integer", "narrow", "number"],
 )
 @pytest.mark.parametrize("training", [True, False])
-def test_a_term_that_is_no_scalar_of_floating_point_is_told(term: Any, shown: str, training: bool) -> None:
+def test_a_term_that_is_no_scalar_of_fp32_or_wider_is_told(term: Any, shown: str, training: bool) -> None:
     engine = PipelineEngine[Tensor]([lambda inputs, x: StageOutput({}, {LOSS: term})])
     steps = ScheduleCache().prove([1], [1])
     with pytest.raises(MegaliteError, match=f"stage 0 .* no scalar .* for micro-batch 0: lm_loss, {shown}"):

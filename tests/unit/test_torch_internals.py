@@ -5,24 +5,28 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from megalite import torch_internals as internals
+from megalite_kernels import torch_internals as of_kernels
 
 ROOT = Path(__file__).parents[2]
+INTERNALS = [ROOT / package / "torch_internals.py" for package in ("megalite", "kernels/megalite_kernels")]
 PRIVATE = re.compile(
     r"(?<!\")\b(torch|dist|c10d)(\.[a-z]\w*)*\._(?!_)\w"
-    r"|\.(_saved_|_cdata\b|_is_view\b|_make_subclass\b)|from torch.*\b_[A-Z]"
+    r"|\btorch\.ops\.aten\b|\.(_saved_|_cdata\b|_is_view\b|_make_subclass\b)|from torch.*\b_[A-Z]"
 )
 VERSION = f"torch {torch.__version__}"
 
 
-def test_it_stands_in_one_file() -> None:
+def test_it_stands_in_one_file_of_each_package() -> None:
     for folder in ("megalite", "kernels", "tools"):
         for path in (ROOT / folder).rglob("*.py"):
-            if path != ROOT / "megalite" / "torch_internals.py":
+            if path not in INTERNALS:
                 lines = [line for line in path.read_text().splitlines() if PRIVATE.search(line)]
                 assert not lines, f"{path} uses what torch keeps private: {lines}"
 
@@ -48,6 +52,31 @@ def test_a_profiler_is_noticed() -> None:
     assert not internals.is_profiling(), VERSION
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert internals.is_profiling(), VERSION
+
+
+@pytest.mark.parametrize("approximate", ["silu", "none", "tanh"])
+def test_gradients_of_activations_are_torchs_own(approximate: str) -> None:
+    """Written into columns of a larger tensor."""
+    values = torch.linspace(-3, 3, 12).view(3, 4).requires_grad_()
+    incoming, whole = torch.linspace(1, 2, 12).view(3, 4), torch.zeros(3, 8)
+    if approximate == "silu":
+        of_kernels.silu_gradient_into(whole[:, 4:], incoming, values.detach())
+        output = F.silu(values)
+    else:
+        of_kernels.gelu_gradient_into(whole[:, 4:], incoming, values.detach(), approximate)
+        output = F.gelu(values, approximate=approximate)
+    (expected,) = torch.autograd.grad(output, values, incoming)
+    assert torch.equal(whole, torch.cat([torch.zeros(3, 4), expected], dim=1)), VERSION
+
+
+def test_gradients_of_a_layer_norm_are_torchs_own() -> None:
+    values, weight, bias = (torch.linspace(-1, 2, n).view(-1, 4).squeeze(0).requires_grad_() for n in (12, 4, 4))
+    output, mean, inverse = torch.native_layer_norm(values, (4,), weight, bias, 1e-5)
+    found = of_kernels.layer_norm_gradients(
+        torch.ones(3, 4), values.detach(), (4,), mean, inverse, weight.detach(), bias.detach()
+    )
+    expected = torch.autograd.grad(output.sum(), (values, weight, bias))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), VERSION
 
 
 def test_a_graph_is_differentiated_from_its_edges() -> None:
