@@ -131,13 +131,13 @@ def fused() -> Sharding:
     return placement.stacked([placement.split(ParallelMesh(), experts_tensor(name, 2), {}) for name in ("gate", "up")])
 
 
-def lonely(rank: int, padded: int | None = None) -> Sharding:
-    """What one of two ranks has, where there is one expert."""
+def lonely(rank: int, padded: int) -> Sharding:
+    """One expert and padding over two ranks: the part of one of them."""
     mesh = UnconnectedMesh(rank=rank, world_size=2, expert_parallel_size=2)
     return placement.split(mesh, experts_tensor("lonely", 1), {0: ("ep",)}, padded=padded)
 
 
-@pytest.mark.parametrize("sharding", [fused(), lonely(1), lonely(0, padded=4)], ids=["fused", "none", "padding"])
+@pytest.mark.parametrize("sharding", [fused(), lonely(1, padded=2), lonely(0, padded=4)], ids=["fused", "none", "padding"])
 def test_a_weight_that_is_not_one_tensor_of_experts_is_an_error(sharding: Sharding) -> None:
     weight = Parameter(sharding, torch.float64, torch.device("cpu"))
     weight.allocate()
