@@ -137,7 +137,9 @@ def lonely(rank: int, padded: int) -> Sharding:
     return placement.split(mesh, experts_tensor("lonely", 1), {0: ("ep",)}, padded=padded)
 
 
-@pytest.mark.parametrize("sharding", [fused(), lonely(1, padded=2), lonely(0, padded=4)], ids=["fused", "none", "padding"])
+@pytest.mark.parametrize(
+    "sharding", [fused(), lonely(1, padded=2), lonely(0, padded=4)], ids=["fused", "none", "padding"]
+)
 def test_a_weight_that_is_not_one_tensor_of_experts_is_an_error(sharding: Sharding) -> None:
     weight = Parameter(sharding, torch.float64, torch.device("cpu"))
     weight.allocate()
