@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("CONTRIBUTING.md", "docs/glossary.md", "docs/tour.md", "docs/versions.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")),
+)
 QUOTE = re.compile(r"^`([\w/]+\.py)`:\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^```python\n", re.MULTILINE)
 PATH = re.compile(
-    r"`((?:megalite|kernels|tests|docs|tools|slurm|examples|benchmarks)/[\w./-]*\w)(?:::(\w+)(?:\[.*?\])?)?`"
+    r"`((?:megalite|kernels|tests|docs|tools|slurm|examples|benchmarks(?!/results/))/[\w./-]*\w)(?:::(\w+)(?:\[.*?\])?)?`"
 )
 
 
@@ -44,6 +49,14 @@ def test_the_tour_quotes_word_for_word() -> None:
 )
 def test_a_quotation_may_leave_out_lines_but_change_none(quote: str, expected: bool) -> None:
     assert is_quoted(quote, "a = 1\nb = 2\n    c = 3\nd = 4\n") == expected
+
+
+def test_the_names_of_the_glossary_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\|([^|]*)\|", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    code = "".join(path.read_text() for path in (ROOT / "megalite").rglob("*.py"))
+    assert names
+    assert not [name for name in names if not re.search(rf"\b{name}\b", code)]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
