@@ -544,7 +544,7 @@ MUTANTS = (
     Mutant(
         "layers are compiled anew for the numbers of their samples",
         "megalite/training/compiled.py",
-        '    (randomness, "drop_by_key"),\n',
+        '    (RandomKey, "drop"),\n',
         "",
         "tests/distributed/test_compiled.py::test_dropout_is_that_of_layers_which_are_not_compiled",
     ),

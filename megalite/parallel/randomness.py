@@ -47,6 +47,10 @@ class RandomKey:
         """Return what `site` drops from these rows of its tensor, of each sample."""
         return DropoutMask(probability, self.seed, site.layer, SITES[site.name], self.samples, rows)
 
+    def drop(self, input: Tensor, probability: float, site: Site, rows: Runs) -> Tensor:
+        """Do as `dropout`, at a probability above 0: compiled layers leave this untraced."""
+        return drop(input, self.dropout_mask(probability, site, rows), dimension=1)
+
     def seed_site(self, site: Site, first_row: int, device: torch.device) -> None:
         """Seed the device's default generator for a fused operator that draws by itself, which follows no rule."""
         packed = struct.pack("<qqqqq", self.seed, self.samples[0], site.layer, SITES[site.name], first_row)
@@ -62,9 +66,4 @@ def dropout(input: Tensor, probability: float, key: RandomKey, site: Site, rows:
     """
     if probability == 0.0:
         return input
-    return drop_by_key(input, probability, key, site, rows)
-
-
-def drop_by_key(input: Tensor, probability: float, key: RandomKey, site: Site, rows: Runs) -> Tensor:
-    """Do as `dropout`, at a probability above 0: compiled layers leave this untraced."""
-    return drop(input, key.dropout_mask(probability, site, rows), dimension=1)
+    return key.drop(input, probability, site, rows)

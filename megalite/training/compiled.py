@@ -12,7 +12,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,14 +21,14 @@ from megalite.errors import ConfigurationError
 from megalite.model.attention_core import LocalCore
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import Bucket
-from megalite.parallel import randomness
 from megalite.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.randomness import RandomKey
 
-_UNTRACED: tuple[tuple[type | ModuleType, str], ...] = (
+_UNTRACED: tuple[tuple[type, str], ...] = (
     (ColumnParallelLinear, "forward"),
     (RowParallelLinear, "forward"),
     (LocalCore, "__call__"),
-    (randomness, "drop_by_key"),
+    (RandomKey, "drop"),
     (Bucket, "finish_parameter_gather"),
 )
 
@@ -58,7 +57,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 @functools.cache
 def _leave_untraced() -> None:
-    """Exclude functions from tracing; done here and not at their definitions, since the mark imports the compiler (a
+    """Exclude methods from tracing; done here and not at their definitions, since the mark imports the compiler (a
     second)."""
-    for holder, name in _UNTRACED:
-        setattr(holder, name, torch.compiler.disable(getattr(holder, name)))
+    for owner, name in _UNTRACED:
+        setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
