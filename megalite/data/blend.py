@@ -72,7 +72,7 @@ def _number(text: str) -> float | None:
 
 
 class BlendIndex(NamedTuple):
-    """ResumePoint of each sample of a blend.
+    """Dataset and index of each sample of a blend.
 
     Attributes:
         datasets: the dataset of each sample, int16 [size].

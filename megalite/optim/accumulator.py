@@ -86,8 +86,8 @@ class Accumulator:
         self._outstanding = self.gradients_a_micro_batch * self._micro_batches_a_round
 
     def add(self, parameter: Parameter, gradient: Gradient, use: int) -> None:
-        """Add a gradient. With the last that is due in a round the reduction starts where it overlaps backward, or
-        where the next round needs the room.
+        """Add a gradient. After the last that is due in a round the reduction starts if it overlaps backward, or if the
+        next round needs the buffer.
         """
         key, due = (id(parameter), use), self._due(use)
         if self._arrived[key] == due:
@@ -99,7 +99,7 @@ class Accumulator:
         self._arrived[key] += 1
         self._outstanding -= 1
         if self._outstanding == 0 and (self._overlap or self._stage >= 2):
-            self._begin_reduction()
+            self._launch_reduction()
 
     def _due(self, use: int) -> int:
         """Gradients of a parameter in a round."""
@@ -112,7 +112,10 @@ class Accumulator:
             for start, stop in self._gaps:
                 flat[start:stop].zero_()
 
-    def _begin_reduction(self) -> None:
+    def _launch_reduction(self) -> None:
+        """Check that all gradients have arrived, add up the uses and start the reduction; ZeRO 2 and 3 then wait until
+        at most REDUCTIONS_IN_FLIGHT are running, without overlap until none is.
+        """
         for (parameter, use), arrived in self._arrived.items():
             if arrived != (due := self._due(use)):
                 name = self._slot_of[parameter].parameter.sharding.name
@@ -133,7 +136,7 @@ class Accumulator:
 
     def _finish_round(self) -> None:
         """Wait for the reduction under way, if there is one; ZeRO 2 and 3 add its slice to this rank's and free the
-        room.
+        buffer.
         """
         if self._pending is None:
             return
@@ -145,11 +148,11 @@ class Accumulator:
             free_storage(self.gradients)
 
     def begin_reduction(self, micro_batches: int) -> None:
-        """Reduce what so many micro-batches complete, unless that has begun. Raises MegaliteError, naming a parameter,
-        where gradients have not arrived.
+        """Start the reduction that is due after so many micro-batches, unless it has begun. Raises MegaliteError,
+        naming a parameter, if gradients have not arrived.
         """
         if self._rounds < micro_batches // self._micro_batches_a_round:
-            self._begin_reduction()
+            self._launch_reduction()
 
     def completion(self) -> Iterator[Collective[object]]:
         """Steps that complete this rank's slice of the step's gradients."""

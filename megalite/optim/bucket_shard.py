@@ -49,7 +49,7 @@ class BucketShardSpec:
 
     @property
     def owned(self) -> tuple[int, int]:
-        """This rank's slice: what none of the other shards is to answer for."""
+        """This rank's slice: the elements that only this shard owns."""
         length = self.layout.length // self.shards
         return self.shard * length, (self.shard + 1) * length
 

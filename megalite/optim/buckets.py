@@ -43,7 +43,7 @@ class DataParallel:
 
 
 class Bucket:
-    """One message: flat parameters, and an accumulator of flat gradients for each chunk that uses them.
+    """One unit of communication: flat parameters, and an accumulator of flat gradients for each chunk that uses them.
 
     Gradients enter through `accumulate` alone.
     """
@@ -114,7 +114,7 @@ class Bucket:
 
     @property
     def owned_range(self) -> tuple[int, int]:
-        """First and behind the last element of this rank's slice."""
+        """This rank's slice, [start, stop)."""
         return self.shard_spec.owned
 
     # ------------------------------------------------------------------------------------------------ gradients
@@ -126,8 +126,8 @@ class Bucket:
             accumulator.begin_step(micro_batches)
 
     def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
-        """Add the gradient of a use, which may read the parameter, or keep it where gradients are deferred. With a
-        micro-batch's last of a chunk the parameters have been used, added or not.
+        """Add the gradient of a use, which may read the parameter, or keep it if gradients are deferred. After a
+        chunk's last gradient of a micro-batch, added or kept, ZeRO 3 frees the parameters.
         """
         accumulator = self._accumulator_of[use]
         if self.deferred is not None:
@@ -163,11 +163,11 @@ class Bucket:
     # ------------------------------------------------------------------------------------------------ parameters
 
     def parameter_gather(self) -> Collective[None]:
-        """Begin to make the parameters whole."""
+        """Collective that begins to gather the parameters."""
         return Collective("gather of parameters", self.shard_group.ranks, self.begin_parameter_gather)
 
     def begin_parameter_gather(self) -> None:
-        """Start to make the parameters whole from the ranks' slices, unless they are or are being made so."""
+        """Start to gather the parameters from the ranks' slices, unless they are gathered or in flight."""
         if self.stage == 3:
             if not is_storage_free(self.parameters):
                 return
@@ -180,7 +180,7 @@ class Bucket:
             self._pending_gather = None
 
     def free_parameters(self) -> None:
-        """Keep this rank's slice alone, under ZeRO 3."""
+        """Free all but this rank's slice, under ZeRO 3."""
         if self.stage == 3:
             self.finish_parameter_gather()
             free_storage(self.parameters)

@@ -22,8 +22,8 @@ def free_storage(tensor: Tensor) -> None:
 
 
 def allocate_storage(tensor: Tensor) -> None:
-    """Give a freed tensor memory again, not yet set. (Saved for backward, its views are as good as before: refilling
-    does not touch the version counters of parameters, which are theirs alone.)
+    """Give a freed tensor memory again, not yet set. (Views of it that autograd has saved stay valid: parameters have
+    version counters of their own, which refilling does not change.)
     """
     if is_storage_free(tensor):
         tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)

@@ -26,8 +26,9 @@ Outputs = Tensor | tuple[Tensor | Mapping[str, Tensor], ...]
 
 
 class BlockGathers:
-    """ZeRO 3: a block's parameters are whole from just before its forward to its end, and in backward until its last
-    gradient has come, to be added then or later. The order is fixed by the blocks, so it is the same on all ranks.
+    """ZeRO 3: a block's parameters are gathered from just before its forward to its end, and in backward until its
+    last weight gradient has been produced (W may add it later). The order is fixed by the blocks, so it is the same on
+    all ranks.
 
     A block that is recomputed is gathered once for its second forward and its backward together. While one block
     computes the next is gathered.
@@ -96,8 +97,8 @@ class BlockGathers:
 
 
 def _ends(outputs: Outputs) -> list[Tensor]:
-    """The tensors one of which backward comes to before it comes to any parameter: a block's last, and its terms of the
-    loss, which may use parameters behind what has computed the last.
+    """Collect the outputs whose gradient reaches a block before that of any parameter: its last tensor, and its terms
+    of the loss, which may use parameters after the last tensor was computed.
     """
     if isinstance(outputs, Tensor):
         return [outputs]

@@ -12,11 +12,11 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.state import State
 
 OwnState = Callable[[OptimizerConfig, Parameter, ParallelMesh], State | None]
-"""Makes what a rule keeps of a parameter in a shape of its own, on the mesh's device; None: nothing of this one.
+"""Makes the state that a rule keeps for a parameter in a shape of its own, on the mesh's device; None if there is none.
 
-A pure function, by which any rank tells what another keeps. The logical tensors are called as the weight's, and stand
-for it in a checkpoint. All ranks of a shard group keep the whole: what a rank's slice adds to a row's or a column's sum
-the rule sums over the group, and over those that share the row or the column.
+A pure function, so that any rank knows the state of another. Its logical tensors have the names of the weight's, under
+which they are saved. All ranks of a shard group keep the whole state: the rule sums what each rank's slice adds to a
+row or a column over the group, and over the ranks that share that row or column.
 """
 
 

@@ -1,6 +1,6 @@
 """Layout of parameters in flat buckets: a pure function of their sizes and records.
 
-Parameters of one kind (dtype, data-parallel peers, copies, uses, chunks) stand one behind the other in reverse order of
+Parameters of one kind (dtype, data-parallel peers, copies, uses, chunks) are laid out consecutively in reverse order of
 registration, about the order in which backward reaches them. All members of a shard group or a replica group get the
 same layout.
 """
@@ -63,7 +63,7 @@ class BucketLayout:
     """Elements, with padding: an equal, aligned slice for each shard."""
 
     def stretches(self) -> Iterator[tuple[ParameterGroup, tuple[Slot, ...], int, int]]:
-        """Neighbours of one group, from their first element to the one behind their last and its padding."""
+        """Yield neighbours of one group, with their first element and one past their last and its padding."""
         by_group = itertools.groupby(self.slots, key=lambda slot: ParameterGroup.of(slot.parameter))
         groups = [(group, tuple(slots)) for group, slots in by_group]
         stops = [*(slots[0].start for _, slots in groups[1:]), self.length]

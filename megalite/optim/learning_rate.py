@@ -115,7 +115,7 @@ class WeightDecaySchedule:
 
 @dataclass(frozen=True)
 class RateSchedules:
-    """Everything that the optimizer is told anew in every step of a run."""
+    """Hyperparameters that change from step to step."""
 
     learning_rate: LearningRateSchedule
     token_tables: LearningRateSchedule

@@ -101,8 +101,8 @@ class Optimizer:
 
     @contextmanager
     def unpacked(self) -> Iterator[None]:
-        """Give slices plain tensors for all state, so that it can be set: zeros at first where it is packed,
-        on the host. What they hold in the end is packed, unless there is an exception."""
+        """Let all state be set, as a load does: state in 8 bits is replaced meanwhile by a tensor of zeros on the host,
+        which is packed in the end unless there is an exception. Its old values cannot be read here."""
         with ExitStack() as stack:
             for shard in self.shards:
                 stack.enter_context(shard.unpacked())
@@ -116,7 +116,7 @@ class Optimizer:
             tally.begin_step()
 
     def reduce(self, chunk: int, micro_batches: int) -> None:
-        """Begin the reductions that are due behind so many micro-batches of a chunk."""
+        """Begin the reductions that are due after so many micro-batches of a chunk."""
         for bucket in self.buckets:
             bucket.begin_reduction(chunk, micro_batches)
 

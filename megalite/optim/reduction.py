@@ -1,4 +1,4 @@
-"""The seam where data-parallel ranks sum a bucket's gradients: what compresses, delays or reorders it plugs in here."""
+"""Reduction of a bucket's gradients over data-parallel ranks: compression, delay or reordering would plug in here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result", covariant=True)
 
 @dataclass(frozen=True)
 class Collective(Generic[Result]):
-    """Something that ranks do together behind a step's list of actions."""
+    """Collective operation of some ranks after a step's list of actions."""
 
     name: str
     ranks: tuple[int, ...]

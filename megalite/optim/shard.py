@@ -52,7 +52,7 @@ def kept_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> t
 
 
 def kept_format(config: OptimizerConfig, name: str) -> torch.dtype | None:
-    """The codes that a state is kept in, if it is in 8 bits."""
+    """Return the dtype of a state's 8-bit codes, None if it is not in 8 bits; all but `exp_avg_sq` follow `exp_avg`."""
     return FORMATS.get({"exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype))
 
 

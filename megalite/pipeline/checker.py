@@ -85,7 +85,7 @@ class _Step:
     backward: bool
 
     def reduced(self) -> range:
-        """The micro-batches behind which a chunk's gradients are reduced."""
+        """The micro-batches after which a chunk's gradients are reduced."""
         if self.reductions is None:
             return range(0)
         return range(0 if self.reductions.each else self.micro_batches - 1, self.micro_batches)
@@ -133,7 +133,7 @@ class _Rank:
         done[micro_batch] = _TAKE[kind](self, action)
 
     def end(self, behind: Sequence[Collective]) -> None:
-        """Everything must have been done; then what was begun is waited for, and what comes behind it done."""
+        """Require that everything has been done, wait for what was begun, then run the collectives after the list."""
         for chunk in range(len(self._stage)):
             for action in self._whole(chunk):
                 if action.micro_batch not in self._done[action.kind, chunk]:

@@ -40,7 +40,7 @@ class Gradients(Protocol):
         """Keep the gradients of a chunk's parameters instead of adding them."""
 
     def reduce(self, chunk: int, micro_batches: int) -> None:
-        """Begin the reductions of a chunk's gradients that are due behind so many micro-batches."""
+        """Begin the reductions of a chunk's gradients that are due after so many micro-batches."""
 
 
 class RunningStep(Protocol):
@@ -229,8 +229,8 @@ class _Step(Generic[MicroBatch]):
         self._arriving: dict[tuple[str, int, int], list[Pending]] = {}
         self._inputs: dict[tuple[int, int], list[Tensor]] = {}
         self._outputs: dict[tuple[int, int], tuple[list[GradientEdge], TermSums]] = {}
-        """Inputs, and edges of the graph for outputs, that have a gradient. A graph alone keeps no output that its
-        operations do not need: so the values of one that has been sent are let go of."""
+        """Inputs with a gradient, and graph edges of outputs with one. Keeping edges instead of the output tensors lets
+        the memory of an activation go once it has been sent."""
         self._to_send: dict[tuple[str, int, int], list[Tensor]] = {}
         self._sending: dict[tuple[str, int, int], list[Pending]] = {}
         self._deferred: dict[tuple[int, int], DeferredGradients] = {}

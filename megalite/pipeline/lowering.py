@@ -40,11 +40,11 @@ def lower(
     """The full lists of `ranks`, None: of all, from the orders of all ranks; without `reductions` gradients are not
     reduced.
 
-    A send stands right behind the action that gives the message. Its receive is posted, in the order in which the
+    A send directly follows the action that gives the message. Its receive is posted, in the order in which the
     sender sends, before the send starts: so no send waits for the receiver's program, however little a backend
     buffers. That holds on the time line of equal stages, hence in every order that the lists allow. It is posted one
-    computation before its message is needed, or earlier. With `overlap` a send is waited for behind the next
-    computation, so that it travels beside one; else at once.
+    computation before its message is needed, or earlier. With `overlap` a send is waited for after the next
+    computation, so that it travels during one; else at once.
 
     Raises ScheduleError if the orders wait for each other for ever.
     """

@@ -29,7 +29,7 @@ _LONGEST = 2000
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Lists and proofs are a million objects without circles: looking for those would take as long as the proof."""
+    """Lists and proofs are a million objects without reference cycles: looking for them takes as long as the proof."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -64,12 +64,16 @@ class ScheduleCache:
         terms: Sequence[LossTerm] = (),
         copied: Sequence[str] = (),
     ) -> None:
-        """`schedule`: a name in SCHEDULES; `group`: see there. `overlap`: messages travel beside computations.
+        """Take what a step consists of.
 
-        What else the step communicates, for the proof: copies of the pipeline do together what is `inside` actions of
-        a kind, in order; the pipeline's ranks what is `behind` the list of each (see `check`). Of the loss, all ranks
-        must have the same `terms`. `copied`: in words and in order, what copies of this rank must have alike, which
-        are those with the same stages and the same place among tensor-parallel ranks.
+        Args:
+            schedule: a name in SCHEDULES; for `group` see there.
+            overlap: messages travel during computations.
+            inside: collectives inside actions, by kind, in order; replicas of the pipeline do them together.
+            behind: collectives after each rank's list (see `check`).
+            terms: of the loss, the same on all ranks.
+            copied: text, in order, that must be the same on all replicas of this rank: the ranks with the same stages
+                and the same tensor-parallel rank.
         """
         self.stages, self.rank = stages if stages is not None else Stages(), rank
         self._schedule, self._group, self._overlap = SCHEDULES[schedule], group, overlap

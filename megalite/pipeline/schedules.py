@@ -19,9 +19,9 @@ class Action(NamedTuple):
     """One thing that a rank does with one micro-batch in one of its chunks.
 
     F runs the stage forward. B runs it backward; or I does so for its input alone, and W gives the gradients of its
-    weights later. R reduces, over the data-parallel ranks, the gradients that are whole once this micro-batch has gone
-    backward: behind it the reduction of every bucket concerned has begun. Those that overlap backward, and under ZeRO 2
-    and 3 all, begin inside its B or W, bucket by bucket in a fixed order.
+    weights later. R reduces, over the data-parallel ranks, the gradients that are complete once this micro-batch has
+    gone backward: after it the reduction of every bucket concerned has begun. Those that overlap backward, and under
+    ZeRO 2 and 3 all, begin inside its B or W, bucket by bucket in a fixed order.
 
     "receive F" posts the receive of the stage's input, "send F" starts to send its output, "free F" waits until that
     has arrived and gives its memory back; "receive B", "send B" and "free B" do the same with the gradient of its

@@ -30,18 +30,18 @@ from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP
 
 @dataclass(frozen=True)
 class _Agreed:
-    """True in each field if any rank ..."""
+    """Agreement of all ranks after a step: a field is True if it is on any rank."""
 
     stop: bool
-    """was told to stop after this step;"""
+    """Stop after this step."""
     save: bool
-    """was told to save after it;"""
+    """Save after this step."""
     profile: bool
-    """was told to profile the next ones;"""
+    """Profile the next steps."""
     saving: bool
-    """is still writing a checkpoint in the background;"""
+    """A checkpoint is still being written in the background."""
     save_failed: bool
-    """has failed to."""
+    """Writing a checkpoint has failed."""
 
 
 class TrainingLoop:
@@ -126,7 +126,7 @@ class TrainingLoop:
             gc.collect()
 
     def _validate(self) -> None:
-        """Evaluate; where a stop comes in between, the run that goes on from here does it, before its first step."""
+        """Evaluate. If the run is stopped meanwhile, the resumed run evaluates before its first step."""
         trainer = self.trainer
         assert trainer.data.valid is not None
         stopped = self._any_rank_is_told_to_stop if trainer.iteration < trainer.iterations else None

@@ -1,4 +1,4 @@
-"""The terms of a step's loss: their counts before it, their loss_multipliers in it, their means after it.
+"""The terms of a step's loss: counts before the step, multipliers during it, means after it.
 
 Everything is summed once over the whole global batch, and nothing else averages.
 """

@@ -81,7 +81,7 @@ _ON_REQUEST = {"decoupled_learning_rate", "weight_decay", "params_norm", "num_ze
 
 
 def is_figure(name: str) -> bool:
-    """Tell whether records have a figure of this name, or one that it would be taken for a part of: "grad_norm/all"."""
+    """Tell whether records have a figure of this name, or of the name before its slash, as in "grad_norm/all"."""
     return name.split("/")[0] in _ON_REQUEST.union(*({own.name for own in fields(kind)} for kind in _KINDS))
 
 

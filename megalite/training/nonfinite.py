@@ -33,7 +33,7 @@ from megalite.training.nonfinite_search import NotFinite, Search, not_finite
 MAX_CONSECUTIVE_SKIPS = 10
 """Steps without a finite gradient after which the run has diverged: going on would only waste the machine."""
 LOCATED_SKIPS = (1, MAX_CONSECUTIVE_SKIPS)
-"""Places in a row of skipped steps at which one is looked into."""
+"""Counts of consecutive skipped steps at which the search for the cause runs."""
 _SHOWN = 8  # names and ranks in a line
 
 
@@ -81,7 +81,7 @@ class _SecondRun:
     """Micro-batches with a finding."""
     own: Sequence[str]
     summed: Sequence[str]
-    """These two as of the first run."""
+    """`own` and `summed` are as in `_FirstRun`."""
 
 
 def locate(
@@ -235,7 +235,7 @@ def _of_origin(second: Sequence[_SecondRun], hosts: Sequence[str]) -> str:
 
 
 def _suspects(first: Sequence[_FirstRun]) -> str:
-    """Return where the first run was not finite, as precisely as its remains tell."""
+    """Return where the first run was not finite, as far as the values that are left allow."""
     hosts = [report.host for report in first]
     losses = [rank for rank, report in enumerate(first) if report.loss]
     own = [rank for rank, report in enumerate(first) if report.own]

@@ -39,7 +39,7 @@ _FAILED = "a rank has failed"
 
 
 def connect(place: Place, seconds: float, purpose: str) -> Store:
-    """A connection of its own to the store of this start; one process alone has a store to itself.
+    """A connection of its own to the store of this start; a run of one process has a local store.
 
     Args:
         seconds: for the address to answer, and later for a key to appear.
@@ -81,7 +81,7 @@ def connect(place: Place, seconds: float, purpose: str) -> Store:
 
 def open_early(place: Place) -> object:
     """Have rank 0's store take connections from now on, while rank 0 reads its data: a rank that fails meanwhile leaves
-    word there. Returns what keeps it open; nothing on other ranks, or where the launcher has the store."""
+    its error there. Returns an object that keeps it open; None on other ranks, or if the launcher has the store."""
     return connect(place, WORD_SECONDS, PURPOSE) if place.rank == 0 and not hosted_by_launcher() else None
 
 
@@ -99,8 +99,8 @@ def _opened(store: Future[Store], place: Place, seconds: float) -> Store:
 
 
 def _listen(port: int) -> int | None:
-    """Open the socket of rank 0's store, for torch to have. Returns None if the port is taken: by the store of
-    this process, which torch finds by itself, or by somebody else, of whom torch tells."""
+    """Open the socket of rank 0's store, for torch to use. Returns None if the port is taken: by this process's own
+    store, which torch finds by itself, or by another process, and then torch raises."""
     try:
         return listen("rank 0's store", port).detach()
     except OSError:
@@ -122,8 +122,8 @@ def wait_for_all_ranks(store: Store, place: Place, seconds: float, watch: Callab
     on the others if rank 0 does not. If rank 0 reports why, or a rank that has failed does (`tell_failure`), the other
     ranks exit silently.
 
-    `watch` is called before a rank comes, on rank 0 first: who has come, and dies, is to be noticed. It tells whether
-    rank 0's death will be.
+    `watch` is called before a rank joins, on rank 0 first, so that a rank's later death is detected. It returns True
+    if the death of rank 0 will be.
     """
     if place.rank == 0:
         watch()

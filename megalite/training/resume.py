@@ -1,4 +1,4 @@
-"""ResumePoint of a run: nothing, or a checkpoint and how much of it."""
+"""Start of a run: from nothing, or from a checkpoint and how much of it."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFIL
 class Trainer:
     """A run on this rank. The loop (loop.py) says when it steps, evaluates and saves.
 
-    Where the run is in its data, and so its learning rate, is told by `consumed_samples` alone.
+    `consumed_samples` alone determines the position in the data and the learning rate.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Trainer:
         self.consumed_samples = 0
         self.evaluation_left = False
         self.recorded: Recorded | None = None
-        """The records that the metrics of this run directory must have, in a run that goes on in it."""
+        """Records that `metrics.jsonl` must contain when this run resumes."""
         self.loss_scale = make_loss_scale(config)
         self.skips_in_a_row = 0
         self._skipped: SkippedStep | None = None
@@ -326,7 +326,7 @@ class Trainer:
         return figures
 
     def notes(self) -> tuple[str, ...]:
-        """Return what flags have made of the run, and what there is to tell of the checkpoint, a line each."""
+        """Return lines on the effective settings and on the checkpoint."""
         profile = gone_by(self.config.profiling.profile_pipeline, self.iteration)
         rates = rate_notes(self.config.optimizer, self.rates, self.batch_size.final)
         saves = self.checkpoints.notes if self.checkpoints is not None else ()

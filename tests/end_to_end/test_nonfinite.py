@@ -27,7 +27,7 @@ def spoil(output, key, own=True):
     return output + float("nan") if amiss else output
 
 def attention(self, hidden, context):
-    own = where == "attention" and self.site.layer == 1
+    own = where == "attention" and self.layer == 1
     return spoil(attend(self, hidden, context), context.key, own)
 
 def loss(self, inputs, micro_batch):

@@ -391,7 +391,7 @@ def test_each_layer_has_its_own_window(stages: int, monkeypatch: pytest.MonkeyPa
     passed: Mapping[str, Tensor] = {}
     for number in range(stages):
         part = StageLayers(number * layers, layers, embedding=number == 0, loss=number == stages - 1)
-        passed, terms = network(config, part=part)(passed, batch)
+        passed, terms = network(config, stage_layers=part)(passed, batch)
     logits = replace(oracle(config), windows=windows).logits(weights(whole), batch.tokens, batch.positions, DOCUMENTS)
     assert batch.labels is not None
     assert batch.loss_mask is not None
