@@ -54,7 +54,7 @@ class BlockGathers:
 
     def _before_forward(self, index: int) -> Callable[[nn.Module, object], None]:
         def hook(module: nn.Module, arguments: object) -> None:
-            self._make_whole(index, following=None if self._in_backward else index + 1)
+            self._gather(index, following=None if self._in_backward else index + 1)
 
         return hook
 
@@ -72,8 +72,8 @@ class BlockGathers:
         return hook
 
     def _once_in_backward(self, index: int) -> Callable[[Tensor], None]:
-        """Make a block whole with the first gradient that comes to it, for one micro-batch. A later one finds it whole,
-        or freed: a term of the block's input alone comes last, and must not gather again what nothing would free.
+        """Gather a block at the first gradient that reaches it, for one micro-batch. A later gradient finds it
+        gathered, or freed: a term of the block's input alone comes last, and must not gather again what nothing would free.
         """
         begun = False
 
@@ -81,11 +81,11 @@ class BlockGathers:
             nonlocal begun
             if not begun:
                 begun = True
-                self._make_whole(index, following=index - 1)
+                self._gather(index, following=index - 1)
 
         return hook
 
-    def _make_whole(self, index: int, following: int | None) -> None:
+    def _gather(self, index: int, following: int | None) -> None:
         for bucket in self._buckets[index]:
             bucket.begin_parameter_gather()
         if following is not None and 0 <= following < len(self._buckets):

@@ -100,10 +100,10 @@ def _totals(
 
 
 def loss_multipliers(terms: Sequence[LossTerm], counts: Totals, loss_scale: float) -> Totals:
-    """Factors of the terms' sums, at which they are differentiated; 0 where there is nothing to count."""
+    """Multipliers of the terms' sums in backward; 0 for a term with nothing to count."""
     return {term.name: loss_scale * term.weight / counts[term.name] if counts[term.name] else 0.0 for term in terms}
 
 
 def means(sums: Totals, counts: Totals) -> Totals:
-    """The mean of each term, unweighted; 0 where there is nothing to count."""
+    """The mean of each term, unweighted; 0 for a term with nothing to count."""
     return {name: total / counts[name] if counts[name] else 0.0 for name, total in sums.items()}
