@@ -72,8 +72,10 @@ class BlockGathers:
         return hook
 
     def _once_in_backward(self, index: int) -> Callable[[Tensor], None]:
-        """Gather a block at the first gradient that reaches it, for one micro-batch. A later gradient finds it
-        gathered, or freed: a term of the block's input alone comes last, and must not gather again what nothing would free.
+        """Gather a block at the first gradient that reaches it, for one micro-batch.
+
+        A later gradient finds the block gathered, or freed: that of a term of the block's input comes last, and must
+        not gather again what nothing would free.
         """
         begun = False
 
