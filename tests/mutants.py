@@ -1223,13 +1223,6 @@ MUTANTS = (
         "tests/unit/test_grouped.py::test_a_weight_that_is_not_one_tensor_of_experts_is_an_error[fused]",
     ),
     Mutant(
-        "a grouped product of no expert goes on",
-        "megalite/parallel/grouped.py",
-        " or not first.box.size[0]:",
-        ":",
-        "tests/unit/test_grouped.py::test_a_weight_that_is_not_one_tensor_of_experts_is_an_error[none]",
-    ),
-    Mutant(
         "counts that leave rows out are taken",
         "megalite/parallel/dispatch.py",
         "if sum(send_counts) != len(rows):",

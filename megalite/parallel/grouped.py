@@ -71,7 +71,7 @@ def _experts(sharding: Sharding) -> int:
     the other's, so that equal runs of rows would mix them.
     """
     first = sharding.pieces[0]
-    if first.rows != sharding.local_shape[0] or not first.box.size[0]:
+    if first.rows != sharding.local_shape[0]:
         held = ", ".join(f"{piece.tensor.name} {list(piece.box.size)}" for piece in sharding.pieces[:4])
         raise ValueError(
             "a grouped product needs a weight that is one tensor without padding, of at least one expert on each rank; "
