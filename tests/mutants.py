@@ -1218,8 +1218,8 @@ MUTANTS = (
     Mutant(
         "a grouped product mixes the experts of two fused tensors",
         "megalite/parallel/grouped.py",
-        "if first.rows != sharding.local_shape[0] or",
-        "if",
+        "if first.rows != sharding.local_shape[0]:",
+        "if False:",
         "tests/unit/test_grouped.py::test_a_weight_that_is_not_one_tensor_of_experts_is_an_error[fused]",
     ),
     Mutant(
