@@ -136,9 +136,9 @@ def attention_with_lse(
     The latter is [batch, heads, queries], in fp32 or wider, the natural logarithm, of scores scaled and capped.
     Gradients flow through both.
 
-    A query that sees no key has the output 0 and the log-sum-exp -inf. Nothing is dropped: what is to be dropped of a
-    part of the keys no `Dropout` can say. Over a dense mask it is written out, and keeps every score for backward:
-    torch's operators return the log-sum-exp, and take no gradient of it.
+    A query that sees no key has the output 0 and the log-sum-exp -inf. Nothing is dropped: a `DropoutMask` covers whole
+    rows of keys, not parts of them. Over a dense mask it is written out, and keeps every score for backward: torch's
+    operators return the log-sum-exp, and take no gradient of it.
     """
     if isinstance(mask, BlockMask):
         output, more = _in_blocks(query, key, value, mask, scale, cap, return_aux=AuxRequest(lse=True))

@@ -92,7 +92,7 @@ class GPT(nn.Module):
         return (LM_LOSS, *(term for kind in kinds for term in kind.loss_terms(self.config, self.context)))
 
     def inside(self, *, backward: bool) -> list[Inside]:
-        """What the stage's layers do with other ranks in forward, or in backward, recomputed layers twice."""
+        """List the layers' `inside` in the order of forward, or of backward, where a recomputed layer has it twice."""
         if not backward:
             return inside_forward(self.layers)
         found = []
@@ -118,7 +118,7 @@ class GPT(nn.Module):
     def hidden_states(
         self, hidden: Tensor | None, micro_batch: MicroBatch, cache: KeyValueCache | None = None
     ) -> tuple[Tensor, TermSums]:
-        """As forward, up to what leaves the last layer of the stage. With a cache, the tokens see those in it, too."""
+        """Do as `forward`, up to the stage's last layer. With a cache, tokens attend to those in it, too."""
         if not micro_batch.layout.is_whole:
             raise ValueError("the network needs whole samples, and the micro-batch has a part of each")
         if self.embedding is not None:
@@ -143,7 +143,7 @@ class GPT(nn.Module):
         return LayerContext(rotary, windowed_rotary, masks, micro_batch.key, layout, rows, cache)
 
     def _mask(self, micro_batch: MicroBatch, window: int | None) -> Mask:
-        """For layers with this window: what the tokens see of their whole samples."""
+        """Make the mask of layers with this window: the keys of its sample that each token sees."""
         config, batch, layout = self.config, micro_batch.tokens.shape[0], micro_batch.layout
         causal = micro_batch.first_keys is None and (window is None or window >= layout.length - 1)
         if causal and layout.is_whole and config.attn_logit_softcapping is None:

@@ -34,7 +34,7 @@ Stage = Callable[[Mapping[str, Tensor], MicroBatch], StageOutput]
 
 
 class Gradients(Protocol):
-    """Where the gradients of the stages go."""
+    """Receiver of the stages' gradients."""
 
     def deferring(self, chunk: int) -> AbstractContextManager[DeferredGradients]:
         """Keep the gradients of a chunk's parameters instead of adding them."""

@@ -195,7 +195,7 @@ def _difference(
 
 
 def _declared(stages: Stages, terms: Sequence[LossTerm]) -> list[str]:
-    """What all ranks must have alike, in words: what stages pass on, and the terms of the loss, each in its order."""
+    """Describe what must be the same on all ranks: the tensors that stages pass on, the terms of the loss."""
     borders = range(stages.count - 1)
     return [
         *(f"that stage {stage} passes on {spec}" for stage in borders for spec in stages.passes(stage)),

@@ -21,7 +21,7 @@ class Stages:
     chunks: int = 1
     v_shaped: bool = False
     messages: tuple[tuple[TensorSpec, ...], ...] = ()
-    """What each stage but the last passes to the next, in the order in which it is sent; empty: hidden states each."""
+    """Tensors that each stage but the last passes on, in the order of sending; if empty, hidden states each."""
 
     def __post_init__(self) -> None:
         if self.messages and len(self.messages) != self.count - 1:

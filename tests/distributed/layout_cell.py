@@ -66,7 +66,7 @@ MODEL_FACTORS: dict[str, tuple[Any, ...]] = {
 
 
 class Split(NamedTuple):
-    """How a mesh splits the ranks, in its own words; what is left over is data-parallel."""
+    """Sizes that a mesh is made with; the ranks that are left over are data-parallel."""
 
     tensor_parallel_size: int
     context_parallel_size: int

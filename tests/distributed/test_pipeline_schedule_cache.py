@@ -100,7 +100,7 @@ class Failing(ScheduleCache):
 
 
 def failed_proof() -> str:
-    """What a rank is told where the last of one of two pipelines cannot prove its steps."""
+    """Message to a rank if the last rank of one of two pipelines cannot prove its steps."""
     mesh = mesh_of(2)
     kind = Failing if mesh.rank == 3 else ScheduleCache
     try:
@@ -138,7 +138,7 @@ UNLIKE = [*TENSORS, *LOSSES]
 
 
 def declaring() -> list[str]:
-    """What a rank is told where the first of four stages declares something else than the others, case by case."""
+    """Messages to a rank if the first of four stages declares something else than the others, case by case."""
     mesh, told = mesh_of(4), []
     for case in UNLIKE:
         odd = mesh.rank == 0

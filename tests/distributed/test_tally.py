@@ -1,4 +1,4 @@
-"""What modules count over a step is the same on every layout: each micro-batch once, and only of steps that update."""
+"""Counts over a step are the same on every layout: of each micro-batch once, and only of steps that update."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def infinite(*arguments: Any) -> dict[str, float]:
 
 
 def trained(flags: str) -> list[tuple[str, list[int]]]:
-    """Of each layer of this rank what it has counted, over steps with an evaluation after each, and one skipped."""
+    """Count in each layer of this rank, over steps with an evaluation after each, and one skipped."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     config = resolve(parse_arguments(flags.split()).config, size)
     mesh = ParallelMesh(rank=rank, world_size=size, **config.parallel.mesh_sizes)

@@ -141,7 +141,7 @@ def test_every_size_of_a_growing_batch_is_proved() -> None:
 
 
 def unlike(fault: str, layout: str = "--pp 2") -> str:
-    """What each of four ranks is told where those of the second of two copies do something else."""
+    """Messages to each of four ranks if those of the second of two copies do something else."""
     flags = f"{FLAGS} {layout} --use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 500"
     config = resolve(parse_arguments(flags.split()).config, 4)
     mesh, stages = ParallelMesh(rank=dist.get_rank(), world_size=4, **config.parallel.mesh_sizes), make_stages(config)
