@@ -87,7 +87,7 @@ class LocalCore:
         Returns the mixed values [tokens, batch, heads, head_dim], and the log-sum-exp of each query's scores
         [tokens, batch, heads], in fp32 or wider.
 
-        Raises ConfigurationError where probabilities are to be dropped.
+        Raises ConfigurationError if probabilities are to be dropped.
         """
         if random is not None and self.dropout > 0.0:
             raise ConfigurationError(
