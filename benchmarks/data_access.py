@@ -25,8 +25,8 @@ from megalite.data.fields import FieldsDataset
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset, bin_path
-from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.data.loader import MicroBatchLoader
+from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 
 TOKENS, DOCUMENTS, SEQUENCE_LENGTH, MICRO_BATCH = 200_000_000, 200_000, 4096, 4
 

@@ -40,8 +40,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.results import write_results
-from megalite.data.tokenizer_training import train_byte_level_bpe, train_tokenizer
 from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
+from megalite.preprocessing.tokenizer_training import train_byte_level_bpe, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 PROCESSES = 2

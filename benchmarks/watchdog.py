@@ -31,9 +31,9 @@ import torch.multiprocessing as multiprocessing
 
 from benchmarks.cpu_step import megalite_step, quartiles
 from benchmarks.results import write_results
+from megalite.lifecycle.failure import default_store, report
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.place import Place
-from megalite.training.failure import default_store, report
 from megalite.watchdog.limits import Limits
 from megalite.watchdog.sections import AGREEMENT, DATA, FORWARD_BACKWARD, OPTIMIZER, STEP, Sections
 from megalite.watchdog.watchdog import Watchdog

@@ -31,9 +31,9 @@ from megalite.doctor.findings import Verdict
 from megalite.doctor.node import examine_node
 from megalite.doctor.options import Options
 from megalite.errors import ConfigurationError, MegaliteError
+from megalite.lifecycle.failure import run_main
 from megalite.process.host import host_name
 from megalite.process.place import place_from_environment
-from megalite.training.failure import run_main
 
 
 def main() -> int:

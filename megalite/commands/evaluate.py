@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.lifecycle.failure import run_main
 from megalite.process.place import place_from_environment
-from megalite.training.failure import run_main
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,8 +87,8 @@ def main() -> int:
     from megalite.config import ParallelConfig
     from megalite.config.kernels import KernelsConfig
     from megalite.inference.loading import find_model, load_network, load_tokenizer
+    from megalite.lifecycle.launch import join, leave
     from megalite.training.kernels import choose_kernels
-    from megalite.training.launch import join, leave
 
     choose_kernels(KernelsConfig(arguments.kernels))
     path = find_model(arguments.load)

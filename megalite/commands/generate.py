@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Literal
 
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.errors import ConfigurationError
+from megalite.lifecycle.failure import run_main
 from megalite.process.place import place_from_environment
-from megalite.training.failure import run_main
 
 if TYPE_CHECKING:
     from megalite.inference.text import TextPiece
@@ -81,8 +81,8 @@ def main() -> int:
     from megalite.inference.network import choose_layout
     from megalite.inference.prompts import encode_prompt, of_rank_0, read_prompts
     from megalite.inference.text import in_order
+    from megalite.lifecycle.launch import join, leave
     from megalite.training.kernels import choose_kernels
-    from megalite.training.launch import join, leave
 
     choose_kernels(KernelsConfig(arguments.kernels))
     path = find_model(arguments.load)

@@ -55,7 +55,7 @@ def main() -> None:
 def show_dataset(arguments: Arguments, prefix: str) -> None:
     """Show the header, or a document; then the result of the check, if it was asked for."""
     from megalite.data.indexed_dataset import IndexedDataset
-    from megalite.data.inspection import describe, document_tokens, verify
+    from megalite.preprocessing.inspection import describe, document_tokens, verify
 
     data = IndexedDataset(prefix)
     if arguments.document is None:

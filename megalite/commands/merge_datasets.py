@@ -24,7 +24,7 @@ class Arguments:
 def main() -> None:
     """Parse, merge, and say what to train with."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    from megalite.data.merging import find_prefixes, merge
+    from megalite.preprocessing.merging import find_prefixes, merge
 
     prefixes = find_prefixes(arguments.input)
     extent = merge(prefixes, arguments.output_prefix)

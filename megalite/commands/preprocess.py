@@ -99,11 +99,11 @@ def settle_megatron_flags(argv: list[str]) -> list[str]:
 def main() -> None:
     """Parse, preprocess, and print what was written and the flags to train with."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "", argv=settle_megatron_flags(sys.argv[1:]))
-    from megalite.data.encoding import Encoding
-    from megalite.data.preprocess import output_prefix_of, preprocess
-    from megalite.data.preprocess_progress import show_progress
     from megalite.data.tokenizers import TokenizerOptions
     from megalite.errors import ConfigurationError
+    from megalite.preprocessing.encoding import Encoding
+    from megalite.preprocessing.preprocess import output_prefix_of, preprocess
+    from megalite.preprocessing.progress import show_progress
 
     if arguments.workers < 1 or arguments.log_interval < 1:
         raise ConfigurationError("--workers and --log-interval are 1 or more")

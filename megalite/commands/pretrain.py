@@ -9,9 +9,9 @@ from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.config.yaml_file import Sections
+from megalite.lifecycle.failure import run_main
+from megalite.lifecycle.startup import Startup
 from megalite.process.place import place_from_environment
-from megalite.training.failure import run_main
-from megalite.training.startup import Startup
 
 
 def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None) -> Sections:

@@ -33,8 +33,8 @@ class Arguments:
 def main() -> None:
     """Parse, train, and say how to use the tokenizer."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    from megalite.data.tokenizer_training import train_byte_level_bpe, train_tokenizer
     from megalite.errors import ConfigurationError
+    from megalite.preprocessing.tokenizer_training import train_byte_level_bpe, train_tokenizer
 
     if arguments.vocab_size < 1 or arguments.num_threads < 1:
         raise ConfigurationError("--vocab-size and --num-threads are 1 or more")

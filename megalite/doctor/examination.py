@@ -32,6 +32,8 @@ from megalite.doctor.reports import Report, Roll
 from megalite.doctor.roll_call import RollCall
 from megalite.doctor.run_directory import Probe, checkpoint_bytes
 from megalite.errors import CommunicationError, MegaliteError
+from megalite.lifecycle.failure import leave_code
+from megalite.lifecycle.rendezvous import connect
 from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.bounded import aside
@@ -39,8 +41,6 @@ from megalite.process.host import host_name
 from megalite.process.place import Place
 from megalite.process.signals import StopRequest
 from megalite.torch_internals import PrefixStore
-from megalite.training.failure import leave_code
-from megalite.training.rendezvous import connect
 
 _GRACE = 5.0
 """Seconds for a rank to report that its own time was up."""

@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from megalite.errors import CommunicationError
+from megalite.lifecycle.rendezvous import STORE_HANGS, connect, store_name
 from megalite.process.bounded import within
 from megalite.process.place import Place
 from megalite.small_files import parse_json
-from megalite.training.rendezvous import STORE_HANGS, connect, store_name
 
 Result = TypeVar("Result")
 _BETWEEN_LOOKS = 0.05

@@ -14,15 +14,15 @@ from megalite import checkpoint
 from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
 from megalite.errors import EXIT_FINISHED, EXIT_RESUMABLE, MegaliteError
+from megalite.lifecycle.control_files import ControlFiles
+from megalite.lifecycle.deadline import Pace, why_stop
+from megalite.lifecycle.startup import Startup
 from megalite.parallel import collectives
 from megalite.process.signals import StopRequest
-from megalite.training.control_files import ControlFiles
-from megalite.training.deadline import Pace, why_stop
 from megalite.training.display import Display, perplexity
 from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
-from megalite.training.startup import Startup
 from megalite.training.timing import Timing, gather_timing
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import AGREEMENT, EVALUATION, SAVE, START, STEP

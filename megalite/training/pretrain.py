@@ -13,23 +13,23 @@ from megalite.config import RunConfig
 from megalite.config.yaml_file import dump
 from megalite.conversion.huggingface import open_huggingface
 from megalite.errors import EXIT_FINISHED, CheckpointError
+from megalite.lifecycle.control_files import ControlFiles, has_file
+from megalite.lifecycle.launch import come_together, leave, take_place
+from megalite.lifecycle.run_watchdog import run_watchdog
+from megalite.lifecycle.startup import Startup
 from megalite.optim.elementwise import require_backend
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.profile_range import profile_range
 from megalite.process.place import Place
-from megalite.training.control_files import ControlFiles, has_file
 from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
-from megalite.training.launch import come_together, leave, take_place
 from megalite.training.loop import TrainingLoop, metrics_path
 from megalite.training.memory_history import record_memory_history
 from megalite.training.metrics import has_test_loss
 from megalite.training.profiling import require_device
 from megalite.training.resume import find_resume_point
-from megalite.training.run_watchdog import run_watchdog
-from megalite.training.startup import Startup
 from megalite.training.summary import summary
 from megalite.training.trainer import Trainer
 from megalite.watchdog.sections import MEETING, START, Sections

@@ -72,7 +72,7 @@ class Watchdog:
     ) -> None:
         """Set up the watchdog.
 
-        `report`: function that reports an error, once for all ranks that share a store (training/failure.py). `store`:
+        `report`: function that reports an error, once for all ranks that share a store (lifecycle/failure.py). `store`:
         the process group's store, if there are several ranks; `store_is_of_rank_0`: it ends with that process.
         `folder`: for dumps when the run hangs; `shared`: a folder that ranks on all machines see, if there are several.
         """

@@ -14,10 +14,10 @@ from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.datasets import Samples, build_token_datasets
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.data.sampler import GlobalBatchSize
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.errors import DataError
+from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.distributed import megatron_data
 from tests.distributed.megatron_data import Case
 from tests.harness.rank_pool import RankPools

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from megalite.training import failure
+from megalite.lifecycle import failure
 from tests.harness.job import Job
 
 PREAMBLE = """
 import os, signal, sys, time
 from megalite.errors import CheckpointError, ConfigurationError
-from megalite.training import failure
-from megalite.training.failure import run_main
+from megalite.lifecycle import failure
+from megalite.lifecycle.failure import run_main
 rank = int(os.environ["RANK"])
 
 class OutOfMemoryError(RuntimeError):

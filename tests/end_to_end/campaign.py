@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.runs import GPT2, ROOT, assert_same_checkpoint, metrics, words
 from tests.harness.fault import Fault
 from tests.harness.job import Job

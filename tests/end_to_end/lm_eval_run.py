@@ -28,9 +28,9 @@ from megalite.inference.lm_eval_tasks import load_tasks
 from megalite.inference.loading import load_for_generation
 from megalite.inference.network import Network
 from megalite.inference.windows import sliding_windows
+from megalite.lifecycle.launch import join, leave
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.place import place_from_environment
-from megalite.training.launch import join, leave
 from tests.harness import lm_eval_tasks as local
 from tests.harness.template_tokenizer import write_template_tokenizer
 

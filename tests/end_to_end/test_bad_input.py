@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.data.tokenizers import build_tokenizer
+from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.runs import GENERATE, GPT2, LLAMA, MOCK, PRETRAIN, Ended, contents, saved_tensors, words
 from tests.harness.job import Job
 

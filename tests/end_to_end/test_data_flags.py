@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.runs import GPT2, NO_DROPOUT, Run, losses, metrics, words
 
 NULL = words("--tokenizer-type NullTokenizer --vocab-size 60")

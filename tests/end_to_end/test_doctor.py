@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.runs import COURSE, MOCK, PRETRAIN, ROOT, SIZES, saved_tensors
 from tests.harness.fork_server import wait_for_exit
 from tests.harness.job import Job
@@ -261,7 +261,7 @@ def test_where_rank_0_has_the_store_and_stands_still_the_others_end(spawn: Calla
         port = free.getsockname()[1]
     before = f"""
 from megalite.doctor import roll_call
-from megalite.training import failure
+from megalite.lifecycle import failure
 failure._LAUNCHER_SECONDS = 1.0
 roll_call.STORE_HANGS = 0.5
 gather = roll_call.RollCall.gather

@@ -19,7 +19,8 @@ from tests.harness.job import Job
 ENTRY = f"""
 import os, resource, runpy, signal, sys
 from megalite.errors import DataError
-from megalite.training import data, failure, launch, rendezvous
+from megalite.lifecycle import failure, launch, rendezvous
+from megalite.training import data
 
 rendezvous.PATIENCE, rendezvous.STORE_HANGS = 0.2, 2.0
 wait_for_all_ranks = launch.wait_for_all_ranks

@@ -224,7 +224,7 @@ def test_a_rank_that_waits_for_the_others_can_be_ended(number: signal.Signals, s
 def test_a_signal_while_the_program_starts_interrupts_it(spawn: Callable[..., Job], tmp_path: Path) -> None:
     entry = tmp_path / "entry.py"  # a program that is at its start for long
     entry.write_text(
-        "import time\nfrom megalite.training.failure import run_main\n"
+        "import time\nfrom megalite.lifecycle.failure import run_main\n"
         "run_main(lambda: [print('starting'), *(time.sleep(0.05) for _ in range(10**6))])"
     )
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

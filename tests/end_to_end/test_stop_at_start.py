@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megalite.data.indexed_writer import IndexedDatasetWriter
+from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.end_to_end.runs import GPT2, MOCK, PRETRAIN, Run, iterations, latest_iteration
 from tests.harness.job import Job
 
@@ -30,7 +30,7 @@ def hold():
     while not (here / "go").exists():
         time.sleep(0.05)
 
-from megalite.training import rendezvous
+from megalite.lifecycle import rendezvous
 
 rendezvous.PATIENCE = 0.5
 owner, _, name = {function!r}.rpartition(".")

@@ -12,7 +12,7 @@ from tests.harness.job import Job
 SLOW_RANK = """
 import os, time
 from megalite.pipeline.engine import PipelineEngine
-from megalite.training.failure import run_main
+from megalite.lifecycle.failure import run_main
 from megalite.commands.pretrain import main
 run = PipelineEngine.run
 def slow(*arguments):

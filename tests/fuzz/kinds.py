@@ -425,7 +425,7 @@ def _read_jsonl(base: Path, edits: Sequence[Edit]) -> Program:
 
 
 def _prepare_tokenizers(base: Path) -> None:
-    from megalite.data.tokenizer_training import train_byte_level_bpe, train_tokenizer
+    from megalite.preprocessing.tokenizer_training import train_byte_level_bpe, train_tokenizer
 
     folder = base / "in"
     _write_lines(folder / "c.jsonl")

@@ -30,11 +30,11 @@ MODULES = (
     "megalite.conversion.huggingface",
     "megalite.conversion.megatron",
     "megalite.conversion.native",
-    "megalite.data.preprocess",
+    "megalite.preprocessing.preprocess",
     "megalite.data.sft_dataset",
     "megalite.checkpoint.inspection",
     "megalite.checkpoint.progress",
-    "megalite.data.preprocess_progress",
+    "megalite.preprocessing.progress",
     "megalite.watchdog.watchdog",
     "megalite.watchdog.flight_recorder",
     "tokenizers",
@@ -75,9 +75,9 @@ class _Inline(Executor):
 
 def command(path: str, *flags: object) -> None:
     """Become `python path flags`."""
-    import megalite.data.preprocess
+    import megalite.preprocessing.preprocess
 
-    megalite.data.preprocess.ProcessPoolExecutor = _Inline  # type: ignore[assignment, misc]
+    megalite.preprocessing.preprocess.ProcessPoolExecutor = _Inline  # type: ignore[assignment, misc]
     sys.argv = [str(TREE / path), *map(str, flags)]
     sys.path.insert(0, str((TREE / path).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -89,7 +89,7 @@ def read_flags(flags: list[str], samples: int = 0) -> None:
     from megalite.commands.pretrain import saved_fields
     from megalite.config.parse import parse_arguments
     from megalite.config.validate import resolve
-    from megalite.training.failure import run_main
+    from megalite.lifecycle.failure import run_main
 
     def main() -> int:
         config = resolve(parse_arguments(flags, saved_fields).config, 1)

@@ -24,12 +24,13 @@ from megalite.checkpoint import shard_file, transaction
 from megalite.commands.pretrain import main
 from megalite.data.index_cache import IndexCache
 from megalite.errors import DataError
+from megalite.lifecycle import failure, launch, rendezvous
 from megalite.model.block import Block
 from megalite.optim.elementwise import FusedRule
 from megalite.optim.reduction import ReduceScatter
 from megalite.parallel.collectives import completed
 from megalite.pipeline.engine import _Step
-from megalite.training import checkpoints, failure, launch, loop, pretrain, rendezvous, trainer
+from megalite.training import checkpoints, loop, pretrain, trainer
 from megalite.watchdog import limits, monitor, watchdog
 from tests.harness.fault import Fault
 

@@ -23,7 +23,7 @@ MODULES = (
     "yaml",
     "pytest",
     "hypothesis",
-    "megalite.training.failure",
+    "megalite.lifecycle.failure",
     "megalite.training.data",
     "megalite.training.pretrain",
     "megalite.doctor.examination",

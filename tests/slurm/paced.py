@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megalite.commands.pretrain import main
-from megalite.training.failure import run_main
+from megalite.lifecycle.failure import run_main
 from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint import AnyPath, open_directory
+from megalite.lifecycle import control_files
+from megalite.lifecycle.control_files import ControlFiles
+from megalite.lifecycle.startup import identity
 from megalite.parallel.mesh import ParallelMesh
-from megalite.training import control_files
-from megalite.training.control_files import ControlFiles
-from megalite.training.startup import identity
 
 
 @pytest.fixture(params=["files", "objects"])

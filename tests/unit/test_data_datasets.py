@@ -19,11 +19,11 @@ from megalite.data.blend import BlendedDataset, build_blend_index, normalize, pa
 from megalite.data.dataset_spec import DatasetSpec, parse_split, read_dataset_specs
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
 from megalite.data.index_cache import IndexCache
-from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.data.mock_dataset import MockDataset
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.errors import ConfigurationError, DataError
+from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.harness.fork_server import fork_context
 
 

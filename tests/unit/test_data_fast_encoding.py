@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megalite.data.tokenizer_training import train_byte_level_bpe, train_tokenizer
 from megalite.data.tokenizers.byte_level_bpe import PATTERNS, FastByteLevelBPE, NotIdentical
 from megalite.data.tokenizers.word_cache import WordCache, refusal
+from megalite.preprocessing.tokenizer_training import train_byte_level_bpe, train_tokenizer
 
 pytestmark = pytest.mark.costly
 

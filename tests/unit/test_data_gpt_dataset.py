@@ -24,9 +24,9 @@ from megalite.data.gpt_dataset import (
 )
 from megalite.data.index_cache import IndexCache
 from megalite.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
-from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.errors import DataError
+from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 
 CASES = json.loads((Path(__file__).parent / "megatron_samples.json").read_text())
 

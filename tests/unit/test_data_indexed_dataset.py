@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data import indexed_writer
 from megalite.data.indexed_dataset import HEADER, IndexedDataset, token_dtype
-from megalite.data.indexed_writer import IndexedDatasetWriter
 from megalite.errors import DataError, FileError
+from megalite.preprocessing import indexed_writer
+from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 
 
 def write(prefix: Path, documents: list[list[int]], dtype: Any = np.uint16) -> None:

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 
 from megalite.commands.preprocess import Arguments, settle_megatron_flags
-from megalite.data import preprocess as preprocessing
 from megalite.data.corpus import Position, read_chunks
-from megalite.data.encoding import Encoding, encode_chunk
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.preprocess import Observer, Progress
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import ConfigurationError, DataError
+from megalite.preprocessing import preprocess as preprocessing
+from megalite.preprocessing.encoding import Encoding, encode_chunk
+from megalite.preprocessing.preprocess import Observer, Progress
 from tests.harness.terminal import read_to_end
 
 pytestmark = pytest.mark.costly
@@ -362,7 +362,7 @@ def test_data_and_its_tools_need_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import megalite.data.datasets, megalite.data.loader\n"
-        "import megalite.data.preprocess, megalite.data.tokenizer_training"
+        "import megalite.preprocessing.preprocess, megalite.preprocessing.tokenizer_training"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -19,15 +19,16 @@ from typing import Any
 
 import pytest
 
-from megalite.data import corpus, partial_output, preprocess
+from megalite.data import corpus
 from megalite.data.corpus import read_chunks
-from megalite.data.encoding import Encoding, encode_chunk
 from megalite.data.indexed_dataset import token_dtype
-from megalite.data.length_statistics import LengthStatistics
-from megalite.data.partial_output import PartialOutput, partial_folder
 from megalite.data.tokenizers import TokenizerOptions
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import DataError
+from megalite.preprocessing import partial_output, preprocess
+from megalite.preprocessing.encoding import Encoding, encode_chunk
+from megalite.preprocessing.length_statistics import LengthStatistics
+from megalite.preprocessing.partial_output import PartialOutput, partial_folder
 
 pytestmark = pytest.mark.costly
 

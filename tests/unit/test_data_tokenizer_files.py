@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.tokenizer_training import train_byte_level_bpe
 from megalite.data.tokenizers import Tokenizer, TokenizerOptions, build_tokenizer
 from megalite.errors import ConfigurationError, DataError
+from megalite.preprocessing.tokenizer_training import train_byte_level_bpe
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "def area(radius):\n    return 3.14159 * radius ** 2\n\n\nclass Circle:\n\tname = 'Zirkel, größer'\n"

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.tokenizer_training import train_tokenizer
 from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.data.tokenizers.null import NullTokenizer
 from megalite.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from megalite.errors import ConfigurationError, DataError
+from megalite.preprocessing.tokenizer_training import train_tokenizer
 
 TEXT = "def area(radius):\n    return 3.14159 * radius ** 2\n\n\nclass Circle:\n\tname = 'Zirkel, größer'\n"
 

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data import merging
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.indexed_writer import IndexedDatasetWriter
-from megalite.data.inspection import verify
-from megalite.data.length_statistics import length_statistics
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import DataError
+from megalite.preprocessing import merging
+from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
+from megalite.preprocessing.inspection import verify
+from megalite.preprocessing.length_statistics import length_statistics
 from tests.harness.fork_server import fork_context
 
 pytestmark = pytest.mark.costly

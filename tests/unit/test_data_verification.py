@@ -15,15 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data import indexed_writer, side_file, verification
+from megalite.data import side_file, verification
 from megalite.data.fields import FieldsDataset
 from megalite.data.indexed_dataset import IndexedDataset
-from megalite.data.indexed_writer import IndexedDatasetWriter, publish
 from megalite.data.loader import MicroBatchLoader
 from megalite.data.mock_dataset import MockDataset
 from megalite.data.side_file import read_side_file
 from megalite.data.verification import Verification
 from megalite.errors import DataError
+from megalite.preprocessing import indexed_writer
+from megalite.preprocessing.indexed_writer import IndexedDatasetWriter, publish
 
 SUFFIXES = ("bin", "idx")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.training.deadline import Pace, job_end, why_stop
+from megalite.lifecycle.deadline import Pace, job_end, why_stop
 
 SECONDS = st.floats(0.0, 1e6)
 

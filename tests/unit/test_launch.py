@@ -9,9 +9,9 @@ import torch
 
 from megalite.config import ParallelConfig
 from megalite.errors import ConfigurationError
+from megalite.lifecycle.launch import join, take_place
 from megalite.parallel import device
 from megalite.process.place import Place
-from megalite.training.launch import join, take_place
 
 
 def test_stages_on_gpus_do_not_talk_through_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

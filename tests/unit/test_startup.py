@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from megalite.config import parse_arguments
+from megalite.lifecycle.startup import Startup
 from megalite.process.place import Place
-from megalite.training.startup import Startup
 
 SIZES = "--num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
 CONFIG = parse_arguments(f"{SIZES} --tp 2 --pp 2 --sequence-parallel".split()).config

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from megalite.config import RunConfig
 from megalite.config.checkpoint import is_url
 from megalite.errors import EXIT_RESUMABLE
+from megalite.lifecycle.deadline import job_end
+from megalite.lifecycle.failure import leave_code
 from megalite.process.place import Place
-from megalite.training.deadline import job_end
-from megalite.training.failure import leave_code
 
 if TYPE_CHECKING:
     from megalite.checkpoint import AnyPath
@@ -70,7 +70,7 @@ class Startup:
     def open_store(self) -> None:
         """Have rank 0's store take connections: a rank that fails while rank 0 reads its data leaves word there."""
         if self._place.world_size > 1 and self._place.rank == 0:
-            from megalite.training.rendezvous import open_early
+            from megalite.lifecycle.rendezvous import open_early
 
             self._store = open_early(self._place)
 

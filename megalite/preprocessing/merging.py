@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from megalite.data.indexed_dataset import IndexedDataset, bin_path, idx_path
-from megalite.data.indexed_writer import Extent, IndexedDatasetWriter
-from megalite.data.inspection import verify
 from megalite.data.side_file import describe_tokenizer, recorded_tokenizer
 from megalite.errors import DataError
+from megalite.preprocessing.indexed_writer import Extent, IndexedDatasetWriter
+from megalite.preprocessing.inspection import verify
 from megalite.process.host import raise_open_file_limit
 
 # Tokens that are copied at a time, or one document.

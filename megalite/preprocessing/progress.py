@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from megalite.data.documents import BadRecord
-from megalite.data.preprocess import Observer, Progress
+from megalite.preprocessing.preprocess import Observer, Progress
 
 # Of records that are left out, so many are named.
 NAMED = 20

@@ -140,7 +140,7 @@ def _leave_word(message: str, code: int, place: Place) -> int:
     of the first."""
     speak = cache(partial(_speak, message, code, place.rank))  # once, whoever asks for it
     try:
-        from megalite.training.rendezvous import WORD_SECONDS, tell_failure
+        from megalite.lifecycle.rendezvous import WORD_SECONDS, tell_failure
 
         is_first: Future[Any] = Future()
         telling: Future[Any] = aside(lambda: tell_failure(place, code, is_first.set_result))

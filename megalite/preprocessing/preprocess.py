@@ -19,11 +19,11 @@ from typing import Any
 
 from megalite.data.corpus import Chunk, find_inputs, read_chunks
 from megalite.data.documents import BadRecord
-from megalite.data.encoding import EncodedChunk, Encoding, cached_tokenizer, encode_chunk
 from megalite.data.indexed_dataset import token_dtype
-from megalite.data.length_statistics import LengthStatistics
-from megalite.data.partial_output import Entry, PartialOutput, partial_folder
 from megalite.errors import ConfigurationError, DataError
+from megalite.preprocessing.encoding import EncodedChunk, Encoding, cached_tokenizer, encode_chunk
+from megalite.preprocessing.length_statistics import LengthStatistics
+from megalite.preprocessing.partial_output import Entry, PartialOutput, partial_folder
 
 
 @dataclass(frozen=True)

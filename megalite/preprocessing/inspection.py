@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from megalite.data.indexed_dataset import IndexedDataset, bin_path, idx_path
-from megalite.data.length_statistics import length_statistics
 from megalite.data.side_file import describe_tokenizer, read_side_file, recorded_tokenizer
 from megalite.data.verification import check_record
 from megalite.errors import DataError
+from megalite.preprocessing.length_statistics import length_statistics
 
 # Entries of the index, and tokens, that are looked at a time.
 BLOCK = 1 << 22

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from megalite.config import ParallelConfig
 from megalite.errors import CommunicationError, ConfigurationError
+from megalite.lifecycle.rendezvous import PURPOSE, connect, store_name, wait_for_all_ranks
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.host import too_many_open_files
 from megalite.process.place import Place
-from megalite.training.rendezvous import PURPOSE, connect, store_name, wait_for_all_ranks
 
 if TYPE_CHECKING:
     from megalite.torch_internals import Store

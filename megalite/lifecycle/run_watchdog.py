@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
+from megalite.lifecycle.failure import report
+from megalite.lifecycle.rendezvous import hosted_by_launcher
 from megalite.process.listening import on_one_machine
 from megalite.process.place import Place
-from megalite.training.failure import report
-from megalite.training.rendezvous import hosted_by_launcher
 from megalite.watchdog.limits import Limits
 from megalite.watchdog.sections import Sections
 from megalite.watchdog.watchdog import Watchdog, nobody_watches

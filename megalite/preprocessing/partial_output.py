@@ -24,8 +24,9 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from megalite.data.corpus import Position
-from megalite.data.encoding import EncodedChunk
-from megalite.data.indexed_writer import (
+from megalite.errors import DataError, FileError
+from megalite.preprocessing.encoding import EncodedChunk
+from megalite.preprocessing.indexed_writer import (
     Extent,
     IndexedDatasetWriter,
     growing_files,
@@ -33,8 +34,7 @@ from megalite.data.indexed_writer import (
     read_lengths,
     remove_unfinished,
 )
-from megalite.data.length_statistics import LengthStatistics, length_statistics
-from megalite.errors import DataError, FileError
+from megalite.preprocessing.length_statistics import LengthStatistics, length_statistics
 from megalite.small_files import parse_json
 
 

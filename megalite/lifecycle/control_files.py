@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megalite.checkpoint import AnyPath
 from megalite.errors import CheckpointError
+from megalite.lifecycle.startup import SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_REQUESTS, STOP, identity
 from megalite.parallel.mesh import ParallelMesh
-from megalite.training.startup import SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_REQUESTS, STOP, identity
 
 SAVE, PROFILE = "SAVE", "PROFILE"
 

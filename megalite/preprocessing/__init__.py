@@ -1,0 +1,1 @@
+"""Preparation of datasets: text encoded, written, merged, inspected; tokenizers trained."""
