@@ -543,7 +543,7 @@ MUTANTS = (
     ),
     Mutant(
         "layers are compiled anew for the numbers of their samples",
-        "megalite/training/compiled.py",
+        "megalite/training/kernels.py",
         '    (RandomKey, "drop"),\n',
         "",
         "tests/distributed/test_compiled.py::test_dropout_is_that_of_layers_which_are_not_compiled",
@@ -3428,35 +3428,35 @@ MUTANTS = (
     ),
     Mutant(
         "a process is killed that only has the number of a rank",
-        "megalite/process/siblings.py",
+        "megalite/process/host.py",
         "_Process(os.getuid(), os.getppid(), start)",
         "_Process(os.getuid(), os.getppid(), seen.start)",
         "tests/unit/test_siblings.py::test_a_sibling_of_this_run_is_killed_though_it_is_stopped[True]",
     ),
     Mutant(
         "a process is killed that another launcher has started",
-        "megalite/process/siblings.py",
+        "megalite/process/host.py",
         "_Process(os.getuid(), os.getppid(), start)",
         "_Process(os.getuid(), seen.parent, start)",
         "tests/unit/test_siblings.py::test_nobody_else_is",
     ),
     Mutant(
         "a rank kills itself",
-        "megalite/process/siblings.py",
+        "megalite/process/host.py",
         "if process == os.getpid():",
         "if process == 1:",
         "tests/unit/test_siblings.py::test_it_never_is_the_process_itself",
     ),
     Mutant(
         "rank 0 listens on all interfaces",
-        "megalite/process/listening.py",
+        "megalite/process/host.py",
         "socket.create_server((address[0], port, *address[2:])",
         'socket.create_server(("", port, *address[2:])',
         "tests/unit/test_listening.py::test_one_machine_talks_to_itself[127.0.0.1]",
     ),
     Mutant(
         "a rank listens where only its own machine finds it",
-        "megalite/process/listening.py",
+        "megalite/process/host.py",
         "if alone or not _is_loopback(str(address[0]))]",
         "]",
         "tests/unit/test_listening.py::"
@@ -3711,7 +3711,7 @@ MUTANTS = (
     ),
     Mutant(
         "a snapshot of memory is of any rank",
-        "megalite/training/memory_history.py",
+        "megalite/training/profiling.py",
         "if rank in config.profile_ranks:",
         "if True:",
         "tests/unit/test_profiling.py::test_snapshots_of_memory_are_of_chosen_ranks_and_of_one_that_has_too_little",

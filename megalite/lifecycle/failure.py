@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megalite.atomic_files import write_at_once
 from megalite.errors import EXIT_CONFIGURATION, EXIT_INTERNAL, EXIT_RESUMABLE, FileError, MegaliteError, exit_code_of
 from megalite.process.bounded import aside, within
-from megalite.process.host import too_many_open_files
-from megalite.process.listening import on_one_machine
+from megalite.process.host import on_one_machine, too_many_open_files
 from megalite.process.output import require_streams, write_out
 from megalite.process.place import Place
 from megalite.process.signals import STOP_SIGNALS, exit_on_stop_signals, ignore_stop_signals
@@ -59,7 +58,11 @@ def run_main(main: Callable[[], int]) -> NoReturn:
     try:
         code = main()
         ignore_stop_signals()
-        _write_out_whole()
+        problem = write_out()
+        if isinstance(problem, BrokenPipeError):
+            raise problem
+        if problem is not None:
+            raise FileError(f"the output cannot be written ({problem.strerror}): a part of it is lost")
         if os.environ.get("RANK", "0") == "0":
             leave_code(code)
     except SystemExit as ending:  # has said what there is to say, like --help
@@ -95,15 +98,6 @@ def _describe(error: BaseException) -> str:
         return f"this machine is out of memory: {error}\n{_innermost(error)}"
     trace = "".join(traceback.format_exception(error))
     return f"a defect in megalite or below it, please report it:\n{trace.rstrip()}"
-
-
-def _write_out_whole() -> None:
-    """Raise FileError if something that was printed cannot be written, BrokenPipeError if nobody reads it."""
-    problem = write_out()
-    if isinstance(problem, BrokenPipeError):
-        raise problem
-    if problem is not None:
-        raise FileError(f"the output cannot be written ({problem.strerror}): a part of it is lost")
 
 
 def _innermost(error: BaseException) -> str:

@@ -14,8 +14,7 @@ from typing import TypeVar
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, RendezvousError
 from megalite.lifecycle.failure import code_in
 from megalite.process.bounded import aside, within
-from megalite.process.host import require_open_files
-from megalite.process.listening import listen
+from megalite.process.host import listen, require_open_files
 from megalite.process.place import Place, ranks_text
 from megalite.torch_internals import HashStore, PrefixStore, Store, TCPStore
 

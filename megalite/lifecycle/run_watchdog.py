@@ -9,7 +9,7 @@ from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
 from megalite.lifecycle.failure import report
 from megalite.lifecycle.rendezvous import hosted_by_launcher
-from megalite.process.listening import on_one_machine
+from megalite.process.host import on_one_machine
 from megalite.process.place import Place
 from megalite.watchdog.limits import Limits
 from megalite.watchdog.sections import Sections

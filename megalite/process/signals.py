@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn
 
 from megalite.errors import EXIT_RESUMABLE
@@ -40,9 +40,7 @@ class StopRequest:
         self._previous = {number: signal.signal(number, self._receive) for number in self._signals}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_IGN if self._received else handler)
         signal.set_wakeup_fd(self._wakeup)

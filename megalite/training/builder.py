@@ -17,7 +17,6 @@ from megalite.data.blend import Dataset
 from megalite.data.fields import SampleFields
 from megalite.data.loader import MicroBatchLoader
 from megalite.model import gpt
-from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.model.head import LossConfig
 from megalite.model.recompute import Recompute
@@ -33,9 +32,7 @@ from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import LogicalTensor
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.checker import Collective
-from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
-from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.schedule_cache import ScheduleCache
 from megalite.pipeline.stages import Stages
 from megalite.training.data import RunData
@@ -67,11 +64,6 @@ def make_recompute(config: RunConfig) -> Recompute:
     return Recompute(attention=training.recompute_granularity == "selective")
 
 
-def make_loss_config(config: RunConfig) -> LossConfig:
-    training = config.training
-    return LossConfig(training.label_smoothing, training.z_loss_coeff, config.kernels.fused_linear_cross_entropy)
-
-
 def make_stages(config: RunConfig) -> Stages:
     """Place the model's stages on the pipeline's ranks, with what they pass on."""
     parallel, chunks = config.parallel, virtual_stages(config.model, config.parallel)
@@ -83,7 +75,8 @@ def make_stages(config: RunConfig) -> Stages:
 
 def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stages: Stages) -> list[GPT]:
     """Return the rank's stages, with values not yet set. `model` has the tokenizer's vocabulary filled in."""
-    parts, ranks = stage_layers(model, config.parallel), mesh.ranks("pp")
+    parts, ranks, training = stage_layers(model, config.parallel), mesh.ranks("pp"), config.training
+    fused_loss = config.kernels.fused_linear_cross_entropy
     return gpt.make_chunks(
         model,
         mesh,
@@ -91,17 +84,9 @@ def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stage
         tuple(ranks[rank] for rank in stages.ends),
         sequence_parallel=config.parallel.sequence_parallel,
         recompute=make_recompute(config),
-        loss=make_loss_config(config),
+        loss=LossConfig(training.label_smoothing, training.z_loss_coeff, fused_loss),
         dtype=model_dtype(config),
     )
-
-
-def make_engine(
-    config: RunConfig, chunks: Sequence[GPT], mesh: ParallelMesh, stages: Stages
-) -> PipelineEngine[MicroBatch]:
-    """Return the engine, connected to its neighbours: all ranks of a pipeline make theirs together."""
-    rank, links = mesh.coordinate("pp"), make_links(mesh, stages)
-    return PipelineEngine(chunks, stages, rank, links, mesh.device)
 
 
 def make_schedule_cache(
@@ -213,12 +198,16 @@ def data_parallel(config: RunConfig, mesh: ParallelMesh, chunks: int) -> DataPar
     # The list then says when a chunk's reductions begin. Those behind each micro-batch, and on a V, are not aligned.
     looped = chunks > 1 and not shape(parallel).v_shaped
     aligned = parallel.align_grad_reduce and looped and parallel.zero_stage < 2
+    bucket_size = parallel.ddp_bucket_size
+    if bucket_size is None and parallel.overlap_grad_reduce:
+        # Megatron-LM's rule. Without overlap, several buckets have no advantage over one.
+        bucket_size = max(40_000_000, 1_000_000 * mesh.size("dp", "cp"))
     low_precision = parallel.grad_reduce_in_bf16 or config.optimizer.main_grads_dtype == "bf16"
     return DataParallel(
         gradient_dtype=torch.bfloat16 if low_precision else torch.promote_types(dtype, torch.float32),
         stage=parallel.zero_stage,
         instances=parallel.num_distributed_optimizer_instances,
-        bucket_size=_bucket_size(config, mesh),
+        bucket_size=bucket_size,
         overlap_reduce=parallel.overlap_grad_reduce and not aligned,
         overlap_gather=parallel.overlap_param_gather,
     )
@@ -234,17 +223,6 @@ def make_loss_scale(config: RunConfig) -> LossScale:
     return LossScale.dynamic(
         training.initial_loss_scale, training.min_loss_scale, training.loss_scale_window, training.hysteresis
     )
-
-
-def _bucket_size(config: RunConfig, mesh: ParallelMesh) -> int | None:
-    """Return the number of elements by Megatron-LM's rule: 40 million, or one million per data-parallel rank if that is
-    more.
-
-    Without overlap, several buckets have no advantage over one.
-    """
-    if config.parallel.ddp_bucket_size is not None:
-        return config.parallel.ddp_bucket_size
-    return max(40_000_000, 1_000_000 * mesh.size("dp", "cp")) if config.parallel.overlap_grad_reduce else None
 
 
 def count_parameters(chunks: Iterable[GPT], mesh: ParallelMesh) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megalite import checkpoint
@@ -16,7 +18,6 @@ from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
 from megalite.process.bounded import aside
 from megalite.training.display import Display
-from megalite.training.progress import Progress
 
 _SECONDS_OF_ANY_SAVE, _BYTES_A_SECOND = 5.0, 100e6
 """Conservative figures per rank, from which the duration of the first save is estimated."""
@@ -35,7 +36,7 @@ class Checkpoints:
             state=settings.save_optim,
             asynchronous=settings.async_save,
         )
-        self.progress = Progress(directory if settings.log_progress and self._rank == 0 else None, plan.mesh.world_size)
+        self._world_size = plan.mesh.world_size
         self._removal: Future[tuple[str, ...]] | None = None
         self._failures = 0
         self._newest: AnyPath | None = None
@@ -107,7 +108,7 @@ class Checkpoints:
                 self._longest = max(self._longest, seconds)
                 still = f", training stood still for {self._stood_still:.2f} s" if self._settings.async_save else ""
                 display.message(f"saved {path} in {seconds:.1f} s{still}")
-                self.progress.write(f"saved {path.name}")
+                self.log_progress(f"saved {path.name}")
                 self._remove_old()
 
     @contextmanager
@@ -132,6 +133,17 @@ class Checkpoints:
         interval = self._settings.save_retain_interval
         if interval is not None and self._rank == 0:
             self._removal = aside(partial(checkpoint.remove_old, self._directory, interval))
+
+    def log_progress(self, text: str) -> None:
+        """Append a line to DIR/progress.txt, with the time, the job and the number of ranks, under `--log-progress`.
+
+        A full disk loses the line: the run does not depend on it.
+        """
+        if not self._settings.log_progress or self._rank != 0 or not isinstance(self._directory, Path):
+            return
+        when, job = time.strftime("%Y-%m-%d %H:%M:%S"), os.environ.get("SLURM_JOB_ID", "none")
+        with suppress(OSError), (self._directory / "progress.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{when}\tjob {job}\t{self._world_size} ranks\t{text}\n")
 
     def close(self) -> None:
         """Leave the save that is under way, because the run ends before it is complete."""

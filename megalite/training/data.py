@@ -65,16 +65,16 @@ def seen_samples(dataset: Dataset[SampleFields], consumed_samples: int) -> list[
     return [(number, zlib.crc32(dataset[number]["tokens"].tobytes())) for number in numbers]
 
 
-def order_note(dataset: Dataset[SampleFields], seen: Sequence[Sequence[int]]) -> str | None:
-    """Return a note if the samples of a checkpoint are not this run's, number by number; None if they are."""
+def order_notes(dataset: Dataset[SampleFields], seen: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    """Return a note if a sample that a checkpoint has seen is another sample in this run."""
     for number, checksum in seen:
         if number >= len(dataset) or zlib.crc32(dataset[number]["tokens"].tobytes()) != checksum:
             return (
                 f"note: sample {number}, consumed before this checkpoint, is another here: the data or their order have"
                 " changed, so some samples may come again and others never. --data-path, --split, --seed, --seq-length "
-                "and, where the data are repeated, --train-samples keep the order"
+                "and, where the data are repeated, --train-samples keep the order",
             )
-    return None
+    return ()
 
 
 def open_data(config: RunConfig, local_rank: int = 0) -> RunData:

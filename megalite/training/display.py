@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import Any, TextIO, cast
 
 from rich.console import Console, Group
@@ -23,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalite.process.output import write_out
-from megalite.training.metrics import StepMetrics, TestMetrics, ValidationMetrics
+from megalite.training.metrics import StepMetrics
 
 _WIDTH = 40  # of the bar, and of the curve below it
 _RECENT_STEPS = 20  # the remaining time is reckoned from the mean of so many
@@ -86,9 +85,7 @@ class Display:
     def __enter__(self) -> Display:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._take_down()
         if self._stream.lost:  # training does not depend on it: what is left of it is not to fail the end
             write_out()
@@ -117,13 +114,7 @@ class Display:
         if self._console.is_interactive:
             self._show(metrics)
 
-    def validation(self, metrics: ValidationMetrics) -> None:
-        self._evaluation("validation", metrics.iteration, metrics.valid_loss)
-
-    def test(self, metrics: TestMetrics) -> None:
-        self._evaluation("test", metrics.iteration, metrics.test_loss)
-
-    def _evaluation(self, name: str, iteration: int, loss: float) -> None:
+    def evaluation(self, name: str, iteration: int, loss: float) -> None:
         if self._enabled:
             text = f"[bold]{name} at step {iteration}[/] | loss {loss:.4f} | perplexity {perplexity(loss):.4g}"
             self._console.print(text)

@@ -20,7 +20,7 @@ from megalite.lifecycle.startup import Startup
 from megalite.parallel import collectives
 from megalite.process.signals import StopRequest
 from megalite.training.display import Display, perplexity
-from megalite.training.metrics import MetricsWriter, StepMetrics, TestMetrics, ValidationMetrics
+from megalite.training.metrics import Metrics, MetricsWriter, TestMetrics, ValidationMetrics
 from megalite.training.nonfinite import MAX_CONSECUTIVE_SKIPS
 from megalite.training.profiling import Profiler
 from megalite.training.timing import Timing, gather_timing
@@ -90,8 +90,9 @@ class TrainingLoop:
                     self._profiler.ask(trainer.iteration)
                 if agreed.stop and trainer.iteration < trainer.iterations:
                     return self._end_early()
-                if agreed.save or self._saves_now():
-                    self._save(last=trainer.iteration == trainer.iterations)
+                last = trainer.iteration == trainer.iterations
+                if last or agreed.save or self._every(self.config.checkpoint.save_interval):
+                    self._save(last=last)
             self._test()
             self._settle()
         self._progress("finished")
@@ -102,7 +103,7 @@ class TrainingLoop:
         with self._profiler.step(number), self.sections(STEP):
             metrics = self.trainer.step()
         self._pace = self._pace.after(metrics.iteration_time_s)
-        timing = self._timing() if self._times_now() else None
+        timing = self._timing() if self._every(self.config.watchdog.timing_interval) else None
         figures = {} if timing is None else timing.figures()
         if self.config.logging.log_world_size_to_tensorboard:
             figures["world_size"] = self.mesh.world_size
@@ -129,17 +130,19 @@ class TrainingLoop:
         """Evaluate. If the run is stopped meanwhile, the resumed run evaluates before its first step."""
         trainer = self.trainer
         assert trainer.data.valid is not None
-        stopped = self._any_rank_is_told_to_stop if trainer.iteration < trainer.iterations else None
+
+        def stopped() -> bool:
+            """Tell if a rank was told to stop; the evaluation after the last step is never broken off."""
+            return trainer.iteration < trainer.iterations and self._on_any_rank(self._told_to_stop())[0]
+
         with self.sections(EVALUATION):
             loss = trainer.evaluate(trainer.data.valid, stopped)
         trainer.evaluation_left = loss is None
         if loss is not None:
             wanted = self.config.logging.log_validation_ppl_to_tensorboard
-            validation = ValidationMetrics(
-                *trainer.where(), loss, {"valid_perplexity": perplexity(loss)} if wanted else {}
-            )
-            self._record(validation)
-            self.display.validation(validation)
+            extra = {"valid_perplexity": perplexity(loss)} if wanted else {}
+            self._record(ValidationMetrics(*trainer.where(), loss, extra=extra))
+            self.display.evaluation("validation", trainer.iteration, loss)
 
     def _test(self) -> None:
         trainer = self.trainer
@@ -147,9 +150,8 @@ class TrainingLoop:
             with self.sections(EVALUATION):
                 loss = trainer.evaluate(trainer.data.test)
             assert loss is not None
-            test = TestMetrics(*trainer.where(), loss)
-            self._record(test)
-            self.display.test(test)
+            self._record(TestMetrics(*trainer.where(), loss))
+            self.display.evaluation("test", trainer.iteration, loss)
 
     def _save(self, *, last: bool) -> None:
         with self.sections(SAVE):
@@ -172,28 +174,22 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------------------------------------ when
 
+    def _every(self, interval: int | None) -> bool:
+        """Tell if the last step is one of every `interval` steps; None or 0: never."""
+        return interval is not None and interval > 0 and self.trainer.iteration % interval == 0
+
     def _collects_garbage_now(self) -> bool:
         """Tell whether to collect garbage; --manual-gc turns Python's collector off, so that ranks pause together."""
-        training, iteration = self.config.training, self.trainer.iteration
-        interval = training.manual_gc_interval
-        due = (interval > 0 and iteration % interval == 0) or (training.manual_gc_eval and self.trainer.evaluates_now())
-        return training.manual_gc and due
-
-    def _times_now(self) -> bool:
-        interval = self.config.watchdog.timing_interval
-        return interval > 0 and self.trainer.iteration % interval == 0
-
-    def _saves_now(self) -> bool:
-        interval, iteration = self.config.checkpoint.save_interval, self.trainer.iteration
-        return iteration == self.trainer.iterations or (interval is not None and iteration % interval == 0)
+        training = self.config.training
+        after_evaluation = training.manual_gc_eval and self.trainer.evaluates_now()
+        return training.manual_gc and (self._every(training.manual_gc_interval) or after_evaluation)
 
     def _agree(self) -> _Agreed:
         """Exchange what the ranks have to tell each other between two steps, all in one message."""
         checkpoints, files = self.trainer.checkpoints, self.control_files
         saving = checkpoints.flags if checkpoints is not None else (False, False)
         asked, *others = self._on_any_rank(self._told_to_stop(), files.save(), files.profile(), *saving)
-        interval = self.config.training.exit_interval
-        return _Agreed(asked or (interval is not None and self.trainer.iteration % interval == 0), *others)
+        return _Agreed(asked or self._every(self.config.training.exit_interval), *others)
 
     def _told_to_stop(self) -> bool:
         """Tell if this rank was told to stop, by a signal, its clock or a file."""
@@ -213,9 +209,6 @@ class TrainingLoop:
         self._why = why_stop(left, self._pace.step, evaluation, save) or ""
         return bool(self._why)
 
-    def _any_rank_is_told_to_stop(self) -> bool:
-        return self._on_any_rank(self._told_to_stop())[0]
-
     def _on_any_rank(self, *flags: bool) -> list[bool]:
         """Return which of the flags are set on a rank."""
         numbers = torch.tensor(flags, dtype=torch.float32, device=self.mesh.device)
@@ -231,9 +224,9 @@ class TrainingLoop:
 
     def _progress(self, what: str) -> None:
         if self.trainer.checkpoints is not None:
-            self.trainer.checkpoints.progress.write(f"{what} after step {self.trainer.iteration}")
+            self.trainer.checkpoints.log_progress(f"{what} after step {self.trainer.iteration}")
 
-    def _record(self, metrics: StepMetrics | ValidationMetrics | TestMetrics) -> None:
+    def _record(self, metrics: Metrics) -> None:
         told = self._writer.write(metrics)
         if told is not None:
             self.display.message(told)

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field, fields
 from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO, cast
 
 from megalite.checkpoint import AnyPath, ObjectPath
@@ -33,12 +32,20 @@ Value = float | int | bool | str | None
 
 
 @dataclass(frozen=True)
-class StepMetrics:
-    """One training step. Samples and tokens are counted over all ranks since the start of the run."""
+class Metrics:
+    """One record. Samples and tokens are counted over all ranks since the start of the run."""
 
     iteration: int
     consumed_samples: int
     consumed_tokens: int
+    extra: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    """Further figures, written under their own names."""
+
+
+@dataclass(frozen=True)
+class StepMetrics(Metrics):
+    """One training step."""
+
     lm_loss: float
     grad_norm: float
     learning_rate: float
@@ -50,29 +57,20 @@ class StepMetrics:
     model_tflops_per_device: float
     mfu: float | None
     peak_memory_bytes: int
-    extra: Mapping[str, float] = field(default_factory=dict)  # further figures, written under their own names
 
 
 @dataclass(frozen=True)
-class ValidationMetrics:
+class ValidationMetrics(Metrics):
     """One evaluation, after the step `iteration`."""
 
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
     valid_loss: float
-    extra: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class TestMetrics:
+class TestMetrics(Metrics):
     """The evaluation on test data, after the last step."""
 
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
     test_loss: float
-    extra: Mapping[str, float] = field(default_factory=dict)
 
 
 _KINDS = StepMetrics, ValidationMetrics, TestMetrics
@@ -161,7 +159,7 @@ class MetricsWriter:
                 "--metrics-path or --tensorboard-dir"
             ) from error
 
-    def write(self, metrics: StepMetrics | ValidationMetrics | TestMetrics) -> str | None:
+    def write(self, metrics: Metrics) -> str | None:
         """Write a record, or the part of it that there is room for.
 
         The rest waits in memory for the next call; `close` is the last chance. A full disk often has room again by
@@ -206,9 +204,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         with suppress(CheckpointError) if kind is not None else nullcontext():  # the first error is the one to tell
             self.close()
 

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ def _gather(report: _FirstRun | _SecondRun, mesh: ParallelMesh) -> list[dict[str
 
 
 def _first_run(step: SkippedStep, optimizer: Optimizer) -> _FirstRun:
-    parameters = _some(name for bucket in optimizer.buckets for name in _parameters(bucket))
+    parameters = _some(chain.from_iterable(map(_parameters, optimizer.buckets)))
     loss = next((value for total in step.sums.values() if (value := not_finite(total))), None)
     return _FirstRun(host_name(), parameters, loss, *_gradients(optimizer))
 
@@ -143,35 +143,26 @@ def _parameters(bucket: Bucket) -> Iterator[str]:
 
 
 def _gradients(optimizer: Optimizer) -> tuple[list[str], list[str]]:
-    """Look through the step's gradients, as the reduction has left them: this rank's own, and sums over ranks."""
-    buckets = optimizer.buckets
-    return _some(n for bucket in buckets for n in _own(bucket)), _some(n for bucket in buckets for n in _sums(bucket))
+    """Look through the step's gradients after the reduction: those that are this rank's own, and sums over ranks.
 
-
-def _own(bucket: Bucket) -> Iterator[str]:
-    """ZeRO 2 and 3 keep none that is not a sum, unless there is nothing to be summed."""
-    start, stop = bucket.owned_range
-    if not _is_summed(bucket):
-        yield from _names(bucket, bucket.gradient_shard, start, stop)
-    elif bucket.stage < 2:
-        yield from _names(bucket, bucket.gradients[:start], 0, start)
-        yield from _names(bucket, bucket.gradients[stop:], stop, bucket.length)
-
-
-def _sums(bucket: Bucket) -> Iterator[str]:
-    if _is_summed(bucket):
-        yield from _names(bucket, bucket.gradient_shard, *bucket.owned_range)
+    ZeRO 2 and 3 keep no gradient that is not a sum, unless there is nothing to be summed.
+    """
+    own: list[Iterator[str]] = []
+    summed: list[Iterator[str]] = []
+    for bucket in optimizer.buckets:
+        start, stop = bucket.owned_range
+        is_sum = any(len(part.ranks) > 1 for part in bucket.completion())
+        (summed if is_sum else own).append(_names(bucket, bucket.gradient_shard, start, stop))
+        if is_sum and bucket.stage < 2:
+            own.append(_names(bucket, bucket.gradients[:start], 0, start))
+            own.append(_names(bucket, bucket.gradients[stop:], stop, bucket.length))
+    return _some(chain(*own)), _some(chain(*summed))
 
 
 def _some(names: Iterable[str]) -> list[str]:
     """Return only as many names as are shown: if nothing is finite, ranks would otherwise exchange their whole
     lists."""
     return list(islice(names, _SHOWN + 1))
-
-
-def _is_summed(bucket: Bucket) -> bool:
-    """Tell if this rank's slice of the gradients is a sum over ranks."""
-    return any(len(part.ranks) > 1 for part in bucket.completion())
 
 
 def _names(bucket: Bucket, values: Tensor, start: int, stop: int) -> Iterator[str]:

@@ -22,7 +22,7 @@ from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradie
 from megalite.pipeline.engine import RunningStep
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.stages import Stages
-from megalite.training.compiled import is_compiled
+from megalite.training.kernels import is_compiled
 
 _PHASES = {"F": 0, "B": 1, "I": 1, "W": 2}
 

@@ -26,9 +26,8 @@ from megalite.training.data import RunData, last_iteration
 from megalite.training.display import Display
 from megalite.training.kernels import choose_kernels
 from megalite.training.loop import TrainingLoop, metrics_path
-from megalite.training.memory_history import record_memory_history
 from megalite.training.metrics import has_test_loss
-from megalite.training.profiling import require_device
+from megalite.training.profiling import record_memory_history, require_device
 from megalite.training.resume import find_resume_point
 from megalite.training.summary import summary
 from megalite.training.trainer import Trainer
@@ -114,7 +113,8 @@ def _begin(
         return _Begun(trainer, last, how, path, notes)
     trainer = build()
     if resume_point.model is None:
-        return _Begun(trainer, trainer.iterations, _anew(config), None)
+        how = f"new; {config.checkpoint.load} holds no checkpoint" if config.checkpoint.load else "new"
+        return _Begun(trainer, trainer.iterations, how, None)
     with checkpoint.raise_on_all_ranks(mesh, f"opening {resume_point.model}"):
         opened = open_huggingface(resume_point.model)
     trainer.load_model(opened)
@@ -129,39 +129,30 @@ def _run(
     mesh: ParallelMesh,
     startup: Startup,
 ) -> int:
-    iteration = 0 if begun.trainer is None else begun.trainer.iteration
+    trainer, code = begun.trainer, EXIT_FINISHED
+    iteration = 0 if trainer is None else trainer.iteration
     display = Display(begun.last, config.logging.log_interval, start_iteration=iteration, enabled=mesh.rank == 0)
     with display:
         for note in notes:
             display.message(note)
-        if begun.trainer is not None:
-            code = _train(begun.trainer, begun.how, display, startup)
+        if trainer is not None:
+            with trainer.sections(START):
+                for note in trainer.notes():
+                    display.message(note)
+                display.summary("megalite", summary(trainer) | {"start": begun.how})
+            if directory is not None and mesh.rank == 0:
+                _record_run(directory, config)
+            code = TrainingLoop(trainer, display, startup).run()
+            if code == EXIT_FINISHED:
+                display.message(f"finished after step {trainer.iteration}")
         else:
             assert begun.checkpoint is not None
-            code = EXIT_FINISHED
             at = checkpoint.iteration_of(begun.checkpoint)
             display.message(f"finished already: {begun.checkpoint} is after step {at}. A longer --train-iters goes on")
         if code == EXIT_FINISHED and directory is not None and mesh.rank == 0:
             write_atomically(directory / "DONE", f"{begun.last}\n".encode())
             display.message(f"everything is in {directory}")
     return code
-
-
-def _train(trainer: Trainer, how: str, display: Display, startup: Startup) -> int:
-    with trainer.sections(START):
-        for note in trainer.notes():
-            display.message(note)
-        display.summary("megalite", summary(trainer) | {"start": how})
-    if trainer.directory is not None and trainer.mesh.rank == 0:
-        _record_run(trainer.directory, trainer.config)
-    code = TrainingLoop(trainer, display, startup).run()
-    if code == EXIT_FINISHED:
-        display.message(f"finished after step {trainer.iteration}")
-    return code
-
-
-def _anew(config: RunConfig) -> str:
-    return f"new; {config.checkpoint.load} holds no checkpoint" if config.checkpoint.load else "new"
 
 
 def _record_run(directory: AnyPath, config: RunConfig) -> None:

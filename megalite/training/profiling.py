@@ -1,11 +1,12 @@
 """Profiles of some steps: traces by torch's profiler, or ranges for nsys, which records from outside.
 
-Asked for by the flags of `ProfilingConfig`, or while the run goes on by `touch DIR/PROFILE`. (The time line of a
-pipeline's step is in time_line.py, the history of memory in memory_history.py.)
+Requested by the flags of `ProfilingConfig`, or during the run by `touch DIR/PROFILE`. Also here: the history of CUDA's
+allocator and the measured time line of one pipeline step.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,14 +20,21 @@ from megalite.atomic_files import sync_directory, temporary_path
 from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
 from megalite.config.profiling import ProfilingConfig
-from megalite.errors import CheckpointError, ConfigurationError
-from megalite.parallel import device
+from megalite.errors import CheckpointError, ConfigurationError, FileError
+from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.profile_range import profile_range
+from megalite.pipeline.drawing import write_timeline
+from megalite.pipeline.engine import Recording
+from megalite.pipeline.schedules import Action
+from megalite.pipeline.simulator import Span
+from megalite.pipeline.stages import Stages
+from megalite.pipeline.timeline import TimeLine
+from megalite.torch_internals import dump_memory, record_memory
 from megalite.training.display import Display
-from megalite.training.memory_history import write_snapshot
 from megalite.watchdog.sections import PROFILE, Sections
 
+_MEMORY_EVENTS = 100_000  # the last so many are kept, in host memory
 STEPS_OF_FILE = 3
 """Steps that a PROFILE asks for, after one in which the profiler warms up."""
 
@@ -191,3 +199,77 @@ class _RangeForNsys:
         self._ranges.close()
         device.synchronize(self._device)
         torch.cuda.profiler.stop()
+
+
+# ---------------------------------------------------------------------------------------------------- memory history
+
+
+def record_memory_history(config: ProfilingConfig, rank: int) -> None:
+    """Start recording CUDA's allocations with their Python call stacks, for docs.pytorch.org/memory_viz.
+
+    When memory runs out, a snapshot is written at once, before any of it is freed.
+    """
+
+    def out_of_memory(device: int, wanted: int, total: int, free: int) -> None:
+        _dump_memory(config, f"out_of_memory_rank_{rank}")
+
+    record_memory(_MEMORY_EVENTS, out_of_memory)
+
+
+def write_snapshot(config: ProfilingConfig, rank: int) -> str | None:
+    """Replace the snapshot of this rank if it is one of --profile-ranks. Returns a warning if that fails."""
+    try:
+        if rank in config.profile_ranks:
+            _dump_memory(config, f"rank_{rank}")
+    except OSError as error:
+        return f"WARNING: --memory-snapshot-path {config.memory_snapshot_path} cannot be written: {error.strerror}"
+    return None
+
+
+def _dump_memory(config: ProfilingConfig, what: str) -> None:
+    path = Path(config.memory_snapshot_path)
+    path = path.with_stem(f"{path.stem}_{what}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_path(path)
+    dump_memory(str(temporary))
+    temporary.rename(path)
+
+
+# ---------------------------------------------------------------------------------------------------- time line
+
+
+def gone_by(step: int | None, iteration: int) -> tuple[str, ...]:
+    """Return a note if a run resumes after the step whose time line is asked for."""
+    if step is None or step > iteration:
+        return ()
+    return (f"--profile-pipeline {step}: changes nothing, since the run goes on after step {iteration}",)
+
+
+def begin_recording(mesh: ParallelMesh) -> Recording:
+    """Return a recording whose time begins on all ranks together, as precisely as an all-reduce ends on all."""
+    collectives.all_reduce_(torch.zeros(1, device=mesh.device), mesh.world()).item()
+    return Recording(mesh.device)
+
+
+def write_recording(
+    recording: Recording, stages: Stages, mesh: ParallelMesh, directory: Path, iteration: int
+) -> str | None:
+    """Draw the step of the pipeline that rank 0 is in, into the run directory. All ranks call it together.
+
+    Returns what to tell, on rank 0; training does not depend on it.
+    """
+    own = [
+        [span.action.kind, span.action.micro_batch, span.action.chunk, span.action.peer, span.start, span.end]
+        for span in recording.spans
+    ]
+    texts = collectives.all_gather_text(json.dumps(own), mesh.group("pp"), mesh.device)
+    if mesh.rank != 0:
+        return None
+    spans = [[Span(Action(*action), start, end) for *action, start, end in json.loads(text)] for text in texts]
+    time_line = TimeLine(f"Step {iteration}, measured", stages, spans, in_seconds=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        paths = write_timeline(directory, f"pipeline_step_{iteration:06d}", time_line)
+    except (OSError, FileError) as error:
+        return f"WARNING: the time line of step {iteration} is not in {directory}: {error}"
+    return f"the time line of step {iteration} is in {' and '.join(map(str, paths))}"

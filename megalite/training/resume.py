@@ -13,8 +13,8 @@ from megalite.config import CheckpointConfig, DataConfig, ModelConfig
 from megalite.config.tokenizer import TokenizerFlags
 from megalite.config.yaml_file import Sections
 from megalite.conversion.huggingface import open_huggingface
-from megalite.conversion.opened import OpenedModel
 from megalite.errors import ConfigurationError
+from megalite.lifecycle.control_files import has_file
 from megalite.parallel.mesh import ParallelMesh
 
 
@@ -70,24 +70,16 @@ def _refuse_other_folders(load: str) -> None:
     """Raise ConfigurationError if --load, which is no run directory, is a checkpoint, of ours or of others: training
     would begin with random weights."""
     folder = open_directory(load)
-    if _has(folder, "manifest.json"):
+    if has_file(folder / "manifest.json"):
         number = folder.name.removeprefix("iter_").lstrip("0")
         raise ConfigurationError(
             f"--load {load} is one checkpoint: give its run directory, --load {folder.parent} (--ckpt-step {number})"
         )
-    if _has(folder, ".metadata"):
+    if has_file(folder / ".metadata"):
         raise ConfigurationError(
             f"--load {load} was not written by megalite: it has a .metadata, but no manifest.json, which says what "
             f"model it is{of_others(folder)}"
         )
-
-
-def _has(folder: AnyPath, name: str) -> bool:
-    try:
-        (folder / name).stat()
-    except OSError:
-        return False
-    return True
 
 
 def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) -> Sections:
@@ -99,7 +91,11 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
     resume_point = find_resume_point(settings, ParallelMesh())
     paths = resume_point.candidates.paths
     if resume_point.model is not None and not paths:
-        return _fields_of_model(open_huggingface(resume_point.model), tokenizer_type)
+        opened = open_huggingface(resume_point.model)
+        model = asdict(opened.config)
+        if tokenizer_type == "NullTokenizer":
+            model["vocab_size"] -= 1  # it adds the end of document
+        return {"model": model, "data": {} if tokenizer_type else dict(opened.data)}
     if not paths:
         raise ConfigurationError(f"--use-checkpoint-args: {settings.load or settings.save} holds no checkpoint")
     _, (saved, data), _ = checkpoint.newest_whole(paths, _model_and_data)
@@ -112,11 +108,3 @@ def saved_fields(settings: CheckpointConfig, tokenizer_type: str | None = None) 
 def _model_and_data(path: AnyPath) -> tuple[ModelConfig, DataConfig]:
     config = checkpoint.read_config(path)
     return model_config(path, config), checkpoint.saved_section(path, config, DataConfig)
-
-
-def _fields_of_model(opened: OpenedModel, tokenizer_type: str | None) -> Sections:
-    """The same of a model that another program has written."""
-    model = asdict(opened.config)
-    if tokenizer_type == "NullTokenizer":
-        model["vocab_size"] -= 1  # it adds the end of document
-    return {"model": model, "data": {} if tokenizer_type else dict(opened.data)}

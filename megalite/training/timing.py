@@ -24,7 +24,7 @@ class Timing:
 
     def figures(self) -> dict[str, float]:
         """Return metrics: the median over ranks of each section, and the slowest rank with the time of its work."""
-        medians = {f"iteration_time_s/{_key(name)}": median for name, median in self._medians().items()}
+        medians = {f"iteration_time_s/{name.replace(' ', '_')}": median for name, median in self._medians().items()}
         slowest = self._slowest()
         return medians | {
             "iteration_time_s/slowest_rank": float(slowest),
@@ -38,7 +38,8 @@ class Timing:
             return f"ms a step: {', '.join(parts[:-1])}"
         slowest = self._slowest()
         works = self._work(slowest), statistics.median(map(self._work, range(len(self.seconds))))
-        section = max(range(len(OF_A_STEP) - 1), key=lambda column: self._excess(slowest, column))
+        excess = [own - median for own, median in zip(self.seconds[slowest], self._medians().values(), strict=True)]
+        section = max(range(len(OF_A_STEP) - 1), key=excess.__getitem__)  # the last section is the wait for others
         return (
             f"ms a step, median of {len(self.seconds)} ranks: {', '.join(parts)}; slowest: rank {slowest} on "
             f"{self.hosts[slowest]}, {1000 * works[0]:,.1f} of work against {1000 * works[1]:,.1f}, "
@@ -55,16 +56,9 @@ class Timing:
     def _slowest(self) -> int:
         return max(range(len(self.seconds)), key=self._work)
 
-    def _excess(self, rank: int, column: int) -> float:
-        return self.seconds[rank][column] - statistics.median(row[column] for row in self.seconds)
-
 
 def gather_timing(seconds: Mapping[str, float], steps: int, mesh: ParallelMesh) -> Timing:
     """Gather what each rank has spent in `steps` steps; all ranks call it together."""
     own = torch.tensor([[seconds.get(name, 0.0) / steps for name in OF_A_STEP]], dtype=torch.float64)
     gathered = collectives.all_gather(own.to(mesh.device), mesh.world())
     return Timing(gathered.tolist(), collectives.all_gather_text(host_name(), mesh.world(), mesh.device))
-
-
-def _key(name: str) -> str:
-    return name.replace(" ", "_")

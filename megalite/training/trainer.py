@@ -23,38 +23,21 @@ from megalite.optim.statistics import zeros_in_gradients
 from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import NO_SUMS, add_sums
-from megalite.pipeline.engine import Recording
+from megalite.pipeline.engine import PipelineEngine, Recording
+from megalite.pipeline.point_to_point import make_links
+from megalite.training import builder, loss_terms
 from megalite.training.batches import to_micro_batches
-from megalite.training.builder import (
-    make_chunks,
-    make_engine,
-    make_loader,
-    make_loss_scale,
-    make_optimizer,
-    make_plan,
-    make_schedule_cache,
-    make_stages,
-    model_dtype,
-)
 from megalite.training.checkpoints import Checkpoints
-from megalite.training.compiled import compile_layers
-from megalite.training.data import RunData, global_batch_size, last_iteration, order_note, seen_samples, vocab_size
+from megalite.training.data import RunData, global_batch_size, last_iteration, order_notes, seen_samples, vocab_size
 from megalite.training.display import Display
 from megalite.training.flops import flops_per_token, peak_flops
+from megalite.training.kernels import compile_layers
 from megalite.training.load_report import load_notes, rounding_notes
-from megalite.training.loss_terms import (
-    Totals,
-    counted,
-    declared_terms,
-    loss_multipliers,
-    means,
-    total_counts,
-    total_sums,
-)
+from megalite.training.loss_terms import Totals
 from megalite.training.metrics import Recorded, StepMetrics
 from megalite.training.nonfinite import LOCATED_SKIPS, SkippedStep, is_finite_everywhere, locate
+from megalite.training.profiling import begin_recording, gone_by, write_recording
 from megalite.training.resume import ResumePoint
-from megalite.training.time_line import begin_recording, gone_by, write_recording
 from megalite.watchdog.sections import DATA, FORWARD_BACKWARD, OPTIMIZER, PROFILE, SECOND_RUN, Sections
 
 
@@ -75,18 +58,19 @@ class Trainer:
         self.config, self.data, self.mesh, self.directory = config, data, mesh, directory
         self.sections = sections if sections is not None else Sections()
         self.model_config = replace(config.model, vocab_size=vocab_size(data.tokenizer, config.model))
-        self.dtype = model_dtype(config)
+        self.dtype = builder.model_dtype(config)
         device.make_deterministic(config.training.deterministic_mode)
-        stages = make_stages(config)
-        self.chunks = make_chunks(config, self.model_config, mesh, stages)
+        stages = builder.make_stages(config)
+        self.chunks = builder.make_chunks(config, self.model_config, mesh, stages)
         if config.kernels.compile:
             compile_layers(self.chunks)
         self.network = nn.ModuleList(self.chunks)
-        self.terms = declared_terms(self.chunks)
-        self.optimizer = make_optimizer(config, self.chunks, mesh)
-        self.engine = make_engine(config, self.chunks, mesh, stages)
+        self.terms = loss_terms.declared_terms(self.chunks)
+        self.optimizer = builder.make_optimizer(config, self.chunks, mesh)
+        links = make_links(mesh, stages)  # all ranks of a pipeline connect to their neighbours together
+        self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
         self.batch_size = global_batch_size(config)
-        self.steps = make_schedule_cache(config, mesh, stages, self.chunks, self.optimizer, self.terms)
+        self.steps = builder.make_schedule_cache(config, mesh, stages, self.chunks, self.optimizer, self.terms)
         sizes = [self.num_micro_batches(size) for size in self.batch_size.sizes]
         self.steps.prove(sizes, sizes[-1:], mesh)
         self.rates = rate_schedules(
@@ -101,13 +85,13 @@ class Trainer:
         self.evaluation_left = False
         self.recorded: Recorded | None = None
         """Records that `metrics.jsonl` must contain when this run resumes."""
-        self.loss_scale = make_loss_scale(config)
+        self.loss_scale = builder.make_loss_scale(config)
         self.skips_in_a_row = 0
         self._skipped: SkippedStep | None = None
         self._recording: Recording | None = None
         self._load_notes: tuple[str, ...] = ()
-        self.loader = make_loader(config, mesh, data, data.train)
-        self.plan = make_plan(config, self.model_config, mesh, stages)
+        self.loader = builder.make_loader(config, mesh, data, data.train)
+        self.plan = builder.make_plan(config, self.model_config, mesh, stages)
         self.checkpoints: Checkpoints | None = None
         if self.directory is not None:
             self.checkpoints = Checkpoints(config.checkpoint, self.directory, self.optimizer, self.plan)
@@ -121,20 +105,22 @@ class Trainer:
         with self.sections(DATA):
             arrays = self.loader.micro_batches(self.consumed_samples, self.num_micro_batches(batch_size))
             micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
-        counts = total_counts(self.terms, counted(self.terms, micro_batches, self.mesh.device), self.mesh)
+        own_counts = loss_terms.counted(self.terms, micro_batches, self.mesh.device)
+        counts = loss_terms.total_counts(self.terms, own_counts, self.mesh)
 
         self.network.train()
         self.optimizer.begin_step(len(micro_batches))
         actions = self.steps.training(len(micro_batches))
         loss_scale = self.loss_scale.value
-        scaled = loss_multipliers(self.terms, counts, loss_scale)
-        self._recording = recording = begin_recording(self.mesh) if self._records_now() else None
+        scaled = loss_terms.loss_multipliers(self.terms, counts, loss_scale)
+        records = self.iteration + 1 == self.config.profiling.profile_pipeline
+        self._recording = recording = begin_recording(self.mesh) if records else None
         with self.sections(FORWARD_BACKWARD):
             sums = self.engine.run(actions, micro_batches, scaled, self.optimizer, recording)
         rates = self.rates.at(self.consumed_samples)
         with self.sections(OPTIMIZER):
             update = self.optimizer.step(rates, loss_scale)
-        losses = means(total_sums(self.terms, sums, self.mesh), counts)
+        losses = loss_terms.means(loss_terms.total_sums(self.terms, sums, self.mesh), counts)
         searches = (
             update.skipped and self.loss_scale.can_shrink and is_finite_everywhere(sum(losses.values()), self.mesh)
         )
@@ -163,10 +149,6 @@ class Trainer:
         with self.sections(PROFILE):
             return write_recording(recording, self.steps.stages, self.mesh, self.directory, self.iteration)
 
-    def _records_now(self) -> bool:
-        """Tell if the step that begins is the one whose time line is asked for."""
-        return self.iteration + 1 == self.config.profiling.profile_pipeline
-
     def num_micro_batches(self, batch_size: int) -> int:
         """Forwards of each rank in a step of `batch_size` samples."""
         return batch_size // (self.config.training.micro_batch_size * self.mesh.size("dp"))
@@ -186,16 +168,17 @@ class Trainer:
         batch_size = self.batch_size.final
         num_micro_batches = self.num_micro_batches(batch_size)
         actions = self.steps.evaluation(num_micro_batches)
-        with make_loader(self.config, self.mesh, self.data, dataset) as loader:
+        with builder.make_loader(self.config, self.mesh, self.data, dataset) as loader:
             for batch in range(self.config.training.eval_iters):
                 if batch and should_stop is not None and should_stop():
                     return None
                 arrays = loader.micro_batches(batch * batch_size, num_micro_batches)
                 micro_batches = to_micro_batches(arrays, self.config.training.seed, self.dtype, self.mesh.device)
                 sums = add_sums(sums, self.engine.run(actions, micro_batches))
-                counts = add_sums(counts, counted((LM_LOSS,), micro_batches, self.mesh.device))
-        total, count = total_sums((LM_LOSS,), sums, self.mesh), total_counts((LM_LOSS,), counts, self.mesh)
-        return means(total, count)[LM_LOSS.name]
+                counts = add_sums(counts, loss_terms.counted((LM_LOSS,), micro_batches, self.mesh.device))
+        total = loss_terms.total_sums((LM_LOSS,), sums, self.mesh)
+        count = loss_terms.total_counts((LM_LOSS,), counts, self.mesh)
+        return loss_terms.means(total, count)[LM_LOSS.name]
 
     # ------------------------------------------------------------------------------------------------ what is kept
 
@@ -219,7 +202,6 @@ class Trainer:
         """
         with checkpoint.raise_on_all_ranks(self.mesh, f"loading {path}"):
             checkpoint.check_compatible(path, described.config, self.model_config)
-        casts = self.config.checkpoint.load_casts
         state = checkpoint.load(
             path,
             self.network,
@@ -228,7 +210,7 @@ class Trainer:
             described=described,
             plan=self.plan,
             state=resume_point.optimizer,
-            casts=casts,
+            casts=self.config.checkpoint.load_casts,
         )
         self._load_notes = load_notes(
             described.config, self.config, state, position=resume_point.position, optimizer=resume_point.optimizer
@@ -240,8 +222,8 @@ class Trainer:
             self.iterations = last_iteration(self.config, self.iteration, self.consumed_samples)
             self.evaluation_left = state.evaluation_left and self.evaluates_now()
             self.recorded = self._recorded(described) if path.parent == self.directory else None
-            order = order_note(self.data.train, state.seen_samples or ()) if self.mesh.rank == 0 else None
-            self._load_notes += () if order is None else (order,)
+            if self.mesh.rank == 0:
+                self._load_notes += order_notes(self.data.train, state.seen_samples or ())
 
     def _recorded(self, described: Manifest) -> Recorded:
         """The records of a run by the time of a checkpoint in its directory."""
@@ -269,12 +251,9 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------------ what is told
 
-    def _tokens(self) -> int:
-        return self.consumed_samples * self.config.data.seq_length
-
     def where(self) -> tuple[int, int, int]:
         """Steps, samples and tokens since the start of the run."""
-        return self.iteration, self.consumed_samples, self._tokens()
+        return self.iteration, self.consumed_samples, self.consumed_samples * self.config.data.seq_length
 
     def _metrics(
         self,
@@ -291,9 +270,7 @@ class Trainer:
         flops = per_device * flops_per_token(self.model_config, padded, self.config.data.seq_length)
         peak = peak_flops(device.device_name(self.mesh.device))
         return StepMetrics(
-            iteration=self.iteration,
-            consumed_samples=self.consumed_samples,
-            consumed_tokens=self._tokens(),
+            *self.where(),
             lm_loss=losses[LM_LOSS.name],
             grad_norm=update.gradient_norm,
             learning_rate=rates.learning_rate,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.errors import EXIT_RESUMABLE
-from megalite.process.listening import listen
+from megalite.process.host import listen
 from megalite.process.place import ranks_text
 from megalite.watchdog.hang_dump import RankDump
 from megalite.watchdog.link import MONITOR, Link, LinkLost, Message

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, RendezvousError, exit_code_of
 from megalite.process.bounded import within
-from megalite.process.host import host_name, process_space
+from megalite.process.host import host_name, kill_sibling, process_space, start_of
 from megalite.process.place import Place
-from megalite.process.siblings import kill_sibling, start_of
 from megalite.process.signals import ignore_stop_signals, last_words
 from megalite.watchdog.flight_record import Snapshot
 from megalite.watchdog.hang_dump import RankDump, write_dump

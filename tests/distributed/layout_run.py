@@ -36,7 +36,7 @@ from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
 from megalite.pipeline.schedule_cache import ScheduleCache
 from megalite.pipeline.stages import Stages
-from megalite.training.compiled import compile_layers
+from megalite.training.kernels import compile_layers
 from tests.distributed.layout_cell import (
     RECOMPUTE,
     SEQUENCE,

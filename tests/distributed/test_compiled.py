@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from megalite.errors import ConfigurationError
-from megalite.training.compiled import require_compiler
+from megalite.training.kernels import require_compiler
 from tests.distributed import layout_run
 from tests.distributed.layout_cell import Cell, make_cell
 from tests.distributed.layout_expected import Result, assert_as_expected, on_ranks, result_of

@@ -17,7 +17,7 @@ from megalite.model.batch import MicroBatch
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
-from megalite.training.compiled import compile_layers
+from megalite.training.kernels import compile_layers
 from megalite_kernels.cases import Case, cases
 from tests.distributed.layout_cell import Cell, model_config
 from tests.kernels.compile import compile_only

@@ -9,7 +9,7 @@ from megalite.config.parse import parse_arguments
 from megalite.data.fields import SampleFields
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.builder import data_parallel
-from megalite.training.data import last_iteration, order_note, seen_samples
+from megalite.training.data import last_iteration, order_notes, seen_samples
 
 SIZES = "--pp 2 --num-layers 4 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
 
@@ -72,9 +72,9 @@ def test_other_data_than_those_of_a_checkpoint_are_told() -> None:
     assert [number for number, _ in seen] == list(range(0, 64, 4))
     assert [number for number, _ in seen_samples(Rows(rows), 3)] == [0, 1, 2]
     assert seen_samples(Rows(rows), 0) == []
-    assert order_note(Rows(rows), seen) is None
-    assert order_note(Rows(rows[:64]), seen) is None
+    assert order_notes(Rows(rows), seen) == ()
+    assert order_notes(Rows(rows[:64]), seen) == ()
     for place in (0, 32, 60):
-        other = order_note(Rows([*rows[:place], -1, *rows[place + 1 :]]), seen)
+        other = order_notes(Rows([*rows[:place], -1, *rows[place + 1 :]]), seen)
         assert f"sample {place}," in str(other)
-    assert "sample 60," in str(order_note(Rows(rows[:60]), seen))
+    assert "sample 60," in str(order_notes(Rows(rows[:60]), seen))

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from megalite.training.display import Display, curve
-from megalite.training.metrics import StepMetrics, ValidationMetrics
+from megalite.training.metrics import StepMetrics
 from tests.harness.terminal import read_to_end
 
 
@@ -71,7 +71,7 @@ def test_summaries_messages_and_validation_are_shown_as_they_are() -> None:
     with Display(10, 5, stream=stream) as display:
         display.summary("megalite", {"layout": "TP 2 [dense]", "parameters": 3})
         display.message("saved run/[a]/iter_10")
-        display.validation(ValidationMetrics(10, 1, 1, valid_loss=math.log(50)))
+        display.evaluation("validation", 10, math.log(50))
     assert stream.getvalue().splitlines() == [
         "megalite",
         "  layout      TP 2 [dense]",
@@ -106,7 +106,7 @@ def test_a_rank_that_is_not_enabled_shows_nothing() -> None:
         display.summary("megalite", {"a": 1})
         display.message("text")
         display.step(step(1))
-        display.validation(ValidationMetrics(1, 1, 1, 1.0))
+        display.evaluation("validation", 1, 1.0)
     assert stream.getvalue() == ""
 
 

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from megalite.process import listening
-from megalite.process.listening import listen
+from megalite.process import host
+from megalite.process.host import listen
 
 ALL = ("::", "0.0.0.0")
 
@@ -60,7 +60,7 @@ def test_the_address_of_this_machine_is_taken_and_else_a_warning_says_that_it_is
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(listening.socket, "getaddrinfo", named(addresses))
+    monkeypatch.setattr(host.socket, "getaddrinfo", named(addresses))
     if one_machine:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert where("node-1", monkeypatch) in expected

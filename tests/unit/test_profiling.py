@@ -14,8 +14,7 @@ import torch
 from megalite.config import RunConfig, parse_arguments
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.display import Display
-from megalite.training.memory_history import record_memory_history
-from megalite.training.profiling import Profiler
+from megalite.training.profiling import Profiler, record_memory_history
 from megalite.watchdog.sections import Sections
 
 MINIMAL = (

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megalite.process import siblings
-from megalite.process.siblings import kill_sibling, start_of
+from megalite.process import host
+from megalite.process.host import kill_sibling, start_of
 
 NOT_OURS = "it is not a process that the same launcher has started for this run"
 
@@ -68,7 +68,7 @@ def test_nobody_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_never_is_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = siblings._look(os.getpid())
+    own = host._look(os.getpid())
     monkeypatch.setattr(os, "getppid", lambda: own.parent)
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: pytest.fail("it was signalled"))
     assert kill_sibling(os.getpid(), own.start) == "it is the process that was to do it"
@@ -77,11 +77,11 @@ def test_it_never_is_the_process_itself(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_the_signal_goes_to_is_what_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number may be another process's by then; a handle may not."""
     calls: list[str] = []
-    hold, look, send = os.pidfd_open, siblings._look, signal.pidfd_send_signal
+    hold, look, send = os.pidfd_open, host._look, signal.pidfd_send_signal
     with child() as victim:
         start = start_of(victim.pid)
         monkeypatch.setattr(os, "pidfd_open", lambda number: calls.append("hold") or hold(number))
-        monkeypatch.setattr(siblings, "_look", lambda number: calls.append("look") or look(number))
+        monkeypatch.setattr(host, "_look", lambda number: calls.append("look") or look(number))
         monkeypatch.setattr(signal, "pidfd_send_signal", lambda *of: calls.append("send") or send(*of))
         assert kill_sibling(victim.pid, start) is None
         assert victim.wait(10) == -signal.SIGKILL
