@@ -1,8 +1,8 @@
-"""Files by which a person or a script speaks to a run: `touch DIR/STOP`, `SAVE` or `PROFILE`, where DIR is --save.
+"""Files by which a person or a script controls a run: `touch DIR/STOP`, `SAVE` or `PROFILE`, where DIR is --save.
 
 A signal reaches the processes of one node, and each launcher treats it in another way; a file reaches a run from
-wherever its directory is seen. Rank 0 alone looks, so that hundreds of ranks do not ask a shared file system the same
-question; the others learn of it where the ranks agree on stopping.
+wherever its directory is seen. Only rank 0 looks, so that hundreds of ranks do not ask a shared file system the same
+question; the other ranks learn of it when the ranks agree on stopping.
 """
 
 from __future__ import annotations
@@ -48,19 +48,12 @@ class ControlFiles:
         return tuple(f"note: removed {self._directory / name}, which was there before this run" for name in found)
 
     def stop(self) -> bool:
-        """Tell if there is, or was, a STOP. It stays: who waits for the run sees by it why the run has ended."""
+        """Tell if there is, or was, a STOP. The file is not removed: it shows later why the run has ended."""
         self._look()
         return self._stop
 
-    def save(self) -> bool:
-        """Tell if there is a SAVE, or was one since this was last asked. Each asks for one checkpoint."""
-        return self._take(SAVE)
-
-    def profile(self) -> bool:
-        """Tell if there is a PROFILE, or was one since this was last asked. Each asks for one profile."""
-        return self._take(PROFILE)
-
-    def _take(self, name: str) -> bool:
+    def take(self, name: str) -> bool:
+        """Tell if there is a SAVE or PROFILE, or was one since this was last asked. Each is one request."""
         self._look()
         asked = name in self._asked
         self._asked.discard(name)

@@ -1,7 +1,7 @@
 """Reporting of an error on any number of ranks: one message and one exit code.
 
-Every rank that fails comes here. With a process group, the group's own store decides which rank reports: the lowest
-rank that failed, once. Ranks that fail afterwards, because a peer has left, stay silent and end with the same code.
+Every rank that fails calls `_fail`. With a process group, the group's own store decides which rank reports: the lowest
+rank that failed, once. Ranks that fail afterwards, because a peer has left, print nothing and end with the same code.
 Without a group (yet), a launcher of one machine decides: rank 0 reports at once, and the others wait for the launcher
 to end them, which it does when rank 0 has ended; if nothing ends them, the error was theirs alone, and they report it.
 Elsewhere ranks leave a message at the store where others wait for them (rendezvous.py), and the first rank to do so
@@ -130,8 +130,10 @@ def _ended_by_launcher() -> bool:
 
 
 def _leave_word(message: str, code: int, place: Place) -> int:
-    """Tell the ranks that would wait for this one, and say why unless one has failed before it. Returns the exit code
-    of the first."""
+    """Tell the ranks that would wait for this one, and report the error unless another rank failed earlier.
+
+    Returns the exit code of the rank that failed first.
+    """
     speak = cache(partial(_speak, message, code, place.rank))  # once, whoever asks for it
     try:
         from megalite.lifecycle.rendezvous import WORD_SECONDS, tell_failure
@@ -159,7 +161,7 @@ def _own_place() -> Place:
 def _exit(code: int) -> NoReturn:
     if default_store() is None:
         sys.exit(code)
-    # A group whose peers have gone may hang in its destructors.
+    # A process group may hang in its destructors if its peers have gone.
     write_out()
     _SPEAKING.acquire(timeout=_LAUNCHER_SECONDS)
     os._exit(code)

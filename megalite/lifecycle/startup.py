@@ -1,8 +1,8 @@
 """`touch DIR/STOP` while a run starts: reading flags, building indices, meeting the other ranks, loading.
 
-There is nothing to save yet, so the process ends, as it does by SIGTERM. One process of each node looks, from a thread,
-since no rank can ask another before all have met. torch is not needed for it. When the loop begins, control_files.py
-looks instead, and the ranks agree.
+There is nothing to save yet, so the process ends, as after SIGTERM. One process per node looks, from a thread, since
+ranks cannot communicate before all have met. It does not need torch. When the loop begins, control_files.py takes over,
+and the ranks agree.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Startup:
         threading.Thread(target=self._look, args=(path, interval), name="STOP", daemon=True).start()
 
     def open_store(self) -> None:
-        """Have rank 0's store take connections: a rank that fails while rank 0 reads its data leaves word there."""
+        """Open rank 0's store, so that a rank that fails while rank 0 reads data leaves its error there."""
         if self._place.world_size > 1 and self._place.rank == 0:
             from megalite.lifecycle.rendezvous import open_early
 
@@ -90,8 +90,8 @@ class Startup:
 
 
 def identity(path: AnyPath) -> object:
-    """Return what tells a file from one that takes its place, or from itself once touched; None if there is none, or
-    where that cannot be known."""
+    """Return a value that changes when the file is replaced or touched; None if there is no file, or it cannot be
+    read."""
     try:
         if isinstance(path, Path):
             status = path.stat()

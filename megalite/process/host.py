@@ -24,12 +24,12 @@ _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def host_name() -> str:
-    """Return the name that whoever starts jobs on this machine calls it by."""
+    """Return the name of this machine, as the scheduler knows it."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def process_space() -> str:
-    """Return what two processes have in common that see each other by number: a machine, and a container on it."""
+    """Return a name for the process ID namespace: equal for processes that see each other by number."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not on Linux
@@ -62,7 +62,7 @@ def require_open_files(count: int) -> None:
 
 
 def too_many_open_files(why: str) -> ConfigurationError:
-    """The error of a process that may not open a file or a connection more."""
+    """Return the error for a process that has reached its limit of open files."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ConfigurationError(
         f"there are too many open files ({limit} are allowed to a process): raise the limit (ulimit -n 65536) and "
@@ -126,7 +126,7 @@ def _is_loopback(address: str) -> bool:
 
 @dataclass(frozen=True)
 class _Process:
-    """Facts that the system tells of a process."""
+    """Facts about a process, from /proc."""
 
     user: int
     parent: int

@@ -21,8 +21,8 @@ def require_streams() -> None:
 
 
 def write_out() -> OSError | None:
-    """Write out what the program has printed. Where that cannot be written, on a full disk or to nobody, it is given
-    up, and why is returned: else the process would end by that, whatever it has to say and to end with."""
+    """Flush standard output. If that fails (full disk, closed pipe), drop the output and return the error: otherwise
+    Python would fail at exit and change the exit code."""
     try:
         sys.stdout.flush()
     except OSError as error:

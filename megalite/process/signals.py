@@ -63,9 +63,9 @@ def exit_on_stop_signals() -> None:
     The first signal raises in the main thread, so that what is half done is cleared away; those after it are ignored.
     Silently, since a launcher ends ranks like this where another one has said what is wrong, but for Ctrl-C.
 
-    Python runs handlers on the main thread, between two steps of its own: where that is inside a library (rendezvous,
-    collective, compiler) it may not come to them for minutes. So a thread hears of the signal, too, and ends the
-    process if the main thread does not.
+    Python runs handlers on the main thread, between two bytecodes: if that thread is inside a library (rendezvous,
+    collective, compiler), a handler may run only minutes later. So another thread is woken by the signal, too, and ends
+    the process if the main thread does not.
     """
 
     ending = False
@@ -100,7 +100,7 @@ def _end_for_main_thread(descriptor: int) -> NoReturn:
 
 
 def last_words(call: Callable[[], None]) -> None:
-    """Have this called, from another thread, should a stop signal end the process without its main thread."""
+    """Have this called, from another thread, if a stop signal ends the process without its main thread."""
     _last_words.append(call)
 
 

@@ -188,7 +188,7 @@ class TrainingLoop:
         """Exchange what the ranks have to tell each other between two steps, all in one message."""
         checkpoints, files = self.trainer.checkpoints, self.control_files
         saving = checkpoints.flags if checkpoints is not None else (False, False)
-        asked, *others = self._on_any_rank(self._told_to_stop(), files.save(), files.profile(), *saving)
+        asked, *others = self._on_any_rank(self._told_to_stop(), files.take("SAVE"), files.take("PROFILE"), *saving)
         return _Agreed(asked or self._every(self.config.training.exit_interval), *others)
 
     def _told_to_stop(self) -> bool:

@@ -1,4 +1,4 @@
-"""Memory that a rank keeps, kind by kind: as measured at the start of a run, and by formula.
+"""Memory of a rank by kind: as measured at the start of a run, and by formula.
 
 Parameters and their gradients, the optimizer's state (moments, and fp32 masters of narrower parameters) and the
 activations that micro-batches keep from forward to backward, as many as are on their way at once. What is freed soon

@@ -128,8 +128,7 @@ class MetricsWriter:
         without_events: Collection[str] = (),
     ) -> None:
         self.note: str | None = None
-        self._event_interval, self._without_events = event_interval, without_events
-        self._lines: _Growing | None = None
+        self._lines: _Lines | None = None
         self._events: _Events | None = None
         self._fails = False
         self._published = Published(path) if isinstance(path, ObjectPath) else None
@@ -144,9 +143,9 @@ class MetricsWriter:
                         f"WARNING: {path} {' and '.join(wrong)}: it was changed, or could not be written. "
                         "The run goes on, and what can be read of it stays"
                     )
-                self._lines = _Growing(file)
+                self._lines = _Lines(file)
             if tensorboard_directory is not None:
-                self._events = _Events(tensorboard_directory, resume_iteration)
+                self._events = _Events(tensorboard_directory, resume_iteration, event_interval, without_events)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -167,29 +166,18 @@ class MetricsWriter:
         """
         record = asdict(metrics)
         record |= record.pop("extra")
-        failed = self._fails
-        self._fails = False
+        failed, self._fails = self._fails, False
         told = None
-        events = {name: value for name, value in record.items() if name not in self._without_events}
-        shown = not isinstance(metrics, StepMetrics) or metrics.iteration % self._event_interval == 0
-        for write, what in ((self._write_line, record), *([(self._write_events, events)] if shown else [])):
+        for destination in (self._lines, self._events):
             try:
-                write(what)
+                if destination is not None:
+                    destination.write(record)
             except OSError as error:
                 self._fails = True
                 told = (
                     f"WARNING: writing metrics to {self._places} failed: {error.strerror}. They wait until they can be"
                 )
         return None if failed else told
-
-    def _write_line(self, record: Mapping[str, Value]) -> None:
-        if self._lines is not None:
-            line = json.dumps({name: _encode(value) for name, value in record.items()})
-            self._lines.append(line.encode() + b"\n")
-
-    def _write_events(self, record: Mapping[str, Value]) -> None:
-        if self._events is not None:
-            self._events.append(record)
 
     def publish(self) -> None:
         """Publish all lines so far to the store, before a checkpoint: after a resume no line from before it may be
@@ -237,24 +225,36 @@ class _Growing:
             self.append(b"")
 
 
+class _Lines(_Growing):
+    """The JSON lines of metrics.jsonl."""
+
+    def write(self, record: Mapping[str, Value]) -> None:
+        """Append a record. Raises OSError if not all is written: the rest is written before the next record."""
+        self.append(json.dumps({name: _encode(value) for name, value in record.items()}).encode() + b"\n")
+
+
 class _Events:
     """Event file of TensorBoard. Its own writer stops for good, in a thread, at the first write that fails."""
 
-    def __init__(self, directory: Path, resume_iteration: int) -> None:
+    def __init__(self, directory: Path, resume_iteration: int, step_interval: int, left_out: Collection[str]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # slow to import, and most ranks need none
 
+        self._step_interval = step_interval
+        self._left_out = {"iteration", *left_out}
         directory.mkdir(parents=True, exist_ok=True)
         self._file = _Growing(directory / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}")
         self._append(Event(file_version="brain.Event:2"))
         if resume_iteration:  # events beyond it come from an attempt that is being run again
             self._append(Event(step=resume_iteration + 1, session_log=SessionLog(status=SessionLog.START)))
 
-    def append(self, record: Mapping[str, Value]) -> None:
+    def write(self, record: Mapping[str, Value]) -> None:
         """Append a record. Raises OSError if not all is written: the rest is written before the next record."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        figures = {name: value for name, value in record.items() if name != "iteration" and value is not None}
+        if "lm_loss" in record and cast(int, record["iteration"]) % self._step_interval:
+            return
+        figures = {name: value for name, value in record.items() if name not in self._left_out and value is not None}
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in figures.items()]
         self._append(Event(step=record["iteration"], summary=Summary(value=values)))
 

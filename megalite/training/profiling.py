@@ -56,7 +56,7 @@ def require_device(config: ProfilingConfig, place: torch.device) -> None:
 
 
 class Profiler:
-    """The profiles that a run takes, one at a time. All ranks call it alike; some record.
+    """Profiles of a run, one at a time. All ranks call it in the same way; only some record.
 
     Args:
         iteration: the run goes on after this step.

@@ -26,17 +26,17 @@ def put(path: AnyPath) -> None:
 
 def test_a_stop_stays_and_the_others_ask_once(directory: AnyPath) -> None:
     files = ControlFiles(directory, ParallelMesh())
-    assert (files.stop(), files.save(), files.profile()) == (False, False, False)
+    assert (files.stop(), files.take("SAVE"), files.take("PROFILE")) == (False, False, False)
     for name in ("STOP", "SAVE", "PROFILE"):
         put(directory / name)
     assert [files.stop() for _ in range(2)] == [True, True]
-    assert [files.save() for _ in range(2)] == [True, False]
-    assert [files.profile() for _ in range(2)] == [True, False]
+    assert [files.take("SAVE") for _ in range(2)] == [True, False]
+    assert [files.take("PROFILE") for _ in range(2)] == [True, False]
     assert (directory / "STOP").is_file()
     assert not (directory / "SAVE").is_file()
     assert not (directory / "PROFILE").is_file()
     put(directory / "PROFILE")
-    assert (files.save(), files.profile()) == (False, True)
+    assert (files.take("SAVE"), files.take("PROFILE")) == (False, True)
 
 
 def test_what_was_there_before_is_removed_and_told(directory: AnyPath) -> None:
@@ -46,7 +46,7 @@ def test_what_was_there_before_is_removed_and_told(directory: AnyPath) -> None:
     notes = files.clear(identity(directory / "STOP"))
     assert [name in note for name, note in zip(("STOP", "SAVE", "PROFILE"), notes, strict=True)] == [True] * 3
     assert files.clear(None) == ()
-    assert (files.stop(), files.save(), files.profile()) == (False, False, False)
+    assert (files.stop(), files.take("SAVE"), files.take("PROFILE")) == (False, False, False)
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -84,7 +84,7 @@ def test_files_are_looked_for_at_intervals(tmp_path: Path, monkeypatch: pytest.M
 
 def test_without_a_directory_there_are_none() -> None:
     files = ControlFiles(None, ParallelMesh())
-    assert (files.clear(None), files.stop(), files.save()) == ((), False, False)
+    assert (files.clear(None), files.stop(), files.take("SAVE")) == ((), False, False)
 
 
 def test_only_rank_0_looks(tmp_path: Path) -> None:
