@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, RendezvousError, exit_code_of
@@ -26,13 +25,11 @@ from megalite.process.host import host_name, process_space
 from megalite.process.place import Place
 from megalite.process.siblings import kill_sibling, start_of
 from megalite.process.signals import ignore_stop_signals, last_words
-from megalite.watchdog.flight_record import Snapshot
-from megalite.watchdog.hang_dump import RankDump, write_dump
-from megalite.watchdog.limits import Limits
+from megalite.watchdog.hang_dump import RankDump, Snapshot, write_dump
 from megalite.watchdog.link import Link, LinkLost, Message, connect
 from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor
 from megalite.watchdog.secret import find_secret, make_secret
-from megalite.watchdog.sections import OpenSection, Sections
+from megalite.watchdog.sections import Limits, OpenSection, Sections
 from megalite.watchdog.verdict import Peer, death, exit_code, folder_name, folder_named, hang, overdue, whole
 
 if TYPE_CHECKING:
@@ -100,16 +97,12 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._leave()
-        elif self._link is None:
-            pass
         elif isinstance(error, CommunicationError) and not isinstance(error, RendezvousError):
             self._await_verdict(error)
-        else:
+        elif self._link is not None:
             self._link.send(fails=exit_code_of(error))  # and says itself why
             if self._monitor is not None:
                 self._monitor.settle()
@@ -151,13 +144,11 @@ class Watchdog:
         link.send(**asdict(self._peer()))
         self._looked = time.monotonic()
         deadline = self._looked + _LINKING_SECONDS
-        while self._first is None and time.monotonic() < deadline:  # it waits for this rank till then
-            if _readable(link, _TICK_SECONDS):
-                try:
-                    for message in link.receive():
-                        self._take(message)
-                except Exception as error:  # what makes no sense is not of the run's monitor
-                    raise LinkLost from error
+        try:
+            while self._first is None and time.monotonic() < deadline:  # it waits for this rank till then
+                self._receive(link, _TICK_SECONDS)
+        except Exception as error:  # what makes no sense is not of the run's monitor
+            raise LinkLost from error
         self._link = link
         # Who is told to end while it starts has not ended without a word.
         last_words(partial(link.send, fails=EXIT_RESUMABLE))
@@ -182,13 +173,14 @@ class Watchdog:
             self._monitor.close()
 
     def _await_verdict(self, error: CommunicationError) -> None:
-        """Wait until the monitor reports which rank has gone; the watchdog then ends the process.
+        """Wait until the monitor, if this rank has one, reports which rank died; the watchdog then ends the process.
 
         A launcher that has seen a rank die would end the other ranks now, which is too early.
         """
+        if self._link is None:
+            return
         ignore_stop_signals()
         self._awaits_verdict = True
-        assert self._link is not None
         self._link.send(lost=str(error), **self._where())
         self._thread.join(_VERDICT_SECONDS)
 
@@ -212,13 +204,18 @@ class Watchdog:
         if self._link is None:
             self._woken.wait(seconds)
             return
-        if not _readable(self._link, seconds):
-            return
         try:
-            for message in self._link.receive():
-                self._take(message)
+            self._receive(self._link, seconds)
         except Exception:  # what makes no sense does not end this thread: rank 0 is lost to it
             self._lose_first()
+
+    def _receive(self, link: Link, seconds: float) -> None:
+        """Take the messages that come within the time. Raises an Exception of any kind if one makes no sense."""
+        poll = select.poll()  # `select` would not take the file descriptors of a large run
+        poll.register(link, select.POLLIN)
+        if poll.poll(1000 * seconds):
+            for message in link.receive():
+                self._take(message)
 
     def _take(self, message: Message) -> None:
         self._heard = time.monotonic()
@@ -253,7 +250,26 @@ class Watchdog:
 
     def _dump(self, name: str) -> RankDump:
         """Report what this rank is doing: to the monitor, and in the folder of this name, if it is writable."""
-        dump = self._own_dump()
+        recorded: Snapshot | None = Snapshot(False, ())
+        if self._place.world_size > 1:
+            from megalite.watchdog.flight_recorder import snapshot
+
+            try:
+                recorded = snapshot()
+            except Exception:  # torch promises nothing about it; the stacks tell without it
+                recorded = None
+        section, seconds = self._innermost()
+        dump = RankDump(
+            self._place.rank,
+            self._place.world_size,
+            host_name(),
+            os.getpid(),
+            section,
+            seconds,
+            stacks(),
+            recorded,
+            self.sections.step,
+        )
         if self._folder is not None:
             # A file system may be what hangs: then this thread must not. What cannot be written is told all the same.
             with suppress(FileError, OSError):
@@ -261,28 +277,6 @@ class Watchdog:
         if self._link is not None:
             self._link.send(dump=asdict(dump))
         return dump
-
-    def _own_dump(self) -> RankDump:
-        recorded: Snapshot | None = Snapshot(False, ())
-        if self._place.world_size > 1:
-            from megalite.watchdog.flight_recorder import snapshot
-
-            try:
-                recorded = snapshot()
-            except Exception:  # of what torch promises nothing about; the stacks tell without it
-                recorded = None
-        innermost = self._innermost()
-        return RankDump(
-            self._place.rank,
-            self._place.world_size,
-            host_name(),
-            os.getpid(),
-            innermost.name,
-            innermost.seconds,
-            stacks(),
-            recorded,
-            self.sections.step,
-        )
 
     def _innermost(self) -> OpenSection:
         nowhere = OpenSection(self.sections.failed if self._awaits_verdict else "", 0.0)
@@ -304,24 +298,20 @@ class Watchdog:
         """Conclude without the monitor, because there is none or it does not answer."""
         first = self._first if self._place.rank else None
         try:
-            self._tell_alone(why, first)
+            name = folder_name()
+            own = self._dump(name)
+            if self._comes_to_speak():
+                peers, silence = {self._place.rank: self._peer()}, {}
+                if first is not None:
+                    peers[0], silence[0] = first, time.monotonic() - self._heard
+                folder = None if self._folder is None else self._folder / name
+                message = hang(self._place.rank, why, peers, {self._place.rank: own}, silence, folder)
+                self._report(self._last_store, message, EXIT_RESUMABLE)
         except Exception:  # a defect, which does not keep this process from its end
             traceback.print_exc()
         finally:
-            near = first is not None and first.space == process_space()
-            self._end(EXIT_RESUMABLE, at_once=True, kill=[first] if first is not None and near else [])
-
-    def _tell_alone(self, why: Message, first: Peer | None) -> None:
-        """Report the cause if this rank is the one to speak; `first` is rank 0, if that is another rank."""
-        name = folder_name()
-        own = self._dump(name)
-        if self._comes_to_speak():
-            peers, silence = {self._place.rank: self._peer()}, {}
-            if first is not None:
-                peers[0], silence[0] = first, time.monotonic() - self._heard
-            folder = None if self._folder is None else self._folder / name
-            message = hang(self._place.rank, why, peers, {self._place.rank: own}, silence, folder)
-            self._report(self._last_store, message, EXIT_RESUMABLE)
+            kill = [first] if first is not None and first.space == process_space() else []
+            self._end(EXIT_RESUMABLE, at_once=True, kill=kill)
 
     def _comes_to_speak(self) -> bool:
         """Wait for this rank's turn to speak, and tell whether it speaks.
@@ -344,13 +334,6 @@ class Watchdog:
         if self._place.rank == 0:
             time.sleep(_TICK_SECONDS)  # it may hold the store, which others are still asking
         os._exit(code)
-
-
-def _readable(link: Link, seconds: float) -> bool:
-    """Tell whether data comes within the time; `select` would not take the file descriptors of a large run."""
-    poll = select.poll()
-    poll.register(link, select.POLLIN)
-    return bool(poll.poll(1000 * seconds))
 
 
 def stacks() -> str:

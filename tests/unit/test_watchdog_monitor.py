@@ -21,11 +21,10 @@ from torch.distributed import HashStore
 from megalite.process.place import Place
 from megalite.watchdog import monitor as monitor_file
 from megalite.watchdog.hang_dump import RankDump
-from megalite.watchdog.limits import Limits
 from megalite.watchdog.link import MONITOR, RANK, Link, LinkLost, Message, connect
 from megalite.watchdog.monitor import Monitor
 from megalite.watchdog.secret import Secret
-from megalite.watchdog.sections import MEETING, OpenSection, Sections
+from megalite.watchdog.sections import MEETING, Limits, OpenSection, Sections
 from megalite.watchdog.verdict import Peer, overdue
 from megalite.watchdog.watchdog import Watchdog
 

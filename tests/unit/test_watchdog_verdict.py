@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from megalite.watchdog.flight_record import GroupRecord, Operation, Snapshot
-from megalite.watchdog.hang_dump import Dumps, RankDump
+from megalite.watchdog.hang_dump import Dumps, GroupRecord, Operation, RankDump, Snapshot
 from megalite.watchdog.hang_report import hang_report
 from megalite.watchdog.verdict import Peer, alarm_of, death, hang
 
