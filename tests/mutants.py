@@ -75,7 +75,7 @@ _KILL = "tests/unit/test_checkpoint_kill.py::test_"
 _STOP = "tests/end_to_end/test_stop.py::test_"
 _FAULTS = "tests/end_to_end/test_faults.py::test_"
 _WATCHDOG = "tests/unit/test_watchdog_"
-_IN_PROPORTION = "verdict.py::test_stacks_are_looked_at_in_time_in_proportion_to_their_length"
+_IN_PROPORTION = "messages.py::test_stacks_are_looked_at_in_time_in_proportion_to_their_length"
 _RENDEZVOUS = "tests/end_to_end/test_rendezvous.py::test_"
 _START = "tests/end_to_end/test_stop_at_start.py::test_"
 _PROFILES = "tests/end_to_end/test_profiling.py::test_"
@@ -3279,7 +3279,7 @@ MUTANTS = (
     ),
     Mutant(
         "a watchdog ends a rank with a number that is no exit code",
-        "megalite/watchdog/verdict.py",
+        "megalite/watchdog/link.py",
         "return whole(value, 255)",
         "return value",
         f"{_WATCHDOG}monitor.py::"
@@ -3287,7 +3287,7 @@ MUTANTS = (
     ),
     Mutant(
         "a watchdog writes where its monitor says, wherever that is",
-        "megalite/watchdog/verdict.py",
+        "megalite/watchdog/link.py",
         " or not _FOLDER.fullmatch(value):",
         ":",
         f"{_WATCHDOG}monitor.py::"
@@ -3302,38 +3302,38 @@ MUTANTS = (
     ),
     Mutant(
         "a hang of many ranks is told in as many lines",
-        "megalite/watchdog/verdict.py",
+        "megalite/watchdog/hang_report.py",
         "return [*found[:_MOST],",
         "return [*found,",
-        f"{_WATCHDOG}verdict.py::test_a_hang_of_many_ranks_is_told_in_some_lines",
+        f"{_WATCHDOG}messages.py::test_a_hang_of_many_ranks_is_told_in_some_lines",
     ),
     Mutant(
         "a death of many ranks is told with all their processes",
-        "megalite/watchdog/verdict.py",
+        "megalite/watchdog/hang_report.py",
         "for peer, _ in lost[:_NAMED])",
         "for peer, _ in lost)",
-        f"{_WATCHDOG}verdict.py::test_a_death_of_many_ranks_names_all_in_a_line",
+        f"{_WATCHDOG}messages.py::test_a_death_of_many_ranks_names_all_in_a_line",
     ),
     Mutant(
         "a rank makes a line of a hang's message as long as it likes",
-        "megalite/watchdog/verdict.py",
-        "lines = list(map(_line, lines))",
+        "megalite/watchdog/hang_report.py",
+        "lines = list(map(printable_line, lines))",
         "pass",
-        f"{_WATCHDOG}verdict.py::test_a_rank_makes_no_line_long",
+        f"{_WATCHDOG}messages.py::test_a_rank_makes_no_line_long",
     ),
     Mutant(
         "a rank draws on the terminal by its name for a section",
-        "megalite/watchdog/verdict.py",
+        "megalite/watchdog/link.py",
         " or not value.isprintable():",
         ":",
         f"{_WATCHDOG}monitor.py::test_ranks_that_make_no_sense_are_as_good_as_dead",
     ),
     Mutant(
         "a rank draws on the terminal by what it has lost",
-        "megalite/watchdog/verdict.py",
+        "megalite/watchdog/link.py",
         'one if one.isprintable() else "?"',
         "one",
-        f"{_WATCHDOG}verdict.py::test_what_a_rank_says_draws_nothing_on_the_terminal",
+        f"{_WATCHDOG}messages.py::test_what_a_rank_says_draws_nothing_on_the_terminal",
     ),
     Mutant(
         "a hang: stacks with empty lines are looked at from each of them",
@@ -3351,7 +3351,7 @@ MUTANTS = (
     ),
     Mutant(
         "a hang: a line of the main thread's stack is looked at from each of its places",
-        "megalite/watchdog/verdict.py",
+        "megalite/watchdog/hang_report.py",
         """_FRAME = re.compile(r'^  File""",
         """_FRAME = re.compile(r'  File""",
         f"{_WATCHDOG}{_IN_PROPORTION}[files-main thread]",

@@ -23,10 +23,10 @@ from megalite.errors import EXIT_RESUMABLE
 from megalite.process.listening import listen
 from megalite.process.place import ranks_text
 from megalite.watchdog.hang_dump import RankDump
-from megalite.watchdog.link import MONITOR, Link, LinkLost, Message
+from megalite.watchdog.hang_report import death, hang
+from megalite.watchdog.link import MONITOR, Link, LinkLost, Message, Peer, alarm_of, exit_code, folder_name
 from megalite.watchdog.secret import VARIABLE, Secret
 from megalite.watchdog.sections import MEETING
-from megalite.watchdog.verdict import Peer, alarm_of, death, exit_code, folder_name, hang, whole, words
 
 Say = Callable[[str, int], int]
 """Function that reports an error and leaves its exit code, unless a rank has reported one; returns the reported
@@ -169,7 +169,7 @@ class Monitor(threading.Thread):
         """Take a message. Raises an Exception of any kind if the message makes no sense."""
         number, rank.heard = rank.peer.rank, time.monotonic()
         if "section" in message:
-            rank.peer.section, rank.peer.step = words(message["section"]), whole(message["step"])
+            rank.peer.move(message)
             rank.placed = self._looked
         if "fails" in message:
             rank.fails = exit_code(message["fails"])

@@ -26,11 +26,11 @@ from megalite.process.place import Place
 from megalite.process.siblings import kill_sibling, start_of
 from megalite.process.signals import ignore_stop_signals, last_words
 from megalite.watchdog.hang_dump import RankDump, Snapshot, write_dump
-from megalite.watchdog.link import Link, LinkLost, Message, connect
+from megalite.watchdog.hang_report import death, hang
+from megalite.watchdog.link import Link, LinkLost, Message, Peer, connect, exit_code, folder_name, folder_named, whole
 from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor
 from megalite.watchdog.secret import find_secret, make_secret
 from megalite.watchdog.sections import Limits, OpenSection, Sections
-from megalite.watchdog.verdict import Peer, death, exit_code, folder_name, folder_named, hang, overdue, whole
 
 if TYPE_CHECKING:
     from megalite.torch_internals import Store
@@ -234,7 +234,8 @@ class Watchdog:
     def _look_at_the_clock(self, now: float) -> None:
         late = self._limits.overdue(self.sections.open(), self.sections.longest)
         if late is not None and self._alarm is None:
-            self._alarm = now, overdue(late, self._limits.of(late.name, self.sections.longest))
+            limit = self._limits.of(late.name, self.sections.longest)
+            self._alarm = now, {"overdue": [late.name, late.seconds, limit]}
             if self._link is not None:
                 self._link.send(**self._alarm[1], **self._where())
         if self._alarm is None:

@@ -266,9 +266,8 @@ def _speak_to_monitor(base: Path, name: str, wire: Sequence[Edit], patience: flo
     a proper rank afterwards. `patience`: seconds for what comes unless edits have spoiled it."""
     from megalite.watchdog import monitor as monitor_file
     from megalite.watchdog.hang_dump import GroupRecord, Operation, RankDump, Snapshot
-    from megalite.watchdog.link import connect
+    from megalite.watchdog.link import Peer, connect
     from megalite.watchdog.secret import Secret
-    from megalite.watchdog.verdict import Peer
 
     _set(monitor_file, ANSWER_SECONDS=patience, _TOGETHER_SECONDS=0.0, _TICK_SECONDS=0.005)
     said: list[str] = []
