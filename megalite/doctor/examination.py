@@ -10,7 +10,6 @@ import datetime
 import os
 import sys
 import uuid
-from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -67,7 +66,8 @@ def examine(options: Options, config: RunConfig | None, problem: str, place: Pla
             # Reporting the error needs the process group's store, which a thread may be using.
             sys.stderr.write(f"error on rank {call.rank}: {error}\n")
             _end(error.exit_code)
-        call.gather("heard", "", found.heard)  # rank 0 may be the one that has the store
+        # Rank 0 may have the store: it waits for all that answered last.
+        call.gather("heard", "", found.reports if found.measured is None else found.measured)
     if place.rank == 0 and options.json is not None:
         write_json(options.json, found, verdict)
     if not examination.whole:
@@ -171,18 +171,18 @@ class Examination:
         addresses = self._call.hear("addresses", _GRACE)
         firsts = [first for first, node in found.firsts.items() if node in addresses]
         if len(firsts) > 1 and (rank in firsts or rank == 0):
-            answer = self._reach_from(roll.node_of(rank), addresses, roll.token) if rank in firsts else None
+            answer = None
+            if rank in firsts:
+                own = roll.node_of(rank)
+                work = aside(lambda: reach_all(addresses, own, roll.token))
+                silent = {other: Reached("no answer in time") for other in addresses if other != own}
+                reached = work.result() if self._ends(work) else silent
+                answer = {other: asdict(each) for other, each in reached.items()}
             answers = self._call.gather("reached", answer, firsts, _GRACE)
             found.reached = {
                 roll.node_of(first): {node: Reached(**each) for node, each in others.items()}
                 for first, others in answers.items()
             }
-
-    def _reach_from(self, node: str, addresses: Mapping[str, Any], token: str) -> Mapping[str, Any]:
-        work = aside(lambda: reach_all(addresses, node, token))
-        if not self._ends(work):
-            return {other: asdict(Reached("no answer in time")) for other in addresses if other != node}
-        return {other: asdict(each) for other, each in work.result().items()}
 
     # ---------------------------------------------------------------------------------------------- how fast
 

@@ -12,7 +12,7 @@ from megalite.config import RunConfig
 from megalite.doctor.alike import Traits, fingerprints
 from megalite.doctor.bandwidth import Timing
 from megalite.doctor.findings import Finding, Options
-from megalite.doctor.network import Listener, Reached, own_address
+from megalite.doctor.network import Listener, ReachedFrom, own_address
 from megalite.doctor.node import NodeState, examine_node
 from megalite.doctor.run_directory import Seen, look
 from megalite.errors import MegaliteError
@@ -101,8 +101,7 @@ class Found:
     """Findings from before the ranks were asked."""
     reports: Mapping[int, Report] = field(default_factory=dict)
     checkpoint_size: int | None = None
-    reached: Mapping[str, Mapping[str, Reached]] = field(default_factory=dict)
-    """Results of connecting, by the node that tried, and the node that it tried to reach."""
+    reached: ReachedFrom = field(default_factory=dict)
     measured: Sequence[int] | None = None
     """Ranks that finished timing messages; None: no rank was asked to."""
     failures: Mapping[int, str] = field(default_factory=dict)
@@ -121,11 +120,6 @@ class Found:
         """Return the reports of the nodes' first ranks that have examined their nodes."""
         reports = {node: self.reports[rank] for rank, node in self.firsts.items() if rank in self.reports}
         return {node: report for node, report in reports.items() if report.state is not None}
-
-    @property
-    def heard(self) -> list[int]:
-        """Return the ranks that answered last."""
-        return list(self.reports if self.measured is None else self.measured)
 
     @property
     def addresses(self) -> dict[str, tuple[str, int]]:
