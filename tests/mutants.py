@@ -3740,8 +3740,8 @@ MUTANTS = (
     Mutant(
         "the doctor leaves its probe behind",
         "megalite/doctor/examination.py",
-        "        stack.callback(probe.remove)\n",
-        "",
+        "stack.callback(probe.remove)",
+        "pass",
         f"{_DOCTOR_OF_RANKS}two_nodes_that_are_well",
     ),
     Mutant(

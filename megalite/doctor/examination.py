@@ -126,20 +126,18 @@ class Examination:
             nodes: dict[str, list[int]] = {}
             for rank, node in came.items():
                 nodes.setdefault(node, []).append(rank)
-            self._call.tell("roll", asdict(Roll(nodes, uuid.uuid4().hex, self._leave_probe(stack))))
+            probe: Probe | None = None
+            if (save := self._save) is not None:
+                work = aside(lambda: Probe(open_directory(save)))
+                probe = self._result(work, f"writing to the run directory --save {save}")
+            if probe is not None:
+                stack.callback(probe.remove)
+            name_and_text = None if probe is None else (probe.name, probe.text)
+            self._call.tell("roll", asdict(Roll(nodes, uuid.uuid4().hex, name_and_text)))
         roll = Roll(**self._call.hear("roll", self._options.patience))
         if self._place.rank not in roll.ranks:
             raise CommunicationError(f"it came after the {self._options.patience:g} seconds of --patience")
         return roll
-
-    def _leave_probe(self, stack: ExitStack) -> tuple[str, str] | None:
-        if (save := self._save) is None:
-            return None
-        probe = self._result(aside(lambda: Probe(open_directory(save))), f"writing to the run directory --save {save}")
-        if probe is None:
-            return None
-        stack.callback(probe.remove)
-        return probe.name, probe.text
 
     def _result(self, work: Future[Any], doing: str) -> Any:
         """Return the result of rank 0's work, or None, with a finding added."""

@@ -54,12 +54,10 @@ def own_address(backend: str) -> str:
 def chooses(wanted: str, interface: str) -> bool:
     """Tell whether a value of NCCL_SOCKET_IFNAME selects an interface: by prefix; after =: by name; after ^: not
     these."""
-    excluded = wanted.startswith("^")
-    wanted = wanted.removeprefix("^")
-    exactly = wanted.startswith("=")
-    names = wanted.removeprefix("=").split(",")
-    found = interface in names if exactly else any(interface.startswith(name) for name in names)
-    return found != excluded
+    rest = wanted.removeprefix("^")
+    names = rest.removeprefix("=").split(",")
+    found = interface in names if rest.startswith("=") else interface.startswith(tuple(names))
+    return found != wanted.startswith("^")
 
 
 def _address_of(interface: str) -> str:

@@ -191,13 +191,9 @@ def _groups(snapshots: Mapping[int, Snapshot]) -> Iterator[_Group]:
             records.setdefault(record.name, {})[rank] = record
     for name, members in ranks.items():
         own = {rank: records[name].get(rank, GroupRecord(name, members)) for rank in members if rank in snapshots}
-        yield _Group(
-            members,
-            own,
-            {rank: {operation.number: operation for operation in record.operations} for rank, record in own.items()},
-            {rank for rank in own if snapshots[rank].waiting is not False},
-            set(members) - snapshots.keys(),
-        )
+        operations = {rank: {one.number: one for one in record.operations} for rank, record in own.items()}
+        waiting = {rank for rank in own if snapshots[rank].waiting is not False}
+        yield _Group(members, own, operations, waiting, set(members) - snapshots.keys())
 
 
 def _kind(operation: Operation) -> tuple[object, ...]:

@@ -39,16 +39,11 @@ class HangReport:
 
     def as_json(self) -> dict[str, Any]:
         """Return the same as plain values, with the stacks of each set once."""
-        return {
-            "culprits": self.culprits,
-            "findings": [asdict(finding) for finding in self.findings],
-            "places": [
-                {"ranks": [dump.rank for dump in place], "section": place[0].section, "stacks": place[0].stacks}
-                for place in self.places
-            ],
-            "without_file": self.without_file,
-            "problems": self.problems,
-        }
+        places = [
+            {"ranks": [dump.rank for dump in place], "section": place[0].section, "stacks": place[0].stacks}
+            for place in self.places
+        ]
+        return vars(self) | {"findings": [asdict(finding) for finding in self.findings], "places": places}
 
     def as_text(self) -> str:
         """Return several lines, the most important first."""
@@ -79,13 +74,9 @@ def hang_report(dumps: Dumps) -> HangReport:
     def order(place: list[RankDump]) -> tuple[bool, int]:
         return culprits.isdisjoint(dump.rank for dump in place), len(place)
 
-    return HangReport(
-        culprits=tuple(sorted(culprits)),
-        findings=tuple(findings),
-        places=tuple(map(tuple, sorted(places.values(), key=order))),
-        without_file=tuple(rank for rank in dumps.silent if rank not in dumps.ranks),
-        problems=dumps.problems,
-    )
+    in_order = tuple(map(tuple, sorted(places.values(), key=order)))
+    without_file = tuple(rank for rank in dumps.silent if rank not in dumps.ranks)
+    return HangReport(tuple(sorted(culprits)), tuple(findings), in_order, without_file, dumps.problems)
 
 
 def _telling(stacks: str) -> str:

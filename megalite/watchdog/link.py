@@ -116,13 +116,11 @@ class Link:
         if not hmac.compare_digest(code, seal.code(data)):
             raise LinkLost
         self.proved = True
-        try:
+        with suppress(ValueError):
             message = parse_json(data)
-        except ValueError as error:
-            raise LinkLost from error
-        if not isinstance(message, dict):
-            raise LinkLost
-        return message
+            if isinstance(message, dict):
+                return message
+        raise LinkLost
 
     def close(self) -> None:
         """Close the connection."""

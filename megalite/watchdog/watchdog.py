@@ -251,8 +251,9 @@ class Watchdog:
 
     def _dump(self, name: str) -> RankDump:
         """Report what this rank is doing: to the monitor, and in the folder of this name, if it is writable."""
+        rank, world_size = self._place.rank, self._place.world_size
         recorded: Snapshot | None = Snapshot(False, ())
-        if self._place.world_size > 1:
+        if world_size > 1:
             from megalite.watchdog.flight_recorder import snapshot
 
             try:
@@ -260,17 +261,8 @@ class Watchdog:
             except Exception:  # torch promises nothing about it; the stacks tell without it
                 recorded = None
         section, seconds = self._innermost()
-        dump = RankDump(
-            self._place.rank,
-            self._place.world_size,
-            host_name(),
-            os.getpid(),
-            section,
-            seconds,
-            stacks(),
-            recorded,
-            self.sections.step,
-        )
+        step = self.sections.step
+        dump = RankDump(rank, world_size, host_name(), os.getpid(), section, seconds, stacks(), recorded, step)
         if self._folder is not None:
             # A file system may be what hangs: then this thread must not. What cannot be written is told all the same.
             with suppress(FileError, OSError):
