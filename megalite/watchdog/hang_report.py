@@ -14,12 +14,12 @@ from megalite.watchdog.hang_dump import Dumps, RankDump
 from megalite.watchdog.link import Message, Peer, place_text, printable_line
 
 SHOWN = 20  # findings of each kind in the text
-_CONSEQUENCES = 5  # of a hang, in its message
-_MOST = 6  # lines of each other sort in it
+_CONSEQUENCES = 5  # shown of a hang, in its message
+_MOST = 6  # lines of each other kind in it
 _NAMED = 16  # ranks that died, with process and machine
 _GO_ON = "The run ends; --resume auto continues from its last checkpoint"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+), in (.*)', re.MULTILINE)
-# Each begins at but one place of a line or of several empty ones: else a text of a megabyte is looked at for hours.
+# A match can begin at only one place of a line, or of several empty lines: else a text of a megabyte takes hours.
 _NEXT_THREAD = re.compile(r"(?<!\n)\n+(?=thread )")
 _FILE = re.compile(r'^  File "(.*)", line', re.MULTILINE)
 _OWN_THREADS = ("thread monitor:", "thread watchdog:", "thread signals:")
@@ -158,7 +158,7 @@ def hang(
     lines += _few(
         f"{peers[dump.rank]} holds it up, in {place_text(dump.step, dump.section)}: {_innermost(dump)}" for dump in busy
     )
-    if not report.culprits and report.places:  # nobody waits for another: who is elsewhere than the others is told
+    if not report.culprits and report.places:  # no rank waits for another: name the one that is elsewhere
         first = report.places[0][0]
         lines.append(f"{peers[first.rank]} is in {_innermost(first)}")
     lines += _few(finding.text for finding in report.findings if finding.cause and set(finding.culprits) - set(silence))

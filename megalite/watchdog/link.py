@@ -31,8 +31,8 @@ UNREACHABLE_SECONDS = 60.0
 """Seconds without acknowledgement from the other machine, which has no power or network, until a connection is lost;
 the system's own limit is a quarter of an hour."""
 _SEND_SECONDS = 5.0
-_LARGEST = 2**24  # bytes of a line: of JSON that is all brackets, thirty times as many in memory
-_LARGEST_FIRST = 2**10  # of an end that has not proved itself
+_LARGEST = 2**24  # bytes of a line; JSON of brackets alone takes thirty times as many in memory
+_LARGEST_FIRST = 2**10  # bytes of a line before the other end has proved that it knows the secret
 _DIGITS = re.compile(rb"[0-9a-f]{64}")
 _LARGEST_NUMBER = 2**53
 _LONGEST_TEXT = 2**8  # characters
@@ -78,7 +78,7 @@ class Link:
         if not self._torn:
             try:
                 self._connection.sendall(line + b"\n")
-            except OSError:  # a part of the line may have gone: nothing can follow it
+            except OSError:  # a part of the line may have been sent: nothing can follow it
                 self._torn = True
 
     def receive(self) -> list[Message]:
@@ -197,14 +197,14 @@ class Peer:
 def whole(value: Any, largest: int = _LARGEST_NUMBER) -> int:
     """Return a whole number of a message. Raises ValueError if it is not from 0 to the largest."""
     if type(value) is not int or not 0 <= value <= largest:
-        raise ValueError("no whole number, or too large a one")
+        raise ValueError("not a whole number within the limits")
     return value
 
 
 def words(value: Any) -> str:
     """Return a short, printable text of a message. Raises ValueError if it is not one."""
     if not isinstance(value, str) or len(value) > _LONGEST_TEXT or not value.isprintable():
-        raise ValueError("no text, too long a one, or one that is not for people")
+        raise ValueError("not a short, printable text")
     return value
 
 

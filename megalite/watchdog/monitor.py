@@ -32,11 +32,11 @@ Say = Callable[[str, int], int]
 """Function that reports an error and leaves its exit code, unless a rank has reported one; returns the reported
 code."""
 
-ANSWER_SECONDS = 5.0  # to say what one is in, and to write it to a shared file system
+ANSWER_SECONDS = 5.0  # for a rank to send its dump, and to write it to a shared file system
 _TOGETHER_SECONDS = 0.3  # ranks that die of one cause go within this time
-_COMING_SECONDS = 60.0  # for all ranks, once they have met; who is not there then is told of
-_GREETING_SECONDS = 10.0  # for who connects, to prove to be a rank
-_MOST_STRANGERS = 64  # that may be connected at a time, beside the ranks that are yet to come
+_COMING_SECONDS = 60.0  # for all ranks to connect, once they have met; a warning names those that have not
+_GREETING_SECONDS = 10.0  # for a new connection to prove that it is a rank
+_MOST_STRANGERS = 64  # connected at a time, not counting the ranks that have not come yet
 _TICK_SECONDS = 0.1
 _PING_SECONDS = 1.0
 
@@ -102,10 +102,10 @@ class Monitor(threading.Thread):
             looks = time.monotonic()
             for key, _ in self._selector.select(_TICK_SECONDS):
                 key.data()
-            self._looked = looks  # what is read next has come since then
+            self._looked = looks  # what the next round reads came after this time
             try:
                 self._tick(time.monotonic())
-            except Exception:  # a defect, in the conclusions: there was something to conclude
+            except Exception:  # a defect in the conclusions: something has happened, so end the run
                 traceback.print_exc()
                 self._end(EXIT_RESUMABLE, at_once=True)
         self._tell_all(bye=True)
@@ -130,7 +130,7 @@ class Monitor(threading.Thread):
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has gone again, or this process has too many files open: whoever is left out is told of
+        except OSError:  # the other end has gone, or too many files are open: a warning names missing ranks
             time.sleep(_TICK_SECONDS)
             return
         link = Link(connection, self.secret.value, MONITOR)
@@ -155,7 +155,7 @@ class Monitor(threading.Thread):
                     break
                 else:
                     self._take(rank, message)
-        except Exception:  # what cannot be understood is as good as gone, and none of it may end this thread
+        except Exception:  # what cannot be understood counts as lost, and must not end this thread
             self._forget(link)
             if rank is not None:
                 self._lost[rank.peer.rank] = time.monotonic()
@@ -173,7 +173,7 @@ class Monitor(threading.Thread):
             rank.placed = self._looked
         if "fails" in message:
             rank.fails = exit_code(message["fails"])
-            if number == 0:  # which may take this monitor with it before any rank can ask
+            if number == 0:  # its end may end this monitor too, before any rank can ask
                 self._tell_all(first_fails=rank.fails)
                 self._first_failed = True
         elif "dump" in message:
@@ -249,10 +249,10 @@ class Monitor(threading.Thread):
 
     def _look_into(self, alarm: _Alarm, now: float) -> None:
         if not alarm.asked:
-            if now - alarm.since > _TOGETHER_SECONDS:  # else a rank may yet be heard to have died, and that is all
+            if now - alarm.since > _TOGETHER_SECONDS:  # until then a rank may turn out to have died, which explains all
                 alarm.asked = True
                 for rank in self._ranks.values():
-                    rank.dump = None  # it may have answered to an alarm that was taken back
+                    rank.dump = None  # it may be the answer to an earlier alarm that was cancelled
                 self._tell_all(dump=alarm.name)
             return
         silent = {number for number, rank in self._ranks.items() if rank.dump is None}
@@ -265,7 +265,7 @@ class Monitor(threading.Thread):
         silent = [(rank.peer, self._lost[rank.peer.rank] - rank.placed) for rank in lost if rank.fails is None]
         if silent and set(failed) <= {EXIT_RESUMABLE}:  # a launcher ends the others when one has died
             code = self._say(death(silent), EXIT_RESUMABLE)
-        else:  # the rank says why by itself, or a rank that failed of the same
+        else:  # the rank reports the reason itself, or another rank with the same error does
             code = max(failed, key=lambda code: code != EXIT_RESUMABLE)
         self._end(code, at_once=False)
 

@@ -60,7 +60,7 @@ def make_secret(folder: Path | None) -> Secret:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(value)
-            find_secret(path.name, parent)  # a file system may not keep what is its user's from others
+            find_secret(path.name, parent)  # some file systems do not keep a file private
             return Secret(value, path)
         with suppress(OSError):
             path.unlink()

@@ -74,11 +74,11 @@ class Sections:
                 yield
             seconds, waited = self._now() - began, self._waited() - waited
             self.longest[name] = max(seconds, self.longest.get(name, 0.0))
-            self._own[name] += max(seconds - waited, 0.0)  # what is waited counts the time of a stopped process, too
+            self._own[name] += max(seconds - waited, 0.0)  # waiting includes the time in which the process was stopped
             if name == STEP:
                 self._own[WAITING] += waited
         except BaseException as error:
-            if error is not self._failure:  # else it comes from a section inside
+            if error is not self._failure:  # else the error comes from an inner section
                 self.failed = name
             self._failure = error if len(self._open) > 1 else None
             raise

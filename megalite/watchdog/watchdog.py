@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 _TICK_SECONDS = 0.5
 _HEARTBEAT_SECONDS = 1.0
-_STOPPED_SECONDS = 2.0  # a tick that comes so much too late shows that the whole process stood still
+_STOPPED_SECONDS = 2.0  # a tick that is this late shows that the whole process was stopped
 _WRITING_SECONDS = 3.0
-_LEAVING_SECONDS = 2.0  # for the main thread, to end by itself
+_LEAVING_SECONDS = 2.0  # for the main thread to end by itself
 _VERDICT_SECONDS = 2 * ANSWER_SECONDS
-_SILENT_SECONDS = 5.0  # of the monitor, which speaks once a second: it stands still
+_SILENT_SECONDS = 5.0  # without a message of the monitor, which sends one per second: it is stopped
 _LINKING_SECONDS = 30.0
-_FIRST_SECONDS = 60.0  # ranks come here together
+_FIRST_SECONDS = 60.0  # for rank 0 to start its monitor: all ranks reach this point together
 _ADDRESS = "megalite/watchdog"
 
 
@@ -79,11 +79,11 @@ class Watchdog:
         self._store, self._folder, self._shared = store, folder, shared
         self._monitor: Monitor | None = None
         self._link: Link | None = None
-        self._first: Peer | None = None  # rank 0, by its monitor's word
-        self._first_placed = 0.0  # when it was there, at the earliest
-        self._speaks = place.local_rank == 0  # where rank 0 is lost
+        self._first: Peer | None = None  # rank 0, as its monitor describes it
+        self._first_placed = 0.0  # time when its place was known, or earlier
+        self._speaks = place.local_rank == 0  # this rank reports if rank 0 is lost
         self._first_fails: int | None = None
-        self._alarm: tuple[float, Message] | None = None  # when it was raised, and why
+        self._alarm: tuple[float, Message] | None = None  # time when it was raised, and the reason
         self._leaving = self._awaits_verdict = False
         self._looked = self._heard = 0.0
         self._woken = threading.Event()
@@ -92,7 +92,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self._store is not None:
             begun = self._begin_monitor(self._store) if self._place.rank == 0 else None
-            with suppress(OSError, ValueError, LinkLost):  # the monitor tells of those that do not come
+            with suppress(OSError, ValueError, LinkLost):  # the monitor warns of ranks that do not connect
                 self._link_up(*(begun or self._find_monitor(self._store)))
         self._thread.start()
         return self
@@ -103,7 +103,7 @@ class Watchdog:
         elif isinstance(error, CommunicationError) and not isinstance(error, RendezvousError):
             self._await_verdict(error)
         elif self._link is not None:
-            self._link.send(fails=exit_code_of(error))  # and says itself why
+            self._link.send(fails=exit_code_of(error))  # this rank reports the reason itself
             if self._monitor is not None:
                 self._monitor.settle()
 
@@ -145,12 +145,12 @@ class Watchdog:
         self._looked = time.monotonic()
         deadline = self._looked + _LINKING_SECONDS
         try:
-            while self._first is None and time.monotonic() < deadline:  # it waits for this rank till then
+            while self._first is None and time.monotonic() < deadline:  # the monitor answers at once
                 self._receive(link, _TICK_SECONDS)
-        except Exception as error:  # what makes no sense is not of the run's monitor
+        except Exception as error:  # what makes no sense does not come from the run's monitor
             raise LinkLost from error
         self._link = link
-        # Who is told to end while it starts has not ended without a word.
+        # A rank that is told to end while it starts must not look like one that was killed.
         last_words(partial(link.send, fails=EXIT_RESUMABLE))
 
     def _peer(self) -> Peer:
@@ -206,7 +206,7 @@ class Watchdog:
             return
         try:
             self._receive(self._link, seconds)
-        except Exception:  # what makes no sense does not end this thread: rank 0 is lost to it
+        except Exception:  # a senseless message does not end this thread: it counts as the loss of rank 0
             self._lose_first()
 
     def _receive(self, link: Link, seconds: float) -> None:
@@ -242,7 +242,7 @@ class Watchdog:
             return
         since, why = self._alarm
         patience = _VERDICT_SECONDS if self._heard > since else _SILENT_SECONDS
-        # The rank that speaks comes first: it says that rank 0 stands still before another one has killed it.
+        # The rank that speaks goes first: it reports that rank 0 is stopped before another rank kills rank 0.
         patience += 0 if self._speaks else ANSWER_SECONDS
         if self._link is None or now - since > patience:
             self._conclude_alone(why)
@@ -258,13 +258,13 @@ class Watchdog:
 
             try:
                 recorded = snapshot()
-            except Exception:  # torch promises nothing about it; the stacks tell without it
+            except Exception:  # torch does not promise its format; the stacks help without it
                 recorded = None
         section, seconds = self._innermost()
         step = self.sections.step
         dump = RankDump(rank, world_size, host_name(), os.getpid(), section, seconds, stacks(), recorded, step)
         if self._folder is not None:
-            # A file system may be what hangs: then this thread must not. What cannot be written is told all the same.
+            # The file system may be what hangs: this thread must not. The monitor gets the dump in any case.
             with suppress(FileError, OSError):
                 within(_WRITING_SECONDS, partial(write_dump, self._folder / name, dump))
         if self._link is not None:
@@ -279,7 +279,7 @@ class Watchdog:
         """Let the next rank on each node speak: rank 0's process has ended, and its monitor with it."""
         if self._leaving:
             return
-        if self._alarm is not None and self._first_fails is None:  # it stood still, and has been killed for that
+        if self._alarm is not None and self._first_fails is None:  # rank 0 was stopped, and has been killed for that
             self._conclude_alone(self._alarm[1])
         code = self._first_fails
         if code is None and self._first is not None and self._comes_to_speak():
@@ -300,7 +300,7 @@ class Watchdog:
                 folder = None if self._folder is None else self._folder / name
                 message = hang(self._place.rank, why, peers, {self._place.rank: own}, silence, folder)
                 self._report(self._last_store, message, EXIT_RESUMABLE)
-        except Exception:  # a defect, which does not keep this process from its end
+        except Exception:  # a defect must not keep this process from ending
             traceback.print_exc()
         finally:
             kill = [first] if first is not None and first.space == process_space() else []
@@ -325,7 +325,7 @@ class Watchdog:
         if self._monitor is not None:
             self._monitor.secret.remove()
         if self._place.rank == 0:
-            time.sleep(_TICK_SECONDS)  # it may hold the store, which others are still asking
+            time.sleep(_TICK_SECONDS)  # it may have the store, which others still use
         os._exit(code)
 
 
