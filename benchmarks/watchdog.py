@@ -34,8 +34,7 @@ from benchmarks.results import write_results
 from megalite.lifecycle.failure import default_store, report
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.place import Place
-from megalite.watchdog.limits import Limits
-from megalite.watchdog.sections import AGREEMENT, DATA, FORWARD_BACKWARD, OPTIMIZER, STEP, Sections
+from megalite.watchdog.sections import AGREEMENT, DATA, FORWARD_BACKWARD, OPTIMIZER, STEP, Limits, Sections
 from megalite.watchdog.watchdog import Watchdog
 
 VOCABULARY = 1024

@@ -75,7 +75,7 @@ _KILL = "tests/unit/test_checkpoint_kill.py::test_"
 _STOP = "tests/end_to_end/test_stop.py::test_"
 _FAULTS = "tests/end_to_end/test_faults.py::test_"
 _WATCHDOG = "tests/unit/test_watchdog_"
-_IN_PROPORTION = "verdict.py::test_stacks_are_looked_at_in_time_in_proportion_to_their_length"
+_IN_PROPORTION = "messages.py::test_stacks_are_looked_at_in_time_in_proportion_to_their_length"
 _RENDEZVOUS = "tests/end_to_end/test_rendezvous.py::test_"
 _START = "tests/end_to_end/test_stop_at_start.py::test_"
 _PROFILES = "tests/end_to_end/test_profiling.py::test_"
@@ -3153,7 +3153,7 @@ MUTANTS = (
     ),
     Mutant(
         "a hang: whether a rank waits is lost on the way",
-        "megalite/watchdog/flight_record.py",
+        "megalite/watchdog/hang_dump.py",
         "return cls(waiting, tuple(",
         "return cls(None, tuple(",
         f"{_HANG_REPORT}a_dump_is_read_as_it_was_written",
@@ -3244,9 +3244,9 @@ MUTANTS = (
     ),
     Mutant(
         "a watchdog's limit has no least",
-        "megalite/watchdog/limits.py",
-        "learnt = max(self.least, FACTOR * longest[name])",
-        "learnt = FACTOR * longest[name]",
+        "megalite/watchdog/sections.py",
+        "learnt = max(self.least, FACTOR * longest.get(name, 0.0))",
+        "learnt = FACTOR * longest.get(name, 0.0)",
         f"{_WATCHDOG}sections.py::test_a_limit_is_a_multiple_of_the_longest_and_never_below_the_least",
     ),
     Mutant(
@@ -3279,7 +3279,7 @@ MUTANTS = (
     ),
     Mutant(
         "a watchdog ends a rank with a number that is no exit code",
-        "megalite/watchdog/verdict.py",
+        "megalite/watchdog/link.py",
         "return whole(value, 255)",
         "return value",
         f"{_WATCHDOG}monitor.py::"
@@ -3287,7 +3287,7 @@ MUTANTS = (
     ),
     Mutant(
         "a watchdog writes where its monitor says, wherever that is",
-        "megalite/watchdog/verdict.py",
+        "megalite/watchdog/link.py",
         " or not _FOLDER.fullmatch(value):",
         ":",
         f"{_WATCHDOG}monitor.py::"
@@ -3302,38 +3302,38 @@ MUTANTS = (
     ),
     Mutant(
         "a hang of many ranks is told in as many lines",
-        "megalite/watchdog/verdict.py",
+        "megalite/watchdog/hang_report.py",
         "return [*found[:_MOST],",
         "return [*found,",
-        f"{_WATCHDOG}verdict.py::test_a_hang_of_many_ranks_is_told_in_some_lines",
+        f"{_WATCHDOG}messages.py::test_a_hang_of_many_ranks_is_told_in_some_lines",
     ),
     Mutant(
         "a death of many ranks is told with all their processes",
-        "megalite/watchdog/verdict.py",
+        "megalite/watchdog/hang_report.py",
         "for peer, _ in lost[:_NAMED])",
         "for peer, _ in lost)",
-        f"{_WATCHDOG}verdict.py::test_a_death_of_many_ranks_names_all_in_a_line",
+        f"{_WATCHDOG}messages.py::test_a_death_of_many_ranks_names_all_in_a_line",
     ),
     Mutant(
         "a rank makes a line of a hang's message as long as it likes",
-        "megalite/watchdog/verdict.py",
-        "lines = list(map(_line, lines))",
+        "megalite/watchdog/hang_report.py",
+        "lines = list(map(printable_line, lines))",
         "pass",
-        f"{_WATCHDOG}verdict.py::test_a_rank_makes_no_line_long",
+        f"{_WATCHDOG}messages.py::test_a_rank_makes_no_line_long",
     ),
     Mutant(
         "a rank draws on the terminal by its name for a section",
-        "megalite/watchdog/verdict.py",
+        "megalite/watchdog/link.py",
         " or not value.isprintable():",
         ":",
         f"{_WATCHDOG}monitor.py::test_ranks_that_make_no_sense_are_as_good_as_dead",
     ),
     Mutant(
         "a rank draws on the terminal by what it has lost",
-        "megalite/watchdog/verdict.py",
+        "megalite/watchdog/link.py",
         'one if one.isprintable() else "?"',
         "one",
-        f"{_WATCHDOG}verdict.py::test_what_a_rank_says_draws_nothing_on_the_terminal",
+        f"{_WATCHDOG}messages.py::test_what_a_rank_says_draws_nothing_on_the_terminal",
     ),
     Mutant(
         "a hang: stacks with empty lines are looked at from each of them",
@@ -3351,7 +3351,7 @@ MUTANTS = (
     ),
     Mutant(
         "a hang: a line of the main thread's stack is looked at from each of its places",
-        "megalite/watchdog/verdict.py",
+        "megalite/watchdog/hang_report.py",
         """_FRAME = re.compile(r'^  File""",
         """_FRAME = re.compile(r'  File""",
         f"{_WATCHDOG}{_IN_PROPORTION}[files-main thread]",
@@ -3401,8 +3401,8 @@ MUTANTS = (
     Mutant(
         "a stranger may say nothing for ever",
         "megalite/watchdog/monitor.py",
-        "now - self._strangers[0].heard > _GREETING_SECONDS",
-        "now - self._strangers[0].heard > 1e9",
+        "now - came > _GREETING_SECONDS",
+        "now - came > 1e9",
         f"{_WATCHDOG}monitor.py::test_who_does_not_say_who_it_is_has_seconds_for_it",
     ),
     Mutant(
@@ -3465,7 +3465,7 @@ MUTANTS = (
     Mutant(
         "a watchdog has a process of another machine killed",
         "megalite/watchdog/monitor.py",
-        " and peer.space == peers[rank].space]",
+        " and peer.space == peers[number].space]",
         "]",
         f"{_WATCHDOG}monitor.py::test_nobody_is_asked_to_kill_a_process_of_another_machine",
     ),
@@ -3479,37 +3479,37 @@ MUTANTS = (
     Mutant(
         "a watchdog takes any word of a rank for one of its place",
         "megalite/watchdog/monitor.py",
-        "self._lost[connected.peer.rank] - connected.placed",
-        "self._lost[connected.peer.rank] - connected.heard",
+        "self._lost[rank.peer.rank] - rank.placed",
+        "self._lost[rank.peer.rank] - rank.heard",
         f"{_WATCHDOG}monitor.py::test_a_death_is_told_with_the_age_of_what_is_known",
     ),
     Mutant(
         "a watchdog names the step of the last heartbeat in an alarm",
         "megalite/watchdog/monitor.py",
         """        if "fails" in message:
-            connected""",
+            rank""",
         """        elif "fails" in message:
-            connected""",
+            rank""",
         f"{_WATCHDOG}monitor.py::test_an_alarm_is_told_with_the_place_that_came_with_it",
     ),
     Mutant(
         "a watchdog lets two ranks speak where rank 0 is lost",
         "megalite/watchdog/monitor.py",
-        "[connected, *displaced]",
-        "[connected]",
+        "{peer.rank, previous} & ",
+        "{peer.rank} & ",
         f"{_WATCHDOG}monitor.py::test_who_comes_later_and_is_lower_is_to_speak_at_once",
     ),
     Mutant(
         "a watchdog lets a rank that comes late wait for those that have ended",
         "megalite/watchdog/monitor.py",
-        "            connected.link.send(**self._verdict)\n",
+        "            link.send(**self._verdict)\n",
         "            pass\n",
         f"{_WATCHDOG}monitor.py::test_who_comes_when_the_run_is_ending_ends_too",
     ),
     Mutant(
         "a watchdog misses ranks that may yet come",
         "megalite/watchdog/monitor.py",
-        "first.peer.section == MEETING",
+        "self._ranks[0].peer.section == MEETING",
         "False",
         f"{_WATCHDOG}monitor.py::test_who_has_not_come_is_not_missed_while_the_ranks_meet",
     ),
@@ -3732,7 +3732,7 @@ MUTANTS = (
     ),
     Mutant(
         "the doctor looks at the beginning of data alone",
-        "megalite/doctor/data_files.py",
+        "megalite/doctor/alike.py",
         "for start in (0, max(size - _END, 0)):",
         "for start in (0,):",
         f"{_DOCTOR}data_that_differ_near_their_end_are_other_data",
@@ -3740,20 +3740,20 @@ MUTANTS = (
     Mutant(
         "the doctor leaves its probe behind",
         "megalite/doctor/examination.py",
-        "        stack.enter_context(probe)\n",
-        "",
+        "stack.callback(probe.remove)",
+        "pass",
         f"{_DOCTOR_OF_RANKS}two_nodes_that_are_well",
     ),
     Mutant(
         "the doctor fits absolute errors",
-        "megalite/doctor/figures.py",
+        "megalite/doctor/bandwidth.py",
         "weights = {size: 1 / seconds for size, seconds in points.items()}",
         "weights = dict.fromkeys(points, 1.0)",
         f"{_DOCTOR}a_small_message_counts_as_much_as_a_large_one",
     ),
     Mutant(
         "the doctor blames a slow node's neighbours",
-        "megalite/doctor/figures.py",
+        "megalite/doctor/bandwidth.py",
         "found[node] = min(found[node], seconds)",
         "found[node] = seconds",
         f"{_DOCTOR}a_slow_node_is_named_and_its_neighbours_are_not",
@@ -3767,21 +3767,21 @@ MUTANTS = (
     ),
     Mutant(
         "the doctor takes no answer for a good one",
-        "megalite/doctor/gpus.py",
+        "megalite/doctor/node.py",
         'return _Answer(None, "")',
         'return _Answer(0, "")',
         f"{_DOCTOR}a_driver_that_hangs_is_not_waited_for",
     ),
     Mutant(
         "the doctor passes over links that are down",
-        "megalite/doctor/gpus.py",
+        "megalite/doctor/node.py",
         "if 0 < count < most:",
         "if False:",
         f"{_DOCTOR}what_is_wrong_with_a_gpu_is_told[link]",
     ),
     Mutant(
         "the doctor times messages where nodes do not reach each other",
-        "megalite/doctor/judgement.py",
+        "megalite/doctor/reports.py",
         "complete and not apart and not unready",
         "complete and not unready",
         f"{_DOCTOR_OF_RANKS}ports_that_cannot_be_reached_are_told_before_anything_waits_for_them",
@@ -3803,7 +3803,7 @@ MUTANTS = (
     Mutant(
         "the doctor takes the limit that might be for the one that is",
         "megalite/doctor/node.py",
-        "limit < needed:",
+        "open_files < needed:",
         "most < needed:",
         f"{_DOCTOR}a_node_is_looked_at_without_torch_and_its_limit_of_open_files_too",
     ),
@@ -3816,7 +3816,7 @@ MUTANTS = (
     ),
     Mutant(
         "the doctor shows the algorithm's bandwidth as the bus's",
-        "megalite/doctor/presentation.py",
+        "megalite/doctor/judgement.py",
         "if bus else 1\n",
         "if not bus else 1\n",
         f"{_DOCTOR}the_table_has_what_was_fitted_and_no_bandwidth_that_is_noise[1048576-bandwidths0]",

@@ -26,10 +26,8 @@ from megalite.config.parse import parse_arguments
 from megalite.config.run import RunConfig
 from megalite.config.tool_arguments import parse_tool_arguments
 from megalite.config.validate import resolve
-from megalite.doctor.figures import SMALLEST
-from megalite.doctor.findings import Verdict
+from megalite.doctor.findings import SMALLEST, Options, Verdict
 from megalite.doctor.node import examine_node
-from megalite.doctor.options import Options
 from megalite.errors import ConfigurationError, MegaliteError
 from megalite.lifecycle.failure import run_main
 from megalite.process.host import host_name
@@ -82,7 +80,7 @@ def look_at_node(options: Options) -> int:
     if gpus is None and os.environ.get("SLURM_GPUS_ON_NODE", "").isdigit():
         gpus = int(os.environ["SLURM_GPUS_ON_NODE"])
     state, findings = examine_node(gpus)
-    name, verdict = host_name(), Verdict.of(findings)
+    name, verdict = host_name(), Verdict(findings)
     line = "; ".join(f"{each.severity}: {each.text}" for each in verdict.findings) or "well"
     print(f"node {name}: {line}", file=sys.stderr if verdict.exit_code else sys.stdout)
     if options.json is not None:

@@ -10,7 +10,6 @@ import datetime
 import os
 import sys
 import uuid
-from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -21,14 +20,11 @@ import torch.distributed as dist
 from megalite.checkpoint import open_directory
 from megalite.config import RunConfig
 from megalite.doctor.alike import traits
-from megalite.doctor.bandwidth import Measurement
-from megalite.doctor.figures import Timing
-from megalite.doctor.findings import Finding
-from megalite.doctor.judgement import Found, judge
+from megalite.doctor.bandwidth import Measurement, Timing
+from megalite.doctor.findings import Finding, Options
+from megalite.doctor.judgement import judge, show, write_json
 from megalite.doctor.network import Reached, reach_all
-from megalite.doctor.options import Options
-from megalite.doctor.presentation import show, write_json
-from megalite.doctor.reports import Report, Roll
+from megalite.doctor.reports import Found, Report, Roll
 from megalite.doctor.roll_call import RollCall
 from megalite.doctor.run_directory import Probe, checkpoint_bytes
 from megalite.errors import CommunicationError, MegaliteError
@@ -61,30 +57,23 @@ def examine(options: Options, config: RunConfig | None, problem: str, place: Pla
             verdict = judge(found)
             show(found, verdict)
             call.tell("exit code", verdict.exit_code)
-        code = _hear_code(call, options.seconds + _GRACE, examination.whole)
-        call.gather("heard", "", found.heard)  # rank 0 may be the one that has the store
+        try:
+            # It comes later than a question's answer: after all the timing.
+            code: int = call.hear("exit code", options.seconds + _GRACE)
+        except CommunicationError as error:
+            if examination.whole:
+                raise
+            # Reporting the error needs the process group's store, which a thread may be using.
+            sys.stderr.write(f"error on rank {call.rank}: {error}\n")
+            _end(error.exit_code)
+        # Rank 0 may have the store: it waits for all that answered last.
+        call.gather("heard", "", found.reports if found.measured is None else found.measured)
     if place.rank == 0 and options.json is not None:
         write_json(options.json, found, verdict)
     if not examination.whole:
         if place.rank == 0:
             leave_code(code)
         _end(code)
-    return code
-
-
-def _hear_code(call: RollCall, more_seconds: float, whole: bool) -> int:
-    """Return the exit code that rank 0 sends; the wait for it is `more_seconds` longer than the wait for a question.
-
-    If none comes, raises CommunicationError. It ends the process instead if a thread may be using the process group's
-    store, which is needed to report the error.
-    """
-    try:
-        code: int = call.hear("exit code", more_seconds)
-    except CommunicationError as error:
-        if whole:
-            raise
-        sys.stderr.write(f"error on rank {call.rank}: {error}\n")
-        _end(error.exit_code)
     return code
 
 
@@ -104,63 +93,61 @@ class Examination:
         self._device = device.local_device(place.local_rank)
         chosen = None if config is None else config.parallel.distributed_backend
         self._backend = chosen or device.default_backend(self._device)
+        self._save = None if config is None else config.checkpoint.save
+        self._findings: list[Finding] = []
         self.whole = True
         """False while a thread that may never end is still doing work."""
 
     def run(self, stack: ExitStack) -> Found:
         """Run all parts in turn; the findings are on rank 0. `stack`: resources that must stay open until the end."""
-        findings: list[Finding] = []
-        size = self._checkpoint_size() if self._place.rank == 0 else None
-        roll = self._arrive(findings, stack)
-        found = Found(self._place.world_size, self._backend, self._options, self._config, roll, findings)
+        config, size = self._config, None
+        if config is not None and self._save is not None and self._place.rank == 0:
+            size = aside(lambda: checkpoint_bytes(config))
+        roll = self._arrive(stack)
+        found = Found(self._place.world_size, self._backend, self._options, self._save, roll, self._findings)
         self._report(found)
         if size is not None:
-            found.checkpoint_size = self._result(size, "building the network without memory", findings)
+            found.checkpoint_size = self._result(size, "building the network without memory")
         self._reach(found)
         self._measure(found)
         return found
 
+    def _ends(self, work: Future[Any], more_seconds: float = 0.0) -> bool:
+        """Wait for work on this rank, and tell whether it ends in time."""
+        ended = self._call.wait(work, more_seconds)
+        self.whole = self.whole and ended
+        return ended
+
     # ---------------------------------------------------------------------------------------------- who is there
 
-    def _arrive(self, findings: list[Finding], stack: ExitStack) -> Roll:
+    def _arrive(self, stack: ExitStack) -> Roll:
         came = self._call.gather("arrival", host_name(), range(self._place.world_size))
         if self._place.rank == 0:
             nodes: dict[str, list[int]] = {}
             for rank, node in came.items():
                 nodes.setdefault(node, []).append(rank)
-            probe = self._leave_probe(findings, stack)
-            self._call.tell("roll", asdict(Roll(nodes, uuid.uuid4().hex, probe)))
+            probe: Probe | None = None
+            if (save := self._save) is not None:
+                work = aside(lambda: Probe(open_directory(save)))
+                probe = self._result(work, f"writing to the run directory --save {save}")
+            if probe is not None:
+                stack.callback(probe.remove)
+            name_and_text = None if probe is None else (probe.name, probe.text)
+            self._call.tell("roll", asdict(Roll(nodes, uuid.uuid4().hex, name_and_text)))
         roll = Roll(**self._call.hear("roll", self._options.patience))
         if self._place.rank not in roll.ranks:
             raise CommunicationError(f"it came after the {self._options.patience:g} seconds of --patience")
         return roll
 
-    def _leave_probe(self, findings: list[Finding], stack: ExitStack) -> tuple[str, str] | None:
-        save = None if self._config is None else self._config.checkpoint.save
-        if save is None:
-            return None
-        work = aside(lambda: Probe(open_directory(save)))
-        probe = self._result(work, f"writing to the run directory --save {save}", findings)
-        if probe is None:
-            return None
-        stack.enter_context(probe)
-        return probe.name, probe.text
-
-    def _checkpoint_size(self) -> Future[int] | None:
-        config = self._config
-        return None if config is None or config.checkpoint.save is None else aside(lambda: checkpoint_bytes(config))
-
-    def _result(self, work: Future[Any], doing: str, findings: list[Finding]) -> Any:
+    def _result(self, work: Future[Any], doing: str) -> Any:
         """Return the result of rank 0's work, or None, with a finding added."""
-        if not self._call.wait(work):
-            self.whole = False
-            findings.append(Finding("sick", f"{doing} does not come to an end", host_name()))
-            return None
         try:
-            return work.result()
+            if self._ends(work):
+                return work.result()
+            self._findings.append(Finding("sick", f"{doing} does not come to an end", host_name()))
         except (MegaliteError, OSError) as error:
-            findings.append(Finding("wrong", f"{doing}: {error}"))
-            return None
+            self._findings.append(Finding("wrong", f"{doing}: {error}"))
+        return None
 
     # ---------------------------------------------------------------------------------------------- what each has
 
@@ -168,10 +155,8 @@ class Examination:
         own = Report(traits(self._config, self._device), self._problem)
         if self._place.rank in found.firsts:
             work = aside(lambda: own.examine_node(found.roll, self._config, self._options.gpus, self._backend))
-            if self._call.wait(work):
+            if self._ends(work):
                 work.result()
-            else:
-                self.whole = False
         answers = self._call.gather("report", asdict(own), found.roll.ranks, _GRACE)
         found.reports = {rank: Report.of_json(answer) for rank, answer in answers.items()}
 
@@ -184,19 +169,18 @@ class Examination:
         addresses = self._call.hear("addresses", _GRACE)
         firsts = [first for first, node in found.firsts.items() if node in addresses]
         if len(firsts) > 1 and (rank in firsts or rank == 0):
-            answer = self._reach_from(roll.node_of(rank), addresses, roll.token) if rank in firsts else None
+            answer = None
+            if rank in firsts:
+                own = roll.node_of(rank)
+                work = aside(lambda: reach_all(addresses, own, roll.token))
+                silent = {other: Reached("no answer in time") for other in addresses if other != own}
+                reached = work.result() if self._ends(work) else silent
+                answer = {other: asdict(each) for other, each in reached.items()}
             answers = self._call.gather("reached", answer, firsts, _GRACE)
             found.reached = {
                 roll.node_of(first): {node: Reached(**each) for node, each in others.items()}
                 for first, others in answers.items()
             }
-
-    def _reach_from(self, node: str, addresses: Mapping[str, Any], token: str) -> Mapping[str, Any]:
-        work = aside(lambda: reach_all(addresses, node, token))
-        if not self._call.wait(work):
-            self.whole = False
-            return {other: asdict(Reached("no answer in time")) for other in addresses if other != node}
-        return {other: asdict(each) for other, each in work.result().items()}
 
     # ---------------------------------------------------------------------------------------------- how fast
 
@@ -208,13 +192,14 @@ class Examination:
         measurement = Measurement(list(found.roll.nodes.values()), self._options.max_bytes, self._options.seconds)
         work = aside(lambda: self._time(measurement))
         failure = ""
-        if self._call.wait(work, self._options.seconds):
-            error = work.exception()
-            if error is not None and not isinstance(error, MegaliteError | RuntimeError):
-                raise error
-            failure = "" if error is None else f"{measurement.now}: {str(error).splitlines()[0]}"
+        if self._ends(work, self._options.seconds):
+            try:
+                work.result()
+            except (MegaliteError, RuntimeError) as error:
+                failure = f"{measurement.now}: {str(error).splitlines()[0]}"
         elif not self._call.stopping():
             failure = f"{measurement.now} does not come to an end"
+        # A collective that has failed on this rank may still keep a thread of its own.
         done = work.done() and not failure
         self.whole = self.whole and done
         answer = {"failure": failure, "timings": [asdict(each) for each in measurement.timings] if done else []}

@@ -1,4 +1,4 @@
-"""Findings: what is wrong, on which node, and whether the run can start."""
+"""Flags of tools/doctor.py itself, and findings: what is wrong, on which node, and whether the run can start."""
 
 from __future__ import annotations
 
@@ -11,10 +11,33 @@ from megalite.errors import EXIT_CONFIGURATION, EXIT_FATAL, EXIT_FINISHED
 Severity = Literal["sick", "wrong", "warning"]
 """Kind of a fault. sick: in nodes or the network; wrong: in the run's flags or files; warning: the run may begin."""
 
+SMALLEST = 1024
+"""Smallest message that is timed, in bytes; each size is four times the one before."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checks to do, and time limits; all other flags are those of the run."""
+
+    node: bool = False
+    """Check this node alone, within a second or two: for a prolog or a health check."""
+    gpus: int | None = None
+    """GPUs that each node must have; unset, with --node: the value of SLURM_GPUS_ON_NODE."""
+    checkpoints: int = 3
+    """Checkpoints that the run directory must have room for."""
+    max_bytes: int = 2**26
+    """Largest message that is timed, in bytes; 0: time none."""
+    seconds: float = 30.0
+    """Time in seconds for timing messages; if it is too short, the largest sizes are left out."""
+    patience: float = 60.0
+    """Seconds after which a rank that has not answered is given up."""
+    json: str | None = None
+    """File to write all findings to."""
+
 
 @dataclass(frozen=True)
 class Finding:
-    """Finding that a person should know."""
+    """Fault that a person should know of."""
 
     severity: Severity
     text: str
@@ -22,22 +45,16 @@ class Finding:
     """Node with the fault; None: no single node."""
 
 
-@dataclass(frozen=True)
 class Verdict:
-    """Conclusion from all findings together."""
+    """Conclusion from all findings together: each is kept once, in the order they came."""
 
-    findings: tuple[Finding, ...]
-
-    @staticmethod
-    def of(findings: Iterable[Finding]) -> Verdict:
-        """Collect the findings, each once, in the order they came."""
-        return Verdict(tuple(dict.fromkeys(findings)))
+    def __init__(self, findings: Iterable[Finding]) -> None:
+        self.findings = list(dict.fromkeys(findings))
 
     @property
     def drop(self) -> list[str]:
         """Nodes to leave out."""
-        nodes = (finding.node for finding in self._of("sick") if finding.node is not None)
-        return list(dict.fromkeys(nodes))
+        return list(dict.fromkeys(finding.node for finding in self._of("sick") if finding.node is not None))
 
     @property
     def exit_code(self) -> int:

@@ -1,100 +1,62 @@
-"""Verdict from everything that rank 0 has learnt."""
+"""Verdict from everything that rank 0 has learnt, and its presentation, for a person and for a program."""
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict
+from pathlib import Path
 
-from megalite.config import RunConfig
-from megalite.doctor.alike import disagreements
-from megalite.doctor.data_files import examine_data
-from megalite.doctor.figures import Timing, slow_nodes
+from megalite.atomic_files import write_atomically
+from megalite.doctor.alike import NOTHING, disagreements, examine_data
+from megalite.doctor.bandwidth import ACROSS, WITHIN, Figure, bus_factor, figures, slow_nodes
 from megalite.doctor.findings import Finding, Verdict
-from megalite.doctor.network import Reached, examine_network
-from megalite.doctor.options import Options
-from megalite.doctor.reports import Report, Roll
+from megalite.doctor.network import examine_network
+from megalite.doctor.reports import Found
 from megalite.doctor.run_directory import examine_run_directory
 from megalite.errors import EXIT_FINISHED
 from megalite.process.place import ranks_text
+from megalite.training.memory import in_words
 
-
-@dataclass
-class Found:
-    """Facts that rank 0 has learnt so far; on other ranks little of it is filled in."""
-
-    world_size: int
-    backend: str
-    options: Options
-    config: RunConfig | None
-    roll: Roll
-    findings: list[Finding]
-    """Findings from before the ranks were asked."""
-    reports: Mapping[int, Report] = field(default_factory=dict)
-    checkpoint_size: int | None = None
-    reached: Mapping[str, Mapping[str, Reached]] = field(default_factory=dict)
-    """Results of connecting, by the node that tried, and the node that it tried to reach."""
-    measured: Sequence[int] | None = None
-    """Ranks that finished timing messages; None: no rank was asked to."""
-    failures: Mapping[int, str] = field(default_factory=dict)
-    """Failures of timing, by rank."""
-    timings: Sequence[Timing] = ()
-    stopped: bool = False
-    """True if rank 0 was asked to end meanwhile."""
-
-    @property
-    def firsts(self) -> dict[int, str]:
-        """Return the first rank of each node, with the node."""
-        return {ranks[0]: node for node, ranks in self.roll.nodes.items()}
-
-    @property
-    def nodes(self) -> dict[str, Report]:
-        """Return the reports of the nodes' first ranks that have examined their nodes."""
-        reports = {node: self.reports[rank] for rank, node in self.firsts.items() if rank in self.reports}
-        return {node: report for node, report in reports.items() if report.state is not None}
-
-    @property
-    def heard(self) -> list[int]:
-        """Return the ranks that answered last."""
-        return list(self.reports if self.measured is None else self.measured)
-
-    @property
-    def addresses(self) -> dict[str, tuple[str, int]]:
-        return {node: report.address for node, report in self.nodes.items() if report.address is not None}
-
-    @property
-    def can_measure(self) -> bool:
-        """Tell whether all ranks are there, have valid flags of a run, and can reach one another."""
-        complete = len(self.reports) == self.world_size and len(self.addresses) == len(self.roll.nodes)
-        apart = any(each.problem for others in self.reached.values() for each in others.values())
-        unready = any(report.doing or report.problem for report in self.reports.values())
-        return self.options.max_bytes > 0 and self.world_size > 1 and complete and not apart and not unready
+Row = Sequence[str]
 
 
 def judge(found: Found) -> Verdict:
     """Return the verdict with all findings."""
-    verdict = Verdict.of(_findings(found))
+    verdict = Verdict(_findings(found))
     if found.stopped and verdict.exit_code == EXIT_FINISHED:
-        broken_off = Finding("sick", "this was to end before everything was looked at: what is told is not all")
-        return Verdict.of([*verdict.findings, broken_off])
+        text = "this was to end before everything was looked at: what is told is not all"
+        verdict.findings.append(Finding("sick", text))
     return verdict
 
 
-def _findings(found: Found) -> list[Finding]:
-    first = next(iter(found.roll.nodes))
-    return [
-        *found.findings,
-        *_absent(found),
-        *_silent(found),
-        *_flags(found),
-        *disagreements({rank: report.traits for rank, report in found.reports.items()}, found.roll.nodes),
-        *(Finding(each.severity, each.text, node) for node, report in found.nodes.items() for each in report.findings),
-        *examine_data({node: report.files for node, report in found.nodes.items()}),
-        *_run_directory(found),
-        *examine_network(found.reached, found.addresses, first),
-        *_unmeasured(found),
-        *slow_nodes(found.timings, found.roll.nodes),
-    ]
+def _findings(found: Found) -> Iterator[Finding]:
+    yield from found.findings
+    yield from _absent(found)
+    yield from _silent(found)
+    problems = {rank: report.problem for rank, report in found.reports.items() if report.problem}
+    for problem, ranks in _by_text(problems).items():
+        yield Finding("wrong", problem if len(ranks) == len(found.reports) else f"on {ranks_text(ranks)}: {problem}")
+    yield from disagreements({rank: report.traits for rank, report in found.reports.items()}, found.roll.nodes)
+    for node, report in found.nodes.items():
+        yield from (Finding(each.severity, each.text, node) for each in report.findings)
+    yield from examine_data({node: report.files for node, report in found.nodes.items()})
+    seen = {node: report.directory for node, report in found.nodes.items() if report.directory is not None}
+    if found.save is not None and seen:
+        yield from examine_run_directory(found.save, seen, found.checkpoint_size, found.options.checkpoints)
+    yield from examine_network(found.reached, found.addresses, next(iter(found.roll.nodes)))
+    yield from _unmeasured(found)
+    yield from slow_nodes(found.timings, found.roll.nodes)
+
+
+def _by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return the ranks that report each text."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    return ranks
 
 
 def _absent(found: Found) -> Iterator[Finding]:
@@ -124,21 +86,6 @@ def _silent(found: Found) -> Iterator[Finding]:
             yield Finding("sick", f"{first.doing} does not come to an end: does a file system hang?", node)
 
 
-def _flags(found: Found) -> Iterator[Finding]:
-    """Yield what is wrong with the flags of all ranks, or of some."""
-    problems = {rank: report.problem for rank, report in found.reports.items() if report.problem}
-    for problem in dict.fromkeys(problems.values()):
-        ranks = [rank for rank, each in problems.items() if each == problem]
-        yield Finding("wrong", problem if len(ranks) == len(found.reports) else f"on {ranks_text(ranks)}: {problem}")
-
-
-def _run_directory(found: Found) -> Iterator[Finding]:
-    seen = {node: report.directory for node, report in found.nodes.items() if report.directory is not None}
-    if found.config is not None and found.config.checkpoint.save is not None and seen:
-        save, count = found.config.checkpoint.save, found.options.checkpoints
-        yield from examine_run_directory(save, seen, found.checkpoint_size, count)
-
-
 def _unmeasured(found: Found) -> Iterator[Finding]:
     """Yield why there are no timings. If some ranks are silent, the others have only waited for them."""
     if found.measured is None:
@@ -148,6 +95,113 @@ def _unmeasured(found: Found) -> Iterator[Finding]:
         if gone:
             yield Finding("sick", f"{ranks_text(gone)} did not come back from timing messages: ended, or stopped", node)
     if len(found.measured) == found.world_size:
-        for failure in dict.fromkeys(found.failures.values()):
-            ranks = [rank for rank, each in found.failures.items() if each == failure]
+        for failure, ranks in _by_text(found.failures).items():
             yield Finding("sick", f"on {ranks_text(ranks)}: {failure}")
+
+
+# ------------------------------------------------------------------------------------------------------- presentation
+
+
+def show(found: Found, verdict: Verdict) -> None:
+    """Print tables, and the verdict last."""
+    blocks = [_head(found), _table(_nodes(found)), *map(_table, _bandwidths(found))]
+    if found.timings and len(found.roll.nodes) == 1:
+        blocks.append("there is one node: nothing goes across nodes")
+    blocks.append("\n".join(verdict.lines()))
+    print("\n\n".join(block for block in blocks if block), flush=True)
+
+
+def _head(found: Found) -> str:
+    nodes = "1 node" if len(found.roll.nodes) == 1 else f"{len(found.roll.nodes)} nodes"
+    ranks = "1 rank" if found.world_size == 1 else f"{found.world_size} ranks"
+    traits = found.reports[0].traits
+    software = ", ".join(f"{name} {value}" for name, value in traits["software"].items() if value != NOTHING)
+    lines = [f"doctor: {ranks} on {nodes}, {found.backend}", f"  rank 0: {software}"]
+    if found.save is not None:
+        size = "" if found.checkpoint_size is None else f", a checkpoint takes {in_words(found.checkpoint_size)}"
+        directories = [report.directory for report in found.nodes.values() if report.directory is not None]
+        free = [each.free for each in directories if each.free is not None]
+        room = f", {in_words(min(free))} free" if free else ""
+        lines.append(f"  run directory: {found.save}{room}{size}")
+    files = {path for report in found.nodes.values() for path in report.files}
+    if files:
+        lines.append(f"  data: {len(files)} files")
+    return "\n".join(lines)
+
+
+def _nodes(found: Found) -> Iterator[Row]:
+    yield "node", "ranks", "address", "GPUs", "driver", "open files", "/dev/shm", "clock"
+    first = next(iter(found.roll.nodes))
+    for node, report in found.nodes.items():
+        state, clock = report.state, found.reached.get(node, {}).get(first)
+        if state is None:
+            continue
+        names = sorted(set(state.gpus))
+        gpus = f"{len(state.gpus)} x {', '.join(names)}" if names else "none"
+        files = "any" if state.open_files == resource.RLIM_INFINITY else f"{state.open_files:,}"
+        shared = "none" if state.shared_memory is None else in_words(state.shared_memory)
+        ahead = "" if clock is None or clock.problem else f"{round(-1e3 * clock.clock, 1) + 0.0:+} ms"
+        address = "" if report.address is None else report.address[0]
+        yield node, ranks_text(found.roll.nodes[node]), address, gpus, state.driver, files, shared, ahead
+
+
+def _bandwidths(found: Found) -> Iterator[list[Row]]:
+    every = list(figures(found.timings, found.roll.nodes))
+    for scope in (WITHIN, ACROSS):
+        timed = [figure for figure in every if figure.scope == scope]
+        if not timed:
+            continue
+        yield [
+            (f"{scope}, {timed[0].ranks} ranks", *(figure.operation for figure in timed)),
+            *(
+                (in_words(size), *(_microseconds(figure.seconds.get(size)) for figure in timed))
+                for size in sorted({size for figure in timed for size in figure.seconds})
+            ),
+            ("alpha", *(_microseconds(figure.line.alpha if figure.line else None) for figure in timed)),
+            ("1 / beta", *(_bandwidth(figure, bus=False) for figure in timed)),
+            ("bus bandwidth", *(_bandwidth(figure, bus=True) for figure in timed)),
+        ]
+
+
+def _microseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e6 * seconds:,.0f} µs"
+
+
+def _bandwidth(figure: Figure, *, bus: bool) -> str:
+    # Where the largest message takes little more than an empty one, what is left for its bytes is noise.
+    if figure.line is None or figure.line.beta * max(figure.seconds) < figure.line.alpha / 2:
+        return ""
+    factor = bus_factor(figure.operation, figure.ranks) if bus else 1
+    return f"{figure.line.bandwidth() * factor / 1e9:.3g} GB/s"
+
+
+def _table(rows: Iterator[Row] | Sequence[Row]) -> str:
+    """Return a table as text; nothing if it has only a header."""
+    rows = list(rows)
+    if len(rows) < 2:
+        return ""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def write_json(path: str, found: Found, verdict: Verdict) -> None:
+    """Write the findings and the verdict to a file. Raises FileError."""
+    first = next(iter(found.roll.nodes))
+    content = {
+        "exit_code": verdict.exit_code,
+        "drop": verdict.drop,
+        "findings": [asdict(finding) for finding in verdict.findings],
+        "nodes": {
+            node: {"ranks": found.roll.nodes[node]} | asdict(report.state)
+            for node, report in found.nodes.items()
+            if report.state is not None
+        },
+        "checkpoint_bytes": found.checkpoint_size,
+        "clock_ahead_seconds": {
+            node: -others[first].clock
+            for node, others in found.reached.items()
+            if first in others and not others[first].problem
+        },
+        "timings": [asdict(figure) for figure in figures(found.timings, found.roll.nodes)],
+    }
+    write_atomically(Path(path), f"{json.dumps(content, indent=2)}\n".encode())

@@ -12,10 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 from megalite.doctor.findings import Finding
 
+Addresses = Mapping[str, tuple[str, int]]
+"""Address and port of each node."""
 CLOCK_SECONDS = 1.0
 """Smallest difference of clocks that is reported: files of one node then seem to come from the future on another."""
 _CONNECT_SECONDS = 5.0
@@ -39,10 +42,8 @@ def own_address(backend: str) -> str:
     wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
     chosen = [name for _, name in socket.if_nameindex() if wanted and chooses(wanted, name)]
     for name in chosen:
-        try:
+        with suppress(OSError):  # it has none
             return _address_of(name)
-        except OSError:  # it has none
-            continue
     if chosen or (wanted and not wanted.startswith("^")):
         raise OSError(f"NCCL_SOCKET_IFNAME {wanted} names no interface that has an address")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # nothing is sent
@@ -53,12 +54,10 @@ def own_address(backend: str) -> str:
 def chooses(wanted: str, interface: str) -> bool:
     """Tell whether a value of NCCL_SOCKET_IFNAME selects an interface: by prefix; after =: by name; after ^: not
     these."""
-    excluded = wanted.startswith("^")
-    wanted = wanted.removeprefix("^")
-    exactly = wanted.startswith("=")
-    names = wanted.removeprefix("=").split(",")
-    found = interface in names if exactly else any(interface.startswith(name) for name in names)
-    return found != excluded
+    rest = wanted.removeprefix("^")
+    names = rest.removeprefix("=").split(",")
+    found = interface in names if rest.startswith("=") else interface.startswith(tuple(names))
+    return found != wanted.startswith("^")
 
 
 def _address_of(interface: str) -> str:
@@ -108,6 +107,10 @@ class Reached:
     """Seconds by which the other node's clock is ahead."""
 
 
+ReachedFrom = Mapping[str, Mapping[str, Reached]]
+"""Results of connecting, by the node that tried, and the node that it tried to reach."""
+
+
 def reach(address: str, port: int, token: str) -> Reached:
     """Connect and compare clocks: of several questions, the one with the fastest answer counts (Cristian, 1989)."""
     best, clock = float("inf"), 0.0
@@ -131,7 +134,7 @@ def reach(address: str, port: int, token: str) -> Reached:
     return Reached(clock=clock)
 
 
-def reach_all(addresses: Mapping[str, tuple[str, int]], own: str, token: str) -> dict[str, Reached]:
+def reach_all(addresses: Addresses, own: str, token: str) -> dict[str, Reached]:
     """Reach all other nodes, beginning with those after this one, so that not all nodes ask the same one at a time."""
     names = list(addresses)
     at = names.index(own)
@@ -141,9 +144,7 @@ def reach_all(addresses: Mapping[str, tuple[str, int]], own: str, token: str) ->
         return dict(zip(others, reached, strict=True))
 
 
-def examine_network(
-    reached: Mapping[str, Mapping[str, Reached]], addresses: Mapping[str, tuple[str, int]], first: str
-) -> Iterator[Finding]:
+def examine_network(reached: ReachedFrom, addresses: Addresses, first: str) -> Iterator[Finding]:
     """Yield what is wrong between nodes, from each node's results. `first`: rank 0's node; clocks are compared with
     its."""
     yield from _unreachable(reached, addresses)
@@ -154,9 +155,7 @@ def examine_network(
             yield Finding("warning", text, node)
 
 
-def _unreachable(
-    reached: Mapping[str, Mapping[str, Reached]], addresses: Mapping[str, tuple[str, int]]
-) -> Iterator[Finding]:
+def _unreachable(reached: ReachedFrom, addresses: Addresses) -> Iterator[Finding]:
     failed = {(a, b): each.problem for a, others in reached.items() for b, each in others.items() if each.problem}
     count = len(reached) - 1
     parted = {node: {b if a == node else a for a, b in failed if node in (a, b)} for node in reached}

@@ -1,4 +1,4 @@
-"""Report of one rank: its own traits and, if it is the first of its node, the state of the node."""
+"""Reports of the ranks: traits of each, the state of the node from its first rank, and what rank 0 makes of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from megalite.checkpoint import open_directory
 from megalite.config import RunConfig
-from megalite.doctor import data_files
-from megalite.doctor.alike import Traits
-from megalite.doctor.findings import Finding
-from megalite.doctor.network import Listener, own_address
+from megalite.doctor.alike import Traits, fingerprints
+from megalite.doctor.bandwidth import Timing
+from megalite.doctor.findings import Finding, Options
+from megalite.doctor.network import Listener, ReachedFrom, own_address
 from megalite.doctor.node import NodeState, examine_node
 from megalite.doctor.run_directory import Seen, look
 from megalite.errors import MegaliteError
@@ -69,7 +69,7 @@ class Report:
             self.address = str(listener.server_address[0]), listener.port
         if config is not None:
             with self._at("reading the data"):
-                self.files = data_files.fingerprints(config.data)
+                self.files = fingerprints(config.data)
         with self._at("looking at its GPUs, memory and limits"):
             self.state, found = examine_node(gpus, ranks=len(roll.ranks), data_files=len(self.files))
             self.findings += found
@@ -85,3 +85,50 @@ class Report:
         except (MegaliteError, OSError) as error:
             self.findings.append(Finding("sick", f"{failing}{error}"))
         self.doing = ""
+
+
+@dataclass
+class Found:
+    """Facts that rank 0 has learnt so far; on other ranks little of it is filled in."""
+
+    world_size: int
+    backend: str
+    options: Options
+    save: str | None
+    """Run directory, if there is a run that has one."""
+    roll: Roll
+    findings: list[Finding]
+    """Findings from before the ranks were asked."""
+    reports: Mapping[int, Report] = field(default_factory=dict)
+    checkpoint_size: int | None = None
+    reached: ReachedFrom = field(default_factory=dict)
+    measured: Sequence[int] | None = None
+    """Ranks that finished timing messages; None: no rank was asked to."""
+    failures: Mapping[int, str] = field(default_factory=dict)
+    """Failures of timing, by rank."""
+    timings: Sequence[Timing] = ()
+    stopped: bool = False
+    """True if rank 0 was asked to end meanwhile."""
+
+    @property
+    def firsts(self) -> dict[int, str]:
+        """Return the first rank of each node, with the node."""
+        return {ranks[0]: node for node, ranks in self.roll.nodes.items()}
+
+    @property
+    def nodes(self) -> dict[str, Report]:
+        """Return the reports of the nodes' first ranks that have examined their nodes."""
+        reports = {node: self.reports[rank] for rank, node in self.firsts.items() if rank in self.reports}
+        return {node: report for node, report in reports.items() if report.state is not None}
+
+    @property
+    def addresses(self) -> dict[str, tuple[str, int]]:
+        return {node: report.address for node, report in self.nodes.items() if report.address is not None}
+
+    @property
+    def can_measure(self) -> bool:
+        """Tell whether all ranks are there, have valid flags of a run, and can reach one another."""
+        complete = len(self.reports) == self.world_size and len(self.addresses) == len(self.roll.nodes)
+        apart = any(each.problem for others in self.reached.values() for each in others.values())
+        unready = any(report.doing or report.problem for report in self.reports.values())
+        return self.options.max_bytes > 0 and self.world_size > 1 and complete and not apart and not unready

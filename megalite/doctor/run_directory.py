@@ -28,10 +28,7 @@ _REMOVING_SECONDS = 5.0
 
 
 class Probe:
-    """File that rank 0 puts into the run directory for all nodes to find.
-
-    A context manager: it removes the file, and also the directory if it made that.
-    """
+    """File that rank 0 puts into the run directory for all nodes to find."""
 
     def __init__(self, directory: AnyPath) -> None:
         """Write the file. Raises OSError or FileError if the directory cannot be written to."""
@@ -41,11 +38,9 @@ class Probe:
         directory.mkdir(parents=True, exist_ok=True)
         write_atomically(directory / self.name, self.text.encode())
 
-    def __enter__(self) -> Probe:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(OSError, TimeoutError):  # a file system that does not answer has been told of
+    def remove(self) -> None:
+        """Remove the file, and the directory if it was made for the file."""
+        with suppress(OSError, TimeoutError):  # a file system that does not answer has been reported
             within(_REMOVING_SECONDS, self._remove)
 
     def _remove(self) -> None:
@@ -69,7 +64,10 @@ class Seen:
 def look(directory: AnyPath, name: str, text: str) -> Seen:
     """Look at a directory in which rank 0 has put a probe, and return what this node sees."""
     deadline = time.monotonic() + SEEN_WITHIN
-    while not _holds(directory / name, text):
+    while True:
+        with suppress(OSError):
+            if (directory / name).read_bytes() == text.encode():
+                break
         if time.monotonic() > deadline:
             return Seen(False)
         time.sleep(0.1)
@@ -82,19 +80,12 @@ def look(directory: AnyPath, name: str, text: str) -> Seen:
     return Seen(True, shutil.disk_usage(directory).free if isinstance(directory, Path) else None)
 
 
-def _holds(path: AnyPath, text: str) -> bool:
-    try:
-        return path.read_bytes() == text.encode()
-    except OSError:
-        return False
-
-
 def examine_run_directory(
     save: str, seen: Mapping[str, Seen], checkpoint_size: int | None, checkpoints: int
 ) -> Iterator[Finding]:
     """Yield what is wrong with `--save`, from each node's view of it, rank 0's first."""
     blind = [node for node, each in seen.items() if not each.same]
-    if blind and len(blind) == len(seen) - 1 and len(blind) > 1:
+    if 1 < len(blind) == len(seen) - 1:
         nodes = ", ".join(blind)
         yield Finding("wrong", f"--save {save} is not one directory: {nodes} do not see what rank 0 writes there")
         blind = []
@@ -105,12 +96,9 @@ def examine_run_directory(
             yield Finding("sick", f"--save {save} cannot be written to: {each.problem}", node)
     free = [each.free for each in seen.values() if each.free is not None]
     if free and checkpoint_size is not None and min(free) < checkpoints * checkpoint_size:
-        yield Finding(
-            "wrong",
-            f"--save {save} has {in_words(min(free))} free, and {checkpoints} checkpoints take "
-            f"{in_words(checkpoints * checkpoint_size)}: free space there, or keep fewer (--save-retain-interval, and "
-            "--checkpoints to tell so)",
-        )
+        needed = f"{checkpoints} checkpoints take {in_words(checkpoints * checkpoint_size)}"
+        advice = "free space there, or keep fewer (--save-retain-interval, and --checkpoints to tell so)"
+        yield Finding("wrong", f"--save {save} has {in_words(min(free))} free, and {needed}: {advice}")
 
 
 def checkpoint_bytes(config: RunConfig) -> int:

@@ -11,8 +11,7 @@ from megalite.lifecycle.failure import report
 from megalite.lifecycle.rendezvous import hosted_by_launcher
 from megalite.process.host import on_one_machine
 from megalite.process.place import Place
-from megalite.watchdog.limits import Limits
-from megalite.watchdog.sections import Sections
+from megalite.watchdog.sections import Limits, Sections
 from megalite.watchdog.watchdog import Watchdog, nobody_watches
 
 if TYPE_CHECKING:

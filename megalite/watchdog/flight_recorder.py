@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megalite.parallel import collectives
 from megalite.torch_internals import flight_records, groups_and_members, sequence_number
-from megalite.watchdog.flight_record import COMPLETED, GroupRecord, Operation, Snapshot
+from megalite.watchdog.hang_dump import COMPLETED, GroupRecord, Operation, Snapshot
 
 KEPT = 100  # collectives of each group in a snapshot
 
@@ -36,7 +36,14 @@ def snapshot() -> Snapshot:
     groups = {record.name: record for record in map(_counts, groups_and_members())}
     for recorded in flight_records():
         for record in group_records(recorded):
-            groups[record.name] = _merge(groups.get(record.name, record), record)
+            # On gloo, the count is of collectives and messages together: what is recorded of either comes first.
+            counted = groups.get(record.name, record)
+            groups[record.name] = replace(
+                record,
+                ranks=counted.ranks,
+                collectives=record.collectives or counted.collectives,
+                messages=record.messages or counted.messages,
+            )
     return Snapshot(_waiting(), tuple(record for record in groups.values() if len(record.ranks) != 1))
 
 
@@ -51,16 +58,6 @@ def _counts(group_and_members: tuple[Any, Mapping[int, int]]) -> GroupRecord:
     link = named is not None and named[1] == "link"
     ranks = tuple(sorted(members, key=members.__getitem__))
     return GroupRecord(group.group_name, ranks, 0 if link else count, messages=count if link else 0)
-
-
-def _merge(counted: GroupRecord, recorded: GroupRecord) -> GroupRecord:
-    # On gloo, the count is of collectives and messages together; where both are recorded, what is recorded is right.
-    return replace(
-        recorded,
-        ranks=counted.ranks,
-        collectives=recorded.collectives or counted.collectives,
-        messages=recorded.messages or counted.messages,
-    )
 
 
 def group_records(trace: Mapping[str, Any]) -> list[GroupRecord]:
@@ -81,21 +78,17 @@ def _record(name: str, configuration: Mapping[str, str] | None, entries: Iterabl
     # Operations that NCCL was given together have one number: the last entry is of all of them.
     operations = {entry["collective_seq_id"]: _operation(entry) for entry in entries if not entry["is_p2p"]}
     messages = {entry["p2p_seq_id"]: _state(entry) for entry in entries if entry["is_p2p"]}
+    # NCCL records the ranks of a group; gloo does not, but the names of megalite's own groups contain them.
+    named = _NAME.fullmatch(name)
+    members = json.loads(configuration["ranks"]) if configuration else named[2].split("-") if named else ()
     return GroupRecord(
         name=name,
-        ranks=_ranks(name, configuration),
+        ranks=tuple(map(int, members)),
         collectives=max(operations, default=0),
         operations=tuple(operations[number] for number in sorted(operations)[-KEPT:]),
         messages=max(messages, default=0),
         finished_messages=max((number for number, state in messages.items() if state == COMPLETED), default=0),
     )
-
-
-def _ranks(name: str, configuration: Mapping[str, str] | None) -> tuple[int, ...]:
-    """Return a group's ranks: NCCL records them; gloo does not, but the names of megalite's own groups contain them."""
-    named = _NAME.fullmatch(name)
-    members = json.loads(configuration["ranks"]) if configuration else named[2].split("-") if named else ()
-    return tuple(map(int, members))
 
 
 def _operation(entry: Mapping[str, Any]) -> Operation:

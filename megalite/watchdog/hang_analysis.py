@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
 from megalite.process.place import ranks_text
-from megalite.watchdog.flight_record import COMPLETED, GroupRecord, Operation, Snapshot
+from megalite.watchdog.hang_dump import COMPLETED, GroupRecord, Operation, Snapshot
 
 _UNEQUAL = ("all_to_all", "gather", "scatter", "coalesced")  # collectives to which ranks may bring different sizes
 
@@ -41,10 +41,10 @@ def missing(snapshots: Mapping[int, Snapshot], silent: Collection[int] = ()) -> 
     groups = list(_groups(snapshots))
     silent = set(silent).union(*(group.silent for group in groups))
     mismatches = [wait for group in groups for wait in group.mismatches()]
-    lacking = [wait for group in groups for wait in (*group.lacking_ranks(), *group.lacking_messages())]
-    lacking.sort(key=lambda wait: len(wait.absent))
+    pending = [wait for group in groups for wait in (*group.pending_collectives(), *group.lacking_messages())]
+    unfinished = [wait for wait in pending if not wait.absent]
+    lacking = sorted((wait for wait in pending if wait.absent), key=lambda wait: len(wait.absent))
     waits = [*mismatches, *lacking]
-    unfinished = [wait for group in groups for wait in group.unfinished()]
     odd = {rank for wait in mismatches for rank in wait.absent}
     waiting = {rank for wait in waits for rank in wait.waiting} - odd
     stuck = {rank for wait in unfinished for rank in wait.waiting} - waiting - odd
@@ -52,9 +52,9 @@ def missing(snapshots: Mapping[int, Snapshot], silent: Collection[int] = ()) -> 
     circles = list(_circles(waits, causes | stuck))
     known = {rank for wait in waits if not wait.guess for rank in wait.waiting}
     findings = [
-        *(_mismatch_finding(wait) for wait in mismatches),
+        *(Diagnosis(wait.text, tuple(sorted(wait.absent)), True) for wait in mismatches),
         *_silence(silent, causes),
-        *(_finding(wait, causes) for wait in lacking if not (wait.guess and wait.waiting <= known)),
+        *(_lack(wait, causes) for wait in lacking if not (wait.guess and wait.waiting <= known)),
         *(_deadlock(circle, waits, snapshots) for circle in circles),
         *(Diagnosis(wait.text, (), True) for wait in unfinished if stuck & wait.waiting),
     ]
@@ -71,7 +71,7 @@ class _Wait:
     what: str
     text: str
     waiting: set[int]
-    absent: set[int] = field(default_factory=set)
+    absent: set[int]
     guess: bool = False
     """True if the ranks may not be waiting at all: on gloo a message that has arrived looks like one that has not."""
 
@@ -102,25 +102,22 @@ class _Group:
         pending = {rank for rank in most if self.operations[rank][number].state != COMPLETED}
         yield _Wait(what, f"{what} is not the same on all: {', '.join(parts)}", pending & self.waiting - odd, odd)
 
-    def lacking_ranks(self) -> Iterator[_Wait]:
-        """Yield the collectives that some ranks wait in and others have not entered; one for each set of absent
-        ranks."""
+    def pending_collectives(self) -> Iterator[_Wait]:
+        """Yield the first collective that some ranks wait in, for each set of ranks that have not entered it.
+
+        If no rank is absent, the collective does not end.
+        """
         for absent, pending in groupby(self._pending, key=lambda item: self._absent(item[0])):
             (number, first), *later = pending
-            if absent:
-                what = self._what(number, first)
-                inside = [rank for rank, record in self.records.items() if record.collectives >= number]
-                more = f" (and {len(later)} after it)" if later else ""
-                text = f"{what}{more}: {ranks_text(inside)} {_are(inside)} in it, {self._why_absent(absent)}"
-                yield _Wait(what, text, set(first).union(*(ranks for _, ranks in later)), absent)
-
-    def unfinished(self) -> Iterator[_Wait]:
-        """Yield the first collective that all ranks have entered and that does not end."""
-        for number, ranks in self._pending:
-            if not self._absent(number):
-                what = self._what(number, ranks)
-                yield _Wait(what, f"{what}: all are in it, and it does not end on {ranks_text(ranks)}", set(ranks))
-                return
+            what = self._what(number, first)
+            if not absent:
+                text = f"{what}: all are in it, and it does not end on {ranks_text(first)}"
+                yield _Wait(what, text, set(first), absent)
+                continue
+            inside = [rank for rank, record in self.records.items() if record.collectives >= number]
+            more = f" (and {len(later)} after it)" if later else ""
+            text = f"{what}{more}: {ranks_text(inside)} {_are(inside)} in it, {self._why_absent(absent)}"
+            yield _Wait(what, text, set(first).union(*(ranks for _, ranks in later)), absent)
 
     def lacking_messages(self) -> Iterator[_Wait]:
         """Yield the message, on a link, that one end waits for and the other has not reached."""
@@ -130,17 +127,15 @@ class _Group:
         for rank, other in ((source, destination), (destination, source)):
             begun = self.records[rank].messages if rank in self.waiting else 0
             over = max(self.records[rank].finished_messages, self._messages(other)) if begun else 0
-            if begun > over:
-                yield self._lacking_message(rank, other, begun if other in self.silent else over + 1)
-
-    def _lacking_message(self, rank: int, other: int, number: int) -> _Wait:
-        what = f"message #{number} from rank {self.ranks[0]} to rank {self.ranks[1]}"
-        verb = "sends it" if rank == self.ranks[0] else "waits for it"
-        absent = _last("has not come to it", self._messages(other))
-        if other in self.silent:
-            verb, absent = "has begun it", "left no record"
-        text = f"{what}: rank {rank} {verb}, rank {other} {absent}"
-        return _Wait(what, text, {rank}, {other}, guess=other in self.silent)
+            if begun <= over:
+                continue
+            silent = other in self.silent
+            what = f"message #{begun if silent else over + 1} from rank {source} to rank {destination}"
+            verb = "sends it" if rank == source else "waits for it"
+            absent = _last("has not come to it", self._messages(other))
+            if silent:
+                verb, absent = "has begun it", "left no record"
+            yield _Wait(what, f"{what}: rank {rank} {verb}, rank {other} {absent}", {rank}, {other}, guess=silent)
 
     def _messages(self, rank: int) -> int:
         return self.records[rank].messages if rank in self.records else 0
@@ -196,13 +191,9 @@ def _groups(snapshots: Mapping[int, Snapshot]) -> Iterator[_Group]:
             records.setdefault(record.name, {})[rank] = record
     for name, members in ranks.items():
         own = {rank: records[name].get(rank, GroupRecord(name, members)) for rank in members if rank in snapshots}
-        yield _Group(
-            members,
-            own,
-            {rank: {operation.number: operation for operation in record.operations} for rank, record in own.items()},
-            {rank for rank in own if snapshots[rank].waiting is not False},
-            set(members) - snapshots.keys(),
-        )
+        operations = {rank: {one.number: one for one in record.operations} for rank, record in own.items()}
+        waiting = {rank for rank in own if snapshots[rank].waiting is not False}
+        yield _Group(members, own, operations, waiting, set(members) - snapshots.keys())
 
 
 def _kind(operation: Operation) -> tuple[object, ...]:
@@ -228,11 +219,7 @@ def _last(what: str, number: int) -> str:
 # ----------------------------------------------------------------------------------------------------- all together
 
 
-def _mismatch_finding(wait: _Wait) -> Diagnosis:
-    return Diagnosis(wait.text, tuple(sorted(wait.absent)), True)
-
-
-def _finding(wait: _Wait, causes: set[int]) -> Diagnosis:
+def _lack(wait: _Wait, causes: set[int]) -> Diagnosis:
     culprits = tuple(sorted(wait.absent & causes))
     return Diagnosis(wait.text, culprits, bool(culprits))
 

@@ -18,12 +18,89 @@ from typing import Any
 from megalite.atomic_files import write_at_once
 from megalite.errors import ConfigurationError
 from megalite.small_files import read_json, read_small_file, shown
-from megalite.watchdog.flight_record import Snapshot
 
 VERSION = 1
+COMPLETED = "completed"
 _MOST_RANKS = 1_000_000
 _OWN = re.compile(r"rank_(\d+)\.json")
 _FROM_TORCH = re.compile(r".*\D(\d+)")  # TORCH_FR_DUMP_TEMP_FILE with the rank behind it
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Collective of a group, as one of its ranks has entered it."""
+
+    number: int
+    """Place among the collectives of the group, from 1."""
+    name: str
+    """Name in the backend: all_reduce, all_gather, ..."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Shapes of the inputs on this rank."""
+    dtype: str
+    """Dtype of the first input; "" if there is none."""
+    state: str
+    """State: scheduled, started or completed; on gloo never started."""
+    time: float
+    """Time when the rank entered it, in seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """Process group, as one of its ranks has used it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Ranks in the order of the group; empty if they are not known."""
+    collectives: int = 0
+    """Number of collectives that this rank has entered."""
+    operations: tuple[Operation, ...] = ()
+    """Last of these collectives, in order."""
+    messages: int = 0
+    """Number of messages that this rank has begun to send or receive, if the group links its first rank to its
+    second."""
+    finished_messages: int = 0
+    """Number of messages that are known to have ended; on gloo none."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Groups of a rank, and what the rank does with them now."""
+
+    waiting: bool | None
+    """True if its main thread is in an operation of a group; None if unknown: NCCL's operations are awaited on the
+    device."""
+    groups: tuple[GroupRecord, ...]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Snapshot:
+        """Restore from `dataclasses.asdict` and JSON. Raises ValueError, TypeError or KeyError if the values do not
+        fit."""
+        waiting = values["waiting"]
+        if waiting not in (True, False, None):
+            raise ValueError(f"waiting is {waiting!r}")
+        return cls(waiting, tuple(_group_record(group) for group in values["groups"]))
+
+
+def _group_record(values: Mapping[str, Any]) -> GroupRecord:
+    return GroupRecord(
+        name=str(values["name"]),
+        ranks=tuple(map(int, values["ranks"])),
+        collectives=int(values["collectives"]),
+        operations=tuple(map(_operation, values["operations"])),
+        messages=int(values["messages"]),
+        finished_messages=int(values["finished_messages"]),
+    )
+
+
+def _operation(values: Mapping[str, Any]) -> Operation:
+    return Operation(
+        number=int(values["number"]),
+        name=str(values["name"]),
+        shapes=tuple(tuple(map(int, shape)) for shape in values["shapes"]),
+        dtype=str(values["dtype"]),
+        state=str(values["state"]),
+        time=float(values["time"]),
+    )
 
 
 @dataclass(frozen=True)
@@ -48,13 +125,13 @@ class RankDump:
     def of(cls, values: Mapping[str, Any]) -> RankDump:
         """Restore from `dataclasses.asdict` and JSON. Raises ValueError, TypeError or KeyError if the values do not
         fit."""
+        known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
         recorded = values["flight_recorder"]
-        dump = cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
-        kinds = {one.name: type(one.default) for one in fields(cls)} | {"rank": int, "world_size": int}
-        for name in kinds.keys() - {"flight_recorder"}:
-            if type(getattr(dump, name)) is not kinds[name]:
-                raise ValueError(f"{name} is of another kind than {kinds[name].__name__}")
-        return replace(dump, flight_recorder=None if recorded is None else Snapshot.of(recorded))
+        dump = cls(**known | {"flight_recorder": None if recorded is None else Snapshot.of(recorded)})
+        for one in fields(cls):
+            if one.type in ("int", "float", "str") and type(getattr(dump, one.name)).__name__ != one.type:
+                raise ValueError(f"{one.name} is of another kind than {one.type}")
+        return dump
 
 
 def write_dump(folder: Path, dump: RankDump) -> Path:
@@ -92,7 +169,9 @@ def read_dumps(folder: Path) -> Dumps:
         except Exception as error:  # a damaged file can be wrong in any way, and the others still tell
             problems.append(f"{path.name} cannot be read ({type(error).__name__}: {str(error)[:200]})")
         else:
-            ranks[dump.rank] = _merge(ranks.get(dump.rank), dump)
+            if (own := ranks.get(dump.rank)) is not None:
+                dump = replace(own, flight_recorder=own.flight_recorder or dump.flight_recorder)
+            ranks[dump.rank] = dump
     if not ranks:
         raise ConfigurationError("; ".join([f"{folder} holds nothing that a rank has left{_hint(folder)}", *problems]))
     world_size = max(dump.world_size for dump in ranks.values())
@@ -134,7 +213,3 @@ def _read_from_torch(path: Path) -> RankDump:
     rank = int(match[1])
     world_size = 1 + max((member for group in groups for member in group.ranks), default=rank)
     return RankDump(rank, world_size, flight_recorder=Snapshot(None, groups))
-
-
-def _merge(own: RankDump | None, other: RankDump) -> RankDump:
-    return other if own is None else replace(own, flight_recorder=own.flight_recorder or other.flight_recorder)

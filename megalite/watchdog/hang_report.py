@@ -1,18 +1,25 @@
-"""Report on the dumps of a hang, for a person or for a machine."""
+"""Reports on ranks that died, and on a hang: in a line or two, or all of its dumps, for a person or for a machine."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from megalite.process.place import ranks_text
 from megalite.watchdog.hang_analysis import Diagnosis, missing
 from megalite.watchdog.hang_dump import Dumps, RankDump
+from megalite.watchdog.link import Message, Peer, place_text, printable_line
 
 SHOWN = 20  # findings of each kind in the text
-# Each begins at but one place of a line or of several empty ones: else a text of a megabyte is looked at for hours.
+_CONSEQUENCES = 5  # shown of a hang, in its message
+_MOST = 6  # lines of each other kind in it
+_NAMED = 16  # ranks that died, with process and machine
+_GO_ON = "The run ends; --resume auto continues from its last checkpoint"
+_FRAME = re.compile(r'^  File "(.*)", line (\d+), in (.*)', re.MULTILINE)
+# A match can begin at only one place of a line, or of several empty lines: else a text of a megabyte takes hours.
 _NEXT_THREAD = re.compile(r"(?<!\n)\n+(?=thread )")
 _FILE = re.compile(r'^  File "(.*)", line', re.MULTILINE)
 _OWN_THREADS = ("thread monitor:", "thread watchdog:", "thread signals:")
@@ -32,16 +39,11 @@ class HangReport:
 
     def as_json(self) -> dict[str, Any]:
         """Return the same as plain values, with the stacks of each set once."""
-        return {
-            "culprits": self.culprits,
-            "findings": [asdict(finding) for finding in self.findings],
-            "places": [
-                {"ranks": [dump.rank for dump in place], "section": place[0].section, "stacks": place[0].stacks}
-                for place in self.places
-            ],
-            "without_file": self.without_file,
-            "problems": self.problems,
-        }
+        places = [
+            {"ranks": [dump.rank for dump in place], "section": place[0].section, "stacks": place[0].stacks}
+            for place in self.places
+        ]
+        return vars(self) | {"findings": [asdict(finding) for finding in self.findings], "places": places}
 
     def as_text(self) -> str:
         """Return several lines, the most important first."""
@@ -72,13 +74,9 @@ def hang_report(dumps: Dumps) -> HangReport:
     def order(place: list[RankDump]) -> tuple[bool, int]:
         return culprits.isdisjoint(dump.rank for dump in place), len(place)
 
-    return HangReport(
-        culprits=tuple(sorted(culprits)),
-        findings=tuple(findings),
-        places=tuple(map(tuple, sorted(places.values(), key=order))),
-        without_file=tuple(rank for rank in dumps.silent if rank not in dumps.ranks),
-        problems=dumps.problems,
-    )
+    in_order = tuple(map(tuple, sorted(places.values(), key=order)))
+    without_file = tuple(rank for rank in dumps.silent if rank not in dumps.ranks)
+    return HangReport(tuple(sorted(culprits)), tuple(findings), in_order, without_file, dumps.problems)
 
 
 def _telling(stacks: str) -> str:
@@ -104,3 +102,87 @@ def _where(place: Sequence[RankDump]) -> str:
     if first.section:
         parts.append(f"in {first.section} for {min(dump.seconds for dump in place):.0f} s")
     return " ".join(parts)
+
+
+# ------------------------------------------------------------------------------------------------------- messages
+
+
+def death(lost: Sequence[tuple[Peer, float]]) -> str:
+    """Describe ranks whose processes have ended without a message.
+
+    Each comes with the seconds before its end in which its place was not known: it may have got further.
+    """
+    who = ", ".join(str(peer) for peer, _ in lost[:_NAMED])
+    if len(lost) > _NAMED:
+        who += f" and {ranks_text(peer.rank for peer, _ in lost[_NAMED:])}"
+    have = "have" if len(lost) > 1 else "has"
+    places: dict[str, list[tuple[int, float]]] = {}
+    for peer, seconds in lost:
+        places.setdefault(peer.place, []).append((peer.rank, seconds))
+    last = []
+    for where, there in places.items():
+        ranks = f" ({ranks_text(rank for rank, _ in there)})" if len(places) > 1 else ""
+        last.append(f"in {where}{ranks}, {max(seconds for _, seconds in there):.1f} s before")
+    return (
+        f"{who} {have} ended without a word, last heard of {', '.join(_few(last))}: killed, as by a person or for "
+        f"want of memory (the system's log has that: dmesg), crashed, or without power or network. {_GO_ON}"
+    )
+
+
+def hang(
+    rank: int,
+    why: Message,
+    peers: Mapping[int, Peer],
+    dumps: Mapping[int, RankDump],
+    silence: Mapping[int, float],
+    folder: Path | None,
+    never_came: Sequence[int] = (),
+) -> str:
+    """Describe a run in which `rank` waits too long, or has lost another rank.
+
+    `silence` has the ranks that do not answer, with the seconds since they last did; `folder` has the dumps as files;
+    `never_came` are the ranks that have never connected to the monitor.
+    """
+    report = hang_report(Dumps(dumps, tuple(sorted(silence)), ()))
+    lines = [_alarm(peers[rank], why)]
+    lines += _few(
+        f"{peers[other]} does not answer, for {seconds:.0f} s: it is stopped or cannot be reached, last heard of in "
+        f"{peers[other].place}"
+        for other, seconds in sorted(silence.items())
+    )
+    lines += _few(
+        f"rank {other} has never come to rank 0's watchdog: it ended or stands still before that, or cannot reach it"
+        for other in never_came
+    )
+    busy = [dumps[culprit] for culprit in report.culprits if culprit in dumps]
+    lines += _few(
+        f"{peers[dump.rank]} holds it up, in {place_text(dump.step, dump.section)}: {_innermost(dump)}" for dump in busy
+    )
+    if not report.culprits and report.places:  # no rank waits for another: name the one that is elsewhere
+        first = report.places[0][0]
+        lines.append(f"{peers[first.rank]} is in {_innermost(first)}")
+    lines += _few(finding.text for finding in report.findings if finding.cause and set(finding.culprits) - set(silence))
+    lines += [finding.text for finding in report.findings if not finding.cause][:_CONSEQUENCES]
+    lines = list(map(printable_line, lines))
+    if folder is not None:
+        lines.append(f"more of each rank: python tools/hang_report.py {folder}")
+    return "\n  ".join([*lines, _GO_ON])
+
+
+def _few(lines: Iterable[str]) -> list[str]:
+    """Return the first lines, and the number of further ones."""
+    found = list(lines)
+    return [*found[:_MOST], *([f"... and {len(found) - _MOST} more like that"] if len(found) > _MOST else [])]
+
+
+def _alarm(peer: Peer, why: Message) -> str:
+    if "lost" in why:
+        return f"{peer}, in {peer.place}: {why['lost']}"
+    section, seconds, limit = why["overdue"]
+    return f'step {peer.step} hangs: {peer} has been in "{section}" for {seconds:.0f} s, and may be for {limit:.0f}'
+
+
+def _innermost(dump: RankDump) -> str:
+    """Return the innermost Python frame of a rank's main thread."""
+    frames = _FRAME.findall(dump.stacks.partition("\nthread ")[0])
+    return "{} line {}, in {}".format(*frames[-1]) if frames else "no code in Python"

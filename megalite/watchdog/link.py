@@ -1,4 +1,6 @@
-"""Connection between a rank's watchdog and the monitor: JSON objects, one per line, that no third party can write.
+"""Connection between a rank's watchdog and the monitor, and checks of what comes over it.
+
+Messages are JSON objects, one per line, that no third party can write.
 
 Each end begins with a line of random digits. Each later line begins with a code: the HMAC-SHA256 of the line and its
 number, with a key made of the run's secret (secret.py), the sender's role, and both ends' digits. So the first such
@@ -14,7 +16,9 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -27,9 +31,13 @@ UNREACHABLE_SECONDS = 60.0
 """Seconds without acknowledgement from the other machine, which has no power or network, until a connection is lost;
 the system's own limit is a quarter of an hour."""
 _SEND_SECONDS = 5.0
-_LARGEST = 2**24  # bytes of a line: of JSON that is all brackets, thirty times as many in memory
-_LARGEST_FIRST = 2**10  # of an end that has not proved itself
+_LARGEST = 2**24  # bytes of a line; JSON of brackets alone takes thirty times as many in memory
+_LARGEST_FIRST = 2**10  # bytes of a line before the other end has proved that it knows the secret
 _DIGITS = re.compile(rb"[0-9a-f]{64}")
+_LARGEST_NUMBER = 2**53
+_LONGEST_TEXT = 2**8  # characters
+_LONGEST_LINE = 500  # characters of a line of a report
+_FOLDER = re.compile(r"[0-9]{8}T[0-9]{6}")
 
 
 class LinkLost(Exception):
@@ -70,7 +78,7 @@ class Link:
         if not self._torn:
             try:
                 self._connection.sendall(line + b"\n")
-            except OSError:  # a part of the line may have gone: nothing can follow it
+            except OSError:  # a part of the line may have been sent: nothing can follow it
                 self._torn = True
 
     def receive(self) -> list[Message]:
@@ -108,13 +116,11 @@ class Link:
         if not hmac.compare_digest(code, seal.code(data)):
             raise LinkLost
         self.proved = True
-        try:
+        with suppress(ValueError):
             message = parse_json(data)
-        except ValueError as error:
-            raise LinkLost from error
-        if not isinstance(message, dict):
-            raise LinkLost
-        return message
+            if isinstance(message, dict):
+                return message
+        raise LinkLost
 
     def close(self) -> None:
         """Close the connection."""
@@ -149,3 +155,96 @@ def connect(host: str, port: int, secret: bytes, seconds: float) -> Link:
         link.receive()
     connection.settimeout(_SEND_SECONDS)
     return link
+
+
+# ------------------------------------------------------------------------------------------------------- messages
+
+
+@dataclass
+class Peer:
+    """Rank as the monitor knows it, from the rank's own message."""
+
+    rank: int
+    host: str
+    process: int
+    start: int
+    """Time when its process began (process/siblings.py)."""
+    space: str
+    """Namespace in which its process number is valid."""
+    section: str = ""
+    """Innermost section that it was last in."""
+    step: int = 0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Peer:
+        """Restore from `dataclasses.asdict` and JSON. Raises ValueError or KeyError if the values do not fit."""
+        checked: dict[str, Any] = {name: whole(values[name]) for name in ("rank", "start", "step")}
+        checked |= {name: words(values[name]) for name in ("host", "space", "section")}
+        return cls(process=whole(values["process"], 2**31 - 1), **checked)
+
+    def move(self, message: Message) -> None:
+        """Take the section and the step of a message. Raises ValueError or KeyError if they do not fit."""
+        self.section, self.step = words(message["section"]), whole(message["step"])
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.process} on {self.host})"
+
+    @property
+    def place(self) -> str:
+        return place_text(self.step, self.section)
+
+
+def whole(value: Any, largest: int = _LARGEST_NUMBER) -> int:
+    """Return a whole number of a message. Raises ValueError if it is not from 0 to the largest."""
+    if type(value) is not int or not 0 <= value <= largest:
+        raise ValueError("not a whole number within the limits")
+    return value
+
+
+def words(value: Any) -> str:
+    """Return a short, printable text of a message. Raises ValueError if it is not one."""
+    if not isinstance(value, str) or len(value) > _LONGEST_TEXT or not value.isprintable():
+        raise ValueError("not a short, printable text")
+    return value
+
+
+def exit_code(value: Any) -> int:
+    """Return an exit code of a message. Raises ValueError if it is not one: the system would take 256 for 0, a good
+    end."""
+    return whole(value, 255)
+
+
+def place_text(step: int, section: str) -> str:
+    """Return the place of a rank in the run."""
+    return f'step {step}, "{section}"' if section else f"step {step}"
+
+
+def alarm_of(message: Message) -> Message:
+    """Return the part of a message on an overdue section or a failed communication; empty for any other message.
+
+    Raises ValueError, TypeError or OverflowError if it makes no sense.
+    """
+    if "lost" in message:
+        return {"lost": printable_line(str(message["lost"]))}
+    if "overdue" in message:
+        section, seconds, limit = message["overdue"]
+        return {"overdue": [words(section), float(seconds), float(limit)]}
+    return {}
+
+
+def folder_name() -> str:
+    """Return the name, by the time, of the folder that ranks write their dumps to."""
+    return time.strftime("%Y%m%dT%H%M%S")
+
+
+def folder_named(value: Any) -> str:
+    """Return a `folder_name` of a message. Raises ValueError if it is not valid: it could lead anywhere."""
+    if not isinstance(value, str) or not _FOLDER.fullmatch(value):
+        raise ValueError("no name of a folder")
+    return value
+
+
+def printable_line(text: str) -> str:
+    """Return a printable line of a text from ranks, which may have any length and contents."""
+    cut = text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 3]}..."
+    return "".join(one if one.isprintable() else "?" for one in " ".join(cut.split()))

@@ -54,12 +54,16 @@ def make_secret(folder: Path | None) -> Secret:
         return Secret(given)
     value = secrets.token_hex(32).encode()
     for parent in _folders(folder):
-        secret = Secret(value, parent / f".megalite_secret_{secrets.token_hex(16)}")
+        path = parent / f".megalite_secret_{secrets.token_hex(16)}"
         with suppress(OSError, ValueError):
-            _write(secret)
-            find_secret(secret.name, parent)  # a file system may not keep what is its user's from others
-            return secret
-        secret.remove()
+            parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(value)
+            find_secret(path.name, parent)  # some file systems do not keep a file private
+            return Secret(value, path)
+        with suppress(OSError):
+            path.unlink()
     return Secret(value)
 
 
@@ -100,11 +104,3 @@ def _given() -> bytes | None:
 
 def _folders(folder: Path | None) -> list[Path]:
     return [*([] if folder is None else [folder]), Path(tempfile.gettempdir())]
-
-
-def _write(secret: Secret) -> None:
-    assert secret.file is not None
-    secret.file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(secret.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secret.value)

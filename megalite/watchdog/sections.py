@@ -1,11 +1,13 @@
-"""Named sections of a run, one inside another: what a rank is doing, and for how long."""
+"""Named sections of a run, one inside another: what a rank is doing, for how long, and how long it may."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 MEETING = "meeting"
@@ -24,6 +26,9 @@ WAITING = "waiting for others"
 """Name for the part of steps that was spent waiting for other ranks; it is not a section."""
 
 OF_A_STEP = (DATA, FORWARD_BACKWARD, OPTIMIZER, WAITING)
+
+FACTOR = 5.0
+START_SECONDS = 3600.0
 
 
 class OpenSection(NamedTuple):
@@ -69,11 +74,11 @@ class Sections:
                 yield
             seconds, waited = self._now() - began, self._waited() - waited
             self.longest[name] = max(seconds, self.longest.get(name, 0.0))
-            self._own[name] += max(seconds - waited, 0.0)  # what is waited counts the time of a stopped process, too
+            self._own[name] += max(seconds - waited, 0.0)  # waiting includes the time in which the process was stopped
             if name == STEP:
                 self._own[WAITING] += waited
         except BaseException as error:
-            if error is not self._failure:  # else it comes from a section inside
+            if error is not self._failure:  # else the error comes from an inner section
                 self.failed = name
             self._failure = error if len(self._open) > 1 else None
             raise
@@ -96,3 +101,31 @@ class Sections:
 
     def _now(self) -> float:
         return self._clock() - self._stopped
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limit of a section as a multiple of the longest time that it has taken, but never less than `least`.
+
+    `unlearnt`, in seconds, is the limit for the first section of each kind, which may compile kernels or connect ranks.
+    It is also the least limit for a save or a profile: a shared file system may become far slower than before. Sections
+    of a run's start are seen only once and may be long, like the building of an index. The time that ranks wait to meet
+    is limited elsewhere, where they meet.
+    """
+
+    least: float = 120.0
+    unlearnt: float = 600.0
+
+    def of(self, name: str, longest: Mapping[str, float]) -> float:
+        """Return the seconds that a section may take; `longest` has the longest times of earlier sections."""
+        if name == MEETING:
+            return math.inf
+        if name == START:
+            return max(START_SECONDS, self.unlearnt)
+        learnt = max(self.least, FACTOR * longest.get(name, 0.0))
+        return max(learnt, self.unlearnt) if name in (SAVE, PROFILE) or name not in longest else learnt
+
+    def overdue(self, sections: list[OpenSection], longest: Mapping[str, float]) -> OpenSection | None:
+        """Return the innermost of the open sections that is over its limit."""
+        late = [section for section in sections if section.seconds > self.of(section.name, longest)]
+        return late[-1] if late else None

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.errors import EXIT_RESUMABLE, CommunicationError, FileError, RendezvousError, exit_code_of
@@ -25,27 +24,25 @@ from megalite.process.bounded import within
 from megalite.process.host import host_name, kill_sibling, process_space, start_of
 from megalite.process.place import Place
 from megalite.process.signals import ignore_stop_signals, last_words
-from megalite.watchdog.flight_record import Snapshot
-from megalite.watchdog.hang_dump import RankDump, write_dump
-from megalite.watchdog.limits import Limits
-from megalite.watchdog.link import Link, LinkLost, Message, connect
+from megalite.watchdog.hang_dump import RankDump, Snapshot, write_dump
+from megalite.watchdog.hang_report import death, hang
+from megalite.watchdog.link import Link, LinkLost, Message, Peer, connect, exit_code, folder_name, folder_named, whole
 from megalite.watchdog.monitor import ANSWER_SECONDS, Monitor
 from megalite.watchdog.secret import find_secret, make_secret
-from megalite.watchdog.sections import OpenSection, Sections
-from megalite.watchdog.verdict import Peer, death, exit_code, folder_name, folder_named, hang, overdue, whole
+from megalite.watchdog.sections import Limits, OpenSection, Sections
 
 if TYPE_CHECKING:
     from megalite.torch_internals import Store
 
 _TICK_SECONDS = 0.5
 _HEARTBEAT_SECONDS = 1.0
-_STOPPED_SECONDS = 2.0  # a tick that comes so much too late shows that the whole process stood still
+_STOPPED_SECONDS = 2.0  # a tick that is this late shows that the whole process was stopped
 _WRITING_SECONDS = 3.0
-_LEAVING_SECONDS = 2.0  # for the main thread, to end by itself
+_LEAVING_SECONDS = 2.0  # for the main thread to end by itself
 _VERDICT_SECONDS = 2 * ANSWER_SECONDS
-_SILENT_SECONDS = 5.0  # of the monitor, which speaks once a second: it stands still
+_SILENT_SECONDS = 5.0  # without a message of the monitor, which sends one per second: it is stopped
 _LINKING_SECONDS = 30.0
-_FIRST_SECONDS = 60.0  # ranks come here together
+_FIRST_SECONDS = 60.0  # for rank 0 to start its monitor: all ranks reach this point together
 _ADDRESS = "megalite/watchdog"
 
 
@@ -81,11 +78,11 @@ class Watchdog:
         self._store, self._folder, self._shared = store, folder, shared
         self._monitor: Monitor | None = None
         self._link: Link | None = None
-        self._first: Peer | None = None  # rank 0, by its monitor's word
-        self._first_placed = 0.0  # when it was there, at the earliest
-        self._speaks = place.local_rank == 0  # where rank 0 is lost
+        self._first: Peer | None = None  # rank 0, as its monitor describes it
+        self._first_placed = 0.0  # time when its place was known, or earlier
+        self._speaks = place.local_rank == 0  # this rank reports if rank 0 is lost
         self._first_fails: int | None = None
-        self._alarm: tuple[float, Message] | None = None  # when it was raised, and why
+        self._alarm: tuple[float, Message] | None = None  # time when it was raised, and the reason
         self._leaving = self._awaits_verdict = False
         self._looked = self._heard = 0.0
         self._woken = threading.Event()
@@ -94,22 +91,18 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self._store is not None:
             begun = self._begin_monitor(self._store) if self._place.rank == 0 else None
-            with suppress(OSError, ValueError, LinkLost):  # the monitor tells of those that do not come
+            with suppress(OSError, ValueError, LinkLost):  # the monitor warns of ranks that do not connect
                 self._link_up(*(begun or self._find_monitor(self._store)))
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self._leave()
-        elif self._link is None:
-            pass
         elif isinstance(error, CommunicationError) and not isinstance(error, RendezvousError):
             self._await_verdict(error)
-        else:
-            self._link.send(fails=exit_code_of(error))  # and says itself why
+        elif self._link is not None:
+            self._link.send(fails=exit_code_of(error))  # this rank reports the reason itself
             if self._monitor is not None:
                 self._monitor.settle()
 
@@ -150,15 +143,13 @@ class Watchdog:
         link.send(**asdict(self._peer()))
         self._looked = time.monotonic()
         deadline = self._looked + _LINKING_SECONDS
-        while self._first is None and time.monotonic() < deadline:  # it waits for this rank till then
-            if _readable(link, _TICK_SECONDS):
-                try:
-                    for message in link.receive():
-                        self._take(message)
-                except Exception as error:  # what makes no sense is not of the run's monitor
-                    raise LinkLost from error
+        try:
+            while self._first is None and time.monotonic() < deadline:  # the monitor answers at once
+                self._receive(link, _TICK_SECONDS)
+        except Exception as error:  # what makes no sense does not come from the run's monitor
+            raise LinkLost from error
         self._link = link
-        # Who is told to end while it starts has not ended without a word.
+        # A rank that is told to end while it starts must not look like one that was killed.
         last_words(partial(link.send, fails=EXIT_RESUMABLE))
 
     def _peer(self) -> Peer:
@@ -181,13 +172,14 @@ class Watchdog:
             self._monitor.close()
 
     def _await_verdict(self, error: CommunicationError) -> None:
-        """Wait until the monitor reports which rank has gone; the watchdog then ends the process.
+        """Wait until the monitor, if this rank has one, reports which rank died; the watchdog then ends the process.
 
         A launcher that has seen a rank die would end the other ranks now, which is too early.
         """
+        if self._link is None:
+            return
         ignore_stop_signals()
         self._awaits_verdict = True
-        assert self._link is not None
         self._link.send(lost=str(error), **self._where())
         self._thread.join(_VERDICT_SECONDS)
 
@@ -211,13 +203,18 @@ class Watchdog:
         if self._link is None:
             self._woken.wait(seconds)
             return
-        if not _readable(self._link, seconds):
-            return
         try:
-            for message in self._link.receive():
-                self._take(message)
-        except Exception:  # what makes no sense does not end this thread: rank 0 is lost to it
+            self._receive(self._link, seconds)
+        except Exception:  # a senseless message does not end this thread: it counts as the loss of rank 0
             self._lose_first()
+
+    def _receive(self, link: Link, seconds: float) -> None:
+        """Take the messages that come within the time. Raises an Exception of any kind if one makes no sense."""
+        poll = select.poll()  # `select` would not take the file descriptors of a large run
+        poll.register(link, select.POLLIN)
+        if poll.poll(1000 * seconds):
+            for message in link.receive():
+                self._take(message)
 
     def _take(self, message: Message) -> None:
         self._heard = time.monotonic()
@@ -236,14 +233,15 @@ class Watchdog:
     def _look_at_the_clock(self, now: float) -> None:
         late = self._limits.overdue(self.sections.open(), self.sections.longest)
         if late is not None and self._alarm is None:
-            self._alarm = now, overdue(late, self._limits.of(late.name, self.sections.longest))
+            limit = self._limits.of(late.name, self.sections.longest)
+            self._alarm = now, {"overdue": [late.name, late.seconds, limit]}
             if self._link is not None:
                 self._link.send(**self._alarm[1], **self._where())
         if self._alarm is None:
             return
         since, why = self._alarm
         patience = _VERDICT_SECONDS if self._heard > since else _SILENT_SECONDS
-        # The rank that speaks comes first: it says that rank 0 stands still before another one has killed it.
+        # The rank that speaks goes first: it reports that rank 0 is stopped before another rank kills rank 0.
         patience += 0 if self._speaks else ANSWER_SECONDS
         if self._link is None or now - since > patience:
             self._conclude_alone(why)
@@ -252,36 +250,25 @@ class Watchdog:
 
     def _dump(self, name: str) -> RankDump:
         """Report what this rank is doing: to the monitor, and in the folder of this name, if it is writable."""
-        dump = self._own_dump()
+        rank, world_size = self._place.rank, self._place.world_size
+        recorded: Snapshot | None = Snapshot(False, ())
+        if world_size > 1:
+            from megalite.watchdog.flight_recorder import snapshot
+
+            try:
+                recorded = snapshot()
+            except Exception:  # torch does not promise its format; the stacks help without it
+                recorded = None
+        section, seconds = self._innermost()
+        step = self.sections.step
+        dump = RankDump(rank, world_size, host_name(), os.getpid(), section, seconds, stacks(), recorded, step)
         if self._folder is not None:
-            # A file system may be what hangs: then this thread must not. What cannot be written is told all the same.
+            # The file system may be what hangs: this thread must not. The monitor gets the dump in any case.
             with suppress(FileError, OSError):
                 within(_WRITING_SECONDS, partial(write_dump, self._folder / name, dump))
         if self._link is not None:
             self._link.send(dump=asdict(dump))
         return dump
-
-    def _own_dump(self) -> RankDump:
-        recorded: Snapshot | None = Snapshot(False, ())
-        if self._place.world_size > 1:
-            from megalite.watchdog.flight_recorder import snapshot
-
-            try:
-                recorded = snapshot()
-            except Exception:  # of what torch promises nothing about; the stacks tell without it
-                recorded = None
-        innermost = self._innermost()
-        return RankDump(
-            self._place.rank,
-            self._place.world_size,
-            host_name(),
-            os.getpid(),
-            innermost.name,
-            innermost.seconds,
-            stacks(),
-            recorded,
-            self.sections.step,
-        )
 
     def _innermost(self) -> OpenSection:
         nowhere = OpenSection(self.sections.failed if self._awaits_verdict else "", 0.0)
@@ -291,7 +278,7 @@ class Watchdog:
         """Let the next rank on each node speak: rank 0's process has ended, and its monitor with it."""
         if self._leaving:
             return
-        if self._alarm is not None and self._first_fails is None:  # it stood still, and has been killed for that
+        if self._alarm is not None and self._first_fails is None:  # rank 0 was stopped, and has been killed for that
             self._conclude_alone(self._alarm[1])
         code = self._first_fails
         if code is None and self._first is not None and self._comes_to_speak():
@@ -303,24 +290,20 @@ class Watchdog:
         """Conclude without the monitor, because there is none or it does not answer."""
         first = self._first if self._place.rank else None
         try:
-            self._tell_alone(why, first)
-        except Exception:  # a defect, which does not keep this process from its end
+            name = folder_name()
+            own = self._dump(name)
+            if self._comes_to_speak():
+                peers, silence = {self._place.rank: self._peer()}, {}
+                if first is not None:
+                    peers[0], silence[0] = first, time.monotonic() - self._heard
+                folder = None if self._folder is None else self._folder / name
+                message = hang(self._place.rank, why, peers, {self._place.rank: own}, silence, folder)
+                self._report(self._last_store, message, EXIT_RESUMABLE)
+        except Exception:  # a defect must not keep this process from ending
             traceback.print_exc()
         finally:
-            near = first is not None and first.space == process_space()
-            self._end(EXIT_RESUMABLE, at_once=True, kill=[first] if first is not None and near else [])
-
-    def _tell_alone(self, why: Message, first: Peer | None) -> None:
-        """Report the cause if this rank is the one to speak; `first` is rank 0, if that is another rank."""
-        name = folder_name()
-        own = self._dump(name)
-        if self._comes_to_speak():
-            peers, silence = {self._place.rank: self._peer()}, {}
-            if first is not None:
-                peers[0], silence[0] = first, time.monotonic() - self._heard
-            folder = None if self._folder is None else self._folder / name
-            message = hang(self._place.rank, why, peers, {self._place.rank: own}, silence, folder)
-            self._report(self._last_store, message, EXIT_RESUMABLE)
+            kill = [first] if first is not None and first.space == process_space() else []
+            self._end(EXIT_RESUMABLE, at_once=True, kill=kill)
 
     def _comes_to_speak(self) -> bool:
         """Wait for this rank's turn to speak, and tell whether it speaks.
@@ -341,15 +324,8 @@ class Watchdog:
         if self._monitor is not None:
             self._monitor.secret.remove()
         if self._place.rank == 0:
-            time.sleep(_TICK_SECONDS)  # it may hold the store, which others are still asking
+            time.sleep(_TICK_SECONDS)  # it may have the store, which others still use
         os._exit(code)
-
-
-def _readable(link: Link, seconds: float) -> bool:
-    """Tell whether data comes within the time; `select` would not take the file descriptors of a large run."""
-    poll = select.poll()
-    poll.register(link, select.POLLIN)
-    return bool(poll.poll(1000 * seconds))
 
 
 def stacks() -> str:

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megalite.watchdog.flight_record import Snapshot
 from megalite.watchdog.hang_analysis import Diagnosis, missing
-from megalite.watchdog.hang_dump import Dumps, read_dumps
+from megalite.watchdog.hang_dump import Dumps, Snapshot, read_dumps
 from tests.harness.job import Job
 
 SCRIPT = Path(__file__).with_name("hang_run.py")

@@ -226,14 +226,14 @@ def test_ranks_that_never_come_are_named_with_their_node(doctor: Doctor) -> None
 
 def test_a_rank_that_stands_still_and_a_file_system_that_hangs_are_told_apart(doctor: Doctor, tmp_path: Path) -> None:
     before = f"""
-from megalite.doctor import data_files, examination, run_directory
+from megalite.doctor import examination, reports, run_directory
 if rank == 0:
     run_directory.Probe._remove = lambda probe: time.sleep(1000)
     run_directory._REMOVING_SECONDS = 0.1
 if rank == 1:
     examination.traits = lambda *_: {STOP}
 if rank == 2:
-    data_files.fingerprints = lambda data: time.sleep(1000)
+    reports.fingerprints = lambda data: time.sleep(1000)
 """
     done = doctor(*IMPATIENT, *MOCK, *FLAGS, "--save", tmp_path / "run", before=before, stopped=1)
     assert done.codes == [93, -9, 93, 93]

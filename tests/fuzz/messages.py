@@ -53,8 +53,7 @@ _DIGITS = 64
 
 def conversations() -> dict[str, Sequence[Any]]:
     """The valid ones, by their files."""
-    from megalite.watchdog.flight_record import GroupRecord, Operation, Snapshot
-    from megalite.watchdog.hang_dump import RankDump
+    from megalite.watchdog.hang_dump import GroupRecord, Operation, RankDump, Snapshot
 
     place = {"section": "optimizer", "step": 8}
     stacks = 'thread MainThread:\n  File "pretrain.py", line 7, in step\n\nthread loader:\n  File "a.py", line 1, in b'
@@ -266,11 +265,9 @@ def _speak_to_monitor(base: Path, name: str, wire: Sequence[Edit], patience: flo
     """Be rank 1, beside a proper rank 0. Returns what the monitor reports. Raises RuntimeError where it does not answer
     a proper rank afterwards. `patience`: seconds for what comes unless edits have spoiled it."""
     from megalite.watchdog import monitor as monitor_file
-    from megalite.watchdog.flight_record import GroupRecord, Operation, Snapshot
-    from megalite.watchdog.hang_dump import RankDump
-    from megalite.watchdog.link import connect
+    from megalite.watchdog.hang_dump import GroupRecord, Operation, RankDump, Snapshot
+    from megalite.watchdog.link import Peer, connect
     from megalite.watchdog.secret import Secret
-    from megalite.watchdog.verdict import Peer
 
     _set(monitor_file, ANSWER_SECONDS=patience, _TOGETHER_SECONDS=0.0, _TICK_SECONDS=0.005)
     said: list[str] = []
@@ -325,8 +322,7 @@ def _speak_to_watchdog(base: Path, name: str, wire: Sequence[Edit], patience: fl
     """Be the monitor of a real rank 1. Raises RuntimeError where its watchdog neither ends it nor lets it go on."""
     from megalite.process.place import Place
     from megalite.watchdog import watchdog as watchdog_file
-    from megalite.watchdog.limits import Limits
-    from megalite.watchdog.sections import Sections
+    from megalite.watchdog.sections import Limits, Sections
 
     _set(watchdog_file, _TICK_SECONDS=0.01, _LEAVING_SECONDS=0.0, _LINKING_SECONDS=patience)
     end_at_once, linked, server = os._exit, threading.Event(), socket.create_server(("127.0.0.1", 0))

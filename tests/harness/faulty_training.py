@@ -31,7 +31,7 @@ from megalite.optim.reduction import ReduceScatter
 from megalite.parallel.collectives import completed
 from megalite.pipeline.engine import _Step
 from megalite.training import checkpoints, loop, pretrain, trainer
-from megalite.watchdog import limits, monitor, watchdog
+from megalite.watchdog import monitor, sections, watchdog
 from tests.harness.fault import Fault
 
 RANK = int(os.environ["RANK"])
@@ -225,8 +225,8 @@ def shorten() -> None:
     watchdog.ANSWER_SECONDS = monitor.ANSWER_SECONDS = 2.5
     watchdog._VERDICT_SECONDS = 5.0
     failure._LAUNCHER_SECONDS, rendezvous.SILENCE = 3.0, 2.0
-    limits.START_SECONDS = watchdog._FIRST_SECONDS = SECONDS
-    limits.Limits.__init__ = (  # type: ignore[method-assign]
+    sections.START_SECONDS = watchdog._FIRST_SECONDS = SECONDS
+    sections.Limits.__init__ = (  # type: ignore[method-assign]
         lambda self, least, unlearnt: (
             object.__setattr__(self, "least", least) or object.__setattr__(self, "unlearnt", SECONDS)
         )

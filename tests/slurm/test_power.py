@@ -11,9 +11,9 @@ from queue import SimpleQueue
 import pytest
 
 from megalite.watchdog import link
+from megalite.watchdog.link import Peer
 from megalite.watchdog.monitor import Monitor
 from megalite.watchdog.secret import Secret
-from megalite.watchdog.verdict import Peer
 from tests.slurm.cluster import CONTROLLER, Cluster
 from tests.slurm.jobs import ROOT
 
@@ -23,7 +23,7 @@ RANK_1 = """
 import os, sys, time
 from dataclasses import asdict
 from megalite.watchdog.link import connect
-from megalite.watchdog.verdict import Peer
+from megalite.watchdog.link import Peer
 
 link = connect(sys.argv[1], int(sys.argv[2]), b"secret", 30.0)
 link.send(**asdict(Peer(1, "far", os.getpid(), 1, "another machine")))

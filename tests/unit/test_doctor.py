@@ -20,16 +20,13 @@ from hypothesis import strategies as st
 
 from megalite.commands import doctor
 from megalite.config import DataConfig
-from megalite.doctor import data_files, gpus, network, node
-from megalite.doctor.bandwidth import ring_rounds
-from megalite.doctor.data_files import examine_data
-from megalite.doctor.figures import ACROSS, POINT_TO_POINT, SMALLEST, WITHIN, Timing, bus_factor, fit, slow_nodes
-from megalite.doctor.findings import Finding, Verdict
-from megalite.doctor.judgement import Found
+from megalite.doctor import alike, network, node
+from megalite.doctor.alike import examine_data
+from megalite.doctor.bandwidth import ACROSS, POINT_TO_POINT, WITHIN, Timing, bus_factor, fit, ring_rounds, slow_nodes
+from megalite.doctor.findings import SMALLEST, Finding, Options, Verdict
+from megalite.doctor.judgement import show
 from megalite.doctor.network import Listener, Reached, examine_network, own_address, reach, reach_all
-from megalite.doctor.options import Options
-from megalite.doctor.presentation import show
-from megalite.doctor.reports import Report, Roll
+from megalite.doctor.reports import Found, Report, Roll
 from megalite.doctor.roll_call import RollCall
 from megalite.doctor.run_directory import Seen, examine_run_directory
 from megalite.errors import CommunicationError, ConfigurationError
@@ -179,9 +176,9 @@ def test_a_node_is_looked_at_without_torch_and_its_limit_of_open_files_too() -> 
 def test_a_driver_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = WELL | {"--query-remapped-rows": "!sleep 1000"}
     monkeypatch.setenv("PATH", f"{smi(answers, tmp_path)}:{os.environ['PATH']}")
-    monkeypatch.setattr(gpus, "SECONDS", 0.5)
+    monkeypatch.setattr(node, "SECONDS", 0.5)
     start = time.monotonic()
-    _, (finding,) = gpus.examine_gpus(2)
+    _, (finding,) = node.examine_gpus(2)
     assert finding == Finding("sick", "nvidia-smi does not answer within 0.5 seconds: the driver, or a GPU, hangs")
     assert time.monotonic() - start < 60
 
@@ -296,7 +293,7 @@ def test_the_table_has_what_was_fitted_and_no_bandwidth_that_is_noise(
 ) -> None:
     timings = [Timing(WITHIN, "all-reduce", size, (0,), 1e-4 + size / 2e9) for size in (4096, largest)]
     roll, reports = Roll({"n0": [0, 1, 2, 3]}, "", None), {0: Report({"software": {}}, "")}
-    show(Found(4, "gloo", Options(), None, roll, [], reports, timings=timings), Verdict.of([]))
+    show(Found(4, "gloo", Options(), None, roll, [], reports, timings=timings), Verdict([]))
     out = capsys.readouterr().out
     rows = {line.split("  ")[0]: line.split()[-2:] for line in out.splitlines()}
     assert rows["4 KiB"] == ["102", "µs"]
@@ -344,12 +341,12 @@ def test_there_must_be_room_on_the_node_that_has_least_and_leave_to_write() -> N
 
 
 def test_data_that_differ_near_their_end_are_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_files, "_END", 16)
+    monkeypatch.setattr(alike, "_END", 16)
     data = DataConfig(seq_length=8, train_data_path=(str(tmp_path / "a"),))
     prints = []
     for end in (b"1", b"2"):
         (tmp_path / "a.bin").write_bytes(bytes(100) + end)
-        prints.append(data_files.fingerprints(data))
+        prints.append(alike.fingerprints(data))
     assert prints[0][str(tmp_path / "a.idx")] == "missing"
     (finding,) = (each for each in examine_data({"n0": prints[0], "n1": prints[1]}) if each.node)
     assert finding.node == "n1"
@@ -358,7 +355,7 @@ def test_data_that_differ_near_their_end_are_other_data(tmp_path: Path, monkeypa
 def test_the_file_in_the_folder_of_a_tokenizer_is_looked_at(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     data = DataConfig(seq_length=8, mock_data=True, tokenizer_model=str(tmp_path))
-    ((path, found),) = data_files.fingerprints(data).items()
+    ((path, found),) = alike.fingerprints(data).items()
     assert path == str(tmp_path / "tokenizer.json")
     assert found.startswith("of 2 bytes")
 
@@ -370,12 +367,12 @@ def test_data_that_no_node_has_is_no_nodes_fault() -> None:
 
 def test_the_verdict_says_what_to_do() -> None:
     sick, wrong = Finding("sick", "hot", "n1"), Finding("wrong", "no data")
-    assert Verdict.of([]).lines() == ["verdict: well"]
-    assert Verdict.of([Finding("warning", "late", "n0")]).lines()[-1] == "verdict: well, with 1 warning"
-    assert Verdict.of([sick, sick]).lines() == ["sick: node n1: hot", "verdict: drop node n1"]
-    assert Verdict.of([sick, wrong]).lines()[-1] == "verdict: drop node n1, and see to the rest"
-    assert Verdict.of([wrong]).lines()[-1] == "verdict: a run would fail, and not by one node alone"
-    codes = [Verdict.of(findings).exit_code for findings in ([], [wrong], [wrong, sick])]
+    assert Verdict([]).lines() == ["verdict: well"]
+    assert Verdict([Finding("warning", "late", "n0")]).lines()[-1] == "verdict: well, with 1 warning"
+    assert Verdict([sick, sick]).lines() == ["sick: node n1: hot", "verdict: drop node n1"]
+    assert Verdict([sick, wrong]).lines()[-1] == "verdict: drop node n1, and see to the rest"
+    assert Verdict([wrong]).lines()[-1] == "verdict: a run would fail, and not by one node alone"
+    codes = [Verdict(findings).exit_code for findings in ([], [wrong], [wrong, sick])]
     assert codes == [0, 64, 93]
 
 

@@ -10,11 +10,9 @@ import pytest
 
 from megalite.process.place import Place
 from megalite.watchdog import flight_recorder
-from megalite.watchdog.flight_record import GroupRecord, Operation
 from megalite.watchdog.flight_recorder import group_records
-from megalite.watchdog.hang_dump import read_dumps
-from megalite.watchdog.limits import Limits
-from megalite.watchdog.sections import Sections
+from megalite.watchdog.hang_dump import GroupRecord, Operation, read_dumps
+from megalite.watchdog.sections import Limits, Sections
 from megalite.watchdog.watchdog import Watchdog
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.watchdog.flight_record import GroupRecord, Operation, Snapshot
-from megalite.watchdog.hang_dump import RankDump, read_dumps, write_dump
+from megalite.watchdog.hang_dump import GroupRecord, Operation, RankDump, Snapshot, read_dumps, write_dump
 from tests.harness.tool import Ended, run_tool
 from tests.unit.test_flight_recorder import entry
 

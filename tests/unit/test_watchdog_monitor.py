@@ -21,17 +21,15 @@ from torch.distributed import HashStore
 from megalite.process.place import Place
 from megalite.watchdog import monitor as monitor_file
 from megalite.watchdog.hang_dump import RankDump
-from megalite.watchdog.limits import Limits
-from megalite.watchdog.link import MONITOR, RANK, Link, LinkLost, Message, connect
+from megalite.watchdog.link import MONITOR, RANK, Link, LinkLost, Message, Peer, connect
 from megalite.watchdog.monitor import Monitor
 from megalite.watchdog.secret import Secret
-from megalite.watchdog.sections import MEETING, OpenSection, Sections
-from megalite.watchdog.verdict import Peer, overdue
+from megalite.watchdog.sections import MEETING, Limits, Sections
 from megalite.watchdog.watchdog import Watchdog
 
 HERE, ELSEWHERE = "here", "elsewhere"
 SECRET = b"what only the ranks know"
-LATE = overdue(OpenSection("optimizer", 61.0), 60.0)
+LATE = {"overdue": ["optimizer", 61.0, 60.0]}
 SECONDS = 60.0
 """After which a test takes it that nothing comes."""
 

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.watchdog.limits import Limits
 from megalite.watchdog.sections import (
     DATA,
     EVALUATION,
@@ -19,6 +18,7 @@ from megalite.watchdog.sections import (
     START,
     STEP,
     WAITING,
+    Limits,
     OpenSection,
     Sections,
 )

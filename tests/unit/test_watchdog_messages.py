@@ -6,10 +6,9 @@ import time
 
 import pytest
 
-from megalite.watchdog.flight_record import GroupRecord, Operation, Snapshot
-from megalite.watchdog.hang_dump import Dumps, RankDump
-from megalite.watchdog.hang_report import hang_report
-from megalite.watchdog.verdict import Peer, alarm_of, death, hang
+from megalite.watchdog.hang_dump import Dumps, GroupRecord, Operation, RankDump, Snapshot
+from megalite.watchdog.hang_report import death, hang, hang_report
+from megalite.watchdog.link import Peer, alarm_of
 
 LATE = {"overdue": ["step", 61.0, 60.0]}
 
