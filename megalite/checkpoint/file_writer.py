@@ -13,7 +13,7 @@ import torch
 from megalite.checkpoint import manifest
 from megalite.checkpoint.file_layout import ByteRange, TensorBox
 from megalite.checkpoint.formats import Format, Placed
-from megalite.checkpoint.manifest import SavedBox, SavedFile, SavedTensor, dtype_name
+from megalite.checkpoint.manifest import SavedBox, SavedFile, SavedTensor
 from megalite.checkpoint.progress import Advance, in_threads
 from megalite.checkpoint.reader import chunks
 from megalite.checkpoint.shard_file import bytes_of
@@ -71,7 +71,7 @@ class FileWriter:
         """Write all boxes of a tensor."""
         kind = self.source.tensors[name]
         boxes = tuple(self._copy_box(each) for each in self.by_tensor[name])
-        return SavedTensor(kind.shape, dtype_name(kind.dtype), boxes)
+        return SavedTensor(kind.shape, kind.dtype, boxes)
 
     def _copy_box(self, output: _Output) -> SavedBox:
         part, byte_range = output.part, output.byte_range

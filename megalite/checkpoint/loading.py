@@ -26,7 +26,6 @@ from megalite.checkpoint.manifest import (
     read_manifest,
 )
 from megalite.checkpoint.plan import Plan, Region, boxes, held_regions, held_slices, held_states
-from megalite.checkpoint.reader import dtype_of
 from megalite.checkpoint.source import Kind, Source
 from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError
@@ -38,10 +37,10 @@ from megalite.parallel.sharding import Box
 
 _SHOWN = 8  # problems in one message
 _PRECISION_FLAGS = {
-    "bfloat16": "with --bf16",
-    "float16": "with --fp16",
-    "float64": "with --fp64",
-    "float32": "without --bf16, --fp16 and --fp64",
+    torch.bfloat16: "with --bf16",
+    torch.float16: "with --fp16",
+    torch.float64: "with --fp64",
+    torch.float32: "without --bf16, --fp16 and --fp64",
 }
 
 
@@ -65,7 +64,7 @@ def load(
     ranks of a node need are read only once; without it, each rank reads for itself.
 
     Raises:
-        DamagedCheckpointError: a file is not as it was written; the same on every rank. The weights and the state may
+        CorruptCheckpointError: a file is not as it was written; the same on every rank. The weights and the state may
             have been overwritten in part.
         CheckpointError: the checkpoint is not of this model, precision or optimizer; the same on every rank.
     """
@@ -159,7 +158,7 @@ def _finest(manifest: Manifest, part: TensorBox) -> str:
     if part.name.startswith(MODEL):
         master = MASTER + part.name.removeprefix(MODEL)
         saved = manifest.tensors.get(part.name)
-        alike = saved is None or saved.dtype == dtype_name(part.dtype)
+        alike = saved is None or saved.dtype == part.dtype
         return part.name if alike or master not in manifest.tensors else master
     if part.name.startswith(MASTER) and part.name not in manifest.tensors:
         return MODEL + part.name.removeprefix(MASTER)
@@ -233,19 +232,18 @@ def _check_fits(manifest: Manifest, chosen: Iterable[tuple[str, TensorBox]], cas
 def _mismatch(manifest: Manifest, name: str, part: TensorBox, casts: bool) -> str | None:
     """Return why a part cannot be read from the named tensor, or None."""
     saved = manifest.tensors.get(name)
-    different = _difference(name, None if saved is None else Kind(saved.shape, dtype_of(saved)), part)
+    different = _difference(name, saved, part)
     if saved is None or different is not None:
         return different
-    dtype = dtype_name(part.dtype)
-    if saved.dtype != dtype and not casts:
+    if saved.dtype != part.dtype and not casts:
         flags = f"start the run {_PRECISION_FLAGS[saved.dtype]}, or " if saved.dtype in _PRECISION_FLAGS else ""
         if name.startswith(OPTIMIZER):
             flags = "give --main-params-dtype and --exp-avg-dtype, or their like, as they were, or "
         elif name.startswith(STATE):
             flags = ""
         return (
-            f"{name} is {saved.dtype} in it and {dtype} in this run, and nothing is cast silently; {flags}give "
-            "--load-casts"
+            f"{name} is {dtype_name(saved.dtype)} in it and {dtype_name(part.dtype)} in this run, and nothing is cast "
+            f"silently; {flags}give --load-casts"
         )
     if not covers((box.box for box in saved.boxes), part.box):
         return f"{name} is incomplete in it: its boxes do not hold {part.box} exactly once"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.damage import DamagedFileError, check_size, unreadable
+from megalite.checkpoint.corruption import CorruptFileError, check_size, unreadable
 from megalite.checkpoint.file_layout import ByteRange
 from megalite.checkpoint.manifest import Block, SavedFile
 from megalite.checkpoint.storage import AnyPath, ObjectPath, Writer
@@ -117,14 +117,14 @@ class OpenFile(Protocol):
         """Number of bytes to read at a time."""
 
     def read(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes that begin at a position. Raises DamagedFileError or CheckpointError."""
+        """Fill a buffer with the bytes that begin at a position. Raises CorruptFileError or CheckpointError."""
 
 
 @contextmanager
 def open_to_read(path: AnyPath, size: int) -> Iterator[OpenFile]:
     """Yield an open file, which should have `size` bytes.
 
-    Raises DamagedFileError if its size differs or it cannot be read any more, and CheckpointError if access to it is
+    Raises CorruptFileError if its size differs or it cannot be read any more, and CheckpointError if access to it is
     refused.
     """
     if isinstance(path, ObjectPath):
@@ -150,7 +150,7 @@ class _File:
             while buffer:
                 count = os.preadv(self.descriptor, [buffer], start)
                 if count == 0:
-                    raise DamagedFileError(self.path, "it was cut off while it was read")
+                    raise CorruptFileError(self.path, "it was cut off while it was read")
                 start, buffer = start + count, buffer[count:]
 
 
@@ -163,7 +163,7 @@ class _Object:
         with _reported(self.path):
             data = self.path.read_range(start, start + len(buffer))
         if len(data) != len(buffer):
-            raise DamagedFileError(self.path, "it was cut off or replaced")
+            raise CorruptFileError(self.path, "it was cut off or replaced")
         buffer[:] = data
 
 
@@ -176,10 +176,10 @@ def _reported(path: AnyPath) -> Iterator[None]:
 
 
 def read_block(file: OpenFile, block: Block, buffer: memoryview) -> None:
-    """Fill a buffer, of the block's size, with a block. Raises DamagedFileError if its checksum is wrong."""
+    """Fill a buffer, of the block's size, with a block. Raises CorruptFileError if its checksum is wrong."""
     if checksum_of(file, block.start, buffer, block.before) != block.checksum:
         where = f"bytes {block.start} to {block.stop} of the file"
-        raise DamagedFileError(
+        raise CorruptFileError(
             file.path, f"the checksum of {block.saved.entry} does not match, in {where}", block.saved.tensor
         )
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from megalite.atomic_files import write_atomically
+from megalite.atomic_files import new_folder, write_atomically
 from megalite.checkpoint.file_writer import FileWriter
 from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
 from megalite.checkpoint.manifest import dtype_name
-from megalite.checkpoint.new_folder import new_folder
 from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.source import numbers_as_numbers, widest
 from megalite.config import ModelConfig
