@@ -24,38 +24,34 @@ from megalite.errors import CheckpointError
 def describe(reader: CheckpointReader, names: Iterable[str]) -> dict[str, Any]:
     """Return a checkpoint's contents, including the named tensors, as JSON values."""
     saved = reader.manifest
+    files = _boxes_by_file(saved).items()
     return {
         "checkpoint": str(reader.path),
         "training": asdict(saved.training),
         "config": saved.config,
-        "files": _files(reader),
+        "files": {
+            file: {"bytes": saved.files[file].size, "boxes": len(boxes), "tensors": len({box.tensor for box in boxes})}
+            for file, boxes in files
+        },
         "totals": _totals(saved.tensors),
         "tensors": {name: _tensor(saved.tensors[name]) for name in names},
     }
 
 
-def _files(reader: CheckpointReader) -> dict[str, dict[str, int]]:
-    sizes = reader.manifest.files
-    return {
-        file: {"bytes": sizes[file].size, "boxes": len(boxes), "tensors": len({saved.tensor for saved in boxes})}
-        for file, boxes in _boxes_by_file(reader.manifest).items()
-    }
+def _tensor(tensor: SavedTensor) -> dict[str, Any]:
+    boxes = [manifest.box_to_json(saved) for saved in tensor.boxes]
+    return {"shape": tensor.shape, "dtype": manifest.dtype_name(tensor.dtype), "bytes": tensor.size, "boxes": boxes}
 
 
 def _totals(tensors: dict[str, SavedTensor]) -> dict[str, dict[str, int]]:
     """Return totals by kind: the weights, the modules' state, and each state of the optimizer."""
     totals: dict[str, dict[str, int]] = {}
     for name, tensor in tensors.items():
-        kind = totals.setdefault(split_name(name)[0], dict.fromkeys(("tensors", "elements", "bytes"), 0))
+        kind = totals.setdefault(split_name(name)[0], {"tensors": 0, "elements": 0, "bytes": 0})
         kind["tensors"] += 1
         kind["elements"] += tensor.whole.numel
         kind["bytes"] += tensor.size
     return totals
-
-
-def _tensor(tensor: SavedTensor) -> dict[str, Any]:
-    boxes = [manifest.box_to_json(saved) for saved in tensor.boxes]
-    return {"shape": tensor.shape, "dtype": manifest.dtype_name(tensor.dtype), "bytes": tensor.size, "boxes": boxes}
 
 
 def _boxes_by_file(saved: Manifest) -> dict[str, list[SavedBox]]:
@@ -102,7 +98,7 @@ def _damage(path: AnyPath, error: CheckpointError, tensor: str | None = None) ->
 
 
 def _uncovered(reader: CheckpointReader) -> Iterator[CorruptFileError]:
-    for name in reader.manifest.tensors:
+    for name in reader.tensors:
         try:
             reader.check_covered(name)
         except CorruptFileError as damage:

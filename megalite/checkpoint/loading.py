@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -68,56 +68,34 @@ def load(
             have been overwritten in part.
         CheckpointError: the checkpoint is not of this model, precision or optimizer; the same on every rank.
     """
-    if optimizer is not None:
-        optimizer.finish_parameter_gather()
-    for parameter, _ in named_pieces(module):
-        parameter.allocate()
-    with optimizer.unpacked() if optimizer is not None else nullcontext():
-        manifest = _fill(path, module, optimizer, mesh, described, plan, state=state, casts=casts)
-    if optimizer is not None:
-        optimizer.steps = manifest.training.optimizer_steps if state else 0
-        optimizer.begin_parameter_gather()
-        optimizer.finish_parameter_gather()
-    return manifest.training
-
-
-def _fill(
-    path: AnyPath,
-    module: nn.Module,
-    optimizer: Optimizer | None,
-    mesh: ParallelMesh,
-    described: Manifest | None,
-    plan: Plan | None,
-    *,
-    state: bool,
-    casts: bool,
-) -> Manifest:
-    """Set this rank's part of the weights and state, as `load` says."""
-    regions = held_regions(module, optimizer)
     doing = f"loading {path}"
-    node = mesh.group_of(_on_this_node(mesh)) if plan is not None else mesh.group_of([mesh.rank])
-    with raise_on_all_ranks(mesh, doing):
-        manifest = described or read_manifest(path)
+    with _writable(module, optimizer):
+        regions = held_regions(module, optimizer)
+        node = mesh.group_of(_on_this_node(mesh)) if plan is not None else mesh.group_of([mesh.rank])
+        with raise_on_all_ranks(mesh, doing):
+            manifest = described or read_manifest(path)
+            if optimizer is not None:
+                _check_optimizer(manifest, optimizer, state, casts)
+            chosen = [(name, r) for r in regions if (name := _source(manifest, r.part, state, casts)) is not None]
+            _check_fits(manifest, [(name, region.part) for name, region in chosen], casts)
+            wanted = _wanted(manifest, chosen)
+            dealt = _dealt(manifest, plan, node, state, casts) if plan is not None and node.size > 1 else {}
+        if described is None:
+            check_all_see(str(manifest.checksum), path, mesh)
+        kinds = (MODEL, STATE, OPTIMIZER) if optimizer is not None and state else (MODEL, STATE)
+        _check_all_used(manifest, {name for name, _ in chosen}, mesh, path, kinds)
+        _zero_the_rest(module, optimizer, state)
+        failure = fetch(path, manifest, wanted, dealt, node, mesh.device)
+        with raise_on_all_ranks(mesh, doing):
+            if failure is not None:
+                raise failure
+        if optimizer is not None and not state and not casts:
+            for part in optimizer.slices():
+                if (master := part.tensors.get("master")) is not None:
+                    master.copy_(part.values)
         if optimizer is not None:
-            _check_optimizer(manifest, optimizer, state, casts)
-        chosen = [(name, r) for r in regions if (name := _source(manifest, r.part, state, casts)) is not None]
-        _check_fits(manifest, [(name, region.part) for name, region in chosen], casts)
-        wanted = _wanted(manifest, chosen)
-        dealt = _dealt(manifest, plan, node, state, casts) if plan is not None and node.size > 1 else {}
-    if described is None:
-        check_all_see(str(manifest.checksum), path, mesh)
-    kinds = (MODEL, STATE, OPTIMIZER) if optimizer is not None and state else (MODEL, STATE)
-    _check_all_used(manifest, {name for name, _ in chosen}, mesh, path, kinds)
-    _zero_the_rest(module, optimizer, state)
-    failure = fetch(path, manifest, wanted, dealt, node, mesh.device)
-    with raise_on_all_ranks(mesh, doing):
-        if failure is not None:
-            raise failure
-    if optimizer is not None and not state and not casts:
-        for part in optimizer.slices():
-            if (master := part.tensors.get("master")) is not None:
-                master.copy_(part.values)
-    return manifest
+            optimizer.steps = manifest.training.optimizer_steps if state else 0
+    return manifest.training
 
 
 def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimizer | None, mesh: ParallelMesh) -> None:
@@ -126,19 +104,24 @@ def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimi
     Every rank calls it. Padding becomes zero. The source has each weight under its logical name, and state as
     `state/NAME`. Raises CheckpointError, the same on every rank, if `what` cannot be read or is of another model.
     """
+    with _writable(module, optimizer), raise_on_all_ranks(mesh, f"loading {what}"):
+        regions = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER, STATE))]
+        held = [(r.part.name.removeprefix(MODEL).removeprefix(MASTER), r) for r in regions]
+        _raise_if_any(_difference(name, source.tensors.get(name), region.part) for name, region in held)
+        _zero_the_rest(module, optimizer, state=False)
+        for name, region in held:
+            source.fill(name, region.part.box, region.values)
+
+
+@contextmanager
+def _writable(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
+    """Allocate the parameters and, while the block sets them, keep the optimizer from using them; then gather them."""
     if optimizer is not None:
         optimizer.finish_parameter_gather()
     for parameter, _ in named_pieces(module):
         parameter.allocate()
-    with optimizer.unpacked() if optimizer is not None else nullcontext(), raise_on_all_ranks(mesh, f"loading {what}"):
-        regions = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER, STATE))]
-        held = [(r.part.name.removeprefix(MODEL).removeprefix(MASTER), r) for r in regions]
-        different = (_difference(name, source.tensors.get(name), region.part) for name, region in held)
-        if problems := dict.fromkeys(problem for problem in different if problem):
-            raise CheckpointError(f"it does not fit this run:\n{_listed(list(problems))}")
-        _zero_the_rest(module, optimizer, state=False)
-        for name, region in held:
-            source.fill(name, region.part.box, region.values)
+    with optimizer.unpacked() if optimizer is not None else nullcontext():
+        yield
     if optimizer is not None:
         optimizer.begin_parameter_gather()
         optimizer.finish_parameter_gather()
@@ -224,9 +207,13 @@ def _check_optimizer(manifest: Manifest, optimizer: Optimizer, state: bool, cast
 def _check_fits(manifest: Manifest, chosen: Iterable[tuple[str, TensorBox]], casts: bool) -> None:
     """Raise CheckpointError if a needed tensor is missing in the checkpoint, incomplete, or of another dtype or
     shape."""
-    problems = dict.fromkeys(problem for name, part in chosen if (problem := _mismatch(manifest, name, part, casts)))
-    if problems:
-        raise CheckpointError(f"it does not fit this run:\n{_listed(list(problems))}")
+    _raise_if_any(_mismatch(manifest, name, part, casts) for name, part in chosen)
+
+
+def _raise_if_any(problems: Iterable[str | None]) -> None:
+    """Raise CheckpointError that lists the problems, each once, if there are any that are not None."""
+    if found := list(dict.fromkeys(problem for problem in problems if problem is not None)):
+        raise CheckpointError(f"it does not fit this run:\n{_listed(found)}")
 
 
 def _mismatch(manifest: Manifest, name: str, part: TensorBox, casts: bool) -> str | None:

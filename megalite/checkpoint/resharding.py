@@ -103,7 +103,7 @@ def write_checkpoint(
             transaction.begin()
             writer = FileWriter(source, transaction.folder, cut, file_format, advance)
             tensors = writer.write(workers)
-            files = writer.saved_files(tensors) | saving.write_index(transaction, file_format, writer.placed())
+            files = writer.saved_files(tensors) | saving.write_index(transaction, file_format, writer.placed)
             saving.finish(transaction, Manifest(training, config, files, tensors))
     finally:
         transaction.abandon()

@@ -126,7 +126,7 @@ def write_huggingface(
         writer = FileWriter(files, temporary, shards, _format(len(shards)), advance)
         writer.write(workers)
         if len(shards) > 1:
-            write_atomically(temporary / "model.safetensors.index.json", _index(writer.placed()))
+            write_atomically(temporary / "model.safetensors.index.json", _index(writer.placed))
         if companions is not None:
             copy_companions(companions, temporary)
         if not (temporary / "generation_config.json").exists():

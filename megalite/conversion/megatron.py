@@ -201,7 +201,7 @@ def write_megatron(
     with new_folder(folder) as temporary:
         writer = FileWriter(stacked, temporary, stacked.cut(), FORMATS["torch_dist"], advance)
         writer.write(workers)
-        for name, data in FORMATS["torch_dist"].index(writer.placed()).items():
+        for name, data in FORMATS["torch_dist"].index(writer.placed).items():
             write_atomically(temporary / name, data)
         write_atomically(temporary / "common.pt", common.getvalue())
         # Without this it is no checkpoint to Megatron-LM: the last.
