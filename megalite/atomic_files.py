@@ -9,22 +9,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
-from megalite.errors import FileError
+from megalite.errors import CheckpointError, FileError
 
 TEMPORARY = ".megalite.tmp"
 DAY = 24 * 3600.0
 
 
 class TemporaryFile:
-    """A binary file written beside its final path, which `rename` gives it. A context manager: discarded on the way out
-    unless renamed.
+    """Binary file that is written under a temporary path until `rename` gives it its final path. At the end of a `with`
+    block it is removed if it was not renamed.
 
     Args:
         path: the final path. Missing folders are made.
-        temporary: the path until then, on the same file system; None: one beside the final path.
-        size: bytes of an earlier `temporary` to go on from; what it has beyond them is cut off.
+        temporary: the temporary path, on the same file system; None: one in the same folder.
+        size: number of bytes of an existing `temporary` to keep and append to; bytes after them are cut off.
 
     Raises:
         FileError: the folder cannot be written to.
@@ -43,37 +42,29 @@ class TemporaryFile:
 
     def write(self, data: bytes) -> None:
         """Append."""
-        try:
+        with self._reported():
             self._file.write(data)
-        except OSError as error:
-            raise self._failure(error) from error
 
     def flush(self) -> None:
         """Hand what was written to the operating system: after this, a kill of the process cannot lose it."""
-        try:
+        with self._reported():
             self._file.flush()
-        except OSError as error:
-            raise self._failure(error) from error
 
     def sync(self) -> None:
         """Close the file with everything on disk: after this, a crash of the machine cannot empty it."""
-        try:
+        with self._reported():
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-        except OSError as error:
-            raise self._failure(error) from error
 
     def rename(self) -> None:
-        """Give the synced file its final name, replacing what had it."""
-        try:
+        """Give the synced file its final name. A file that had this name is replaced."""
+        with self._reported():
             os.replace(self.temporary, self.path)
-        except OSError as error:
-            raise self._failure(error) from error
 
     def close(self) -> None:
-        """Close the file where it is."""
-        with suppress(OSError):  # what could not be flushed (a full disk) is not counted on
+        """Close the file, without renaming or removing it."""
+        with suppress(OSError):  # nobody relies on what could not be flushed (a full disk)
             self._file.close()
 
     def discard(self) -> None:
@@ -81,26 +72,32 @@ class TemporaryFile:
         self.close()
         self.temporary.unlink(missing_ok=True)
 
-    def _failure(self, error: OSError) -> FileError:
-        return FileError(f"writing {self.path} failed ({error.strerror}): free space or choose another output path")
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise FileError(
+                f"writing {self.path} failed ({error.strerror}): free space or choose another output path"
+            ) from error
 
     def __enter__(self) -> TemporaryFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.discard()
 
 
 def temporary_path(path: Path) -> Path:
-    """A name beside `path`, so that a rename is atomic, which no other process of any host takes."""
+    """Return a name in the folder of `path`, so that a rename is atomic; no process of any host shares it."""
     return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}{TEMPORARY}")
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove what killed processes left under their `temporary_path`, a file or a folder. Other hosts' processes cannot
-    be asked: what they have not written to for a day is left over."""
+    """Remove files and folders that killed processes left under their `temporary_path`.
+
+    Whether a process of another host is alive is unknown: its files are left over if not written to for a day.
+    """
     for left in path.parent.glob(f"{glob.escape(path.name)}.*{TEMPORARY}"):
         host, _, process = left.name[len(path.name) + 1 : -len(TEMPORARY)].rpartition(".")
         with suppress(OSError, ValueError):  # another process was faster
@@ -121,7 +118,7 @@ def _is_another_alive(process: int) -> bool:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a whole file so that a reader finds the old one or the new one, whatever happens meanwhile."""
+    """Write a complete file: at any moment, also after a crash, a reader finds the old file or the new one."""
     remove_leftovers(path)
     with TemporaryFile(path) as file:
         file.write(data)
@@ -131,7 +128,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def write_at_once(path: Path, data: bytes) -> None:
-    """The same without waiting for the disk: for what nobody reads after a crash of the machine, where time counts."""
+    """Write as `write_atomically` does, but faster: without a sync, a crash of the machine may lose the file."""
     with TemporaryFile(path) as file:
         file.write(data)
         file.flush()
@@ -139,7 +136,7 @@ def write_at_once(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Put the names in a folder on disk, as `fsync` does for the contents of a file."""
+    """Write the names in a folder to disk, as `fsync` does for the contents of a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with path_in_errors(path):
@@ -150,10 +147,39 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def path_in_errors(path: Path) -> Iterator[None]:
-    """Add the path to an error of the block that names none: the system does not name what a descriptor stands for."""
+    """Add the path to an OSError of the block that has none, such as an error from a file descriptor."""
     try:
         yield
     except OSError as error:
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turn an OSError of the block, which writes into a folder, into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"writing {folder} failed: {error}. Free space, or choose another folder") from error
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a path to write to, which is renamed to `folder` at the end of the block and may replace an empty folder.
+
+    Raises CheckpointError, and leaves nothing behind, if the disk fails.
+    """
+    temporary = temporary_path(folder)
+    try:
+        with writing(folder):
+            remove_leftovers(folder)
+            if folder.exists():
+                folder.rmdir()  # fails now, before anything is written, if it cannot be replaced, such as a mount point
+            temporary.mkdir(parents=True)
+            yield temporary
+            os.rename(temporary, folder)
+            sync_directory(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -50,7 +50,7 @@ class CheckpointError(MegaliteError):
     exit_code = EXIT_FATAL
 
 
-class DamagedCheckpointError(CheckpointError):
+class CorruptCheckpointError(CheckpointError):
     """A checkpoint is not as it was written: a file is missing, cut off or changed. An older one may be whole."""
 
 

@@ -14,7 +14,6 @@ from megalite.checkpoint.formats import FORMATS
 from megalite.checkpoint.loading import load, load_weights
 from megalite.checkpoint.manifest import Manifest, TrainingState, read_config, read_manifest
 from megalite.checkpoint.plan import Contents, Plan
-from megalite.checkpoint.retention import remove_old
 from megalite.checkpoint.run_lock import only_run
 from megalite.checkpoint.saving import Saver, save
 from megalite.checkpoint.selection import (
@@ -23,38 +22,6 @@ from megalite.checkpoint.selection import (
     find_candidates,
     find_iteration,
     newest_whole,
+    remove_old,
 )
 from megalite.checkpoint.storage import AnyPath, ObjectPath, open_directory, write_atomically
-
-__all__ = [
-    "FORMATS",
-    "AnyPath",
-    "Candidates",
-    "Contents",
-    "Manifest",
-    "ObjectPath",
-    "Plan",
-    "Saver",
-    "TrainingState",
-    "check_compatible",
-    "check_same_function",
-    "check_whole",
-    "fall_back_notes",
-    "find_candidates",
-    "find_iteration",
-    "iteration_of",
-    "latest",
-    "load",
-    "load_weights",
-    "newest_whole",
-    "only_run",
-    "open_directory",
-    "raise_on_all_ranks",
-    "read_config",
-    "read_manifest",
-    "read_model_config",
-    "remove_old",
-    "save",
-    "saved_section",
-    "write_atomically",
-]

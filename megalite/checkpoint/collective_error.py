@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from safetensors import SafetensorError
 
 from megalite.checkpoint.storage import AnyPath
-from megalite.errors import CheckpointError, DamagedCheckpointError, MegaliteError
+from megalite.errors import CheckpointError, CorruptCheckpointError, MegaliteError
 from megalite.parallel import collectives
 from megalite.parallel.mesh import ParallelMesh
 
@@ -22,7 +22,7 @@ def raise_on_all_ranks(mesh: ParallelMesh, doing: str, advice: str = "") -> Iter
     gone.
 
     Raises the same CheckpointError on every rank. Its message says what was being done (`doing`), the lowest rank that
-    failed, why it failed, and `advice`. If every failure is damage, the error is a DamagedCheckpointError; a failure
+    failed, why it failed, and `advice`. If every failure is damage, the error is a CorruptCheckpointError; a failure
     that is not damage is reported before those that are. The block itself must not communicate.
     """
     failure: Exception | None = None
@@ -30,7 +30,7 @@ def raise_on_all_ranks(mesh: ParallelMesh, doing: str, advice: str = "") -> Iter
         yield
     except Exception as error:
         failure = error
-    damaged = isinstance(failure, DamagedCheckpointError)
+    damaged = isinstance(failure, CorruptCheckpointError)
     report = None if failure is None else (damaged, f"{doing} failed{_where(mesh)}: {_describe(failure)}")
     reports = [json.loads(text) for text in all_gather_text(json.dumps(report), mesh)]
     if failure is not None and not isinstance(failure, _EXPECTED):
@@ -38,7 +38,7 @@ def raise_on_all_ranks(mesh: ParallelMesh, doing: str, advice: str = "") -> Iter
     failed = sorted((report for report in reports if report is not None), key=lambda report: report[0])
     if failed:
         damaged, message = failed[0]
-        kind = DamagedCheckpointError if damaged else CheckpointError
+        kind = CorruptCheckpointError if damaged else CheckpointError
         raise kind(f"{message}\n{advice}" if advice else message) from failure
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.manifest import SavedTensor
+from megalite.checkpoint.manifest import SavedTensor, dtype_name
 from megalite.checkpoint.progress import Advance, in_threads
-from megalite.checkpoint.reader import CheckpointReader, chunks, dtype_of, size_in_bytes, whole
+from megalite.checkpoint.reader import CheckpointReader, chunks
 
 ABSENT = "(absent)"
 
@@ -54,7 +54,7 @@ class Comparison:
 
 def compared_bytes(a: CheckpointReader, b: CheckpointReader, names: Iterable[str]) -> int:
     """Return the number of bytes that `compare` reports to `advance` in total."""
-    return sum(size_in_bytes(a.manifest.tensors[name]) for name in _comparable(a, b, names))
+    return sum(a.tensors[name].size for name in _comparable(a, b, names))
 
 
 def compare(
@@ -62,9 +62,9 @@ def compare(
 ) -> Comparison:
     """Compare training state, configuration and the named tensors.
 
-    Raises DamagedFileError: nothing is compared before its checksum is verified.
+    Raises CorruptFileError: nothing is compared before its checksum is verified.
     """
-    ours, theirs, names = a.manifest.tensors, b.manifest.tensors, sorted(names)
+    ours, theirs, names = a.tensors, b.tensors, sorted(names)
     comparable = _comparable(a, b, names)
     found = in_threads(workers, lambda name: compare_values(a, b, name, advance), comparable)
     return Comparison(
@@ -82,12 +82,12 @@ def compare(
 
 
 def _comparable(a: CheckpointReader, b: CheckpointReader, names: Iterable[str]) -> list[str]:
-    ours, theirs = a.manifest.tensors, b.manifest.tensors
+    ours, theirs = a.tensors, b.tensors
     return [n for n in names if n in ours and n in theirs and ours[n].shape == theirs[n].shape]
 
 
 def _kind(tensor: SavedTensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
 
 
 def _different(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -104,11 +104,11 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def compare_values(a: CheckpointReader, b: CheckpointReader, name: str, advance: Advance) -> ValueDifference:
-    """Compare the values of a tensor that has the same shape in both, a part at a time. Raises DamagedFileError."""
-    tensor, other = a.manifest.tensors[name], b.manifest.tensors[name]
+    """Compare the values of a tensor that has the same shape in both, a part at a time. Raises CorruptFileError."""
+    tensor, other = a.tensors[name], b.tensors[name]
     different, absolute, relative = 0, 0.0, 0.0
-    wider = max(dtype_of(tensor), dtype_of(other), key=lambda dtype: dtype.itemsize)
-    for box in (box for block in chunks(whole(tensor), wider) for box, _ in block):
+    wider = max(tensor.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    for box in (box for block in chunks(tensor.whole, wider) for box, _ in block):
         mine, yours = a.read(name, box), b.read(name, box)
         at = _unequal(mine, yours)
         if at.any():
@@ -116,7 +116,7 @@ def compare_values(a: CheckpointReader, b: CheckpointReader, name: str, advance:
             different += int(at.sum())
             absolute, relative = max(absolute, greatest[0]), max(relative, greatest[1])
         advance(mine.nbytes)
-    return ValueDifference(whole(tensor).numel, different, absolute, relative)
+    return ValueDifference(tensor.whole.numel, different, absolute, relative)
 
 
 def _unequal(a: Tensor, b: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from megalite.checkpoint.storage import AnyPath
 from megalite.config.model import ModelConfig
 from megalite.config.run import fields_by_name, fits, section_types
 from megalite.config.validate import model_problems
-from megalite.errors import CheckpointError, DamagedCheckpointError
+from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.small_files import shown
 
 Section = TypeVar("Section")
@@ -35,7 +35,7 @@ def model_config(path: AnyPath, config: Mapping[str, Any]) -> ModelConfig:
         )
     model = saved_section(path, config, ModelConfig)
     if problems := model_problems(model):
-        raise DamagedCheckpointError("\n".join((f"{path} is of no model that can be:", *problems)))
+        raise CorruptCheckpointError("\n".join((f"{path} is of no model that can be:", *problems)))
     return model
 
 
@@ -43,7 +43,7 @@ def saved_section(path: AnyPath, config: Mapping[str, Any], kind: type[Section])
     """Return a section of the run's configuration that the checkpoint in folder `path` holds.
 
     Fields that only another version of this program has are left out or set to their defaults. Raises
-    DamagedCheckpointError if a field is missing or has a value that no field of its kind can have.
+    CorruptCheckpointError if a field is missing or has a value that no field of its kind can have.
     """
     (name,) = (name for name, each in section_types().items() if each is kind)
     kinds, saved = get_type_hints(kind), config.get(name, {})
@@ -52,7 +52,7 @@ def saved_section(path: AnyPath, config: Mapping[str, Any], kind: type[Section])
     required = {each for each, place in fields_by_name().items() if place.required and place.section == name}
     wrong += [f"no {each}" for each in sorted(required - values.keys())]
     if wrong:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{path} says of the run that saved it, in the section {name}: {', '.join(wrong[:8])}. It is damaged, or "
             "of a newer megalite: load another checkpoint"
         )

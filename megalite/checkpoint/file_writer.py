@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megalite.checkpoint import manifest
 from megalite.checkpoint.file_layout import ByteRange, TensorBox
-from megalite.checkpoint.formats import Format, Placed
-from megalite.checkpoint.manifest import SavedBox, SavedFile, SavedTensor, dtype_name
+from megalite.checkpoint.formats import Format
+from megalite.checkpoint.manifest import SavedBox, SavedFile, SavedTensor
 from megalite.checkpoint.progress import Advance, in_threads
 from megalite.checkpoint.reader import chunks
 from megalite.checkpoint.shard_file import bytes_of
@@ -24,61 +23,48 @@ Cut = Sequence[Sequence[tuple[str, Box]]]
 """Boxes that each file will hold, by tensor and in their order."""
 
 
-@dataclass(frozen=True)
-class _Output:
-    """Box to write."""
-
-    part: TensorBox
-    file: str
-    byte_range: ByteRange
-
-
 class FileWriter:
     """Files of known size, into which tensors are copied in any order."""
 
     def __init__(self, source: Source, folder: Path, cut: Cut, file_format: Format, advance: Advance) -> None:
         self.source, self.folder, self.format, self.advance = source, folder, file_format, advance
-        tensors = source.tensors
-        self.outputs: dict[str, list[_Output]] = {}
-        """Boxes to write, by file."""
+        self.placed: dict[str, list[tuple[TensorBox, ByteRange]]] = {}
+        """Parts of each file, with their byte ranges."""
+        self.by_tensor: dict[str, list[tuple[str, TensorBox, ByteRange]]] = {}
+        """Files, parts and byte ranges of each tensor."""
         for boxes in cut:
-            parts = [TensorBox(name, tensors[name].shape, tensors[name].dtype, box) for name, box in boxes]
+            kinds = source.tensors
+            parts = [TensorBox(name, kinds[name].shape, kinds[name].dtype, box) for name, box in boxes]
             if parts:
-                self._begin(file_format.file.format(writer=len(self.outputs), number=len(self.outputs) + 1), parts)
-        self.by_tensor: dict[str, list[_Output]] = {}
-        for output in (output for outputs in self.outputs.values() for output in outputs):
-            self.by_tensor.setdefault(output.part.name, []).append(output)
+                self._begin(file_format.file.format(writer=len(self.placed), number=len(self.placed) + 1), parts)
 
     def _begin(self, file: str, parts: Sequence[TensorBox]) -> None:
-        self.outputs[file] = [
-            _Output(part, file, byte_range)
-            for part, byte_range in zip(parts, self.format.byte_ranges(parts), strict=True)
-        ]
+        self.placed[file] = list(zip(parts, self.format.byte_ranges(parts), strict=True))
         with (self.folder / file).open("xb") as stream:
-            for output in self.outputs[file]:
-                stream.seek(output.byte_range.start - len(output.byte_range.before))
-                stream.write(output.byte_range.before)
+            for part, byte_range in self.placed[file]:
+                self.by_tensor.setdefault(part.name, []).append((file, part, byte_range))
+                stream.seek(byte_range.start - len(byte_range.before))
+                stream.write(byte_range.before)
 
     def write(self, workers: int) -> dict[str, SavedTensor]:
         """Write all files, using this many threads, and sync them. Raises OSError, and CheckpointError of the
         source."""
         names = sorted(self.by_tensor, key=numbers_as_numbers)
         tensors = dict(zip(names, in_threads(workers, self._copy, names), strict=True))
-        in_threads(workers, self._sync, self.outputs)
+        in_threads(workers, self._sync, self.placed)
         return tensors
 
     def _copy(self, name: str) -> SavedTensor:
         """Write all boxes of a tensor."""
         kind = self.source.tensors[name]
-        boxes = tuple(self._copy_box(each) for each in self.by_tensor[name])
-        return SavedTensor(kind.shape, dtype_name(kind.dtype), boxes)
+        boxes = tuple(self._copy_box(*each) for each in self.by_tensor[name])
+        return SavedTensor(kind.shape, kind.dtype, boxes)
 
-    def _copy_box(self, output: _Output) -> SavedBox:
-        part, byte_range = output.part, output.byte_range
+    def _copy_box(self, file: str, part: TensorBox, byte_range: ByteRange) -> SavedBox:
         checksums: list[int] = []
         checksum = 0
         buffer = torch.empty(manifest.BLOCK // part.dtype.itemsize, dtype=part.dtype)
-        with (self.folder / output.file).open("r+b") as stream:
+        with (self.folder / file).open("r+b") as stream:
             stream.seek(byte_range.start)
             for block in chunks(part.box, part.dtype):
                 for box, _ in block:
@@ -90,23 +76,19 @@ class FileWriter:
                     self.advance(len(data))
                 checksums.append(checksum)
             stream.write(byte_range.after(checksum))
-        return SavedBox(part.name, part.dtype, part.box, output.file, byte_range.start, tuple(checksums))
+        return SavedBox(part.name, part.dtype, part.box, file, byte_range.start, tuple(checksums))
 
     def _sync(self, file: str) -> None:
         with (self.folder / file).open("r+b") as stream:
             os.fsync(stream.fileno())
 
-    def placed(self) -> Placed:
-        """Parts in the files, with their byte ranges."""
-        return {file: [(each.part, each.byte_range) for each in outputs] for file, outputs in self.outputs.items()}
-
     def saved_files(self, tensors: Mapping[str, SavedTensor]) -> dict[str, SavedFile]:
         """Return the records of the files, once the tensors are written."""
         checksums = {(box.file, box.start): box.checksums[-1] for tensor in tensors.values() for box in tensor.boxes}
         files: dict[str, SavedFile] = {}
-        for file, outputs in self.outputs.items():
+        for file, placed in self.placed.items():
             around = 0
-            for byte_range in (output.byte_range for output in outputs):
+            for _, byte_range in placed:
                 after = byte_range.after(checksums[file, byte_range.start])
                 around = zlib.crc32(after, zlib.crc32(byte_range.before, around))
             files[file] = SavedFile(byte_range.stop + len(after), around)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.damage import DamagedFileError
+from megalite.checkpoint.corruption import CorruptFileError
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, split_name
 from megalite.checkpoint.progress import Advance, in_threads
-from megalite.checkpoint.reader import CheckpointReader, size_in_bytes, whole
+from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.selection import check_sizes
 from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError
@@ -24,38 +24,34 @@ from megalite.errors import CheckpointError
 def describe(reader: CheckpointReader, names: Iterable[str]) -> dict[str, Any]:
     """Return a checkpoint's contents, including the named tensors, as JSON values."""
     saved = reader.manifest
+    files = _boxes_by_file(saved).items()
     return {
         "checkpoint": str(reader.path),
         "training": asdict(saved.training),
         "config": saved.config,
-        "files": _files(reader),
+        "files": {
+            file: {"bytes": saved.files[file].size, "boxes": len(boxes), "tensors": len({box.tensor for box in boxes})}
+            for file, boxes in files
+        },
         "totals": _totals(saved.tensors),
         "tensors": {name: _tensor(saved.tensors[name]) for name in names},
     }
 
 
-def _files(reader: CheckpointReader) -> dict[str, dict[str, int]]:
-    sizes = reader.manifest.files
-    return {
-        file: {"bytes": sizes[file].size, "boxes": len(boxes), "tensors": len({saved.tensor for saved in boxes})}
-        for file, boxes in _boxes_by_file(reader.manifest).items()
-    }
+def _tensor(tensor: SavedTensor) -> dict[str, Any]:
+    boxes = [manifest.box_to_json(saved) for saved in tensor.boxes]
+    return {"shape": tensor.shape, "dtype": manifest.dtype_name(tensor.dtype), "bytes": tensor.size, "boxes": boxes}
 
 
 def _totals(tensors: dict[str, SavedTensor]) -> dict[str, dict[str, int]]:
     """Return totals by kind: the weights, the modules' state, and each state of the optimizer."""
     totals: dict[str, dict[str, int]] = {}
     for name, tensor in tensors.items():
-        kind = totals.setdefault(split_name(name)[0], dict.fromkeys(("tensors", "elements", "bytes"), 0))
+        kind = totals.setdefault(split_name(name)[0], {"tensors": 0, "elements": 0, "bytes": 0})
         kind["tensors"] += 1
-        kind["elements"] += whole(tensor).numel
-        kind["bytes"] += size_in_bytes(tensor)
+        kind["elements"] += tensor.whole.numel
+        kind["bytes"] += tensor.size
     return totals
-
-
-def _tensor(tensor: SavedTensor) -> dict[str, Any]:
-    boxes = [manifest.box_to_json(saved) for saved in tensor.boxes]
-    return {"shape": tensor.shape, "dtype": tensor.dtype, "bytes": size_in_bytes(tensor), "boxes": boxes}
 
 
 def _boxes_by_file(saved: Manifest) -> dict[str, list[SavedBox]]:
@@ -69,7 +65,7 @@ def _boxes_by_file(saved: Manifest) -> dict[str, list[SavedBox]]:
 # ------------------------------------------------------------------------------------------------------ damage
 
 
-def verify(reader: CheckpointReader, workers: int, advance: Advance) -> list[DamagedFileError]:
+def verify(reader: CheckpointReader, workers: int, advance: Advance) -> list[CorruptFileError]:
     """Return all damage: every file is read completely, even if others are damaged."""
     files = _boxes_by_file(reader.manifest).items()
     found = in_threads(workers, lambda file: list(_damages_of_file(reader, *file, advance)), files)
@@ -78,7 +74,7 @@ def verify(reader: CheckpointReader, workers: int, advance: Advance) -> list[Dam
 
 def _damages_of_file(
     reader: CheckpointReader, file: str, boxes: list[SavedBox], advance: Advance
-) -> Iterator[DamagedFileError]:
+) -> Iterator[CorruptFileError]:
     path = reader.path / file
     try:
         check_sizes(reader.path, reader.manifest, [file])
@@ -97,23 +93,23 @@ def _damages_of_file(
             yield _damage(path, error, saved.tensor)
 
 
-def _damage(path: AnyPath, error: CheckpointError, tensor: str | None = None) -> DamagedFileError:
-    return DamagedFileError(path, error.problem if isinstance(error, DamagedFileError) else str(error), tensor)
+def _damage(path: AnyPath, error: CheckpointError, tensor: str | None = None) -> CorruptFileError:
+    return CorruptFileError(path, error.problem if isinstance(error, CorruptFileError) else str(error), tensor)
 
 
-def _uncovered(reader: CheckpointReader) -> Iterator[DamagedFileError]:
-    for name in reader.manifest.tensors:
+def _uncovered(reader: CheckpointReader) -> Iterator[CorruptFileError]:
+    for name in reader.tensors:
         try:
             reader.check_covered(name)
-        except DamagedFileError as damage:
+        except CorruptFileError as damage:
             yield damage
 
 
-def _foreign(reader: CheckpointReader) -> Iterator[DamagedFileError]:
+def _foreign(reader: CheckpointReader) -> Iterator[CorruptFileError]:
     paths: list[AnyPath] = [*reader.path.iterdir()]
     for path in sorted(paths, key=lambda path: path.name):
         if path.name != manifest.NAME and path.name not in reader.manifest.files:
-            yield DamagedFileError(path, "it is not of this checkpoint")
+            yield CorruptFileError(path, "it is not of this checkpoint")
 
 
 # ------------------------------------------------------------------------------------------------------ values
@@ -154,7 +150,7 @@ class Statistics:
 
 
 def statistics(reader: CheckpointReader, name: str, advance: Advance) -> Statistics:
-    """Return the statistics of a tensor, in one pass. Raises DamagedFileError."""
+    """Return the statistics of a tensor, in one pass. Raises CorruptFileError."""
 
     def parts() -> Iterator[Statistics]:
         for saved in reader.manifest.tensors[name].boxes:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -26,7 +26,6 @@ from megalite.checkpoint.manifest import (
     read_manifest,
 )
 from megalite.checkpoint.plan import Plan, Region, boxes, held_regions, held_slices, held_states
-from megalite.checkpoint.reader import dtype_of
 from megalite.checkpoint.source import Kind, Source
 from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError
@@ -38,10 +37,10 @@ from megalite.parallel.sharding import Box
 
 _SHOWN = 8  # problems in one message
 _PRECISION_FLAGS = {
-    "bfloat16": "with --bf16",
-    "float16": "with --fp16",
-    "float64": "with --fp64",
-    "float32": "without --bf16, --fp16 and --fp64",
+    torch.bfloat16: "with --bf16",
+    torch.float16: "with --fp16",
+    torch.float64: "with --fp64",
+    torch.float32: "without --bf16, --fp16 and --fp64",
 }
 
 
@@ -65,60 +64,38 @@ def load(
     ranks of a node need are read only once; without it, each rank reads for itself.
 
     Raises:
-        DamagedCheckpointError: a file is not as it was written; the same on every rank. The weights and the state may
+        CorruptCheckpointError: a file is not as it was written; the same on every rank. The weights and the state may
             have been overwritten in part.
         CheckpointError: the checkpoint is not of this model, precision or optimizer; the same on every rank.
     """
-    if optimizer is not None:
-        optimizer.finish_parameter_gather()
-    for parameter, _ in named_pieces(module):
-        parameter.allocate()
-    with optimizer.unpacked() if optimizer is not None else nullcontext():
-        manifest = _fill(path, module, optimizer, mesh, described, plan, state=state, casts=casts)
-    if optimizer is not None:
-        optimizer.steps = manifest.training.optimizer_steps if state else 0
-        optimizer.begin_parameter_gather()
-        optimizer.finish_parameter_gather()
-    return manifest.training
-
-
-def _fill(
-    path: AnyPath,
-    module: nn.Module,
-    optimizer: Optimizer | None,
-    mesh: ParallelMesh,
-    described: Manifest | None,
-    plan: Plan | None,
-    *,
-    state: bool,
-    casts: bool,
-) -> Manifest:
-    """Set this rank's part of the weights and state, as `load` says."""
-    regions = held_regions(module, optimizer)
     doing = f"loading {path}"
-    node = mesh.group_of(_on_this_node(mesh)) if plan is not None else mesh.group_of([mesh.rank])
-    with raise_on_all_ranks(mesh, doing):
-        manifest = described or read_manifest(path)
+    with _writable(module, optimizer):
+        regions = held_regions(module, optimizer)
+        node = mesh.group_of(_on_this_node(mesh)) if plan is not None else mesh.group_of([mesh.rank])
+        with raise_on_all_ranks(mesh, doing):
+            manifest = described or read_manifest(path)
+            if optimizer is not None:
+                _check_optimizer(manifest, optimizer, state, casts)
+            chosen = [(name, r) for r in regions if (name := _source(manifest, r.part, state, casts)) is not None]
+            _check_fits(manifest, [(name, region.part) for name, region in chosen], casts)
+            wanted = _wanted(manifest, chosen)
+            dealt = _dealt(manifest, plan, node, state, casts) if plan is not None and node.size > 1 else {}
+        if described is None:
+            check_all_see(str(manifest.checksum), path, mesh)
+        kinds = (MODEL, STATE, OPTIMIZER) if optimizer is not None and state else (MODEL, STATE)
+        _check_all_used(manifest, {name for name, _ in chosen}, mesh, path, kinds)
+        _zero_the_rest(module, optimizer, state)
+        failure = fetch(path, manifest, wanted, dealt, node, mesh.device)
+        with raise_on_all_ranks(mesh, doing):
+            if failure is not None:
+                raise failure
+        if optimizer is not None and not state and not casts:
+            for part in optimizer.slices():
+                if (master := part.tensors.get("master")) is not None:
+                    master.copy_(part.values)
         if optimizer is not None:
-            _check_optimizer(manifest, optimizer, state, casts)
-        chosen = [(name, r) for r in regions if (name := _source(manifest, r.part, state, casts)) is not None]
-        _check_fits(manifest, [(name, region.part) for name, region in chosen], casts)
-        wanted = _wanted(manifest, chosen)
-        dealt = _dealt(manifest, plan, node, state, casts) if plan is not None and node.size > 1 else {}
-    if described is None:
-        check_all_see(str(manifest.checksum), path, mesh)
-    kinds = (MODEL, STATE, OPTIMIZER) if optimizer is not None and state else (MODEL, STATE)
-    _check_all_used(manifest, {name for name, _ in chosen}, mesh, path, kinds)
-    _zero_the_rest(module, optimizer, state)
-    failure = fetch(path, manifest, wanted, dealt, node, mesh.device)
-    with raise_on_all_ranks(mesh, doing):
-        if failure is not None:
-            raise failure
-    if optimizer is not None and not state and not casts:
-        for part in optimizer.slices():
-            if (master := part.tensors.get("master")) is not None:
-                master.copy_(part.values)
-    return manifest
+            optimizer.steps = manifest.training.optimizer_steps if state else 0
+    return manifest.training
 
 
 def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimizer | None, mesh: ParallelMesh) -> None:
@@ -127,19 +104,24 @@ def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimi
     Every rank calls it. Padding becomes zero. The source has each weight under its logical name, and state as
     `state/NAME`. Raises CheckpointError, the same on every rank, if `what` cannot be read or is of another model.
     """
+    with _writable(module, optimizer), raise_on_all_ranks(mesh, f"loading {what}"):
+        regions = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER, STATE))]
+        held = [(r.part.name.removeprefix(MODEL).removeprefix(MASTER), r) for r in regions]
+        _raise_if_any(_difference(name, source.tensors.get(name), region.part) for name, region in held)
+        _zero_the_rest(module, optimizer, state=False)
+        for name, region in held:
+            source.fill(name, region.part.box, region.values)
+
+
+@contextmanager
+def _writable(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
+    """Allocate the parameters and, while the block sets them, keep the optimizer from using them; then gather them."""
     if optimizer is not None:
         optimizer.finish_parameter_gather()
     for parameter, _ in named_pieces(module):
         parameter.allocate()
-    with optimizer.unpacked() if optimizer is not None else nullcontext(), raise_on_all_ranks(mesh, f"loading {what}"):
-        regions = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER, STATE))]
-        held = [(r.part.name.removeprefix(MODEL).removeprefix(MASTER), r) for r in regions]
-        different = (_difference(name, source.tensors.get(name), region.part) for name, region in held)
-        if problems := dict.fromkeys(problem for problem in different if problem):
-            raise CheckpointError(f"it does not fit this run:\n{_listed(list(problems))}")
-        _zero_the_rest(module, optimizer, state=False)
-        for name, region in held:
-            source.fill(name, region.part.box, region.values)
+    with optimizer.unpacked() if optimizer is not None else nullcontext():
+        yield
     if optimizer is not None:
         optimizer.begin_parameter_gather()
         optimizer.finish_parameter_gather()
@@ -159,7 +141,7 @@ def _finest(manifest: Manifest, part: TensorBox) -> str:
     if part.name.startswith(MODEL):
         master = MASTER + part.name.removeprefix(MODEL)
         saved = manifest.tensors.get(part.name)
-        alike = saved is None or saved.dtype == dtype_name(part.dtype)
+        alike = saved is None or saved.dtype == part.dtype
         return part.name if alike or master not in manifest.tensors else master
     if part.name.startswith(MASTER) and part.name not in manifest.tensors:
         return MODEL + part.name.removeprefix(MASTER)
@@ -225,27 +207,30 @@ def _check_optimizer(manifest: Manifest, optimizer: Optimizer, state: bool, cast
 def _check_fits(manifest: Manifest, chosen: Iterable[tuple[str, TensorBox]], casts: bool) -> None:
     """Raise CheckpointError if a needed tensor is missing in the checkpoint, incomplete, or of another dtype or
     shape."""
-    problems = dict.fromkeys(problem for name, part in chosen if (problem := _mismatch(manifest, name, part, casts)))
-    if problems:
-        raise CheckpointError(f"it does not fit this run:\n{_listed(list(problems))}")
+    _raise_if_any(_mismatch(manifest, name, part, casts) for name, part in chosen)
+
+
+def _raise_if_any(problems: Iterable[str | None]) -> None:
+    """Raise CheckpointError that lists the problems, each once, if there are any that are not None."""
+    if found := list(dict.fromkeys(problem for problem in problems if problem is not None)):
+        raise CheckpointError(f"it does not fit this run:\n{_listed(found)}")
 
 
 def _mismatch(manifest: Manifest, name: str, part: TensorBox, casts: bool) -> str | None:
     """Return why a part cannot be read from the named tensor, or None."""
     saved = manifest.tensors.get(name)
-    different = _difference(name, None if saved is None else Kind(saved.shape, dtype_of(saved)), part)
+    different = _difference(name, saved, part)
     if saved is None or different is not None:
         return different
-    dtype = dtype_name(part.dtype)
-    if saved.dtype != dtype and not casts:
+    if saved.dtype != part.dtype and not casts:
         flags = f"start the run {_PRECISION_FLAGS[saved.dtype]}, or " if saved.dtype in _PRECISION_FLAGS else ""
         if name.startswith(OPTIMIZER):
             flags = "give --main-params-dtype and --exp-avg-dtype, or their like, as they were, or "
         elif name.startswith(STATE):
             flags = ""
         return (
-            f"{name} is {saved.dtype} in it and {dtype} in this run, and nothing is cast silently; {flags}give "
-            "--load-casts"
+            f"{name} is {dtype_name(saved.dtype)} in it and {dtype_name(part.dtype)} in this run, and nothing is cast "
+            f"silently; {flags}give --load-casts"
         )
     if not covers((box.box for box in saved.boxes), part.box):
         return f"{name} is incomplete in it: its boxes do not hold {part.box} exactly once"

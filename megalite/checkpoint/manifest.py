@@ -35,10 +35,11 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.damage import unreadable
+from megalite.checkpoint.corruption import unreadable
 from megalite.checkpoint.file_layout import entry
+from megalite.checkpoint.source import Kind
 from megalite.checkpoint.storage import AnyPath, read_small
-from megalite.errors import CheckpointError, DamagedCheckpointError
+from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.parallel.sharding import Box
 from megalite.small_files import MIB, MOST_MARKS, parse_json, shown
 
@@ -146,9 +147,7 @@ class SavedFile:
 
 
 @dataclass(frozen=True)
-class SavedTensor:
-    shape: tuple[int, ...]
-    dtype: str
+class SavedTensor(Kind):
     boxes: tuple[SavedBox, ...]
     """Boxes that together hold each element of the tensor once."""
 
@@ -212,16 +211,16 @@ class Manifest:
 def read_manifest(path: AnyPath) -> Manifest:
     """Read the manifest of the checkpoint in folder `path`.
 
-    Raises DamagedCheckpointError if it is missing or damaged, and CheckpointError if it cannot be read.
+    Raises CorruptCheckpointError if it is missing or damaged, and CheckpointError if it cannot be read.
     """
     try:
         return Manifest.from_json(read_small(path / NAME, largest=_LARGEST))
     except FileNotFoundError as error:
-        raise DamagedCheckpointError(f"{path} is no checkpoint: it has no {NAME}{of_others(path)}") from error
+        raise CorruptCheckpointError(f"{path} is no checkpoint: it has no {NAME}{of_others(path)}") from error
     except OSError as error:
         raise unreadable(path / NAME, error) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"{path / NAME} is damaged or foreign: {str(error)[:300]}. Load another checkpoint"
         ) from error
     except CheckpointError as error:
@@ -259,7 +258,7 @@ def owner_name(tensor: str) -> str:
 def covers(boxes: Iterable[Box], target: Box) -> bool:
     """Tell whether the boxes hold each element of `target` exactly once.
 
-    Raises DamagedCheckpointError if the boxes interlock so that no straight cut separates them: the check would take
+    Raises CorruptCheckpointError if the boxes interlock so that no straight cut separates them: the check would take
     long.
     """
     return _tile([part for box in boxes if (part := box.intersection(target)) is not None], target, _MOST_CUTS)
@@ -284,7 +283,7 @@ def _tile(parts: Sequence[Box], target: Box, cuts: int) -> bool:
                 _tile(slab, _side(target, axis, *side), cuts - 1) for slab, side in zip(slabs, sides, strict=True)
             )
     if len(parts) > _MOST_INTERLOCKED:
-        raise DamagedCheckpointError(
+        raise CorruptCheckpointError(
             f"the {len(parts)} boxes of {list(target.size)} elements from {list(target.offset)} on interlock, where "
             "straight cuts part those that megalite writes: load another checkpoint"
         )
@@ -363,7 +362,11 @@ def _check_box(saved: SavedBox, shape: tuple[int, ...], files: dict[str, SavedFi
 
 
 def _tensor_to_json(tensor: SavedTensor) -> dict[str, Any]:
-    return {"shape": tensor.shape, "dtype": tensor.dtype, "boxes": [box_to_json(saved) for saved in tensor.boxes]}
+    return {
+        "shape": tensor.shape,
+        "dtype": dtype_name(tensor.dtype),
+        "boxes": [box_to_json(saved) for saved in tensor.boxes],
+    }
 
 
 def box_to_json(saved: SavedBox) -> dict[str, Any]:
@@ -384,7 +387,7 @@ def _tensor_from_json(name: str, fields: dict[str, Any]) -> SavedTensor:
     if not dtype.is_floating_point and name.startswith((MODEL, MASTER)):
         raise TypeError(f"{shown(name)} is a weight, and of whole numbers, {dtype_name(dtype)}")
     boxes = tuple(_box_from_json(name, dtype, saved) for saved in fields["boxes"])
-    return SavedTensor(_axes(name, fields["shape"]), fields["dtype"], boxes)
+    return SavedTensor(_axes(name, fields["shape"]), dtype, boxes)
 
 
 def _box_from_json(name: str, dtype: torch.dtype, fields: dict[str, Any]) -> SavedBox:

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.damage import DamagedFileError
+from megalite.checkpoint.corruption import CorruptFileError
 from megalite.checkpoint.fetching import Target, in_one_piece, needed_blocks, put, read_block
-from megalite.checkpoint.manifest import Block, SavedBox, SavedTensor, covers, read_manifest
+from megalite.checkpoint.manifest import Block, SavedBox, covers, read_manifest
 from megalite.checkpoint.shard_file import bytes_of, checksum_of, open_to_read
-from megalite.checkpoint.source import Kind
 from megalite.checkpoint.storage import AnyPath
-from megalite.errors import DamagedCheckpointError
+from megalite.errors import CorruptCheckpointError
 from megalite.parallel.sharding import Box
 
 _KEPT = 8
@@ -30,16 +29,16 @@ class CheckpointReader:
         self.path, self.manifest = path, read_manifest(path)
         self._covered: set[str] = set()
         self._kept = _Kept()
-        self.tensors = {name: Kind(each.shape, dtype_of(each)) for name, each in self.manifest.tensors.items()}
+        self.tensors = self.manifest.tensors
 
     def read(self, name: str, box: Box) -> Tensor:
-        """Return a box of a tensor. All bytes that are used were verified. Raises DamagedFileError."""
+        """Return a box of a tensor. All bytes that are used were verified. Raises CorruptFileError."""
         values = torch.empty(box.size, dtype=self.tensors[name].dtype)
         self.fill(name, box, values)
         return values
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
-        """Fill `values`, as in `Source`. All bytes that are used were verified. Raises DamagedFileError."""
+        """Fill `values`, as in `Source`. All bytes that are used were verified. Raises CorruptFileError."""
         if name not in self._covered:
             self.check_covered(name)
             self._covered.add(name)
@@ -53,17 +52,17 @@ class CheckpointReader:
                     read_block(self.path, self.manifest, block, place)
 
     def check_covered(self, name: str) -> None:
-        """Raise DamagedFileError unless the boxes of a tensor hold each of its elements once."""
+        """Raise CorruptFileError unless the boxes of a tensor hold each of its elements once."""
         tensor = self.manifest.tensors[name]
         try:
-            covered = covers((saved.box for saved in tensor.boxes), whole(tensor))
-        except DamagedCheckpointError as error:
-            raise DamagedFileError(self.path, f"of {name}, {error}", name) from error
+            covered = covers((saved.box for saved in tensor.boxes), tensor.whole)
+        except CorruptCheckpointError as error:
+            raise CorruptFileError(self.path, f"of {name}, {error}", name) from error
         if not covered:
-            raise DamagedFileError(self.path, f"the boxes of {name} do not hold each of its elements once", name)
+            raise CorruptFileError(self.path, f"the boxes of {name} do not hold each of its elements once", name)
 
     def blocks(self, saved: SavedBox) -> Iterator[Tensor]:
-        """Yield the elements of a saved box in row-major order, flat, a block at a time. Raises DamagedFileError."""
+        """Yield the elements of a saved box in row-major order, flat, a block at a time. Raises CorruptFileError."""
         for block in saved.blocks():
             yield self._read_block(block).view(saved.dtype)
 
@@ -83,7 +82,7 @@ class CheckpointReader:
         return kept[key][: block.size]
 
     def check_around(self, file: str, boxes: Iterable[SavedBox]) -> None:
-        """Raise DamagedFileError if the bytes of a file that are in none of its boxes are not as they were written."""
+        """Raise CorruptFileError if the bytes of a file that are in none of its boxes are not as they were written."""
         path, described = self.path / file, self.manifest.files[file]
         checksum, position = 0, 0
         with open_to_read(path, described.size) as opened:
@@ -94,26 +93,13 @@ class CheckpointReader:
                     checksum = checksum_of(opened, first, buffer, checksum)
                 position = stop
         if checksum != described.checksum:
-            raise DamagedFileError(path, "the checksum of what stands around its tensors does not match")
+            raise CorruptFileError(path, "the checksum of what stands around its tensors does not match")
 
 
 class _Kept(local):
     def __init__(self) -> None:
         self.blocks: dict[tuple[str, int], Tensor] = {}
         """Blocks by place, the oldest first."""
-
-
-def dtype_of(tensor: SavedTensor) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, tensor.dtype)
-    return dtype
-
-
-def whole(tensor: SavedTensor) -> Box:
-    return Box.whole(tensor.shape)
-
-
-def size_in_bytes(tensor: SavedTensor) -> int:
-    return whole(tensor).numel * dtype_of(tensor).itemsize
 
 
 def chunks(box: Box, dtype: torch.dtype) -> Iterator[list[tuple[Box, int]]]:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megalite.atomic_files import writing
 from megalite.checkpoint import saving
 from megalite.checkpoint.file_writer import Cut, FileWriter
 from megalite.checkpoint.formats import NATIVE, Format
 from megalite.checkpoint.manifest import Manifest, TrainingState, covers, owner_name, split_name
-from megalite.checkpoint.new_folder import writing
 from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.source import Kind, Source, numbers_as_numbers
@@ -103,7 +103,7 @@ def write_checkpoint(
             transaction.begin()
             writer = FileWriter(source, transaction.folder, cut, file_format, advance)
             tensors = writer.write(workers)
-            files = writer.saved_files(tensors) | saving.write_index(transaction, file_format, writer.placed())
+            files = writer.saved_files(tensors) | saving.write_index(transaction, file_format, writer.placed)
             saving.finish(transaction, Manifest(training, config, files, tensors))
     finally:
         transaction.abandon()

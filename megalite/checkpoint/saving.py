@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from threading import Event
 from typing import Any
+
+import torch
 
 from megalite.checkpoint import manifest, shard_file
 from megalite.checkpoint.collective_error import raise_on_all_ranks
@@ -17,15 +21,46 @@ from megalite.checkpoint.formats import NATIVE, Format, Placed
 from megalite.checkpoint.manifest import OPTIMIZER, Manifest, SavedBox, SavedFile, SavedTensor, TrainingState, covers
 from megalite.checkpoint.plan import Plan, Region, saved_regions
 from megalite.checkpoint.shard_file import Written
-from megalite.checkpoint.staging import Staging
 from megalite.checkpoint.storage import AnyPath, create, sizes
 from megalite.checkpoint.transaction import SaveTransaction, new_transaction
 from megalite.errors import CheckpointError
 from megalite.optim.optimizer import Optimizer
-from megalite.parallel import collectives
+from megalite.parallel import collectives, device
 from megalite.parallel.sharding import Box
 
 _ADVICE = "Checkpoints saved before are as they were. Free space, or give another folder with --save"
+
+
+_ALIGNMENT = 64  # bytes
+
+
+class Staging:
+    """Memory for the regions that a rank saves, made once and used for every save."""
+
+    def __init__(self, regions: Sequence[Region], place: torch.device) -> None:
+        """Make memory of the sizes of `regions`, whose values are on the device `place`."""
+        self._device = place
+        starts = [0]
+        for region in regions:
+            starts.append(starts[-1] + math.ceil(region.part.size / _ALIGNMENT) * _ALIGNMENT)
+        self._memory = device.host_memory(starts[-1], place)
+        self._copies = [
+            self._memory[start : start + region.part.size].view(region.part.dtype)
+            for region, start in zip(regions, starts, strict=False)
+        ]
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+        return self._memory.nbytes
+
+    @torch.no_grad()
+    def take(self, regions: Sequence[Region]) -> list[Region]:
+        """Return the same regions with copies of their values; the copies are complete."""
+        for region, copy in zip(regions, self._copies, strict=True):
+            copy.copy_(region.values.flatten(), non_blocking=True)
+        device.synchronize(self._device)
+        return [replace(region, kept=copy) for region, copy in zip(regions, self._copies, strict=True)]
 
 
 class Saver:
@@ -51,7 +86,10 @@ class Saver:
         self._mesh, self._state = plan.mesh, state
         self.staging = Staging(self._regions(), plan.mesh.device) if asynchronous else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
-        self._save: _Save | None = None
+        self._phases: Iterator[AnyPath | None] | None = None
+        """Rest of the save that is under way."""
+        self._work: Future[Any] = Future()
+        """Work of the phase that this rank began last."""
         self.ended = 0.0
         """Time, by `time.perf_counter`, when this rank last finished a part of a save."""
         self._closed = Event()
@@ -78,25 +116,60 @@ class Saver:
 
     def begin(self, training: TrainingState, config: dict[str, Any]) -> None:
         """Begin a save of the present state, after the save that is under way. Raises as `save` does."""
-        while self._save is not None:
+        while self.under_way:
             self.advance()
         self._optimizer.finish_parameter_gather()
-        rank = self._mesh.rank
         transaction = new_transaction(self._directory, training.iteration, self._mesh)
-        doing = f"saving iteration {training.iteration} to {self._directory}"
+        self._phases = self._save(transaction, training, config)
+        self.advance()
+
+    def advance(self) -> AnyPath | None:
+        """Begin the next phase of the save that is under way, after waiting until all ranks have ended the last one;
+        return the checkpoint's folder once it is complete.
+
+        Raises as `save` does.
+        """
+        if self._phases is None:
+            raise ValueError("no save is under way")
         try:
-            with raise_on_all_ranks(self._mesh, doing, _ADVICE):
+            path = next(self._phases)
+        except BaseException:
+            self._phases = None
+            raise
+        if path is not None:
+            self._phases = None
+        return path
+
+    def _save(
+        self, transaction: SaveTransaction, training: TrainingState, config: dict[str, Any]
+    ) -> Iterator[AnyPath | None]:
+        """Save in phases: yield None when the work of a phase has begun, and the checkpoint's folder at the end."""
+        rank = self._mesh.rank
+        all_or_none = partial(
+            raise_on_all_ranks, self._mesh, f"saving iteration {training.iteration} to {self._directory}", _ADVICE
+        )
+        try:
+            with all_or_none():
                 if rank == 0:
                     transaction.begin()
             regions = self._regions()
             if self.staging is not None:
                 regions = self.staging.take(regions)
             file = transaction.file(self._format.file.format(writer=rank))
-            work = self._do(lambda: _write(file, self._format, regions, self._closed))
+            self._work = self._do(lambda: _write(file, self._format, regions, self._closed))
+            yield None
+            with all_or_none():
+                written = self._work.result()
+            numbers = self._gather(regions, written)
+            self._work = self._do(lambda: self._commit(transaction, training, config, numbers) if rank == 0 else None)
+            yield None
+            with all_or_none():
+                self._work.result()
         except CheckpointError:
-            self._abandon(transaction)
+            if rank == 0:
+                transaction.abandon()
             raise
-        self._save = _Save(transaction, training, config, doing, regions, work)
+        yield transaction.path
 
     def _regions(self) -> list[Region]:
         return [region for region in saved_regions(self._optimizer) if self._includes(region.part)]
@@ -130,60 +203,38 @@ class Saver:
     @property
     def under_way(self) -> bool:
         """Tell whether a save has begun and not ended."""
-        return self._save is not None
+        return self._phases is not None
 
     @property
     def busy(self) -> bool:
         """Tell whether this rank is still writing."""
-        return self._save is not None and not self._save.work.done()
+        return self.under_way and not self._work.done()
 
     @property
     def failed(self) -> bool:
         """Tell whether this rank has failed to write."""
-        return self._save is not None and self._save.work.done() and self._save.work.exception() is not None
+        return self.under_way and self._work.done() and self._work.exception() is not None
 
-    def advance(self) -> AnyPath | None:
-        """Take the save that is under way a stage further, waiting if a rank is busy; return its folder once it is
-        there.
-
-        Raises as `save` does.
-        """
-        save = self._save
-        if save is None:
-            raise ValueError("no save is under way")
-        try:
-            with raise_on_all_ranks(self._mesh, save.doing, _ADVICE):
-                result = save.work.result()
-            if save.committing:
-                self._save = None
-                return save.transaction.path
-            written = self._gather(save, result)
-        except CheckpointError:
-            self._abandon(save.transaction)
-            raise
-        save.committing = True
-        save.work = self._do(lambda: self._commit(save, written) if self._mesh.rank == 0 else None)
-        return None
-
-    def _abandon(self, transaction: SaveTransaction) -> None:
-        self._save = None
-        if self._mesh.rank == 0:
-            transaction.abandon()
-
-    def _gather(self, save: _Save, written: Written | None) -> list[list[int]]:
-        """Gather on rank 0, per rank: a digest of its parts, its file's checksum and its blocks' checksums; elsewhere
-        nothing."""
-        numbers = [_digest(region.part for region in save.regions)]
+    def _gather(self, regions: Iterable[Region], written: Written | None) -> list[list[int]]:
+        """Gather on rank 0, per rank: a digest of its parts, its file's checksum and its blocks' checksums. Returns an
+        empty list on other ranks."""
+        numbers = [_digest(region.part for region in regions)]
         if written is not None:
             numbers += [written.file.checksum, *(checksum for box in written.checksums for checksum in box)]
         return collectives.gather_numbers(numbers, self._mesh.world(), self._mesh.device)
 
-    def _commit(self, save: _Save, written: Sequence[list[int]]) -> None:
-        """Make a checkpoint of the written files, which the plan describes."""
+    def _commit(
+        self,
+        transaction: SaveTransaction,
+        training: TrainingState,
+        config: dict[str, Any],
+        written: Sequence[list[int]],
+    ) -> None:
+        """Make a checkpoint of the written files, which the plan describes; `written` is the result of `_gather`."""
         file_format = self._format
         files: dict[str, SavedFile] = {}
         placed: dict[str, list[tuple[TensorBox, ByteRange]]] = {}
-        kinds: dict[str, tuple[tuple[int, ...], str]] = {}
+        kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         boxes: dict[str, list[SavedBox]] = {}
         for rank, numbers in enumerate(written):
             parts = [part for part in self._plan.saved(rank) if self._includes(part)]
@@ -191,18 +242,18 @@ class Saver:
                 raise CheckpointError(f"rank {rank} has other tensors than its plan says: a defect, please report it")
             if not parts:
                 continue
-            file = save.transaction.file(file_format.file.format(writer=rank)).name
+            file = transaction.file(file_format.file.format(writer=rank)).name
             placed[file] = list(zip(parts, file_format.byte_ranges(parts), strict=True))
             checksums = iter(numbers[2:])
             for part, byte_range in placed[file]:
                 sums = tuple(next(checksums) for _ in range(0, part.size, manifest.BLOCK))
                 saved = SavedBox(part.name, part.dtype, part.box, file, byte_range.start, sums)
                 boxes.setdefault(part.name, []).append(saved)
-                kinds[part.name] = part.shape, manifest.dtype_name(part.dtype)
+                kinds[part.name] = part.shape, part.dtype
             files[file] = SavedFile(byte_range.stop + len(byte_range.after(0)), numbers[1])
         tensors = {name: SavedTensor(*kinds[name], tuple(boxes[name])) for name in sorted(boxes)}
-        files |= write_index(save.transaction, file_format, placed)
-        finish(save.transaction, Manifest(save.training, save.config, files, tensors))
+        files |= write_index(transaction, file_format, placed)
+        finish(transaction, Manifest(training, config, files, tensors))
 
 
 def save(
@@ -218,20 +269,6 @@ def save(
     """Save once, as `Saver.save` does. `plan`: the plan of all ranks; None if there is only one rank."""
     saver = Saver(directory, optimizer, plan or Plan.alone(optimizer), file_format=file_format, state=state)
     return saver.save(training, config)
-
-
-@dataclass
-class _Save:
-    """Save in progress."""
-
-    transaction: SaveTransaction
-    training: TrainingState
-    config: dict[str, Any]
-    doing: str
-    regions: list[Region]
-    work: Future[Any]
-    """Part of the save that this rank is doing now."""
-    committing: bool = False
 
 
 def _write(path: AnyPath, file_format: Format, regions: Sequence[Region], closed: Event) -> Written | None:

@@ -1,4 +1,4 @@
-"""Choice of the checkpoint that a run starts from: the newest whole one, the same on all ranks."""
+"""Choice of the checkpoint that a run starts from, the same on all ranks, and of old checkpoints to remove."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import TypeVar
 
 from megalite.checkpoint import directory as run_directory
 from megalite.checkpoint.collective_error import check_all_see, raise_on_all_ranks
-from megalite.checkpoint.damage import DamagedFileError, check_size, unreadable
+from megalite.checkpoint.corruption import CorruptFileError, check_size, unreadable
 from megalite.checkpoint.directory import Candidates, iteration_of
 from megalite.checkpoint.manifest import Manifest, read_manifest
 from megalite.checkpoint.storage import AnyPath, sizes
-from megalite.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
+from megalite.checkpoint.transaction import remove
+from megalite.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from megalite.parallel.mesh import ParallelMesh
 
+NEWEST = 2
+"""Number of newest checkpoints that always stay: one to start from, and one to fall back to."""
 ATTEMPTS = 2
 """Readings that must find damage before it is believed: a single reading may have failed on its way."""
 
@@ -42,20 +45,20 @@ def find_iteration(directory: AnyPath, iteration: int, mesh: ParallelMesh) -> Ca
 def check_whole(path: AnyPath, mesh: ParallelMesh) -> Manifest:
     """Return the manifest of the checkpoint in folder `path`, after checking that all its files are there.
 
-    Raises DamagedCheckpointError, the same on every rank, if a file is missing or has another size. The bytes
+    Raises CorruptCheckpointError, the same on every rank, if a file is missing or has another size. The bytes
     themselves are checked when they are read.
     """
     with raise_on_all_ranks(mesh, f"reading {path}"):
         manifest = read_manifest(path)
         if manifest.training.iteration != iteration_of(path):
-            raise DamagedFileError(path, f"its manifest is of step {manifest.training.iteration}")
+            raise CorruptFileError(path, f"its manifest is of step {manifest.training.iteration}")
         check_sizes(path, manifest, list(manifest.files)[mesh.rank :: mesh.world_size])
     check_all_see(str(manifest.checksum), path, mesh)
     return manifest
 
 
 def check_sizes(path: AnyPath, manifest: Manifest, files: Iterable[str]) -> None:
-    """Raise DamagedCheckpointError if one of the files is missing or its size differs from the manifest's."""
+    """Raise CorruptCheckpointError if one of the files is missing or its size differs from the manifest's."""
     files = list(files)
     try:
         found = sizes(path, files)
@@ -63,7 +66,7 @@ def check_sizes(path: AnyPath, manifest: Manifest, files: Iterable[str]) -> None
         raise unreadable(path, error) from error
     for file in files:
         if file not in found:
-            raise DamagedFileError(path / file, "it is missing")
+            raise CorruptFileError(path / file, "it is missing")
         check_size(path / file, found[file], manifest.files[file].size)
 
 
@@ -79,7 +82,7 @@ def newest_whole(paths: Iterable[AnyPath], use: Callable[[AnyPath], T]) -> tuple
         for _ in range(ATTEMPTS):
             try:
                 return path, use(path), tuple(passed_over)
-            except DamagedCheckpointError as error:
+            except CorruptCheckpointError as error:
                 problem = str(error)
         passed_over.append(problem)
     raise CheckpointError("\n".join(["there is no whole checkpoint to start from:", *passed_over]))
@@ -96,3 +99,31 @@ def fall_back_notes(first: AnyPath, chosen: AnyPath, passed_over: Iterable[str])
         "What is newer is damaged and stays where it is until its step is saved again:",
         *problems,
     )
+
+
+def remove_old(directory: AnyPath, interval: int) -> tuple[str, ...]:
+    """Remove checkpoints whose step is not a multiple of `interval`, except the newest two; return what failed.
+
+    One rank calls it, once a save is on disk. Damaged or foreign checkpoints are neither counted nor touched. Neither
+    are checkpoints newer than the one that the tracker names: a run has gone back from these.
+    """
+    try:
+        paths = run_directory.candidates(directory).paths
+    except CheckpointError as error:
+        return (f"note: no old checkpoints are removed: {error}",)
+    notes: list[str] = []
+    kept = 0
+    for path in paths:
+        if kept >= NEWEST and iteration_of(path) % interval == 0:
+            continue
+        try:
+            check_sizes(path, manifest := read_manifest(path), manifest.files)
+        except CheckpointError:
+            continue
+        kept += 1
+        if kept > NEWEST:
+            try:
+                remove(path)
+            except OSError as error:
+                notes.append(f"note: {path} could not be removed ({error.strerror}): remove it by hand")
+    return tuple(notes)

@@ -9,13 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint import manifest
-from megalite.checkpoint.damage import DamagedFileError, check_size, unreadable
+from megalite.checkpoint.corruption import CorruptFileError, check_size, unreadable
 from megalite.checkpoint.file_layout import ByteRange
 from megalite.checkpoint.manifest import Block, SavedFile
 from megalite.checkpoint.storage import AnyPath, ObjectPath, Writer
@@ -106,65 +105,53 @@ def bytes_of(values: Tensor) -> memoryview:
 # ------------------------------------------------------------------------------------------------------ reading
 
 
-class OpenFile(Protocol):
-    """File of a checkpoint, open for reading by any thread."""
+@dataclass(frozen=True)
+class OpenFile:
+    """File or object of a checkpoint, open for reading by any thread."""
 
-    @property
-    def path(self) -> AnyPath: ...
+    path: AnyPath
+    descriptor: int
+    """File descriptor; not used for an object."""
 
     @property
     def piece(self) -> int:
-        """Number of bytes to read at a time."""
+        """Number of bytes to read at a time: of a file, few enough that they are still in the processor's cache when
+        their checksum is computed; of an object, a block per request."""
+        return manifest.BLOCK if isinstance(self.path, ObjectPath) else 1 << 18
 
     def read(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer with the bytes that begin at a position. Raises DamagedFileError or CheckpointError."""
+        """Fill a buffer with the bytes that begin at a position. Raises CorruptFileError or CheckpointError."""
+        with _reported(self.path):
+            if isinstance(self.path, ObjectPath):
+                data = self.path.read_range(start, start + len(buffer))
+                if len(data) != len(buffer):
+                    raise CorruptFileError(self.path, "it was cut off or replaced")
+                buffer[:] = data
+                return
+            while buffer:
+                count = os.preadv(self.descriptor, [buffer], start)
+                if count == 0:
+                    raise CorruptFileError(self.path, "it was cut off while it was read")
+                start, buffer = start + count, buffer[count:]
 
 
 @contextmanager
 def open_to_read(path: AnyPath, size: int) -> Iterator[OpenFile]:
     """Yield an open file, which should have `size` bytes.
 
-    Raises DamagedFileError if its size differs or it cannot be read any more, and CheckpointError if access to it is
+    Raises CorruptFileError if its size differs or it cannot be read any more, and CheckpointError if access to it is
     refused.
     """
     if isinstance(path, ObjectPath):
-        yield _Object(path)
+        yield OpenFile(path, -1)
         return
     with _reported(path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # of what is a pipe by now, the size is told to differ
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait on a pipe: its size differs
     try:
         check_size(path, os.fstat(descriptor).st_size, size)
-        yield _File(path, descriptor)
+        yield OpenFile(path, descriptor)
     finally:
         os.close(descriptor)
-
-
-@dataclass(frozen=True)
-class _File:
-    path: AnyPath
-    descriptor: int
-    piece: int = 1 << 18  # is summed up before it leaves the processor's cache
-
-    def read(self, start: int, buffer: memoryview) -> None:
-        with _reported(self.path):
-            while buffer:
-                count = os.preadv(self.descriptor, [buffer], start)
-                if count == 0:
-                    raise DamagedFileError(self.path, "it was cut off while it was read")
-                start, buffer = start + count, buffer[count:]
-
-
-@dataclass(frozen=True)
-class _Object:
-    path: ObjectPath
-    piece: int = manifest.BLOCK  # a request each
-
-    def read(self, start: int, buffer: memoryview) -> None:
-        with _reported(self.path):
-            data = self.path.read_range(start, start + len(buffer))
-        if len(data) != len(buffer):
-            raise DamagedFileError(self.path, "it was cut off or replaced")
-        buffer[:] = data
 
 
 @contextmanager
@@ -176,10 +163,10 @@ def _reported(path: AnyPath) -> Iterator[None]:
 
 
 def read_block(file: OpenFile, block: Block, buffer: memoryview) -> None:
-    """Fill a buffer, of the block's size, with a block. Raises DamagedFileError if its checksum is wrong."""
+    """Fill a buffer, of the block's size, with a block. Raises CorruptFileError if its checksum is wrong."""
     if checksum_of(file, block.start, buffer, block.before) != block.checksum:
         where = f"bytes {block.start} to {block.stop} of the file"
-        raise DamagedFileError(
+        raise CorruptFileError(
             file.path, f"the checksum of {block.saved.entry} does not match, in {where}", block.saved.tensor
         )
 

@@ -22,9 +22,14 @@ class Kind:
     dtype: torch.dtype
 
     @property
+    def whole(self) -> Box:
+        """Box of all elements."""
+        return Box.whole(self.shape)
+
+    @property
     def size(self) -> int:
         """Size in bytes."""
-        return Box.whole(self.shape).numel * self.dtype.itemsize
+        return self.whole.numel * self.dtype.itemsize
 
 
 def widest(kinds: Iterable[Kind]) -> torch.dtype:

@@ -119,9 +119,8 @@ def others(path: AnyPath) -> list[str]:
 def damages(arguments: Arguments, reader: CheckpointReader) -> list[dict[str, str | None]]:
     from megalite.checkpoint.inspection import verify
     from megalite.checkpoint.progress import show_progress
-    from megalite.checkpoint.reader import size_in_bytes
 
-    with show_progress("verifying", sum(map(size_in_bytes, reader.manifest.tensors.values()))) as advance:
+    with show_progress("verifying", sum(tensor.size for tensor in reader.tensors.values())) as advance:
         found = verify(reader, arguments.workers, advance)
     return [{"file": damage.file, "tensor": damage.tensor, "problem": damage.problem} for damage in found]
 
@@ -129,9 +128,8 @@ def damages(arguments: Arguments, reader: CheckpointReader) -> list[dict[str, st
 def statistics(arguments: Arguments, reader: CheckpointReader, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     from megalite.checkpoint import inspection
     from megalite.checkpoint.progress import in_threads, show_progress
-    from megalite.checkpoint.reader import size_in_bytes
 
-    with show_progress("reading", sum(size_in_bytes(reader.manifest.tensors[name]) for name in names)) as advance:
+    with show_progress("reading", sum(reader.tensors[name].size for name in names)) as advance:
         found = in_threads(arguments.workers, lambda name: inspection.statistics(reader, name, advance), names)
     return {name: values.to_json() for name, values in zip(names, found, strict=True)}
 

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from megalite.atomic_files import write_atomically
+from megalite.atomic_files import new_folder, write_atomically
 from megalite.checkpoint.file_writer import FileWriter
 from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
 from megalite.checkpoint.manifest import dtype_name
-from megalite.checkpoint.new_folder import new_folder
 from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.source import numbers_as_numbers, widest
 from megalite.config import ModelConfig
@@ -127,7 +126,7 @@ def write_huggingface(
         writer = FileWriter(files, temporary, shards, _format(len(shards)), advance)
         writer.write(workers)
         if len(shards) > 1:
-            write_atomically(temporary / "model.safetensors.index.json", _index(writer.placed()))
+            write_atomically(temporary / "model.safetensors.index.json", _index(writer.placed))
         if companions is not None:
             copy_companions(companions, temporary)
         if not (temporary / "generation_config.json").exists():

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.atomic_files import write_atomically
+from megalite.atomic_files import new_folder, write_atomically, writing
 from megalite.checkpoint.directory import TRACKER
 from megalite.checkpoint.file_writer import FileWriter
 from megalite.checkpoint.formats import FORMATS
-from megalite.checkpoint.new_folder import new_folder, writing
 from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.source import Kind, numbers_as_numbers, widest
 from megalite.conversion.chunked_files import Chunk, ChunkedFiles
@@ -202,7 +201,7 @@ def write_megatron(
     with new_folder(folder) as temporary:
         writer = FileWriter(stacked, temporary, stacked.cut(), FORMATS["torch_dist"], advance)
         writer.write(workers)
-        for name, data in FORMATS["torch_dist"].index(writer.placed()).items():
+        for name, data in FORMATS["torch_dist"].index(writer.placed).items():
             write_atomically(temporary / name, data)
         write_atomically(temporary / "common.pt", common.getvalue())
         # Without this it is no checkpoint to Megatron-LM: the last.

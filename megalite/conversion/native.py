@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from megalite.atomic_files import writing
 from megalite.checkpoint import TrainingState, open_directory
 from megalite.checkpoint.compatibility import model_config, saved_section
 from megalite.checkpoint.directory import resolve
 from megalite.checkpoint.manifest import MASTER, MODEL, STATE
-from megalite.checkpoint.new_folder import writing
 from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint

@@ -197,7 +197,7 @@ class Trainer:
         """Continue from a checkpoint of this model, written under any layout, `described` by its manifest, with what
         `resume_point` says of it.
 
-        Raises DamagedCheckpointError or CheckpointError, the same on every rank; after the former another may be
+        Raises CorruptCheckpointError or CheckpointError, the same on every rank; after the former another may be
         loaded.
         """
         with checkpoint.raise_on_all_ranks(self.mesh, f"loading {path}"):

@@ -21,7 +21,7 @@ from megalite.checkpoint import Saver, TrainingState, directory, shard_file
 from megalite.checkpoint.collective_error import raise_on_all_ranks
 from megalite.checkpoint.transaction import FolderTransaction
 from megalite.config import CheckpointConfig
-from megalite.errors import CheckpointError, DamagedCheckpointError
+from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.training.checkpoints import Checkpoints
 from megalite.training.display import Display
@@ -301,7 +301,7 @@ def fails_twice() -> str:
     rank = dist.get_rank()
     try:
         with raise_on_all_ranks(ParallelMesh(rank=rank, world_size=dist.get_world_size()), "loading"):
-            raise PermissionError(13, "Permission denied") if rank else DamagedCheckpointError("bytes changed")
+            raise PermissionError(13, "Permission denied") if rank else CorruptCheckpointError("bytes changed")
     except CheckpointError as error:
         return f"{type(error).__name__}: {error}"
 

@@ -257,7 +257,7 @@ def test_each_tensor_is_saved_once_in_its_own_shape(saved: Path) -> None:
     tensors = checkpoint.read_manifest(saved).tensors
     assert {name for name in tensors if not name.startswith("model/")} == OWN | {"optimizer/momentum_buffer/toy.norm"}
     counts, bias = tensors["state/toy.router.counts"], tensors["state/toy.router.bias"]
-    assert (counts.dtype, counts.shape) == ("int64", (8,))
+    assert (counts.dtype, counts.shape) == (torch.int64, (8,))
     assert [box.file for box in counts.boxes] == ["rank_00000.safetensors"]
     assert [(box.file, box.box.offset) for box in bias.boxes] == [
         ("rank_00000.safetensors", (0,)),

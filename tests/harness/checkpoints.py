@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.checkpoint import Manifest, TrainingState, manifest, saving, shard_file
+from megalite.checkpoint import Manifest, TrainingState, saving, shard_file
 from megalite.checkpoint.file_layout import TensorBox
 from megalite.checkpoint.formats import NATIVE, Format
 from megalite.checkpoint.manifest import SavedBox, SavedFile, SavedTensor
@@ -56,8 +56,7 @@ def write(
         for part, place, checksums in zip(parts, places, made.checksums, strict=True):
             boxes[part.name].append(SavedBox(part.name, part.dtype, part.box, path.name, place.start, checksums))
     saved = {
-        name: SavedTensor(tuple(tensor.shape), manifest.dtype_name(tensor.dtype), tuple(boxes[name]))
-        for name, tensor in tensors.items()
+        name: SavedTensor(tuple(tensor.shape), tensor.dtype, tuple(boxes[name])) for name, tensor in tensors.items()
     }
     saving.finish(attempt, Manifest(training, config or {"model": {"hidden_size": 8}}, written, saved))
     return attempt.path

@@ -20,7 +20,7 @@ from megalite.checkpoint.file_layout import ByteRange, TensorBox
 from megalite.checkpoint.source import Kind
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
-from megalite.errors import CheckpointError, DamagedCheckpointError
+from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer, make_optimizer
@@ -386,7 +386,7 @@ def test_a_manifest_from_anywhere_leads_nowhere_else(tmp_path: Path, where: tupl
     del fields["checksum"]
     fields["checksum"] = zlib.crc32(json.dumps(fields, sort_keys=True).encode())
     path.write_text(json.dumps(fields))
-    with pytest.raises(DamagedCheckpointError, match=r"manifest.json is damaged or foreign"):
+    with pytest.raises(CorruptCheckpointError, match=r"manifest.json is damaged or foreign"):
         checkpoint.load(path.parent, *build(), MESH)
 
 

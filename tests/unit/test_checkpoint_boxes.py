@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.checkpoint.manifest import covers
-from megalite.errors import DamagedCheckpointError
+from megalite.errors import CorruptCheckpointError
 from megalite.parallel.sharding import Box, partition_range
 from tests.harness.checkpoints import split
 
@@ -176,6 +176,6 @@ def test_many_boxes_are_told_at_once(boxes: list[Box], shape: tuple[int, ...]) -
 @pytest.mark.parametrize("boxes", [spiral(8000), wheels(8000), wheels(33)])
 def test_many_boxes_that_interlock_are_refused(boxes: list[Box]) -> None:
     side = max(box.offset[0] + box.size[0] for box in boxes)
-    with pytest.raises(DamagedCheckpointError, match="interlock") as raised:
+    with pytest.raises(CorruptCheckpointError, match="interlock") as raised:
         covers(boxes, Box.whole((side, side)))
     assert len(str(raised.value)) < 200

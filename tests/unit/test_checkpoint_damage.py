@@ -10,7 +10,7 @@ import pytest
 
 from megalite.checkpoint.inspection import verify
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.errors import CheckpointError, DamagedCheckpointError
+from megalite.errors import CheckpointError, CorruptCheckpointError
 from tests.harness.saved_run import SavedRun
 
 pytestmark = pytest.mark.costly
@@ -58,13 +58,13 @@ def refuses(run: SavedRun, path: Path) -> bool:
     a look at every byte finds it."""
     try:
         found = verify(CheckpointReader(path), 1, lambda size: None)
-    except DamagedCheckpointError:
+    except CorruptCheckpointError:
         found = ["the manifest"]
     assert found
     refusal = ""
     try:
         assert run.load(path) == (2, 2)
-    except DamagedCheckpointError as error:
+    except CorruptCheckpointError as error:
         refusal = str(error)
     assert str(path) in refusal or not refusal
     return bool(refusal)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalite.checkpoint import manifest, progress
 from megalite.checkpoint.comparison import Comparison, ValueDifference, compare, compared_bytes
-from megalite.checkpoint.damage import DamagedFileError
+from megalite.checkpoint.corruption import CorruptFileError
 from megalite.checkpoint.inspection import statistics, verify
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.errors import CheckpointError
@@ -461,7 +461,7 @@ def test_nothing_is_compared_before_it_is_verified(tmp_path: Path, saved: Path) 
     shard = other / "rank_00000.safetensors"
     good = shard.read_bytes()
     shard.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    with pytest.raises(DamagedFileError, match=r"the checksum of optimizer/exp_avg/norm@0 does not match, in bytes"):
+    with pytest.raises(CorruptFileError, match=r"the checksum of optimizer/exp_avg/norm@0 does not match, in bytes"):
         compared(saved, other)
     assert compared(saved, other, ["model/word"]).same
     assert inspect("--diff", saved, other).code == 93

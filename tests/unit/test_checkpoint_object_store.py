@@ -12,7 +12,7 @@ import pytest
 
 from megalite import checkpoint
 from megalite.checkpoint import AnyPath, ObjectPath, directory, open_directory, storage
-from megalite.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
+from megalite.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from megalite.parallel.mesh import ParallelMesh
 from tests.harness.object_store import ObjectStore
 from tests.harness.saved_run import SavedRun
@@ -230,7 +230,7 @@ def test_damage_falls_back_and_a_store_that_does_not_answer_does_not(tmp_path: P
             if method in ("ls", "info"):
                 with pytest.raises(CheckpointError, match="no route"):
                     directory.iterations(run)
-        assert not isinstance(caught.value, DamagedCheckpointError), method
+        assert not isinstance(caught.value, CorruptCheckpointError), method
     (file,) = (tmp_path / "run/iter_0000002").glob("rank_*")
     size = file.stat().st_size
     file.write_bytes(file.read_bytes()[:-1])

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite import checkpoint
-from megalite.checkpoint import manifest, retention
+from megalite.checkpoint import manifest
 from megalite.checkpoint.manifest import SavedFile
 from megalite.config.optimizer import OptimizerConfig
-from megalite.errors import CheckpointError, ConfigurationError, DamagedCheckpointError
+from megalite.errors import CheckpointError, ConfigurationError, CorruptCheckpointError
 from megalite.optim.optimizer import Optimizer
 from tests.unit.test_checkpoint import ADAM, MESH, MODEL, STATE, bits, build, same, save
 
@@ -112,7 +112,7 @@ def test_damage_is_believed_when_it_is_seen_twice(three: Path) -> None:
     def fails_once(path: Path) -> str:
         seen.append(path)
         if len(seen) == 1:
-            raise DamagedCheckpointError("a bit fell over on the way")
+            raise CorruptCheckpointError("a bit fell over on the way")
         return "loaded"
 
     newest = three / "iter_0000012"
@@ -125,7 +125,7 @@ def test_what_is_not_damage_is_no_reason_to_fall_back(three: Path, monkeypatch: 
     other = build(replace(MODEL, hidden_size=16))
     with pytest.raises(CheckpointError, match="has shape") as raised:
         checkpoint.newest_whole(paths, lambda path: checkpoint.load(path, *other, MESH))
-    assert not isinstance(raised.value, DamagedCheckpointError)
+    assert not isinstance(raised.value, CorruptCheckpointError)
     for number, damaged in ((errno.EACCES, False), (errno.EMFILE, False), (errno.EIO, True)):
         error = OSError(number, os.strerror(number))
 
@@ -136,7 +136,7 @@ def test_what_is_not_damage_is_no_reason_to_fall_back(three: Path, monkeypatch: 
             patch.setattr(manifest, "read_small", fail)
             with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
                 checkpoint.read_manifest(paths[0])
-        assert isinstance(caught.value, DamagedCheckpointError) == damaged
+        assert isinstance(caught.value, CorruptCheckpointError) == damaged
 
 
 def test_a_damaged_one_stands_aside_until_its_step_is_saved_again(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_the_newest_two_whole_ones_and_every_kth_stay(
         named = sorted(iterations, reverse=True)[min(back, len(iterations) - 1)]
         (directory / "latest_checkpointed_iteration.txt").write_text(f"{named}\n")
 
-        assert retention.remove_old(directory, interval) == ()
+        assert checkpoint.remove_old(directory, interval) == ()
 
         whole = [n for n in sorted(iterations, reverse=True) if n <= named and n not in damaged]
         removed = {n for n in whole[2:] if n % interval}

@@ -175,7 +175,7 @@ def test_moments_in_8_bits_go_on_to_the_bit_where_they_were_saved(name: str, tmp
     run.train(0, 3)
     path = run.save(tmp_path / "first", 3)
     dtypes = {name.split("/")[1]: kept.dtype for name, kept in checkpoint.read_manifest(path).tensors.items()}
-    assert {dtypes[name] for name in ("exp_avg", "exp_avg_sq", "momentum_buffer") if name in dtypes} == {"float32"}
+    assert {dtypes[name] for name in ("exp_avg", "exp_avg_sq", "momentum_buffer") if name in dtypes} == {torch.float32}
     resumed = Run(run.optimizer.config).load(path)
     assert same(resumed.values(), run.values())
     assert resumed.save(tmp_path / "again", 3).joinpath("rank_00000.safetensors").read_bytes() == (

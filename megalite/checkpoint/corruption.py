@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 
 from megalite.checkpoint.storage import AnyPath
-from megalite.errors import CheckpointError, DamagedCheckpointError
+from megalite.errors import CheckpointError, CorruptCheckpointError
 
 
-class DamagedFileError(DamagedCheckpointError):
+class CorruptFileError(CorruptCheckpointError):
     """File of a checkpoint, or a tensor in it, that is not as it was written."""
 
     def __init__(self, path: AnyPath, problem: str, tensor: str | None = None) -> None:
@@ -23,14 +23,14 @@ def unreadable(path: AnyPath, error: OSError) -> CheckpointError:
     Data that the medium has lost or never had is damage; any other error, such as a missing permission, may pass.
     """
     if error.errno == errno.ENOENT:
-        return DamagedFileError(path, "it is missing")
+        return CorruptFileError(path, "it is missing")
     problem = f"it cannot be read: {error.strerror or error}"
     if error.errno in (errno.EIO, errno.ENOTDIR, errno.EISDIR, errno.ENODATA):
-        return DamagedFileError(path, problem)
+        return CorruptFileError(path, problem)
     return CheckpointError(f"{path}: {problem}. Load another checkpoint")
 
 
 def check_size(path: AnyPath, found: int, size: int) -> None:
-    """Raise DamagedFileError if a file does not have the expected size."""
+    """Raise CorruptFileError if a file does not have the expected size."""
     if found != size:
-        raise DamagedFileError(path, f"it has {found} bytes of {size}: it was cut off or replaced")
+        raise CorruptFileError(path, f"it has {found} bytes of {size}: it was cut off or replaced")
