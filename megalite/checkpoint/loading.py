@@ -73,7 +73,7 @@ def load(
         optimizer.finish_parameter_gather()
     for parameter, _ in named_pieces(module):
         parameter.allocate()
-    with optimizer.unpacked() if optimizer is not None else nullcontext():
+    with optimizer.settable_for_load() if optimizer is not None else nullcontext():
         manifest = _fill(path, module, optimizer, mesh, described, plan, state=state, casts=casts)
     if optimizer is not None:
         optimizer.steps = manifest.training.optimizer_steps if state else 0
@@ -131,7 +131,10 @@ def load_weights(source: Source, what: str, module: nn.Module, optimizer: Optimi
         optimizer.finish_parameter_gather()
     for parameter, _ in named_pieces(module):
         parameter.allocate()
-    with optimizer.unpacked() if optimizer is not None else nullcontext(), raise_on_all_ranks(mesh, f"loading {what}"):
+    with (
+        optimizer.settable_for_load() if optimizer is not None else nullcontext(),
+        raise_on_all_ranks(mesh, f"loading {what}"),
+    ):
         regions = [r for r in held_regions(module, optimizer) if r.part.name.startswith((MODEL, MASTER, STATE))]
         held = [(r.part.name.removeprefix(MODEL).removeprefix(MASTER), r) for r in regions]
         different = (_difference(name, source.tensors.get(name), region.part) for name, region in held)

@@ -17,13 +17,14 @@ from torch import nn
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim import statistics
+from megalite.optim.accumulator import Collective
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
+from megalite.optim.elementwise import elementwise_rule
 from megalite.optim.gathering import gather_around_forward
-from megalite.optim.kept import all_state_names
 from megalite.optim.learning_rate import Rates
-from megalite.optim.reduction import Collective
-from megalite.optim.rules import make_rules
+from megalite.optim.muon import Muon
 from megalite.optim.shard import Shard, StateSlice
+from megalite.optim.update_rule import UpdateRule, all_state_names
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Parameter
@@ -100,12 +101,12 @@ class Optimizer:
             yield from shard.slices(*shard.bucket.shard_spec.saved)
 
     @contextmanager
-    def unpacked(self) -> Iterator[None]:
+    def settable_for_load(self) -> Iterator[None]:
         """Let all state be set, as a load does: state in 8 bits is replaced meanwhile by a tensor of zeros on the host,
         which is packed in the end unless there is an exception. Its old values cannot be read here."""
         with ExitStack() as stack:
             for shard in self.shards:
-                stack.enter_context(shard.unpacked())
+                stack.enter_context(shard.settable_for_load())
             yield
 
     def begin_step(self, micro_batches: int) -> None:
@@ -222,6 +223,15 @@ class Optimizer:
         """Wait for the gathers that overlap what comes after the step."""
         for bucket in self.buckets:
             bucket.finish_parameter_gather()
+
+
+def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
+    """The rules that together update all of the shards once."""
+    segments = [segment for shard in shards for segment in shard.segments]
+    if config.optimizer == "muon":
+        vectors = [segment for segment in segments if not segment.group.matrices]
+        return [Muon(shards, mesh, config), elementwise_rule(vectors, config)]
+    return [elementwise_rule(segments, config)]
 
 
 def make_optimizer(

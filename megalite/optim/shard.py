@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.buckets import Bucket
-from megalite.optim.kept import own_states, state_names
 from megalite.optim.layout import ParameterGroup, Slot
 from megalite.optim.packed import Packed, Remainders, View
+from megalite.optim.update_rule import own_states, state_names
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite_kernels.moments import BLOCK, Quantized
@@ -35,15 +35,15 @@ class StateSlice:
     """The parameter's own."""
     state: dict[str, Tensor | View]
     """State by name: the optimizer's, and `master` if the parameter is of lower precision. Packed state is given as
-    views, except within `Optimizer.unpacked`."""
+    views, except within `Optimizer.settable_for_load`."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The state that can be set, all of it within `Optimizer.unpacked`."""
+        """The state that can be set, all of it within `Optimizer.settable_for_load`."""
         return {name: kept for name, kept in self.state.items() if isinstance(kept, Tensor)}
 
 
-def kept_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> torch.dtype:
+def state_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> torch.dtype:
     """Return the dtype that a state, or `master`, is kept in, given the parameters' dtype; of packed state that of its
     values."""
     chosen = {"master": config.main_params_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype)
@@ -51,35 +51,35 @@ def kept_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> t
     return narrow.get(chosen) or torch.promote_types(parameters, torch.float32)
 
 
-def kept_format(config: OptimizerConfig, name: str) -> torch.dtype | None:
+def quantized_dtype(config: OptimizerConfig, name: str) -> torch.dtype | None:
     """Return the dtype of a state's 8-bit codes, None if it is not in 8 bits; all but `exp_avg_sq` follow `exp_avg`."""
     return FORMATS.get({"exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype))
 
 
 def state_dtypes(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtype of each state's values, beside parameters of a group and a dtype, but for a master."""
-    return {name: kept_dtype(config, name, parameters) for name in state_names(config, group)}
+    return {name: state_dtype(config, name, parameters) for name in state_names(config, group)}
 
 
-def bytes_an_element(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> float:
+def bytes_per_element(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> float:
     """Return the bytes an element that the state takes, but for a master."""
     dtypes = state_dtypes(config, group, parameters)
     eight = 1 + torch.float32.itemsize / BLOCK
-    return sum(eight if kept_format(config, name) else dtype.itemsize for name, dtype in dtypes.items())
+    return sum(eight if quantized_dtype(config, name) else dtype.itemsize for name, dtype in dtypes.items())
 
 
 def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor | Quantized:
     """Zeros, for flat parameters."""
-    format = kept_format(config, name)
+    format = quantized_dtype(config, name)
     if format is not None:
         return Quantized.zeros(len(parameters), format, parameters.device, root=name == "exp_avg_sq")
-    return torch.zeros_like(parameters, dtype=kept_dtype(config, name, parameters.dtype))
+    return torch.zeros_like(parameters, dtype=state_dtype(config, name, parameters.dtype))
 
 
 def all_state_dtypes(config: OptimizerConfig, parameter: Parameter) -> dict[str, torch.dtype]:
     """State beside a parameter with a number for each element, in the order of `StateSlice.state`."""
     dtype = parameter.dtype
-    master = kept_dtype(config, "master", dtype)
+    master = state_dtype(config, "master", dtype)
     return state_dtypes(config, ParameterGroup.of(parameter), dtype) | ({"master": master} if master != dtype else {})
 
 
@@ -98,7 +98,7 @@ class Segment:
     """The parameters themselves where they are as wide; int16: remainders."""
     gradients: Tensor
     state: dict[str, Tensor | Quantized]
-    unpacked: dict[str, Tensor] = field(default_factory=dict)
+    settable: dict[str, Tensor] = field(default_factory=dict)
     """Packed state as fp32 tensors, while a checkpoint is loaded."""
 
     @property
@@ -144,7 +144,7 @@ class Shard:
         if config.store_param_remainders and dtype == torch.bfloat16:
             self.master = torch.zeros_like(self.parameters, dtype=torch.int16)
         else:
-            self.master = self.parameters.to(kept_dtype(config, "master", dtype))  # themselves where alike
+            self.master = self.parameters.to(state_dtype(config, "master", dtype))  # themselves where alike
         self.segments = list(self._segments(config))
 
     @property
@@ -159,21 +159,21 @@ class Shard:
         return self.master[self.owned_part]
 
     @contextmanager
-    def unpacked(self) -> Iterator[None]:
-        """See `Optimizer.unpacked`."""
+    def settable_for_load(self) -> Iterator[None]:
+        """See `Optimizer.settable_for_load`."""
         every = [(segment, name, kept) for segment in self.segments for name, kept in segment.kept().items()]
         packed = [(segment, name, kept) for segment, name, kept in every if not isinstance(kept, Tensor)]
         try:
             for segment, name, _ in packed:
-                segment.unpacked[name] = torch.zeros(
+                segment.settable[name] = torch.zeros(
                     segment.stop - segment.start
                 )  # the device may have no memory for it
             yield
             for segment, name, kept in packed:
-                kept.write(segment.unpacked[name])
+                kept.write(segment.settable[name])
         finally:
             for segment in self.segments:
-                segment.unpacked.clear()
+                segment.settable.clear()
 
     def tensors(self) -> list[Tensor]:
         """All that is kept: the master weights and the state."""
@@ -202,7 +202,7 @@ class Shard:
     def slices(self, begin: int, end: int) -> Iterator[StateSlice]:
         """Elements [begin, end) of the bucket, among those of this shard, by parameter."""
         for segment in self.segments:
-            state = segment.kept() | segment.unpacked
+            state = segment.kept() | segment.settable
             for slot in segment.slots:
                 low, high = max(slot.start, segment.start, begin), min(slot.stop, segment.stop, end)
                 if low < high:

@@ -45,17 +45,17 @@ def check(
     reductions: Reductions | None = None,
     *,
     backward: bool = True,
-    behind: Sequence[Sequence[Collective]] = (),
+    after_list: Sequence[Sequence[Collective]] = (),
 ) -> Report:
     """Prove a whole step of a pipeline, from the lists of all its ranks.
 
     Every stage does each micro-batch once, in an order that gives the same sums whatever the schedule; each message is
-    sent once and received in the order in which it is sent; gradients are reduced when they are whole and as
-    `reductions` says; and no communication is waited for for ever, whether a send blocks until its receive is posted or
-    not. `behind` is what each rank does with others of the pipeline behind its list, in order.
+    sent once and received in the order in which it is sent; gradients are reduced when they are complete and as
+    `reductions` says; and no rank waits for ever, whether a send blocks until its receive is posted or not.
+    `after_list`: the collectives of each rank with others of the pipeline after its list, in order.
 
-    What several copies of the pipeline do together inside their actions needs no more proof where their lists are the
-    same: then the copies of a rank can go in step, each comes to all of it when the others do, and goes on as if alone.
+    Collectives between data-parallel pipelines, inside actions, need no proof of their own if all these pipelines have
+    the same lists: data-parallel ranks then reach each collective after the same actions, and none waits for ever.
 
     Raises ScheduleError, whose message names rank, action and stage.
     """
@@ -66,7 +66,7 @@ def check(
     for number, (rank, actions) in enumerate(zip(ranks, lists, strict=True)):
         for action in actions:
             rank.take(action)
-        rank.end(behind[number] if behind else ())
+        rank.end(after_list[number] if after_list else ())
     run([rank.program for rank in ranks])
     return Report(
         tuple(rank.most_kept[-1] for rank in ranks),
@@ -88,7 +88,7 @@ class _Step:
         """The micro-batches after which a chunk's gradients are reduced."""
         if self.reductions is None:
             return range(0)
-        return range(0 if self.reductions.each else self.micro_batches - 1, self.micro_batches)
+        return range(0 if self.reductions.per_micro_batch else self.micro_batches - 1, self.micro_batches)
 
 
 def _say(stages: Sequence[int], at: object) -> str:
@@ -132,7 +132,7 @@ class _Rank:
             self._refuse("it has been done before")
         done[micro_batch] = _TAKE[kind](self, action)
 
-    def end(self, behind: Sequence[Collective]) -> None:
+    def end(self, after_list: Sequence[Collective]) -> None:
         """Require that everything has been done, wait for what was begun, then run the collectives after the list."""
         for chunk in range(len(self._stage)):
             for action in self._whole(chunk):
@@ -140,7 +140,7 @@ class _Rank:
                     raise ScheduleError(f"{self.program.name}: {self._say(action)} is missing")
         for communicator, begun in self.program.begun.items():
             self.program.wait(communicator, len(begun), "the end of its list")
-        for collective in behind:
+        for collective in after_list:
             self._together(Communicator(collective.ranks), collective.name, collective)
 
     def _whole(self, chunk: int) -> Iterator[Action]:
@@ -193,7 +193,7 @@ class _Rank:
     def _reduce(self, action: Action) -> int:
         m, chunk = action.micro_batch, action.chunk
         if m not in self._step.reduced():
-            self._refuse("none is due behind this micro-batch")
+            self._refuse("none is due after this micro-batch")
         if m not in self._done["W", chunk]:
             self._refuse("its weight gradients have not been given")
         if m + 1 in self._done["W", chunk]:

@@ -32,7 +32,7 @@ from megalite.training.builder import (
     make_loss_scale,
     make_optimizer,
     make_plan,
-    make_schedule_cache,
+    make_proved_schedules,
     make_stages,
     model_dtype,
 )
@@ -86,7 +86,7 @@ class Trainer:
         self.optimizer = make_optimizer(config, self.chunks, mesh)
         self.engine = make_engine(config, self.chunks, mesh, stages)
         self.batch_size = global_batch_size(config)
-        self.steps = make_schedule_cache(config, mesh, stages, self.chunks, self.optimizer, self.terms)
+        self.steps = make_proved_schedules(config, mesh, stages, self.chunks, self.optimizer, self.terms)
         sizes = [self.num_micro_batches(size) for size in self.batch_size.sizes]
         self.steps.prove(sizes, sizes[-1:], mesh)
         self.rates = rate_schedules(
