@@ -1681,9 +1681,9 @@ MUTANTS = (
     ),
     Mutant(
         "a load forgets what it has read of packed state",
-        "megalite/optim/shard.py",
-        "kept.write(segment.settable[name])",
-        "kept.tensors()",
+        "megalite/optim/optimizer.py",
+        "packed.write(segment.settable[name])",
+        "packed.tensors()",
         f"{_PACKED}moments_in_8_bits_go_on_to_the_bit_where_they_were_saved",
     ),
     Mutant(
@@ -2054,9 +2054,9 @@ MUTANTS = (
         "pipeline: ZB-H1 puts weight gradients off by one micro-batch more",
         "megalite/pipeline/schedules.py",
         """[Action("W", m - rank)] * (m >= rank))
-    put_off = [Action("W", m) for m in range(max(micro_batches - rank, 0), micro_batches)]""",
+    delayed = [Action("W", m) for m in range(max(micro_batches - rank, 0), micro_batches)]""",
         """[Action("W", m - rank - 1)] * (m > rank))
-    put_off = [Action("W", m) for m in range(max(micro_batches - rank - 1, 0), micro_batches)]""",
+    delayed = [Action("W", m) for m in range(max(micro_batches - rank - 1, 0), micro_batches)]""",
         "tests/unit/test_pipeline_simulator.py::test_activations_in_flight",
     ),
     Mutant(

@@ -6,8 +6,7 @@ import importlib
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -96,25 +95,23 @@ def _torch_update(segment: Segment, config: OptimizerConfig) -> _Update:
     torch.
     """
     masters, state = [segment.master], segment.tensors
+    options: dict[str, Any] = {"maximize": False, "fused": True}
     if config.optimizer == "sgd":
         buffers = [state.get("momentum_buffer")]
-        fused_sgd = partial(
-            sgd, momentum=config.sgd_momentum, dampening=0.0, nesterov=False, maximize=False, fused=True
-        )
+        options |= {"momentum": config.sgd_momentum, "dampening": 0.0, "nesterov": False}
 
         def update_sgd(gradients: Tensor, rate: float, decay: float, step: int) -> None:
-            fused_sgd(masters, [gradients], buffers, lr=rate, weight_decay=decay)
+            sgd(masters, [gradients], buffers, lr=rate, weight_decay=decay, **options)
 
         return update_sgd
     averages, squares = [state["exp_avg"]], [state["exp_avg_sq"]]
     steps = torch.zeros((), device=segment.master.device)
-    constants = {"beta1": config.adam_beta1, "beta2": config.adam_beta2, "eps": config.adam_eps}
-    fused_adamw = partial(adamw, **constants, amsgrad=False, maximize=False, fused=True)
+    options |= {"beta1": config.adam_beta1, "beta2": config.adam_beta2, "eps": config.adam_eps, "amsgrad": False}
 
     def update_adamw(gradients: Tensor, rate: float, decay: float, step: int) -> None:
         # torch counts the update itself, from the number of those before it.
         before = [steps.fill_(step - 1)]
-        fused_adamw(masters, [gradients], averages, squares, [], before, lr=rate, weight_decay=decay)
+        adamw(masters, [gradients], averages, squares, [], before, lr=rate, weight_decay=decay, **options)
 
     return update_adamw
 
