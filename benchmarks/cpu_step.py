@@ -38,7 +38,7 @@ from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.schedule_cache import ScheduleCache
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite_kernels.l2_norm import sums_of_squares
 
@@ -82,7 +82,7 @@ def megalite_step(vocabulary: int, mesh: ParallelMesh, *, sequence_parallel: boo
     ]
     engine = PipelineEngine([model], stages, rank, make_links(mesh, stages), mesh.device)
     reductions = Reductions(optimizer.reduces_each_micro_batch)
-    actions = ScheduleCache(stages, rank, reductions=reductions).prove([MICRO_BATCHES]).training(MICRO_BATCHES)
+    actions = ProvedSchedules(stages, rank, reductions=reductions).prove([MICRO_BATCHES]).training(MICRO_BATCHES)
 
     def step() -> None:
         optimizer.begin_step(MICRO_BATCHES)

@@ -22,8 +22,7 @@ from megalite.config import OptimizerConfig
 from megalite.model.gpt import GPT
 from megalite.optim.buckets import DataParallel
 from megalite.optim.learning_rate import Rates
-from megalite.optim.optimizer import make_optimizer
-from megalite.optim.rules import make_rules
+from megalite.optim.optimizer import make_optimizer, make_rules
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 

@@ -28,7 +28,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import StageOutput, TensorSpec
 from megalite.pipeline.engine import PipelineEngine, Stage
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.schedule_cache import ScheduleCache
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 
 SHAPE = 16, 4, 64  # [sequence, batch, hidden]: 16 KiB of fp32
@@ -60,7 +60,7 @@ def our_step(mesh: ParallelMesh, stages: Stages, schedule: str, micro_batches: i
         return stage
 
     engine = PipelineEngine([as_stage(m) for m in modules], stages, mesh.rank, make_links(mesh, stages), mesh.device)
-    actions = ScheduleCache(stages, mesh.rank, schedule=schedule).prove([micro_batches]).training(micro_batches)
+    actions = ProvedSchedules(stages, mesh.rank, schedule=schedule).prove([micro_batches]).training(micro_batches)
     return lambda: engine.run(actions, inputs, {LOSS: 1.0})
 
 
@@ -93,7 +93,7 @@ def torch_step(mesh: ParallelMesh, stages: Stages, schedule: str, micro_batches:
 def messages_step(mesh: ParallelMesh, stages: Stages, schedule: str, micro_batches: int) -> Step:
     """The messages of the step alone, in the same order."""
     links = make_links(mesh, stages)
-    steps = ScheduleCache(stages, mesh.rank, schedule=schedule).prove([micro_batches])
+    steps = ProvedSchedules(stages, mesh.rank, schedule=schedule).prove([micro_batches])
     actions = [action for action in steps.training(micro_batches) if action.peer is not None]
     tensor = torch.zeros(SHAPE)
 

@@ -79,7 +79,7 @@ _IN_PROPORTION = "messages.py::test_stacks_are_looked_at_in_time_in_proportion_t
 _RENDEZVOUS = "tests/end_to_end/test_rendezvous.py::test_"
 _START = "tests/end_to_end/test_stop_at_start.py::test_"
 _PROFILES = "tests/end_to_end/test_profiling.py::test_"
-_PROOFS = "tests/distributed/test_pipeline_schedule_cache.py::test_"
+_PROOFS = "tests/distributed/test_pipeline_proved_schedules.py::test_"
 _FAILED_PROOF = f"{_PROOFS}a_proof_that_fails_in_one_pipeline_is_told_in_all"
 _DECLARED = f"{_PROOFS}ranks_that_declare_other_messages_or_terms_are_told_so"
 _ENGINE_ALONE = "tests/unit/test_pipeline_engine.py::test_"
@@ -1267,21 +1267,21 @@ MUTANTS = (
     Mutant(
         "each use of a weight is counted once a micro-batch",
         "megalite/optim/accumulator.py",
-        "reduction, dict(uses)",
-        "reduction, dict.fromkeys(uses, 1)",
+        "= chunk, dict(uses)",
+        "= chunk, dict.fromkeys(uses, 1)",
         "tests/distributed/test_uses.py::test_a_weight_used_often_trains_as_by_plain_autograd[three and one]",
     ),
     Mutant(
         "uses are counted, but not when room is made for a micro-batch",
         "megalite/optim/accumulator.py",
-        "if self._stage >= 2 and self._outstanding == self.gradients_a_micro_batch * self._micro_batches_a_round:",
-        "if self._stage >= 2 and self._outstanding == len(self._arrived) * self._micro_batches_a_round:",
+        "if self._stage >= 2 and self._outstanding == self.gradients_per_micro_batch * self._micro_batches_per_round:",
+        "if self._stage >= 2 and self._outstanding == len(self._arrived) * self._micro_batches_per_round:",
         "tests/distributed/test_uses.py::test_a_weight_used_often_trains_as_by_plain_autograd[three and one]",
     ),
     Mutant(
         "a weight's parameters go with the first of its uses in a chunk",
         "megalite/optim/buckets.py",
-        "if self._handed_over[accumulator.chunk] % accumulator.gradients_a_micro_batch == 0:",
+        "if self._handed_over[accumulator.chunk] % accumulator.gradients_per_micro_batch == 0:",
         "if self._handed_over[accumulator.chunk] % len(accumulator.flats) == 0:",
         "tests/distributed/test_uses.py::test_a_weight_used_often_trains_as_by_plain_autograd[three and one]",
     ),
@@ -1289,7 +1289,7 @@ MUTANTS = (
         "each use replaces the one before it in a micro-batch",
         "megalite/optim/accumulator.py",
         "overwrite=self._arrived[key] == 0)",
-        "overwrite=self._arrived[key] < self._times[use])",
+        "overwrite=self._arrived[key] < self._gradients_of_use[use])",
         "tests/distributed/test_uses.py::test_a_weight_used_often_trains_as_by_plain_autograd[three and one]",
     ),
     Mutant(
@@ -1358,8 +1358,8 @@ MUTANTS = (
     ),
     Mutant(
         "the instances of hybrid sharding are not summed",
-        "megalite/optim/reduction.py",
-        '("instances", self.instance_group), ',
+        "megalite/optim/accumulator.py",
+        '("instances", self._groups.instances), ',
         "",
         _one_step("tp1-dp4"),
     ),
@@ -1387,8 +1387,8 @@ MUTANTS = (
     Mutant(
         "a module does not wait for the parameters that are gathered for it",
         "megalite/optim/gathering.py",
-        "    def wait(module: nn.Module, arguments: object) -> None:\n        for bucket in buckets:",
-        "    def wait(module: nn.Module, arguments: object) -> None:\n        for bucket in ():",
+        "arguments: object) -> None:\n    for bucket in buckets:",
+        "arguments: object) -> None:\n    for bucket in ():",
         "tests/distributed/test_late_gathers.py::test_every_reader_waits[1]",
     ),
     Mutant(
@@ -1681,16 +1681,16 @@ MUTANTS = (
     ),
     Mutant(
         "a load forgets what it has read of packed state",
-        "megalite/optim/shard.py",
-        "kept.write(segment.unpacked[name])",
-        "kept.tensors()",
+        "megalite/optim/optimizer.py",
+        "packed.write(segment.settable[name])",
+        "packed.tensors()",
         f"{_PACKED}moments_in_8_bits_go_on_to_the_bit_where_they_were_saved",
     ),
     Mutant(
         "copies of a gradient are summed in an order that follows the buckets' cuts",
-        "megalite/optim/reduction.py",
-        "collectives.all_reduce_in_rank_order_, gradients",
-        "collectives.all_reduce_, gradients",
+        "megalite/optim/accumulator.py",
+        "collectives.all_reduce_in_rank_order_, self",
+        "collectives.all_reduce_, self",
         "tests/distributed/test_chunks.py::test_stages_and_overlap_change_no_bit[4-1-1-in turn]",
     ),
     Mutant(
@@ -1745,7 +1745,7 @@ MUTANTS = (
     Mutant(
         "a checkpoint leaves the optimizer's state out",
         "megalite/optim/shard.py",
-        "state = segment.kept() | segment.unpacked",
+        "state = segment.kept() | segment.settable",
         'state = {"master": segment.master} if self.has_master else {}',
         "tests/unit/test_checkpoint.py::test_weights_state_and_place_in_training_come_back_bit_for_bit",
     ),
@@ -2054,9 +2054,9 @@ MUTANTS = (
         "pipeline: ZB-H1 puts weight gradients off by one micro-batch more",
         "megalite/pipeline/schedules.py",
         """[Action("W", m - rank)] * (m >= rank))
-    put_off = [Action("W", m) for m in range(max(micro_batches - rank, 0), micro_batches)]""",
+    delayed = [Action("W", m) for m in range(max(micro_batches - rank, 0), micro_batches)]""",
         """[Action("W", m - rank - 1)] * (m > rank))
-    put_off = [Action("W", m) for m in range(max(micro_batches - rank - 1, 0), micro_batches)]""",
+    delayed = [Action("W", m) for m in range(max(micro_batches - rank - 1, 0), micro_batches)]""",
         "tests/unit/test_pipeline_simulator.py::test_activations_in_flight",
     ),
     Mutant(
@@ -4365,49 +4365,49 @@ MUTANTS = (
     ),
     Mutant(
         "what ranks do together behind their lists is left out of the proof",
-        "megalite/pipeline/schedule_cache.py",
-        "backward=step.backward, behind=behind)",
+        "megalite/pipeline/proved_schedules.py",
+        "backward=step.backward, after_list=after_list)",
         "backward=step.backward)",
         "tests/unit/test_pipeline_engine.py::test_what_ranks_do_together_behind_their_lists_is_part_of_the_proof",
     ),
     Mutant(
         "a rank runs another list than the one that was proved",
-        "megalite/pipeline/schedule_cache.py",
+        "megalite/pipeline/proved_schedules.py",
         "if _digest(own) != self._proved[step]:",
         "if not self._proved[step]:",
-        "tests/unit/test_pipeline_schedule_cache.py::test_a_list_that_is_not_the_one_proved_is_refused",
+        "tests/unit/test_pipeline_proved_schedules.py::test_a_list_that_is_not_the_one_proved_is_refused",
     ),
     Mutant(
         "every rank of a pipeline proves every step",
-        "megalite/pipeline/schedule_cache.py",
+        "megalite/pipeline/proved_schedules.py",
         "mine = steps if mesh is None else steps[",
         "mine = steps if mesh is not None else steps[",
-        "tests/distributed/test_pipeline_schedule_cache.py::test_the_ranks_of_a_pipeline_share_the_proofs",
+        "tests/distributed/test_pipeline_proved_schedules.py::test_the_ranks_of_a_pipeline_share_the_proofs",
     ),
     Mutant(
         "a proof that fails is told on the rank that made it alone",
-        "megalite/pipeline/schedule_cache.py",
+        "megalite/pipeline/proved_schedules.py",
         "            if error:\n                raise ScheduleError(error) from failure",
         "            if failure:\n                raise ScheduleError(error) from failure",
-        "tests/distributed/test_pipeline_schedule_cache.py::test_a_proof_that_fails_is_told_to_all",
+        "tests/distributed/test_pipeline_proved_schedules.py::test_a_proof_that_fails_is_told_to_all",
     ),
     Mutant(
         "a proof that fails of anything but its schedule leaves the other ranks waiting",
-        "megalite/pipeline/schedule_cache.py",
+        "megalite/pipeline/proved_schedules.py",
         "except Exception as error:  # whatever",
         "except ScheduleError as error:  # whatever",
         _FAILED_PROOF,
     ),
     Mutant(
         "a proof that fails is told in its own pipeline alone",
-        "megalite/pipeline/schedule_cache.py",
+        "megalite/pipeline/proved_schedules.py",
         "for text in all_gather_text(own, mesh.world(), mesh.device)]",
         """for text in all_gather_text(own, mesh.group("pp"), mesh.device)]""",
         _FAILED_PROOF,
     ),
     Mutant(
         "ranks may declare other messages",
-        "megalite/pipeline/schedule_cache.py",
+        "megalite/pipeline/proved_schedules.py",
         "passes on {spec}",
         "passes on a tensor",
         _DECLARED,
@@ -4421,7 +4421,7 @@ MUTANTS = (
     ),
     Mutant(
         "ranks may declare other terms of the loss",
-        "megalite/pipeline/schedule_cache.py",
+        "megalite/pipeline/proved_schedules.py",
         '        *(f"the term of the loss {term}" for term in terms),\n',
         "",
         _DECLARED,
@@ -4438,14 +4438,14 @@ MUTANTS = (
         "megalite/pipeline/stages.py",
         "if self.messages and len(self.messages) != self.count - 1:",
         "if self.messages and len(self.messages) > self.count - 1:",
-        "tests/unit/test_pipeline_schedule_cache.py::test_borders_with_messages_are_as_many_as_there_are",
+        "tests/unit/test_pipeline_proved_schedules.py::test_borders_with_messages_are_as_many_as_there_are",
     ),
     Mutant(
         "what copies of a pipeline do inside their actions is not compared",
-        "megalite/pipeline/schedule_cache.py",
-        "[*digests, self._inside])",
+        "megalite/pipeline/proved_schedules.py",
+        "[*digests, self._inside_actions])",
         "[*digests])",
-        "tests/distributed/test_pipeline_schedule_cache.py::test_a_rank_that_does_something_else_inside_is_named_everywhere",
+        "tests/distributed/test_pipeline_proved_schedules.py::test_a_rank_that_does_something_else_inside_is_named_everywhere",
     ),
     Mutant(
         "what copies of a pipeline do behind their lists is not compared",
@@ -4540,8 +4540,8 @@ MUTANTS = (
     ),
     Mutant(
         "an optimizer has no row of what it keeps",
-        "megalite/optim/kept.py",
-        """"sgd": Kept(_momentum), """,
+        "megalite/optim/update_rule.py",
+        '    "sgd": RuleState(_momentum),\n',
         "",
         "tests/unit/test_optimizer_backends.py::test_every_choice_has_its_row_in_each_table",
     ),
@@ -4561,10 +4561,10 @@ MUTANTS = (
     ),
     Mutant(
         "the collector runs while steps are proved",
-        "megalite/pipeline/schedule_cache.py",
+        "megalite/pipeline/proved_schedules.py",
         "    gc.disable()\n",
         "",
-        "tests/unit/test_pipeline_schedule_cache.py::test_no_garbage_is_collected_within_a_proof",
+        "tests/unit/test_pipeline_proved_schedules.py::test_no_garbage_is_collected_within_a_proof",
     ),
     Mutant(
         "waiting for a neighbour's message counts as own work",

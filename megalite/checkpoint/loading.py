@@ -120,7 +120,7 @@ def _writable(module: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
         optimizer.finish_parameter_gather()
     for parameter, _ in named_pieces(module):
         parameter.allocate()
-    with optimizer.unpacked() if optimizer is not None else nullcontext():
+    with optimizer.settable_for_load() if optimizer is not None else nullcontext():
         yield
     if optimizer is not None:
         optimizer.begin_parameter_gather()

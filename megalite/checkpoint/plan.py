@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from megalite.checkpoint.file_layout import TensorBox
 from megalite.checkpoint.manifest import MODEL, OPTIMIZER, STATE
 from megalite.config.optimizer import OptimizerConfig
-from megalite.optim.bucket_shard import BucketShardSpec, saves_state
+from megalite.optim.bucket_shard import BucketShardSpec, is_main_replica
 from megalite.optim.buckets import DataParallel, plan_buckets
-from megalite.optim.kept import own_states
 from megalite.optim.layout import BucketLayout
 from megalite.optim.optimizer import Optimizer
 from megalite.optim.packed import View
 from megalite.optim.shard import StateSlice, all_state_dtypes
+from megalite.optim.update_rule import own_states
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter, named_pieces
 from megalite.parallel.sharding import Box, LogicalTensor, Piece
@@ -75,7 +75,7 @@ class Plan:
         """Return the parts that a rank writes, in file order: over all ranks, each element of each tensor once."""
         parts = self._parts((spec, *spec.saved) for spec in self._shard_specs(rank))
         seen, at = self._look(rank), self.mesh.coordinates_of(rank)
-        return parts + _state_parts(each for each in seen.states if saves_state(each[1].sharding, seen.rank, at))
+        return parts + _state_parts(each for each in seen.states if is_main_replica(each[1].sharding, seen.rank, at))
 
     def held(self, rank: int) -> list[TensorBox]:
         """Return the parts that a rank must load."""
@@ -217,7 +217,7 @@ def saved_regions(optimizer: Optimizer) -> list[Region]:
     rank = optimizer.mesh.rank
     at = optimizer.mesh.coordinates_of(rank)
     states = _with_prefixes(optimizer.module_states, optimizer.own_states)
-    return _regions(optimizer.saved_slices(), [each for each in states if saves_state(each[1].sharding, rank, at)])
+    return _regions(optimizer.saved_slices(), [each for each in states if is_main_replica(each[1].sharding, rank, at)])
 
 
 def _regions(slices: Iterable[StateSlice], states: Iterable[tuple[str, State]]) -> list[Region]:

@@ -66,7 +66,7 @@ class BucketShardSpec:
         return begin + start, begin + start + length
 
 
-def saves_state(record: Sharding, rank: int, coordinates: Mapping[str, int]) -> bool:
+def is_main_replica(record: Sharding, rank: int, coordinates: Mapping[str, int]) -> bool:
     """Tell whether the rank at these coordinates is the first of those that hold a `State`.
 
     `record`: that of `rank`, which may differ from it in the data-parallel position.

@@ -1,7 +1,7 @@
-"""Flat buckets: where parameters live and gradients are gathered, for every ZeRO stage (arXiv:1910.02054).
+"""Flat buckets of parameters and their gradients, for every ZeRO stage (arXiv:1910.02054).
 
-The stage says what stays sharded between uses. 0: nothing. 1: the optimizer's state. 2: gradients too: they are reduced
-after every micro-batch and accumulated in this rank's slice. 3: parameters too: gathered before a use, freed after it.
+The stage says what is sharded. 0: nothing. 1: the optimizer's state. 2: gradients too: they are reduced after every
+micro-batch and accumulated in this rank's slice. 3: parameters too: gathered before a use, freed after it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megalite.optim.accumulator import Accumulator
+from megalite.optim.accumulator import Accumulator, Collective, ReductionGroups
 from megalite.optim.bucket_shard import BucketShardSpec
 from megalite.optim.flat import allocate_storage, free_storage, is_storage_free, owned
 from megalite.optim.layout import BucketLayout, Slot, bucket_layouts, data_parallel_ranks, unique_parameters
-from megalite.optim.reduction import Collective, ReduceScatter, Reduction
 from megalite.parallel import collectives
-from megalite.parallel.mesh import Group, ParallelMesh
+from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, DenseGradient, Gradient, Parameter, accumulate_grad
 from megalite.parallel.sharding import Sharding
 
@@ -29,17 +28,17 @@ class DataParallel:
     """Options: how a run spreads its state over data-parallel ranks, and which communication overlaps computation."""
 
     gradient_dtype: torch.dtype
-    """Dtype of the buffers in which gradients are gathered and summed."""
+    """Dtype of the buffers in which gradients are summed."""
     stage: int = 0
     """ZeRO 0 to 3."""
     instances: int = 1
-    """Groups of ranks that each hold a whole set of shards (hybrid sharding)."""
+    """Number of groups of ranks that each hold all shards (hybrid sharding)."""
     bucket_size: int | None = None
-    """Elements at which a bucket is closed; None: one bucket, under ZeRO 2 and 3 one a block."""
+    """Elements at which a bucket is closed; None: one bucket, under ZeRO 2 and 3 one per block."""
     overlap_reduce: bool = False
     """Reduce a bucket as soon as its last gradient has arrived."""
     overlap_gather: bool = False
-    """Gather parameters while what comes before them still computes."""
+    """Gather parameters while the modules before them compute."""
 
 
 class Bucket:
@@ -52,28 +51,26 @@ class Bucket:
         self,
         shard_spec: BucketShardSpec,
         options: DataParallel,
-        shard_group: Group,
-        reduction: Reduction,
+        groups: ReductionGroups,
         *,
         uses: Mapping[int, Mapping[int, int]],
         in_flight: list[Accumulator],
         set_values: Callable[[Parameter], None] | None = None,
     ) -> None:
-        """`uses`: by chunk, which uses of the parameters are there, and how many gradients a micro-batch each has.
+        """`uses`: by chunk, the numbers of the parameters' uses there, each with its gradients per micro-batch.
 
-        `set_values` gives a parameter its values in its place here; None: it brings them. `in_flight` lists, for all
+        `set_values` sets a parameter's values in its place here; None: its own are copied. `in_flight` lists, for all
         buckets together, those of ZeRO 2 and 3 that are being reduced.
         """
         layout = shard_spec.layout
         self.shard_spec, self.layout, self.slots, self.length = shard_spec, layout, layout.slots, layout.length
-        self.shard_group, self.stage = shard_group, shard_spec.stage
+        self.shard_group, self.stage = groups.shards, shard_spec.stage
         self.prefetch = options.overlap_gather
         """True if ZeRO 3 gathers it before its block's turn."""
         self.accumulators = tuple(
             Accumulator(
                 layout,
-                shard_group,
-                reduction,
+                groups,
                 in_flight,
                 chunk=chunk,
                 uses=there,
@@ -83,7 +80,7 @@ class Bucket:
             )
             for chunk, there in uses.items()
         )
-        """Accumulators by chunk, the lowest first: the first has, in the end, the sum of all."""
+        """One per chunk, the lowest first. `completion` adds the sums of the others to that of the first."""
         self.gradients, self.gradient_shard = self.accumulators[0].gradients, self.accumulators[0].gradient_shard
         self._accumulator_of = {use: a for a in self.accumulators for use in a.flats}
         self._handed_over = dict.fromkeys(uses, 0)  # by chunk, gradients of the step
@@ -94,7 +91,7 @@ class Bucket:
         """This rank's slice, by parameter group."""
         for slot in self.slots:
             self._adopt(slot, set_values)
-        self.parameter_shard = owned(self.parameters, shard_group)
+        self.parameter_shard = owned(self.parameters, self.shard_group)
         """This rank's slice."""
         if self.stage == 3:
             self.parameter_shard = self.parameter_shard.clone()
@@ -120,14 +117,14 @@ class Bucket:
     # ------------------------------------------------------------------------------------------------ gradients
 
     def begin_step(self, micro_batches: int) -> None:
-        """Expect the gradients of so many micro-batches."""
+        """Expect the gradients of this number of micro-batches."""
         for accumulator in self.accumulators:
             self._handed_over[accumulator.chunk] = 0
             accumulator.begin_step(micro_batches)
 
     def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
-        """Add the gradient of a use, which may read the parameter, or keep it if gradients are deferred. After a
-        chunk's last gradient of a micro-batch, added or kept, ZeRO 3 frees the parameters.
+        """Add the gradient of a use, or keep it for later if gradients are deferred. After a chunk's last gradient of a
+        micro-batch, added or kept, ZeRO 3 frees the parameters.
         """
         accumulator = self._accumulator_of[use]
         if self.deferred is not None:
@@ -135,7 +132,7 @@ class Bucket:
         else:
             accumulator.add(parameter, gradient, use)
         self._handed_over[accumulator.chunk] += 1
-        if self._handed_over[accumulator.chunk] % accumulator.gradients_a_micro_batch == 0:
+        if self._handed_over[accumulator.chunk] % accumulator.gradients_per_micro_batch == 0:
             self.free_parameters()
 
     @property
@@ -143,27 +140,27 @@ class Bucket:
         return self.stage == 3
 
     def begin_reduction(self, chunk: int, micro_batches: int) -> None:
-        """Reduce what so many micro-batches of a chunk complete, unless that has begun."""
+        """Begin the reduction that is due after this number of a chunk's micro-batches, unless it has begun."""
         for accumulator in self.accumulators:
             if accumulator.chunk == chunk:
                 accumulator.begin_reduction(micro_batches)
 
     def completion(self) -> Iterator[Collective[object]]:
-        """Steps that complete this rank's slice of the step's gradients, those of uses in other chunks added."""
+        """Yield the operations that complete this rank's slice of the gradients, with those of uses in other chunks."""
         for accumulator in self.accumulators:
             yield from accumulator.completion()
         for other in self.accumulators[1:]:
             yield Collective("sum of the uses", (), partial(self.gradient_shard.add_, other.gradient_shard))
 
     def gradient_gather(self) -> Collective[collectives.Pending]:
-        """Begin to make the gradients whole from the ranks' slices."""
+        """Return the collective that begins to gather the gradients from the ranks' slices."""
         gather = partial(collectives.all_gather_async, self.gradient_shard, self.shard_group, out=self.gradients)
         return Collective("gather of gradients", self.shard_group.ranks, gather)
 
     # ------------------------------------------------------------------------------------------------ parameters
 
     def parameter_gather(self) -> Collective[None]:
-        """Collective that begins to gather the parameters."""
+        """Return the collective that begins to gather the parameters."""
         return Collective("gather of parameters", self.shard_group.ranks, self.begin_parameter_gather)
 
     def begin_parameter_gather(self) -> None:
@@ -187,7 +184,7 @@ class Bucket:
 
 
 def _take_ordinary_gradient(parameter: Tensor) -> None:
-    # No method of the bucket: torch would hold it, and with it the network and its process groups, for ever.
+    # A function, no method of the bucket: torch would never release the bucket, its network and its process groups.
     if isinstance(parameter, Parameter) and parameter.grad is not None:
         gradient, parameter.grad = parameter.grad, None
         accumulate_grad(parameter, DenseGradient(gradient))
@@ -201,14 +198,24 @@ def make_buckets(
     blocks: Sequence[Sequence[nn.Module]] = (),
     set_values: Callable[[Parameter], None] | None = None,
 ) -> list[Bucket]:
-    """Move the parameters of `networks`, one a chunk, into flat buckets, dealt as `plan_buckets` says.
+    """Move the parameters of `networks`, one per chunk, into the flat buckets of `plan_buckets`.
 
-    `set_values` gives a parameter its values in its place; None: it has them.
+    `set_values` sets a parameter's values in its place there; None: its own are copied.
     """
     chunks_of = _chunks_by_parameter(networks)
     in_flight: list[Accumulator] = []
-    layouts = plan_buckets(networks, mesh, options, blocks=blocks)
-    return [_make_bucket(layout, mesh, options, chunks_of, in_flight, set_values) for layout in layouts]
+    buckets = []
+    for layout in plan_buckets(networks, mesh, options, blocks=blocks):
+        first = layout.slots[0].parameter
+        peers, instances = data_parallel_ranks(mesh, first.sharding), options.instances
+        groups = _reduction_groups(mesh, peers, instances, first.sharding.replica_group)
+        position, stage = peers.index(mesh.rank), options.stage
+        shard_spec = BucketShardSpec.of(
+            layout, mesh.rank, peers=len(peers), position=position, stage=stage, instances=instances
+        )
+        uses = _uses_by_chunk(first.sharding, chunks_of[id(first)])
+        buckets.append(Bucket(shard_spec, options, groups, uses=uses, in_flight=in_flight, set_values=set_values))
+    return buckets
 
 
 def plan_buckets(
@@ -218,7 +225,7 @@ def plan_buckets(
     *,
     blocks: Sequence[Sequence[nn.Module]] = (),
 ) -> list[BucketLayout]:
-    """The buckets that `make_buckets` makes, in about backward's order; this takes no memory and no other rank.
+    """The buckets that `make_buckets` makes, in about backward's order, without memory or communication.
 
     No bucket holds parameters of two chunks, nor under ZeRO 2 and 3 of two of the `blocks` of a chunk. A parameter of
     several chunks stands with the lowest.
@@ -234,31 +241,6 @@ def plan_buckets(
             dealt.update(map(id, parameters))
             layouts += bucket_layouts(parameters, mesh, options.bucket_size, chunks_of)
     return layouts
-
-
-def _make_bucket(
-    layout: BucketLayout,
-    mesh: ParallelMesh,
-    options: DataParallel,
-    chunks_of: Mapping[int, Sequence[int]],
-    in_flight: list[Accumulator],
-    set_values: Callable[[Parameter], None] | None,
-) -> Bucket:
-    first = layout.slots[0].parameter
-    record = first.sharding
-    peers = data_parallel_ranks(mesh, record)
-    position, stage, instances = peers.index(mesh.rank), options.stage, options.instances
-    shard_group, instance_group = _instance(mesh, peers, instances)
-    replica_group = mesh.group_of(record.replica_group or (mesh.rank,))
-    return Bucket(
-        BucketShardSpec.of(layout, mesh.rank, peers=len(peers), position=position, stage=stage, instances=instances),
-        options,
-        shard_group,
-        ReduceScatter(shard_group, instance_group, replica_group),
-        uses=_uses_by_chunk(record, chunks_of[id(first)]),
-        in_flight=in_flight,
-        set_values=set_values,
-    )
 
 
 def _chunks_by_parameter(networks: Sequence[nn.Module]) -> dict[int, list[int]]:
@@ -283,13 +265,19 @@ def _uses_by_chunk(record: Sharding, chunks: Sequence[int]) -> dict[int, dict[in
     }
 
 
-def _instance(mesh: ParallelMesh, ranks: tuple[int, ...], instances: int) -> tuple[Group, Group]:
-    """The ranks among which this one's instance is sharded, and those with the same slice in the other instances.
+def _reduction_groups(
+    mesh: ParallelMesh, ranks: tuple[int, ...], instances: int, replicas: tuple[int, ...]
+) -> ReductionGroups:
+    """Cut the data-parallel `ranks` into instances of hybrid sharding.
 
-    Raises ValueError if instances have no equal numbers of ranks.
+    Raises ValueError if the instances would have different numbers of ranks.
     """
     if len(ranks) % instances:
         raise ValueError(f"{instances} instances (hybrid sharding) do not divide {len(ranks)} data-parallel ranks")
     size = len(ranks) // instances
     instance, position = divmod(ranks.index(mesh.rank), size)
-    return mesh.group_of(ranks[instance * size : (instance + 1) * size]), mesh.group_of(ranks[position::size])
+    return ReductionGroups(
+        shards=mesh.group_of(ranks[instance * size : (instance + 1) * size]),
+        instances=mesh.group_of(ranks[position::size]),
+        replicas=mesh.group_of(replicas or (mesh.rank,)),
+    )

@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) and SGD with momentum: rules that look at each element by itself, from three back ends."""
+"""AdamW (arXiv:1711.05101) and SGD with momentum: element-wise update rules, on three back ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,12 +17,13 @@ from megalite.config.optimizer import OptimizerConfig
 from megalite.errors import ConfigurationError
 from megalite.optim.learning_rate import Rates
 from megalite.optim.shard import Segment
+from megalite.optim.update_rule import UpdateRule
 from megalite_kernels.implementation import current
 from megalite_kernels.moments import Quantized
 from megalite_kernels.optimizer import SGD, AdamW, Flat, adamw_, sgd_
 
 WIDENED_ELEMENTS = 1 << 22
-"""So many gradients of less than the masters' precision are widened at a time for a fused kernel."""
+"""Number of gradients in a narrower dtype than the masters that are widened at a time for a fused kernel."""
 
 
 def require_backend(config: OptimizerConfig) -> None:
@@ -43,7 +44,7 @@ def require_backend(config: OptimizerConfig) -> None:
 
 
 def elementwise_rule(segments: Sequence[Segment], config: OptimizerConfig) -> FusedRule | FlatRule:
-    """The rule of --optimizer-backend; auto: Triton's kernels where they run, else torch's where they can keep all."""
+    """The rule of --optimizer-backend; auto: Triton's kernels if they run, else torch's if they support the state."""
     backend = config.optimizer_backend
     if backend == "auto":
         triton = bool(segments) and current().runs_triton("optimizer", *(segment.master for segment in segments))
@@ -57,14 +58,7 @@ def _is_wide(segment: Segment) -> bool:
     return all(isinstance(kept, Tensor) and kept.dtype == wide for kept in segment.kept().values())
 
 
-class _Local:
-    """A rule that talks to no other rank."""
-
-    def collectives(self) -> tuple[()]:
-        return ()
-
-
-class FusedRule(_Local):
+class FusedRule(UpdateRule):
     """Update by the fused kernels of torch or apex, one segment at a time, for state of the master weights' dtype."""
 
     def __init__(self, segments: Sequence[Segment], config: OptimizerConfig) -> None:
@@ -78,7 +72,7 @@ class FusedRule(_Local):
 
 
 def _pieces(segment: Segment) -> Iterator[Segment]:
-    """The segment, cut where its gradients must be widened."""
+    """The segment, cut into pieces if its gradients must be widened, so that the wide copy takes little memory."""
     if segment.gradients.dtype == segment.master.dtype:
         yield segment
         return
@@ -97,45 +91,27 @@ class _Update(Protocol):
 
 
 def _torch_update(segment: Segment, config: OptimizerConfig) -> _Update:
-    """The functions below torch.optim's classes: the classes import torch's compiler, which takes as long as torch."""
+    """Call the functions under torch.optim's classes: the classes import torch's compiler, which takes as long as
+    torch.
+    """
     masters, state = [segment.master], segment.tensors
-
-    def update_sgd(gradients: Tensor, rate: float, decay: float, step: int) -> None:
-        sgd(
-            masters,
-            [gradients],
-            [state.get("momentum_buffer")],
-            fused=True,
-            weight_decay=decay,
-            momentum=config.sgd_momentum,
-            lr=rate,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-        )
-
+    options: dict[str, Any] = {"maximize": False, "fused": True}
     if config.optimizer == "sgd":
+        buffers = [state.get("momentum_buffer")]
+        options |= {"momentum": config.sgd_momentum, "dampening": 0.0, "nesterov": False}
+
+        def update_sgd(gradients: Tensor, rate: float, decay: float, step: int) -> None:
+            sgd(masters, [gradients], buffers, lr=rate, weight_decay=decay, **options)
+
         return update_sgd
     averages, squares = [state["exp_avg"]], [state["exp_avg_sq"]]
     steps = torch.zeros((), device=segment.master.device)
+    options |= {"beta1": config.adam_beta1, "beta2": config.adam_beta2, "eps": config.adam_eps, "amsgrad": False}
 
     def update_adamw(gradients: Tensor, rate: float, decay: float, step: int) -> None:
-        adamw(
-            masters,
-            [gradients],
-            averages,
-            squares,
-            [],
-            [steps.fill_(step - 1)],
-            fused=True,
-            amsgrad=False,
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            lr=rate,
-            weight_decay=decay,
-            eps=config.adam_eps,
-            maximize=False,
-        )
+        # torch counts the update itself, from the number of those before it.
+        before = [steps.fill_(step - 1)]
+        adamw(masters, [gradients], averages, squares, [], before, lr=rate, weight_decay=decay, **options)
 
     return update_adamw
 
@@ -160,7 +136,7 @@ def _apex_update(segment: Segment, config: OptimizerConfig) -> _Update:
     return update
 
 
-class FlatRule(_Local):
+class FlatRule(UpdateRule):
     """Update by megalite's own kernels, one segment at a time: Triton's, or plain operations
     (`megalite_kernels.optimizer`).
 
@@ -185,9 +161,9 @@ class FlatRule(_Local):
 
 
 def _seed(segment: Segment, step: int) -> int:
-    """Return the seed for rounding moments, the same for all replicas of the parameters and after a run was resumed.
+    """Return the seed for rounding moments: the same on all ranks with these parameters, and after a run was resumed.
 
-    It is also the same if a tied weight has a replica in another stage's buckets.
+    It is also the same for a tied weight's copy in another stage's buckets.
     """
     name = segment.slots[0].parameter.sharding.pieces[0].tensor.name
     return ((zlib.crc32(name.encode()) & 0x7FFFFFFF) << 31 | step) * 2

@@ -6,6 +6,7 @@ With overlap a gather runs while what comes before it computes, and is waited fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -14,7 +15,7 @@ from megalite.optim.layout import unique_parameters
 
 
 def gather_around_forward(network: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
-    """Make the modules of a chunk's network wait for, or under ZeRO 3 bring about, the gathers of what they use."""
+    """Make the modules of a chunk's network wait for the gathers of their parameters; under ZeRO 3, begin them."""
     if any(bucket.stage == 3 for bucket in buckets):
         BlockGathers(network, blocks, buckets)
     elif any(bucket.prefetch for bucket in buckets):
@@ -26,12 +27,12 @@ Outputs = Tensor | tuple[Tensor | Mapping[str, Tensor], ...]
 
 
 class BlockGathers:
-    """ZeRO 3: a block's parameters are gathered from just before its forward to its end, and in backward until its
-    last weight gradient has been produced (W may add it later). The order is fixed by the blocks, so it is the same on
-    all ranks.
+    """ZeRO 3: gathers a block's parameters before its forward and frees them after it; gathers them again in backward
+    and frees them after its last weight gradient (W may add that later). The order is fixed by the blocks, so it is the
+    same on all ranks.
 
-    A block that is recomputed is gathered once for its second forward and its backward together. While one block
-    computes the next is gathered.
+    A recomputed block is gathered once for its second forward and its backward together. With overlap the next block is
+    gathered while one computes.
     """
 
     def __init__(self, network: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]) -> None:
@@ -45,37 +46,31 @@ class BlockGathers:
         network.register_forward_pre_hook(lambda *_: self._enter(backward=False))
         network.register_forward_hook(lambda *_: self._enter(backward=True))
         for index, block in enumerate(blocks):
-            block.register_forward_pre_hook(self._before_forward(index))
-            block.register_forward_hook(self._after_forward(index))
+            block.register_forward_pre_hook(partial(self._before_forward, index))
+            block.register_forward_hook(partial(self._after_forward, index))
 
     def _enter(self, *, backward: bool) -> None:
-        # Forwards of blocks outside the network's own are those of recomputation.
+        # A block's forward that runs outside the network's forward is one of recomputation, in backward.
         self._in_backward = backward
 
-    def _before_forward(self, index: int) -> Callable[[nn.Module, object], None]:
-        def hook(module: nn.Module, arguments: object) -> None:
-            self._gather(index, following=None if self._in_backward else index + 1)
+    def _before_forward(self, index: int, module: nn.Module, arguments: object) -> None:
+        self._gather(index, following=None if self._in_backward else index + 1)
 
-        return hook
-
-    def _after_forward(self, index: int) -> Callable[[nn.Module, object, Outputs], None]:
-        def hook(module: nn.Module, arguments: object, outputs: Outputs) -> None:
-            if self._in_backward:
-                return
-            for bucket in self._buckets[index]:
-                bucket.free_parameters()
-            in_backward = self._once_in_backward(index)
-            for tensor in _ends(outputs):
-                if tensor.requires_grad:
-                    tensor.register_hook(in_backward)
-
-        return hook
+    def _after_forward(self, index: int, module: nn.Module, arguments: object, outputs: Outputs) -> None:
+        if self._in_backward:  # recomputation: the block's backward follows, and its last gradient frees it
+            return
+        for bucket in self._buckets[index]:
+            bucket.free_parameters()
+        in_backward = self._once_in_backward(index)
+        for tensor in _ends(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(in_backward)
 
     def _once_in_backward(self, index: int) -> Callable[[Tensor], None]:
-        """Gather a block at the first gradient that reaches it, for one micro-batch.
+        """Make the hook that gathers a block at the first gradient that reaches it, for one micro-batch.
 
-        A later gradient finds the block gathered, or freed: that of a term of the block's input comes last, and must
-        not gather again what nothing would free.
+        A later gradient must not gather again: the block may have been freed by then (the gradient of a term of its
+        input comes last), and nothing would free it a second time.
         """
         begun = False
 
@@ -113,7 +108,7 @@ def _wait_before_use(network: nn.Module, buckets: Sequence[Bucket]) -> None:
     for module in network.modules():
         needed = tuple(dict.fromkeys(bucket_of[id(parameter)] for parameter in _own_parameters(module)))
         if needed:
-            module.register_forward_pre_hook(_waiter(needed))
+            module.register_forward_pre_hook(partial(_finish_gathers, needed))
 
 
 def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -123,9 +118,6 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from child.parameters()
 
 
-def _waiter(buckets: tuple[Bucket, ...]) -> Callable[[nn.Module, object], None]:
-    def wait(module: nn.Module, arguments: object) -> None:
-        for bucket in buckets:
-            bucket.finish_parameter_gather()
-
-    return wait
+def _finish_gathers(buckets: tuple[Bucket, ...], module: nn.Module, arguments: object) -> None:
+    for bucket in buckets:
+        bucket.finish_parameter_gather()

@@ -21,6 +21,7 @@ from megalite.optim.layout import ParameterGroup, Slot
 from megalite.optim.learning_rate import Rates
 from megalite.optim.newton_schulz import orthogonalized, update_scale
 from megalite.optim.shard import Segment, Shard
+from megalite.optim.update_rule import UpdateRule
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group, ParallelMesh
 from megalite.parallel.sharding import Box, LogicalTensor, Piece
@@ -89,7 +90,7 @@ class Matrix:
         return [part.sizes[rank] for part in self.parts]
 
 
-class Muon:
+class Muon(UpdateRule):
     """The rule of all matrices on a rank's shards."""
 
     def __init__(self, shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> None:

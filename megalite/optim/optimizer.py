@@ -1,29 +1,31 @@
 """The step of the optimizer on the slices that this rank owns: norm, clip, update in fp32, and back to the parameters.
 
-All ZeRO stages run the same sums over the same slices. Stage 0 then gathers the gradients and updates everything; 1 and
-2 update their slices and gather the parameters; 3 leaves the gather to the next use.
+All ZeRO stages compute the same sums over the same slices. Stage 0 then gathers the gradients and updates everything;
+1 and 2 update their slices and gather the parameters; 3 leaves the gather to the next use.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
+import torch
 from torch import nn
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim import statistics
+from megalite.optim.accumulator import Collective
 from megalite.optim.buckets import Bucket, DataParallel, make_buckets
+from megalite.optim.elementwise import elementwise_rule
 from megalite.optim.gathering import gather_around_forward
-from megalite.optim.kept import all_state_names
 from megalite.optim.learning_rate import Rates
-from megalite.optim.reduction import Collective
-from megalite.optim.rules import make_rules
+from megalite.optim.muon import Muon
 from megalite.optim.shard import Shard, StateSlice
+from megalite.optim.update_rule import UpdateRule, all_state_names
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients, Parameter
@@ -81,7 +83,7 @@ class Optimizer:
 
     @property
     def state_kinds(self) -> set[str]:
-        """The names of what is kept beside the parameters, on any rank."""
+        """The names of all state, on any rank."""
         return all_state_names(self.config) | {"master" for shard in self.shards if shard.has_master}
 
     @property
@@ -90,7 +92,7 @@ class Optimizer:
         return [named for shard in self.shards for states in shard.own_states for named in states.items()]
 
     def slices(self) -> Iterator[StateSlice]:
-        """All that this rank updates, by parameter."""
+        """Yield all that this rank updates, by parameter."""
         for shard in self.shards:
             yield from shard.slices(*shard.bucket.shard_spec.updated)
 
@@ -100,23 +102,32 @@ class Optimizer:
             yield from shard.slices(*shard.bucket.shard_spec.saved)
 
     @contextmanager
-    def unpacked(self) -> Iterator[None]:
-        """Let all state be set, as a load does: state in 8 bits is replaced meanwhile by a tensor of zeros on the host,
-        which is packed in the end unless there is an exception. Its old values cannot be read here."""
-        with ExitStack() as stack:
-            for shard in self.shards:
-                stack.enter_context(shard.unpacked())
+    def settable_for_load(self) -> Iterator[None]:
+        """Let all state be set, as a load does: within the block packed state is replaced by tensors of zeros on the
+        host (the device may have no memory for them), which are packed at its end unless there is an exception. The old
+        values cannot be read in the block.
+        """
+        segments = [segment for shard in self.shards for segment in shard.segments]
+        try:
+            for segment in segments:
+                segment.settable.update((name, torch.zeros(len(segment.parameters))) for name in segment.packed())
             yield
+            for segment in segments:
+                for name, packed in segment.packed().items():
+                    packed.write(segment.settable[name])
+        finally:
+            for segment in segments:
+                segment.settable.clear()
 
     def begin_step(self, micro_batches: int) -> None:
-        """Expect the gradients of so many micro-batches."""
+        """Expect the gradients of this number of micro-batches."""
         for bucket in self.buckets:
             bucket.begin_step(micro_batches)
         for tally in chain.from_iterable(self._tallies.values()):
             tally.begin_step()
 
     def reduce(self, chunk: int, micro_batches: int) -> None:
-        """Begin the reductions that are due after so many micro-batches of a chunk."""
+        """Begin the reductions that are due after this number of a chunk's micro-batches."""
         for bucket in self.buckets:
             bucket.begin_reduction(chunk, micro_batches)
 
@@ -134,7 +145,7 @@ class Optimizer:
                 bucket.deferred = None
 
     def complete(self, loss_scale: float = 1.0) -> StepResult:
-        """Finish the gradients' reduction, and update nothing."""
+        """Finish the gradients' reduction without an update."""
         for part in self._completion():
             part.run()
         return StepResult({name: norm / loss_scale for name, norm in self._norms().run().items()})
@@ -196,7 +207,7 @@ class Optimizer:
             self.finish_parameter_gather()
 
     def begin_parameter_gather(self) -> None:
-        """Start to make whole, under ZeRO 1 and 2, the parameters whose slices have changed."""
+        """Start, under ZeRO 1 and 2, to gather the parameters from their updated slices."""
         for gather in self._parameter_gathers():
             gather.run()
 
@@ -219,9 +230,18 @@ class Optimizer:
         return statistics.norms([(shard.bucket, shard.owned_masters) for shard in self.shards], self.mesh)
 
     def finish_parameter_gather(self) -> None:
-        """Wait for the gathers that overlap what comes after the step."""
+        """Wait for the gathers that were left running after the step."""
         for bucket in self.buckets:
             bucket.finish_parameter_gather()
+
+
+def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerConfig) -> list[UpdateRule]:
+    """The rules that together update all of the shards once."""
+    segments = [segment for shard in shards for segment in shard.segments]
+    if config.optimizer == "muon":
+        vectors = [segment for segment in segments if not segment.group.matrices]
+        return [Muon(shards, mesh, config), elementwise_rule(vectors, config)]
+    return [elementwise_rule(segments, config)]
 
 
 def make_optimizer(
@@ -233,7 +253,7 @@ def make_optimizer(
     blocks: Sequence[Sequence[nn.Module]] = (),
     set_values: Callable[[Parameter], None] | None = None,
 ) -> Optimizer:
-    """Move the parameters of `networks`, one a chunk, into flat buckets; the optimizer of this rank's part of them.
+    """Move the parameters of `networks`, one per chunk, into flat buckets; return the optimizer of this rank's part.
 
     `blocks`: the parts of each network that run one after the other, which ZeRO 3 needs. `set_values` gives a parameter
     its initial values; None if they have them.

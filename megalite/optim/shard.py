@@ -1,10 +1,9 @@
-"""Part of a bucket that a rank updates, cut into segments that are treated alike, with the optimizer's state."""
+"""Part of a bucket that a rank updates, cut into segments by parameter group, with the optimizer's state."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from megalite.config.optimizer import OptimizerConfig
 from megalite.optim.buckets import Bucket
-from megalite.optim.kept import own_states, state_names
 from megalite.optim.layout import ParameterGroup, Slot
 from megalite.optim.packed import Packed, Remainders, View
+from megalite.optim.update_rule import own_states, state_names
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import Parameter
 from megalite_kernels.moments import BLOCK, Quantized
@@ -25,7 +24,7 @@ FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 @dataclass(frozen=True)
 class StateSlice:
-    """A segment of a parameter's elements, and what stands for it on this rank: flat views."""
+    """A range of a parameter's elements, and its values and state on this rank: flat views."""
 
     parameter: Parameter
     start: int
@@ -35,15 +34,15 @@ class StateSlice:
     """The parameter's own."""
     state: dict[str, Tensor | View]
     """State by name: the optimizer's, and `master` if the parameter is of lower precision. Packed state is given as
-    views, except within `Optimizer.unpacked`."""
+    views, except within `Optimizer.settable_for_load`."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The state that can be set, all of it within `Optimizer.unpacked`."""
+        """The state that can be set, all of it within `Optimizer.settable_for_load`."""
         return {name: kept for name, kept in self.state.items() if isinstance(kept, Tensor)}
 
 
-def kept_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> torch.dtype:
+def state_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> torch.dtype:
     """Return the dtype that a state, or `master`, is kept in, given the parameters' dtype; of packed state that of its
     values."""
     chosen = {"master": config.main_params_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype)
@@ -51,41 +50,41 @@ def kept_dtype(config: OptimizerConfig, name: str, parameters: torch.dtype) -> t
     return narrow.get(chosen) or torch.promote_types(parameters, torch.float32)
 
 
-def kept_format(config: OptimizerConfig, name: str) -> torch.dtype | None:
+def quantized_dtype(config: OptimizerConfig, name: str) -> torch.dtype | None:
     """Return the dtype of a state's 8-bit codes, None if it is not in 8 bits; all but `exp_avg_sq` follow `exp_avg`."""
     return FORMATS.get({"exp_avg_sq": config.exp_avg_sq_dtype}.get(name, config.exp_avg_dtype))
 
 
 def state_dtypes(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype of each state's values, beside parameters of a group and a dtype, but for a master."""
-    return {name: kept_dtype(config, name, parameters) for name in state_names(config, group)}
+    """Return the dtype of each state's values, without a master, for parameters of a group and dtype."""
+    return {name: state_dtype(config, name, parameters) for name in state_names(config, group)}
 
 
-def bytes_an_element(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> float:
-    """Return the bytes an element that the state takes, but for a master."""
+def bytes_per_element(config: OptimizerConfig, group: ParameterGroup, parameters: torch.dtype) -> float:
+    """Return the bytes per element of the state, without a master."""
     dtypes = state_dtypes(config, group, parameters)
     eight = 1 + torch.float32.itemsize / BLOCK
-    return sum(eight if kept_format(config, name) else dtype.itemsize for name, dtype in dtypes.items())
+    return sum(eight if quantized_dtype(config, name) else dtype.itemsize for name, dtype in dtypes.items())
 
 
 def _new_state(config: OptimizerConfig, name: str, parameters: Tensor) -> Tensor | Quantized:
     """Zeros, for flat parameters."""
-    format = kept_format(config, name)
+    format = quantized_dtype(config, name)
     if format is not None:
         return Quantized.zeros(len(parameters), format, parameters.device, root=name == "exp_avg_sq")
-    return torch.zeros_like(parameters, dtype=kept_dtype(config, name, parameters.dtype))
+    return torch.zeros_like(parameters, dtype=state_dtype(config, name, parameters.dtype))
 
 
 def all_state_dtypes(config: OptimizerConfig, parameter: Parameter) -> dict[str, torch.dtype]:
-    """State beside a parameter with a number for each element, in the order of `StateSlice.state`."""
+    """Return the dtypes of a parameter's flat state, in the order of `StateSlice.state`."""
     dtype = parameter.dtype
-    master = kept_dtype(config, "master", dtype)
+    master = state_dtype(config, "master", dtype)
     return state_dtypes(config, ParameterGroup.of(parameter), dtype) | ({"master": master} if master != dtype else {})
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive elements of a shard that are treated alike: flat views, and the state that an update rule keeps."""
+    """Consecutive elements of a shard of one parameter group: flat views, and the state that an update rule keeps."""
 
     group: ParameterGroup
     slots: tuple[Slot, ...]
@@ -95,11 +94,11 @@ class Segment:
     """Elements [start, stop) of the bucket."""
     parameters: Tensor
     master: Tensor
-    """The parameters themselves where they are as wide; int16: remainders."""
+    """Master weights: the parameters themselves if they have the same dtype; int16: remainders."""
     gradients: Tensor
     state: dict[str, Tensor | Quantized]
-    unpacked: dict[str, Tensor] = field(default_factory=dict)
-    """Packed state as fp32 tensors, while a checkpoint is loaded."""
+    settable: dict[str, Tensor] = field(default_factory=dict)
+    """Packed state as fp32 tensors, while a checkpoint is loaded: see `Optimizer.settable_for_load`."""
 
     @property
     def has_master(self) -> bool:
@@ -111,15 +110,19 @@ class Segment:
         return {name: state for name, state in self.state.items() if isinstance(state, Tensor)}
 
     def kept(self) -> dict[str, Tensor | Packed]:
-        """The state, and `master` where it is not the parameters themselves."""
+        """The state, and `master` if it is not the parameters themselves."""
         packed = self.master.dtype == torch.int16
         kept: dict[str, Tensor | Packed] = dict(self.state)
         if self.has_master:
             kept["master"] = Remainders(self.parameters, self.master) if packed else self.master
         return kept
 
+    def packed(self) -> dict[str, Packed]:
+        """The state that is packed."""
+        return {name: kept for name, kept in self.kept().items() if not isinstance(kept, Tensor)}
+
     def wide_gradients(self, factor: float) -> Tensor:
-        """The gradients times a factor, as wide as the masters: themselves where they are."""
+        """The gradients times a factor, in the masters' dtype; changed in place if they have it already."""
         wide = self.gradients.to(self.master.dtype)
         return wide if factor == 1.0 else wide.mul_(factor)
 
@@ -135,7 +138,7 @@ class Shard:
     def __init__(self, bucket: Bucket, mesh: ParallelMesh, config: OptimizerConfig) -> None:
         self.bucket = bucket
         self.own_states = [own_states(config, slot.parameter, mesh) for slot in bucket.slots]
-        """State of other shapes than the parameters', by slot and name; it is complete, whatever the slice."""
+        """State of other shapes than the parameters', by slot and name; it is not sharded."""
         sharded = bucket.stage > 0
         self.parameters = bucket.parameter_shard if sharded else bucket.parameters
         self.gradients = bucket.gradient_shard if sharded else bucket.gradients
@@ -144,7 +147,7 @@ class Shard:
         if config.store_param_remainders and dtype == torch.bfloat16:
             self.master = torch.zeros_like(self.parameters, dtype=torch.int16)
         else:
-            self.master = self.parameters.to(kept_dtype(config, "master", dtype))  # themselves where alike
+            self.master = self.parameters.to(state_dtype(config, "master", dtype))  # itself if of that dtype
         self.segments = list(self._segments(config))
 
     @property
@@ -153,30 +156,13 @@ class Shard:
 
     @property
     def owned_masters(self) -> Tensor | View:
-        """Master weights of the slice that this rank owns: no other of the shard group answers for it."""
+        """Master weights of the slice that this rank owns; no other rank of the shard group owns it."""
         if self.master.dtype == torch.int16:
             return View(Remainders(self.parameters, self.master), 0, len(self.master))[self.owned_part]
         return self.master[self.owned_part]
 
-    @contextmanager
-    def unpacked(self) -> Iterator[None]:
-        """See `Optimizer.unpacked`."""
-        every = [(segment, name, kept) for segment in self.segments for name, kept in segment.kept().items()]
-        packed = [(segment, name, kept) for segment, name, kept in every if not isinstance(kept, Tensor)]
-        try:
-            for segment, name, _ in packed:
-                segment.unpacked[name] = torch.zeros(
-                    segment.stop - segment.start
-                )  # the device may have no memory for it
-            yield
-            for segment, name, kept in packed:
-                kept.write(segment.unpacked[name])
-        finally:
-            for segment in self.segments:
-                segment.unpacked.clear()
-
     def tensors(self) -> list[Tensor]:
-        """All that is kept: the master weights and the state."""
+        """Return the tensors of the master weights and of all state."""
         states = [state for segment in self.segments for state in segment.state.values()]
         packed = [state.tensors() for state in states if isinstance(state, Quantized)]
         own = [state.values for named in self.own_states for state in named.values()]
@@ -184,7 +170,7 @@ class Shard:
 
     @property
     def owned_part(self) -> slice:
-        """Part of this shard that no other rank of the shard group is to answer for."""
+        """Part of this shard that this rank owns; under ZeRO 0 a shard is more than that."""
         start, stop = self.bucket.owned_range
         return slice(start - self.start, stop - self.start)
 
@@ -200,9 +186,9 @@ class Shard:
                 )
 
     def slices(self, begin: int, end: int) -> Iterator[StateSlice]:
-        """Elements [begin, end) of the bucket, among those of this shard, by parameter."""
+        """Yield elements [begin, end) of the bucket that are in this shard, by parameter."""
         for segment in self.segments:
-            state = segment.kept() | segment.unpacked
+            state = segment.kept() | segment.settable
             for slot in segment.slots:
                 low, high = max(slot.start, segment.start, begin), min(slot.stop, segment.stop, end)
                 if low < high:

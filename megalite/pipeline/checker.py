@@ -17,7 +17,7 @@ from megalite.pipeline.stages import Stages
 
 @dataclass(frozen=True)
 class Collective:
-    """Operation of several ranks together, by a name that tells it from their others."""
+    """Collective operation of several ranks, by a name that no other of theirs has."""
 
     name: str
     ranks: tuple[int, ...]
@@ -29,13 +29,13 @@ class Collective:
 
 @dataclass(frozen=True)
 class Report:
-    """Peaks of each rank: the most that it keeps at one time."""
+    """Peaks of each rank: the largest numbers at one time."""
 
     activations: tuple[int, ...]
-    """Forwards over all chunks whose B or W is to come."""
+    """Forwards of all chunks whose B or W has not run."""
     activations_of_chunks: tuple[tuple[int, ...], ...]
     receives: tuple[int, ...]
-    """Buffers whose receive is posted and whose computation is to come."""
+    """Buffers whose receive is posted and whose computation has not run."""
 
 
 def check(
@@ -45,17 +45,17 @@ def check(
     reductions: Reductions | None = None,
     *,
     backward: bool = True,
-    behind: Sequence[Sequence[Collective]] = (),
+    after_list: Sequence[Sequence[Collective]] = (),
 ) -> Report:
     """Prove a whole step of a pipeline, from the lists of all its ranks.
 
     Every stage does each micro-batch once, in an order that gives the same sums whatever the schedule; each message is
-    sent once and received in the order in which it is sent; gradients are reduced when they are whole and as
-    `reductions` says; and no communication is waited for for ever, whether a send blocks until its receive is posted or
-    not. `behind` is what each rank does with others of the pipeline behind its list, in order.
+    sent once and received in the order in which it is sent; gradients are reduced when they are complete and as
+    `reductions` says; and no rank waits for ever, whether a send blocks until its receive is posted or not.
+    `after_list`: the collectives of each rank with others of the pipeline after its list, in order.
 
-    What several copies of the pipeline do together inside their actions needs no more proof where their lists are the
-    same: then the copies of a rank can go in step, each comes to all of it when the others do, and goes on as if alone.
+    Collectives between data-parallel pipelines, inside actions, need no proof of their own if all these pipelines have
+    the same lists: data-parallel ranks then reach each collective after the same actions, and none waits for ever.
 
     Raises ScheduleError, whose message names rank, action and stage.
     """
@@ -66,7 +66,7 @@ def check(
     for number, (rank, actions) in enumerate(zip(ranks, lists, strict=True)):
         for action in actions:
             rank.take(action)
-        rank.end(behind[number] if behind else ())
+        rank.end(after_list[number] if after_list else ())
     run([rank.program for rank in ranks])
     return Report(
         tuple(rank.most_kept[-1] for rank in ranks),
@@ -88,7 +88,7 @@ class _Step:
         """The micro-batches after which a chunk's gradients are reduced."""
         if self.reductions is None:
             return range(0)
-        return range(0 if self.reductions.each else self.micro_batches - 1, self.micro_batches)
+        return range(0 if self.reductions.per_micro_batch else self.micro_batches - 1, self.micro_batches)
 
 
 def _say(stages: Sequence[int], at: object) -> str:
@@ -97,7 +97,7 @@ def _say(stages: Sequence[int], at: object) -> str:
 
 
 class _Message(NamedTuple):
-    """Return the other end of a chunk's messages of one kind."""
+    """Messages of one kind of action of a chunk."""
 
     peer: int
     edge: Communicator
@@ -108,7 +108,7 @@ class _Message(NamedTuple):
 
 
 class _Rank:
-    """Actions of its list that a rank has done so far, and its program."""
+    """Actions that a rank has done so far, and its program of communication."""
 
     def __init__(self, step: _Step, rank: int) -> None:
         self._step, self._rank = step, rank
@@ -130,21 +130,21 @@ class _Rank:
         done = self._done["B" if kind == "I" else kind, chunk]
         if micro_batch in done:
             self._refuse("it has been done before")
-        done[micro_batch] = _TAKE[kind](self, action)
+        done[micro_batch] = _TAKE[kind.split()[0]](self, action)
 
-    def end(self, behind: Sequence[Collective]) -> None:
+    def end(self, after_list: Sequence[Collective]) -> None:
         """Require that everything has been done, wait for what was begun, then run the collectives after the list."""
         for chunk in range(len(self._stage)):
-            for action in self._whole(chunk):
+            for action in self._required(chunk):
                 if action.micro_batch not in self._done[action.kind, chunk]:
                     raise ScheduleError(f"{self.program.name}: {self._say(action)} is missing")
         for communicator, begun in self.program.begun.items():
             self.program.wait(communicator, len(begun), "the end of its list")
-        for collective in behind:
+        for collective in after_list:
             self._together(Communicator(collective.ranks), collective.name, collective)
 
-    def _whole(self, chunk: int) -> Iterator[Action]:
-        """Yield what a chunk does in a whole step, but for receives: without them it could not have done it."""
+    def _required(self, chunk: int) -> Iterator[Action]:
+        """Yield the actions of a chunk in a step that may be missing; receives cannot, as computations require them."""
         kinds: list[Kind] = ["F"]
         if self._messages["send F"][chunk] is not None:
             kinds += ["send F", "free F"]
@@ -193,7 +193,7 @@ class _Rank:
     def _reduce(self, action: Action) -> int:
         m, chunk = action.micro_batch, action.chunk
         if m not in self._step.reduced():
-            self._refuse("none is due behind this micro-batch")
+            self._refuse("none is due after this micro-batch")
         if m not in self._done["W", chunk]:
             self._refuse("its weight gradients have not been given")
         if m + 1 in self._done["W", chunk]:
@@ -201,7 +201,7 @@ class _Rank:
         return 0
 
     def _need(self, way: Kind, action: Action, giver: tuple[int, int] | None) -> None:
-        """Require what a computation begins with: its message, from another rank or from a chunk of its own."""
+        """Require a computation's message, from another rank or from a chunk of the same rank."""
         if giver is None:
             return
         rank, chunk = giver
@@ -223,7 +223,7 @@ class _Rank:
         return self.program.begin(message.edge, message.first + action.micro_batch, action)
 
     def _send(self, action: Action) -> int:
-        """Sends are taken to block until their receive is posted: what ends then also ends where they do not."""
+        """Take a send to block until its receive is posted: a step that ends then also ends if sends do not block."""
         message = self._other_end(action)
         if action.micro_batch not in self._done[message.way, action.chunk]:
             self._refuse("the action that gives it has not been done")
@@ -282,16 +282,14 @@ _OTHER_ENDS: dict[Kind, tuple[bool, Kind]] = {
 }
 """Other end of each kind of message: True if it is the stage before, and the direction of the message."""
 
-_TAKE: dict[Kind, Callable[[_Rank, Action], int]] = {
+_TAKE: dict[str, Callable[[_Rank, Action], int]] = {
     "F": _Rank._forward,
     "B": _Rank._backward,
     "I": _Rank._backward,
     "W": _Rank._weight_gradients,
     "R": _Rank._reduce,
-    "receive F": _Rank._receive,
-    "receive B": _Rank._receive,
-    "send F": _Rank._send,
-    "send B": _Rank._send,
-    "free F": _Rank._free,
-    "free B": _Rank._free,
+    "receive": _Rank._receive,
+    "send": _Rank._send,
+    "free": _Rank._free,
 }
+"""Checks by the first word of an action's kind."""

@@ -10,9 +10,8 @@ from statistics import median
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from megalite.atomic_files import write_atomically
-from megalite.pipeline.messages import Message, given, needed
 from megalite.pipeline.schedules import Kind
-from megalite.pipeline.simulator import Span
+from megalite.pipeline.simulator import Span, lanes
 from megalite.pipeline.timeline import COMPUTATIONS, TimeLine
 from megalite.pipeline.trace import to_trace
 
@@ -177,15 +176,21 @@ def _draw_messages(svg: Element, time_line: TimeLine, scale: float) -> None:
 
 
 def _messages(time_line: TimeLine) -> Iterator[tuple[int, float, int, float]]:
-    """(rank, time) of where a message comes from and where it is used, between neighbouring ranks."""
-    ends: dict[Message, float] = {}
+    """Yield the rank and time at which a message is ready, then those at which it is used, for neighbouring ranks."""
+    tables = [lanes(time_line.stages, rank) for rank in range(time_line.stages.ranks)]
+    sent: dict[tuple[int, int], tuple[int, float]] = {}  # by lane and micro-batch: rank and time
     for rank, spans in enumerate(time_line.computation):
-        ends |= {message: span.end for span in spans if (message := given(time_line.stages, rank, span.action))}
+        for (kind, micro_batch, chunk, _), _, end in spans:
+            gives = tables[rank][kind, chunk].gives
+            if gives is not None:
+                sent[gives, micro_batch] = rank, end
     for rank, spans in enumerate(time_line.computation):
-        for span in spans:
-            message = needed(time_line.stages, rank, span.action)
-            if message in ends and abs((source := message.route(time_line.stages)[0]) - rank) == 1:
-                yield source, ends[message], rank, span.start
+        for (kind, micro_batch, chunk, _), start, _ in spans:
+            needs = tables[rank][kind, chunk].needs
+            if needs is not None and (needs, micro_batch) in sent:
+                source, end = sent[needs, micro_batch]
+                if abs(source - rank) == 1:
+                    yield source, end, rank, start
 
 
 def _draw_axis(svg: Element, time_line: TimeLine, scale: float, bottom: float) -> None:

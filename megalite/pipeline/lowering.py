@@ -20,11 +20,11 @@ _FREE: dict[Kind, Kind] = {"F": "free F", "B": "free B", "I": "free B"}
 class Reductions:
     """Times at which a rank reduces its gradients over the data-parallel ranks."""
 
-    each: bool = False
+    per_micro_batch: bool = False
     """Reduce after every micro-batch (ZeRO 2 and 3) instead of once per step."""
     overlap: bool = False
     """Once per step: reduce a chunk as soon as it has all its gradients, instead of after the whole list."""
-    align: bool = False
+    align_ranks: bool = False
     """Delay reductions on later ranks, so that all ranks reduce a chunk at about the same time. Not on a V, where
     chunks do not end in that order."""
 
@@ -89,7 +89,9 @@ def _receives(rank: int, table: Table, spans: Sequence[Span], sent: Sent) -> dic
         for lane, micro_batch, sent_at in reversed(messages):
             index = users[lane, micro_batch]
             action = spans[index].action
-            # Posted before the first computation of this rank that ends no earlier than the message is sent.
+            # Post before the first computation of this rank that ends no earlier than the message is sent (a send
+            # must find its receive posted), at least one computation before its use, and no later than the receive of
+            # the sender's next message: receives of one peer stand in the order in which it sends.
             latest = max(min(latest, index - 1, bisect_left(ends, sent_at)), 0)
             receives[latest].insert(0, Action(_RECEIVE[action.kind], micro_batch, action.chunk, peer))
     return receives
@@ -121,18 +123,24 @@ def _with_messages(
 def _with_reductions(
     order: Sequence[Action], stages: Stages, rank: int, reductions: Reductions | None
 ) -> Iterator[Action]:
+    if reductions is None:
+        yield from order
+        return
     last = {action.chunk: index for index, action in enumerate(order) if action.kind in ("B", "W")}
-    put_off: list[tuple[int, Action]] = []  # reductions, and behind how many more backwards each of them comes
+    delay = 0  # in backwards
+    if not reductions.per_micro_batch:
+        if not reductions.overlap:
+            delay = len(order)
+        elif reductions.align_ranks and stages.chunks > 1 and not stages.v_shaped:
+            delay = rank
+    waiting: list[tuple[int, Action]] = []  # (after which backward, reduction)
+    backwards = 0
     for index, action in enumerate(order):
         yield action
-        if reductions is None or action.kind not in ("B", "W"):
-            continue
-        put_off = [(more - 1, reduction) for more, reduction in put_off]
-        if reductions.each or last[action.chunk] == index:
-            wait = len(order) if not (reductions.each or reductions.overlap) else 0
-            if reductions.align and not reductions.each and stages.chunks > 1 and not stages.v_shaped:
-                wait = max(wait, rank)
-            put_off.append((wait, Action("R", action.micro_batch, action.chunk)))
-        yield from (reduction for more, reduction in put_off if more <= 0)
-        put_off = [(more, reduction) for more, reduction in put_off if more > 0]
-    yield from (reduction for _, reduction in put_off)
+        if action.kind in ("B", "W"):
+            backwards += 1
+            if reductions.per_micro_batch or last[action.chunk] == index:
+                waiting.append((backwards + delay, Action("R", action.micro_batch, action.chunk)))
+            while waiting and waiting[0][0] <= backwards:
+                yield waiting.pop(0)[1]
+    yield from (reduction for _, reduction in waiting)

@@ -1,6 +1,6 @@
 """Pure functions from the size of a pipeline and a number of micro-batches to each rank's order of computation.
 
-A schedule says nothing of communication: `lowering` derives it from the orders of all ranks.
+A schedule has no communication: `lowering` derives it from the orders of all ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def one_forward_one_backward(stages: Stages, rank: int, micro_batches: int, grou
 
 
 def interleaved(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Action]:
-    """1F1B over several chunks a rank (arXiv:2104.04473): groups of micro-batches go through chunk after chunk."""
+    """1F1B over several chunks per rank (arXiv:2104.04473): groups of micro-batches go through chunk after chunk."""
     order = _by_groups(stages, micro_batches, group)
     forward = [Action("F", m, chunk) for m, chunk in order]
     backward = [Action("B", m, stages.chunks - 1 - chunk) for m, chunk in order]
@@ -61,24 +61,25 @@ def interleaved(stages: Stages, rank: int, micro_batches: int, group: int) -> li
 
 
 def zb_h1(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Action]:
-    """ZB-H1 (arXiv:2401.10241): 1F1B with weight gradients put off, on later ranks longer, so that all ranks keep as
+    """ZB-H1 (arXiv:2401.10241): 1F1B with weight gradients delayed, on later ranks longer, so that all ranks keep as
     many micro-batches as the first.
     """
     forward = [Action("F", m) for m in range(micro_batches)]
     backward: list[list[Action]] = []
     for m in range(micro_batches):
         backward.append([Action("I", m)] + [Action("W", m - rank)] * (m >= rank))
-    put_off = [Action("W", m) for m in range(max(micro_batches - rank, 0), micro_batches)]
-    return _alternate(forward, backward, stages.ranks - 1 - rank) + put_off
+    delayed = [Action("W", m) for m in range(max(micro_batches - rank, 0), micro_batches)]
+    return _alternate(forward, backward, stages.ranks - 1 - rank) + delayed
 
 
 def zb_v(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Action]:
-    """ZB-V (arXiv:2401.10241, arXiv:2405.15362): two chunks a rank, V-shaped, weight gradients fill the bubbles.
+    """ZB-V (arXiv:2401.10241, arXiv:2405.15362): two chunks per rank, V-shaped; weight gradients fill the bubbles.
 
-    The phases are those of at least 2 * ranks - 1 micro-batches; with fewer, what is beyond them is left out.
+    The phases need at least 2 * ranks - 1 micro-batches. With fewer, the order of that many is made, and the actions of
+    those that do not exist are left out.
     """
     total = max(micro_batches, 2 * stages.ranks - 1)
-    behind = stages.ranks - rank
+    ranks_below = stages.ranks - rank  # on the way down the V, this rank included
     actions: list[Action] = []
     done: Counter[tuple[Kind, int]] = Counter()
 
@@ -90,12 +91,14 @@ def zb_v(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Acti
         take("I", chunk)
         take("W", chunk)
 
-    for _ in range(2 * behind - 1):  # the first micro-batches are on their way down and up the V
+    # Micro-batch 0 goes from this rank down to the last one and back up: meanwhile new ones are run forward.
+    for _ in range(2 * ranks_below - 1):
         take("F", 0)
+    # It then goes up to rank 0, where the V ends and its backward begins, and comes back to this rank.
     for _ in range(rank):
         take("F", 1)
         take("F", 0)
-    for _ in range(behind):
+    for _ in range(ranks_below):
         take("F", 1)
         backward(1)
     while done["F", 1] < total:  # steady: each chunk forward and backward in turn
@@ -104,10 +107,11 @@ def zb_v(stages: Stages, rank: int, micro_batches: int, group: int) -> list[Acti
         backward(0)
         take("F", 1)
         backward(1)
-    for _ in range(rank):  # what is left of backward
+    # No forward is left. Input gradients come first, as other ranks wait for them; weight gradients fill the rest.
+    for _ in range(rank):
         take("I", 0)
         take("I", 1)
-    for _ in range(behind):
+    for _ in range(ranks_below):
         backward(0)
     for chunk in (1, 0):
         while done["W", chunk] < total:
@@ -136,7 +140,7 @@ def _alternate(forward: Sequence[Action], backward: Sequence[Action | Sequence[A
 
 def _groups(stages: Stages, micro_batches: int, group: int) -> list[int]:
     """Sizes of the groups that go through a chunk before the next chunk: `group`, and a last one that is smaller, or
-    larger where it would be smaller than the number of ranks (then rank 0 would wait for its own last stage).
+    larger if it would be smaller than the number of ranks (then rank 0 would wait for its own last stage).
     """
     sizes = [group] * (micro_batches // group)
     rest = micro_batches % group

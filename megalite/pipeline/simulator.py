@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
 from typing import NamedTuple
 
-from megalite.pipeline.messages import Message, given, needed
 from megalite.pipeline.schedules import Action, Kind
 from megalite.pipeline.stages import Stages
 
@@ -35,29 +33,39 @@ def durations(forward: float = 1.0, backward_input: float = 1.0, backward_weight
 class Lanes(NamedTuple):
     """Source and target of an action's message: the same for all micro-batches of a chunk.
 
-    A lane is all that one stage gives to the next, or to the one before; it has a number.
+    A lane is all that one stage passes to the next (activations), or to the one before (their gradients); it has a
+    number.
     """
 
-    needs: int | None
-    gives: int | None
-    taker: int | None
+    needs: int | None = None
+    gives: int | None = None
+    taker: int | None = None
     """The rank to which the message goes; it may be the same."""
 
 
 def lanes(stages: Stages, rank: int) -> dict[tuple[Kind, int], Lanes]:
     """Return the lanes of a rank's computations, by kind and chunk."""
-    kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
-    found = {}
-    for kind, chunk in product(kinds, range(stages.chunks)):
-        action = Action(kind, 0, chunk)
-        gives = given(stages, rank, action)
-        taker = None if gives is None else gives.route(stages)[1]
-        found[kind, chunk] = Lanes(_number(needed(stages, rank, action)), _number(gives), taker)
+    found: dict[tuple[Kind, int], Lanes] = {}
+    for chunk in range(stages.chunks):
+        stage = stages.stage(rank, chunk)
+        found["F", chunk] = _lanes(stages, stage - 1, stage, stage + 1)
+        found["B", chunk] = found["I", chunk] = _lanes(stages, stage + 1, stage, stage - 1)
+        found["W", chunk] = Lanes()
     return found
 
 
-def _number(message: Message | None) -> int | None:
-    return None if message is None else 2 * message.stage + (message.kind == "B")
+def _lanes(stages: Stages, source: int, stage: int, target: int) -> Lanes:
+    gives = _lane(stages, stage, target)
+    return Lanes(_lane(stages, source, stage), gives, None if gives is None else stages.place(target)[0])
+
+
+def _lane(stages: Stages, source: int, target: int) -> int | None:
+    """Return the number of the lane between neighbours; None if nothing is passed."""
+    if min(source, target) < 0 or max(source, target) >= stages.count:
+        return None
+    backward = target < source
+    passed = stages.passes_back(source) if backward else stages.passes(source)
+    return 2 * source + backward if passed else None
 
 
 def simulate(
@@ -99,29 +107,29 @@ def simulate(
 
 
 class _Turn(NamedTuple):
-    """Course of the actions of one kind and chunk: lanes hold the times at which micro-batches arrive."""
+    """Timing of the actions of one kind and chunk: lanes hold the times at which micro-batches arrive."""
 
     needs: Mapping[int, float] | None
     gives: dict[int, float] | None
-    lasts: float
-    travels: float
+    duration: float
+    transfer: float
 
 
 def _simulated(order: Sequence[Action], table: Mapping[tuple[Kind, int], _Turn], spans: list[Span]) -> Iterator[None]:
-    """Run a rank's actions; pauses for as long as a message has not been given."""
+    """Run a rank's actions; yields as long as the next one's message has not been sent."""
     now = 0.0
     for action in order:
         kind, micro_batch, chunk, _ = action
-        needs, gives, lasts, travels = table[kind, chunk]
+        needs, gives, duration, transfer = table[kind, chunk]
         start = now
         if needs is not None:
             while micro_batch not in needs:
                 yield
             start = max(now, needs[micro_batch])
-        now = start + lasts
+        now = start + duration
         spans.append(Span(action, start, now))
         if gives is not None:
-            gives[micro_batch] = now + travels
+            gives[micro_batch] = now + transfer
 
 
 def bubble(spans: Sequence[Sequence[Span]]) -> float:
@@ -132,7 +140,7 @@ def bubble(spans: Sequence[Sequence[Span]]) -> float:
 
 
 def peak_in_flight(order: Sequence[Action], sizes: Sequence[int] | None = None) -> int:
-    """The most that forwards of a rank keep at one time: until their B, or until W. `sizes`: what one keeps in each
+    """The most that the forwards of a rank keep at one time, each until its B or W. `sizes`: what a forward keeps, by
     chunk (None: 1, so that forwards are counted).
     """
     kept = peak = 0

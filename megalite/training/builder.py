@@ -33,7 +33,7 @@ from megalite.parallel.sharding import LogicalTensor
 from megalite.parallel.stage import LossTerm
 from megalite.pipeline.checker import Collective
 from megalite.pipeline.lowering import Reductions
-from megalite.pipeline.schedule_cache import ScheduleCache
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.training.data import RunData
 
@@ -89,14 +89,14 @@ def make_chunks(config: RunConfig, model: ModelConfig, mesh: ParallelMesh, stage
     )
 
 
-def make_schedule_cache(
+def make_proved_schedules(
     config: RunConfig,
     mesh: ParallelMesh,
     stages: Stages,
     chunks: Sequence[GPT],
     optimizer: Optimizer,
     terms: Sequence[LossTerm],
-) -> ScheduleCache:
+) -> ProvedSchedules:
     """The lists of actions, with what layers and the optimizer communicate inside them, and the optimizer after them.
 
     All ranks of a pipeline make theirs together.
@@ -107,21 +107,21 @@ def make_schedule_cache(
     gathers = _inside("gather of parameters", (bucket for bucket in optimizer.buckets if bucket.stage == 3))
     reductions = _inside("reduction of gradients", optimizer.buckets)
     reduction, at_the_end = (reductions, ()) if each else ((), reductions)
-    return ScheduleCache(
+    return ProvedSchedules(
         stages,
         mesh.coordinate("pp"),
         schedule=schedule_name(config.model, parallel),
-        group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+        group_size=parallel.microbatch_group_size_per_virtual_pipeline_stage,
         reductions=Reductions(each, parallel.overlap_grad_reduce, parallel.align_grad_reduce),
         overlap=parallel.overlap_p2p_communication,
-        inside={
+        inside_actions={
             "F": (*gathers, *forward),
             "B": (*gathers, *backward, *reduction),
             "I": (*gathers, *backward),
             "W": reduction,
             "R": at_the_end,
         },
-        behind=_behind_the_lists(mesh, optimizer),
+        after_list=_behind_the_lists(mesh, optimizer),
         terms=terms,
         copied=_copied(mesh, optimizer),
     )

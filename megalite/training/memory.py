@@ -20,7 +20,7 @@ from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
 from megalite.optim.layout import ParameterGroup
 from megalite.optim.optimizer import Optimizer
-from megalite.optim.shard import bytes_an_element
+from megalite.optim.shard import bytes_per_element
 from megalite.torch_internals import storage_identity
 
 
@@ -124,7 +124,7 @@ def state_bytes(optimizer: Optimizer) -> tuple[int, int, int]:
                 sums = 1 / shards if bucket.stage >= 2 else len(accumulator.flats)
                 totals[1] += elements * bucket.gradients.itemsize * sums
             updated = max(min(slot.stop, shard.stop) - max(slot.start, shard.start), 0)
-            kept = bytes_an_element(optimizer.config, ParameterGroup.of(slot.parameter), shard.parameters.dtype)
+            kept = bytes_per_element(optimizer.config, ParameterGroup.of(slot.parameter), shard.parameters.dtype)
             totals[2] += updated * (kept + master)
     parameters, gradients, state_bytes = map(round, totals)
     return parameters, gradients, state_bytes

@@ -70,7 +70,7 @@ class Trainer:
         links = make_links(mesh, stages)  # all ranks of a pipeline connect to their neighbours together
         self.engine = PipelineEngine(self.chunks, stages, mesh.coordinate("pp"), links, mesh.device)
         self.batch_size = global_batch_size(config)
-        self.steps = builder.make_schedule_cache(config, mesh, stages, self.chunks, self.optimizer, self.terms)
+        self.steps = builder.make_proved_schedules(config, mesh, stages, self.chunks, self.optimizer, self.terms)
         sizes = [self.num_micro_batches(size) for size in self.batch_size.sizes]
         self.steps.prove(sizes, sizes[-1:], mesh)
         self.rates = rate_schedules(

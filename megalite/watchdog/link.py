@@ -168,7 +168,7 @@ class Peer:
     host: str
     process: int
     start: int
-    """Time when its process began (process/siblings.py)."""
+    """Time when its process began (process/host.py)."""
     space: str
     """Namespace in which its process number is valid."""
     section: str = ""

@@ -34,7 +34,7 @@ from megalite.parallel.stage import StageOutput
 from megalite.pipeline.engine import PipelineEngine, Stage
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.schedule_cache import ScheduleCache
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from megalite.training.kernels import compile_layers
 from tests.distributed.layout_cell import (
@@ -145,11 +145,11 @@ class Training:
         stages, rank = with_messages(cell.stages, cell), mesh.coordinate("pp")
         recording = [recording_losses(chunk, self.sample_losses) for chunk in chunks]
         self.engine = PipelineEngine(recording, stages, rank, make_links(mesh, stages), mesh.device)
-        self.steps = ScheduleCache(
+        self.steps = ProvedSchedules(
             stages,
             rank,
             schedule=cell.schedule_name,
-            reductions=Reductions(self.optimizer.reduces_each_micro_batch, cell.overlap != "none", align=True),
+            reductions=Reductions(self.optimizer.reduces_each_micro_batch, cell.overlap != "none", align_ranks=True),
         ).prove([cell.samples // (cell.dp * cell.micro_batch_size)], mesh=mesh)
 
     def step(self, number: int) -> tuple[float, StepResult]:
@@ -258,7 +258,7 @@ def accumulate_gradients(
 ) -> Tensor:
     """A step up to the optimizer's: all micro-batches forward and backward; the sum of their losses."""
     optimizer.begin_step(len(micro_batches))
-    steps = ScheduleCache(reductions=Reductions(optimizer.reduces_each_micro_batch)).prove([len(micro_batches)])
+    steps = ProvedSchedules(reductions=Reductions(optimizer.reduces_each_micro_batch)).prove([len(micro_batches)])
     actions = steps.training(len(micro_batches))
     return PipelineEngine([stage]).run(actions, micro_batches, {LOSS: factor}, optimizer)[LOSS]
 

@@ -23,7 +23,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DeferredGradients
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.point_to_point import Links, make_links
-from megalite.pipeline.schedule_cache import ScheduleCache
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from tests.harness.stages import LOSS, as_stage, passing_hidden
 
@@ -310,11 +310,11 @@ def _train(mesh: ParallelMesh, case: Case) -> Found:
 
 def make_engine(
     mesh: ParallelMesh, case: Case, layers: Sequence[Layer], links: Links, width: int = WIDTH
-) -> tuple[PipelineEngine[Tensor], ScheduleCache]:
+) -> tuple[PipelineEngine[Tensor], ProvedSchedules]:
     """The rank's engine, and its lists."""
     stages = passing_hidden(case.stages(mesh.world_size), (WIDTH, width))
     run = [as_stage(layer, last=layer.is_last) for layer in layers]
-    steps = ScheduleCache(stages, mesh.rank, schedule=case.schedule, group=case.group, overlap=case.overlap)
+    steps = ProvedSchedules(stages, mesh.rank, schedule=case.schedule, group_size=case.group, overlap=case.overlap)
     steps.prove([case.micro_batches], [case.micro_batches], mesh)
     return PipelineEngine(run, stages, mesh.rank, links, mesh.device), steps
 

@@ -28,12 +28,12 @@ from megalite.checkpoint.source import Kind
 from megalite.config.optimizer import OptimizerConfig
 from megalite.conversion.native import open_megalite
 from megalite.errors import CheckpointError
-from megalite.optim import kept, optimizer
+from megalite.optim import optimizer, update_rule
 from megalite.optim.buckets import DataParallel
 from megalite.optim.elementwise import elementwise_rule
 from megalite.optim.learning_rate import Rates
-from megalite.optim.rules import UpdateRule
 from megalite.optim.shard import Shard
+from megalite.optim.update_rule import UpdateRule
 from megalite.parallel import collectives
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
@@ -83,7 +83,7 @@ class Toy(nn.Module):
 # ------------------------------------------------------------------------------------------------------ the rule
 
 
-def factor(dimension: int) -> kept.OwnState:
+def factor(dimension: int) -> update_rule.OwnState:
     """The averages over all but one dimension of a matrix, split as that is."""
 
     def make(config: OptimizerConfig, parameter: Parameter, mesh: ParallelMesh) -> State | None:
@@ -98,14 +98,11 @@ def factor(dimension: int) -> kept.OwnState:
     return make
 
 
-class Factored:
+class Factored(UpdateRule):
     """The rule. Each rank of a shard group has the squares of its slice: together they have all, and the same sums."""
 
     def __init__(self, shards: Sequence[Shard], mesh: ParallelMesh) -> None:
         self.shards, self.group = shards, mesh.group("tp")
-
-    def collectives(self) -> tuple[()]:
-        return ()
 
     def update(self, rates: Rates, step: int, factor: float) -> None:
         for shard in self.shards:
@@ -135,11 +132,11 @@ def make_rules(shards: Sequence[Shard], mesh: ParallelMesh, config: OptimizerCon
 @contextmanager
 def factored() -> Iterator[None]:
     """Within it the rule stands in SGD's place for matrices."""
-    rule = kept.Kept(
+    rule = update_rule.RuleState(
         lambda _, group: () if group.matrices else ("momentum_buffer",), {"row": factor(0), "column": factor(1)}
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(kept.KEPT, "sgd", rule)
+        patch.setitem(update_rule.RULE_STATE, "sgd", rule)
         patch.setattr(optimizer, "make_rules", make_rules)
         yield
 

@@ -31,7 +31,7 @@ def scheduled(name: str, cell: Cell) -> tuple[Action, ...]:
     """Of one pipeline rank, its reductions placed."""
     schedule, v_shaped = SCHEDULES[name], name == "zb-v"
     stages = Stages(1, 2 if v_shaped or name.startswith("interleaved") else 1, v_shaped)
-    reductions = Reductions(each=cell.zero >= 2, overlap=cell.overlap != "none")
+    reductions = Reductions(per_micro_batch=cell.zero >= 2, overlap=cell.overlap != "none")
     (found,) = lower(stages, schedule.orders(stages, 4), reductions)
     return tuple(found)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megalite.parallel.stage import StageOutput, TensorSpec
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.point_to_point import Links, make_links
-from megalite.pipeline.schedule_cache import ScheduleCache
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.stages import Stages
 from tests.distributed.pipeline_run import Gradients, pipeline_mesh
 from tests.harness.rank_pool import RankPools
@@ -72,7 +72,7 @@ def trained(schedule: str, ranks: int, chunks: int) -> tuple[dict[str, float], d
     own = stages.of_rank(mesh.rank)
     layers, links = [Mixed(stage, stages) for stage in own], CountingLinks(make_links(mesh, stages))
     engine = PipelineEngine(layers, stages, mesh.rank, links, mesh.device)
-    actions = ScheduleCache(stages, mesh.rank, schedule=schedule).prove([4]).training(4)
+    actions = ProvedSchedules(stages, mesh.rank, schedule=schedule).prove([4]).training(4)
     links.sent.clear()
     sums = engine.run(actions, inputs(), FACTORS, Gradients(layers))
     gradients = {stage: layer.weight.grad for stage, layer in zip(own, layers, strict=True)}

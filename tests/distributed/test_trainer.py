@@ -15,7 +15,7 @@ from megalite.config.parse import parse_arguments
 from megalite.config.validate import resolve
 from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.simulator import ScheduleError
-from megalite.training.builder import make_chunks, make_optimizer, make_schedule_cache, make_stages
+from megalite.training.builder import make_chunks, make_optimizer, make_proved_schedules, make_stages
 from megalite.training.data import open_data
 from megalite.training.metrics import StepMetrics
 from megalite.training.trainer import Trainer
@@ -155,7 +155,7 @@ def unlike(fault: str, layout: str = "--pp 2") -> str:
         if fault == "buckets":
             optimizer.buckets = optimizer.buckets[::-1]
     try:
-        make_schedule_cache(config, mesh, stages, chunks, optimizer, ()).prove([2], mesh=mesh)
+        make_proved_schedules(config, mesh, stages, chunks, optimizer, ()).prove([2], mesh=mesh)
     except ScheduleError as error:
         return str(error)
     return ""

@@ -24,7 +24,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.pipeline.engine import PipelineEngine, Recording
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import make_links
-from megalite.pipeline.schedule_cache import ScheduleCache
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.schedules import Action
 from tests.distributed.layout_cell import HIDDEN, SEQUENCE, Cell
 from tests.distributed.layout_run import local_micro_batches, make_chunks, make_optimizer, with_messages
@@ -50,7 +50,7 @@ class Run:
         rank = self.mesh.coordinate("pp")
         self.engine = PipelineEngine(self.chunks, stages, rank, make_links(self.mesh, stages), self.mesh.device)
         reductions = Reductions(self.optimizer.reduces_each_micro_batch)
-        self.steps = ScheduleCache(stages, rank, schedule=cell.schedule_name, reductions=reductions)
+        self.steps = ProvedSchedules(stages, rank, schedule=cell.schedule_name, reductions=reductions)
         self.steps.prove([cell.samples // (cell.dp * cell.micro_batch_size)], mesh=self.mesh)
 
     def step(self, recording: Recording | None = None) -> None:

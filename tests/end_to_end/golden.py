@@ -25,7 +25,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import PipelineEngine
 from megalite.pipeline.lowering import Reductions
-from megalite.pipeline.schedule_cache import ScheduleCache
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from tests.harness.stages import LOSS
 
 DIRECTORY = Path(__file__).with_suffix("")
@@ -64,7 +64,7 @@ def _train(config: ModelConfig, dtype: torch.dtype) -> list[float]:
         maximum=1e-2, minimum=1e-3, warmup_samples=5 * BATCH, decay_samples=STEPS * BATCH, style="cosine"
     )
     dataset = MockDataset(VOCABULARY, SEQUENCE, SEED, STEPS * BATCH)
-    engine, actions = PipelineEngine([network]), ScheduleCache(reductions=Reductions()).prove([2]).training(2)
+    engine, actions = PipelineEngine([network]), ProvedSchedules(reductions=Reductions()).prove([2]).training(2)
     means = []
     for step in range(STEPS):
         halves = [micro_batch(dataset, step * BATCH + half, dtype) for half in (0, BATCH // 2)]

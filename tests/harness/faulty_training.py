@@ -26,8 +26,8 @@ from megalite.data.index_cache import IndexCache
 from megalite.errors import DataError
 from megalite.lifecycle import failure, launch, rendezvous
 from megalite.model.block import Block
+from megalite.optim.accumulator import Accumulator
 from megalite.optim.elementwise import FusedRule
-from megalite.optim.reduction import ReduceScatter
 from megalite.parallel.collectives import completed
 from megalite.pipeline.engine import _Step
 from megalite.training import checkpoints, loop, pretrain, trainer
@@ -146,16 +146,16 @@ def in_backward() -> None:
 
 
 def in_reduction() -> None:
-    begin = ReduceScatter.begin
+    begin = Accumulator._begin_reduce_scatter
 
-    def disturbed_begin(self: ReduceScatter, gradients: Any, out: Any) -> Any:
+    def disturbed_begin(self: Accumulator) -> Any:
         try:
             reach("reduce")
         except Skip:
-            return completed(gradients[: out.numel()] if out is None else out)
-        return begin(self, gradients, out)
+            return completed(self.gradient_shard)
+        return begin(self)
 
-    ReduceScatter.begin = disturbed_begin  # type: ignore[method-assign]
+    Accumulator._begin_reduce_scatter = disturbed_begin  # type: ignore[method-assign]
 
 
 def in_rendezvous() -> None:

@@ -16,8 +16,8 @@ CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved-1f1b": (1, 2, 3, 4), "zb-h1"
 REDUCTIONS = (
     None,
     Reductions(),
-    Reductions(each=True),
-    *(Reductions(overlap=overlap, align=True) for overlap in (False, True)),
+    Reductions(per_micro_batch=True),
+    *(Reductions(overlap=overlap, align_ranks=True) for overlap in (False, True)),
     Reductions(overlap=True),
 )
 

@@ -25,7 +25,7 @@ from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Constant, LogicalTensor
 from megalite.parallel.stage import LossTerm
 from megalite.training import builder
-from megalite.training.builder import count_parameters, make_optimizer, make_schedule_cache, make_stages
+from megalite.training.builder import count_parameters, make_optimizer, make_proved_schedules, make_stages
 
 MODEL = ModelConfig(num_layers=3, hidden_size=8, num_attention_heads=2, max_position_embeddings=4, vocab_size=4)
 OUT, BACK = "out", "back"
@@ -88,9 +88,11 @@ def test_the_proof_is_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = make_stages(config)
     chunks = builder.make_chunks(config, MODEL, mesh, stages)
     told: dict[str, Any] = {}
-    monkeypatch.setattr(builder, "ScheduleCache", lambda *arguments, **rest: told.update(rest))
-    make_schedule_cache(config, mesh, stages, chunks, make_optimizer(config, chunks, mesh), ())
-    exchanges = {kind: [name for name, _ in those if name in (OUT, BACK)] for kind, those in told["inside"].items()}
+    monkeypatch.setattr(builder, "ProvedSchedules", lambda *arguments, **rest: told.update(rest))
+    make_proved_schedules(config, mesh, stages, chunks, make_optimizer(config, chunks, mesh), ())
+    exchanges = {
+        kind: [name for name, _ in those if name in (OUT, BACK)] for kind, those in told["inside_actions"].items()
+    }
     assert exchanges == {"F": [OUT, BACK] * 3, "B": [BACK, OUT] * 3, "I": [BACK, OUT] * 3, "W": [], "R": []}
 
 

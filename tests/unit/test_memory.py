@@ -10,7 +10,7 @@ from megalite.config.layers import LayerSpec
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.model.recompute import Recompute
-from megalite.optim import kept
+from megalite.optim import update_rule
 from megalite.optim.buckets import DataParallel
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.parallel.mesh import ParallelMesh
@@ -44,8 +44,10 @@ class Counting(nn.Module):
 
 def made(network: Counting, monkeypatch: pytest.MonkeyPatch) -> Optimizer:
     """With an update rule that keeps a number for each row beside the moments."""
-    rule = kept.Kept(kept.KEPT["adam"].flat, {"row": lambda config, parameter, mesh: state("row", 4)})
-    monkeypatch.setitem(kept.KEPT, "adam", rule)
+    rule = update_rule.RuleState(
+        update_rule.RULE_STATE["adam"].flat, {"row": lambda config, parameter, mesh: state("row", 4)}
+    )
+    monkeypatch.setitem(update_rule.RULE_STATE, "adam", rule)
     return make_optimizer([network], MESH, OptimizerConfig(lr=0.1), DataParallel(torch.float32))
 
 

@@ -16,12 +16,12 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import RULE_FLAGS, OptimizerConfig
 from megalite.errors import ConfigurationError
 from megalite.model.gpt import GPT
-from megalite.optim import elementwise, rules
+from megalite.optim import elementwise
 from megalite.optim.buckets import DataParallel
 from megalite.optim.elementwise import require_backend
-from megalite.optim.kept import KEPT
 from megalite.optim.learning_rate import Rates
 from megalite.optim.optimizer import Optimizer, make_optimizer
+from megalite.optim.update_rule import RULE_STATE
 from megalite.parallel.initialization import initialize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient
@@ -262,4 +262,4 @@ def test_apex_that_cannot_be_used_is_refused_with_the_way_out(monkeypatch: pytes
 
 def test_every_choice_has_its_row_in_each_table() -> None:
     choices = {*get_args(get_type_hints(OptimizerConfig)["optimizer"])}
-    assert choices == RULE_FLAGS.keys() == KEPT.keys() == rules._MAKE.keys()
+    assert choices == RULE_FLAGS.keys() == RULE_STATE.keys()

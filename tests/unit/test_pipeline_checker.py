@@ -32,7 +32,7 @@ def behind(pipeline: Pipeline) -> list[list[Collective]]:
 @pytest.mark.parametrize("schedule", sorted(CHUNKS))
 def test_every_schedule_passes(schedule: str) -> None:
     for pipeline in every_pipeline(schedule, most_micro_batches=16):
-        reductions = Reductions(overlap=True, align=True)
+        reductions = Reductions(overlap=True, align_ranks=True)
         report = check(pipeline.stages, pipeline.lists(reductions), pipeline.micro_batches, reductions)
         assert report.activations == tuple(peak_in_flight(order) for order in pipeline.orders()), pipeline
 
@@ -47,14 +47,14 @@ def test_every_kind_of_step_passes(pipeline: Pipeline, reductions: Reductions | 
         pipeline.micro_batches,
         reductions,
         backward=pipeline.backward,
-        behind=behind(pipeline),
+        after_list=behind(pipeline),
     )
 
 
 @pytest.mark.parametrize("each", [False, True])
 def test_a_step_without_pipelining_passes(each: bool) -> None:
-    actions = Pipeline("1f1b", 1, 1, 3).lists(Reductions(each=each))
-    assert check(Stages(), actions, 3, Reductions(each=each)) == Report((1,), ((1,),), (0,))
+    actions = Pipeline("1f1b", 1, 1, 3).lists(Reductions(per_micro_batch=each))
+    assert check(Stages(), actions, 3, Reductions(per_micro_batch=each)) == Report((1,), ((1,),), (0,))
 
 
 def test_the_report_counts_by_chunk() -> None:
@@ -99,7 +99,7 @@ class Lists:
 
     def check(self) -> None:
         pipeline = self.pipeline
-        check(pipeline.stages, self.lists, pipeline.micro_batches, self.reductions, behind=self.behind)
+        check(pipeline.stages, self.lists, pipeline.micro_batches, self.reductions, after_list=self.behind)
 
 
 Fault = Callable[[Lists], str]
@@ -317,7 +317,7 @@ def test_reductions_that_nobody_asked_for() -> None:
 
 def test_a_reduction_behind_the_next_micro_batch() -> None:
     """Which would take its gradients along."""
-    lists = Lists("1f1b", Reductions(each=True))
+    lists = Lists("1f1b", Reductions(per_micro_batch=True))
     lists.check()
     lists.move(lists.spot("R"), lists.spot("R", 4))
     with pytest.raises(ScheduleError, match=r"rank 1 at R of micro-batch 3.*the next micro-batch has given"):
@@ -338,14 +338,14 @@ def test_collectives_that_wait_in_a_ring() -> None:
     with pytest.raises(
         ScheduleError, match=r"rank 0 at sum over \(0, 1\) waits for rank 1; rank 1 at sum over \(1, 2\)"
     ):
-        check(pipeline.stages, pipeline.lists(), 1, behind=behind)
+        check(pipeline.stages, pipeline.lists(), 1, after_list=behind)
 
 
 def test_a_collective_of_others() -> None:
     pipeline = Pipeline("gpipe", 2, 1, 1)
     behind = [[Collective("norm", (1,))], [Collective("norm", (1,))]]
     with pytest.raises(ScheduleError, match="rank 0 at norm is no member of"):
-        check(pipeline.stages, pipeline.lists(), 1, behind=behind)
+        check(pipeline.stages, pipeline.lists(), 1, after_list=behind)
 
 
 def test_two_that_send_to_each_other_before_they_receive_never_end() -> None:

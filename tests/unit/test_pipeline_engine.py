@@ -21,7 +21,7 @@ from megalite.pipeline.checker import Collective
 from megalite.pipeline.engine import PipelineEngine, Recording
 from megalite.pipeline.lowering import Reductions
 from megalite.pipeline.point_to_point import Links
-from megalite.pipeline.schedule_cache import ScheduleCache
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
@@ -78,7 +78,7 @@ class Gradients:
 
 def test_the_sum_of_losses_is_differentiated_at_the_given_scale() -> None:
     stage = Stage()
-    total = engine_of(stage).run(ScheduleCache().prove([3]).training(3), MICRO_BATCHES, {LOSS: 0.25})[LOSS]
+    total = engine_of(stage).run(ProvedSchedules().prove([3]).training(3), MICRO_BATCHES, {LOSS: 0.25})[LOSS]
     loss = sum((stage.weight.detach() * x).square().sum().item() for x in MICRO_BATCHES)
     assert total.item() == loss
     assert total.dtype == torch.float64
@@ -89,13 +89,13 @@ def test_the_sum_of_losses_is_differentiated_at_the_given_scale() -> None:
 
 def test_one_micro_batchs_activations_live_at_a_time() -> None:
     stage = Stage()
-    engine_of(stage).run(ScheduleCache().prove([3]).training(3), MICRO_BATCHES, FACTORS)
+    engine_of(stage).run(ProvedSchedules().prove([3]).training(3), MICRO_BATCHES, FACTORS)
     assert stage.alive == [0, 0, 0]
 
 
 def test_forward_alone_keeps_no_graph() -> None:
     stage = Stage()
-    total = engine_of(stage).run(ScheduleCache().prove([], [3]).evaluation(3), MICRO_BATCHES)[LOSS]
+    total = engine_of(stage).run(ProvedSchedules().prove([], [3]).evaluation(3), MICRO_BATCHES)[LOSS]
     assert total.item() > 0
     assert stage.weight.grad is None
     assert stage.alive == [0, 0, 0]
@@ -105,7 +105,7 @@ def test_any_order_in_which_a_forward_precedes_its_backward_is_executed() -> Non
     stage, other = Stage(), Stage()
     order = [Action("F", 1), Action("F", 0), Action("B", 0), Action("F", 2), Action("B", 2), Action("B", 1)]
     engine_of(stage).run(order, MICRO_BATCHES, FACTORS)
-    engine_of(other).run(ScheduleCache().prove([3]).training(3), MICRO_BATCHES, FACTORS)
+    engine_of(other).run(ProvedSchedules().prove([3]).training(3), MICRO_BATCHES, FACTORS)
     torch.testing.assert_close(stage.weight.grad, other.weight.grad)
 
 
@@ -113,7 +113,7 @@ def test_any_order_in_which_a_forward_precedes_its_backward_is_executed() -> Non
 def test_reductions_are_actions_behind_the_backward_that_completes_them(each: bool) -> None:
     stage = Stage()
     gradients = Gradients(stage)
-    actions = ScheduleCache(reductions=Reductions(each=each)).prove([3]).training(3)
+    actions = ProvedSchedules(reductions=Reductions(per_micro_batch=each)).prove([3]).training(3)
     engine_of(stage).run(actions, MICRO_BATCHES, FACTORS, gradients)
     assert gradients.counts == ([1, 2, 3] if each else [3])
     assert "".join(action.kind for action in actions) == ("FBRFBRFBR" if each else "FBFBFBR")
@@ -163,7 +163,7 @@ def on_one_rank(first: torch.nn.Module, last: torch.nn.Module) -> PipelineEngine
 
 def test_stages_of_one_rank_pass_hidden_states_on_without_a_message() -> None:
     first = First()
-    actions = ScheduleCache(ON_ONE_RANK, schedule="zb-v").prove([3]).training(3)
+    actions = ProvedSchedules(ON_ONE_RANK, schedule="zb-v").prove([3]).training(3)
     assert {action.kind for action in actions} == {"F", "I", "W", "R"}
     total = on_one_rank(first, Last()).run(actions, MICRO_BATCHES, FACTORS)[LOSS]
     expected = sum((torch.tanh(torch.ones(2, dtype=torch.float64)) * x).sum() for x in MICRO_BATCHES)
@@ -182,14 +182,14 @@ def test_stages_of_one_rank_pass_hidden_states_on_without_a_message() -> None:
 def test_an_output_that_the_next_stage_cannot_take_is_told(first: First, message: str) -> None:
     with pytest.raises(MegaliteError, match=message):
         on_one_rank(first, Last()).run(
-            ScheduleCache(ON_ONE_RANK, schedule="zb-v").prove([1]).training(1), MICRO_BATCHES, FACTORS
+            ProvedSchedules(ON_ONE_RANK, schedule="zb-v").prove([1]).training(1), MICRO_BATCHES, FACTORS
         )
 
 
 def test_a_stage_that_leaves_its_input_out_is_told() -> None:
     with pytest.raises(MegaliteError, match="stage 1 did not use its input for micro-batch 0: hidden states"):
         on_one_rank(First(), Ignoring()).run(
-            ScheduleCache(ON_ONE_RANK, schedule="zb-v").prove([1]).training(1), MICRO_BATCHES, FACTORS
+            ProvedSchedules(ON_ONE_RANK, schedule="zb-v").prove([1]).training(1), MICRO_BATCHES, FACTORS
         )
 
 
@@ -206,7 +206,7 @@ def test_terms_of_any_stage_are_differentiated_at_their_own_scales() -> None:
 
     engine = PipelineEngine([with_terms, ends], passing_hidden(ON_ONE_RANK, (2,)), device=CPU)
     factors = {LOSS: 0.5, "square": 3.0, "weight": 0.25}
-    sums = engine.run(ScheduleCache(ON_ONE_RANK, schedule="zb-v").prove([3]).training(3), MICRO_BATCHES, factors)
+    sums = engine.run(ProvedSchedules(ON_ONE_RANK, schedule="zb-v").prove([3]).training(3), MICRO_BATCHES, factors)
     weight = torch.ones(2, dtype=torch.float64, requires_grad=True)
     hidden = torch.tanh(weight)
     square = 3 * 3 * hidden.square().sum()  # three micro-batches, one and two of it a stage
@@ -220,7 +220,7 @@ def test_terms_of_any_stage_are_differentiated_at_their_own_scales() -> None:
 def test_a_term_that_nobody_has_declared_is_told_at_once() -> None:
     """In its forward, before other stages get what it passes on."""
     stage = Stage()
-    actions = ScheduleCache(schedule="gpipe").prove([3]).training(3)
+    actions = ProvedSchedules(schedule="gpipe").prove([3]).training(3)
     with pytest.raises(MegaliteError, match="stage 0 returned a term of the loss that is not declared: lm_loss"):
         engine_of(stage).run(actions, MICRO_BATCHES, {"other": 1.0})
     assert len(stage.alive) == 1
@@ -239,7 +239,7 @@ def test_a_term_that_nobody_has_declared_is_told_at_once() -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_a_term_that_is_no_scalar_of_fp32_or_wider_is_told(term: Any, shown: str, training: bool) -> None:
     engine = PipelineEngine[Tensor]([lambda inputs, x: StageOutput({}, {LOSS: term})])
-    steps = ScheduleCache().prove([1], [1])
+    steps = ProvedSchedules().prove([1], [1])
     with pytest.raises(MegaliteError, match=f"stage 0 .* no scalar .* for micro-batch 0: lm_loss, {shown}"):
         engine.run(steps.training(1) if training else steps.evaluation(1), MICRO_BATCHES, FACTORS)
 
@@ -252,7 +252,7 @@ def test_a_term_without_a_graph_is_recorded_alone() -> None:
         return StageOutput({}, {LOSS: stage(None, x), "rows": torch.ones(())})
 
     sums = PipelineEngine([counting]).run(
-        ScheduleCache().prove([3]).training(3), MICRO_BATCHES, {**FACTORS, "rows": 1.0}
+        ProvedSchedules().prove([3]).training(3), MICRO_BATCHES, {**FACTORS, "rows": 1.0}
     )
     assert sums["rows"].item() == 3
     torch.testing.assert_close(stage.weight.grad, 2 * stage.weight.detach() * sum(x**2 for x in MICRO_BATCHES))
@@ -265,7 +265,7 @@ def test_a_tensor_without_a_graph_is_told() -> None:
     engine = PipelineEngine(
         [as_stage(cut_off, last=False), as_stage(Last(), last=True)], passing_hidden(ON_ONE_RANK, (2,)), device=CPU
     )
-    steps = ScheduleCache(ON_ONE_RANK, schedule="zb-v").prove([1], [1])
+    steps = ProvedSchedules(ON_ONE_RANK, schedule="zb-v").prove([1], [1])
     assert engine.run(steps.evaluation(1), MICRO_BATCHES)
     with pytest.raises(MegaliteError, match="stage 0 returned hidden states without a graph for micro-batch 0, "):
         engine.run(steps.training(1), MICRO_BATCHES, FACTORS)
@@ -291,7 +291,7 @@ def test_sums_do_not_depend_on_the_order_of_stages() -> None:
 def test_a_tensor_that_is_not_passed_on_is_told() -> None:
     nothing = PipelineEngine([lambda inputs, x: StageOutput({})] * 2, passing_hidden(ON_ONE_RANK, (2,)), device=CPU)
     with pytest.raises(MegaliteError, match="stage 0 did not return hidden states for micro-batch 0"):
-        nothing.run(ScheduleCache(ON_ONE_RANK, schedule="zb-v").prove([1]).training(1), MICRO_BATCHES, FACTORS)
+        nothing.run(ProvedSchedules(ON_ONE_RANK, schedule="zb-v").prove([1]).training(1), MICRO_BATCHES, FACTORS)
 
 
 def test_an_engine_of_several_stages_needs_to_know_what_they_pass_on() -> None:
@@ -320,7 +320,7 @@ def test_a_message_may_be_waited_for_behind_its_own_backward(micro_batches: int,
     """So it is with one micro-batch, whose backward is the next computation: then its graph is gone."""
     first, links = First(), Mailbox()
     engine = PipelineEngine([as_stage(first, last=False)], passing_hidden(Stages(2), (2,)), 0, links, CPU)
-    actions = ScheduleCache(Stages(2), 0, schedule=schedule).prove([micro_batches]).training(micro_batches)
+    actions = ProvedSchedules(Stages(2), 0, schedule=schedule).prove([micro_batches]).training(micro_batches)
     engine.run(actions, MICRO_BATCHES, FACTORS)
     slope = 1 - torch.tanh(torch.ones(2, dtype=torch.float64)) ** 2
     torch.testing.assert_close(first.weight.grad, micro_batches * slope)
@@ -329,7 +329,7 @@ def test_a_message_may_be_waited_for_behind_its_own_backward(micro_batches: int,
 
 def test_a_recording_has_every_action_in_its_order() -> None:
     recording = Recording(CPU)
-    actions = ScheduleCache(reductions=Reductions()).prove([3]).training(3)
+    actions = ProvedSchedules(reductions=Reductions()).prove([3]).training(3)
     engine_of(Stage()).run(actions, MICRO_BATCHES, FACTORS, Gradients(), recording)
     assert [span.action for span in recording.spans] == actions
     times = [time for span in recording.spans for time in (span.start, span.end)]
@@ -349,7 +349,7 @@ def test_a_recorded_action_begins_when_its_message_is_there(monkeypatch: pytest.
             ticks.append("action")
 
     recording = Recording(CPU)
-    (action,) = ScheduleCache().prove([], [1]).evaluation(1)
+    (action,) = ProvedSchedules().prove([], [1]).evaluation(1)
     recording.execute(action, Step())
     assert [(span.start, span.end) for span in recording.spans] == [(1.0, 2.0)]
 
@@ -357,7 +357,7 @@ def test_a_recorded_action_begins_when_its_message_is_there(monkeypatch: pytest.
 @pytest.mark.parametrize("order", [1, -1])
 def test_what_ranks_do_together_behind_their_lists_is_part_of_the_proof(order: int) -> None:
     both = [Collective("norm", (0, 1)), Collective("gather", (0, 1))]
-    steps = ScheduleCache(Stages(2), 0, behind=[both, both[::order]])
+    steps = ProvedSchedules(Stages(2), 0, after_list=[both, both[::order]])
     if order == 1:
         assert steps.prove([2]).training(2)
     else:

@@ -87,7 +87,7 @@ def _behind(actions: Sequence[Action]) -> list[tuple[Action, int]]:
 def test_reductions_stand_behind_the_last_gradients(pipeline: Pipeline, overlap: bool, align: bool) -> None:
     pipeline = replace(pipeline, backward=True)
     ranks = pipeline.ranks
-    for rank, actions in enumerate(pipeline.lists(Reductions(overlap=overlap, align=align))):
+    for rank, actions in enumerate(pipeline.lists(Reductions(overlap=overlap, align_ranks=align))):
         order = _computations(actions)
         weights = [index for index, action in enumerate(order) if action.kind in ("B", "W")]
         for reduction, behind in _behind(actions):
@@ -101,7 +101,7 @@ def test_reductions_stand_behind_the_last_gradients(pipeline: Pipeline, overlap:
 @given(pipeline=pipelines())
 def test_each_micro_batch_may_be_reduced_by_itself(pipeline: Pipeline) -> None:
     pipeline = replace(pipeline, backward=True)
-    for actions in pipeline.lists(Reductions(each=True)):
+    for actions in pipeline.lists(Reductions(per_micro_batch=True)):
         reduced = [(a.micro_batch, a.chunk) for a in actions if a.kind == "R"]
         assert reduced == [(a.micro_batch, a.chunk) for a in actions if a.kind in ("B", "W")]
         assert all(_computations(actions)[behind - 1].kind in ("B", "W") for _, behind in _behind(actions))
@@ -114,7 +114,7 @@ def test_aligned_ranks_reduce_a_chunk_at_one_time(ranks: int, chunks: int, micro
     spans = simulate(pipeline.stages, pipeline.orders(), durations())
 
     def times(align: bool, chunk: int) -> set[float]:
-        lists = pipeline.lists(Reductions(overlap=True, align=align))
+        lists = pipeline.lists(Reductions(overlap=True, align_ranks=align))
         return {
             own[behind - 1].end
             for own, actions in zip(spans, lists, strict=True)
@@ -130,7 +130,7 @@ def test_aligned_ranks_reduce_a_chunk_at_one_time(ranks: int, chunks: int, micro
 def test_on_a_v_reductions_are_not_put_off() -> None:
     """It would move them apart: the chunks on the way back end at 40, 48, 48 and 48, and put off at 40, 49, 50, 51."""
     pipeline = Pipeline("zb-v", 4, 2, 8)
-    assert pipeline.lists(Reductions(overlap=True, align=True)) == pipeline.lists(Reductions(overlap=True))
+    assert pipeline.lists(Reductions(overlap=True, align_ranks=True)) == pipeline.lists(Reductions(overlap=True))
 
 
 def test_orders_that_wait_for_each_other_have_no_lists() -> None:

@@ -36,7 +36,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import DenseGradient, Gradient, ProductGradient, RowsGradient
 from megalite.parallel.randomness import RandomKey
 from megalite.pipeline.engine import PipelineEngine
-from megalite.pipeline.schedule_cache import ScheduleCache
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.training.batches import to_micro_batches
 from megalite.training.builder import data_parallel
 from megalite.training.loss_terms import counted
@@ -265,7 +265,7 @@ def test_losses_of_micro_batches_are_summed_exactly() -> None:
     """In fp32 2^24 + 1 is 2^24."""
     losses = [torch.tensor(float(2**24)), torch.tensor(1.0), torch.tensor(1.0), torch.tensor(2.0**-20)]
     total = PipelineEngine([as_stage(lambda hidden, loss: loss, last=True)]).run(
-        ScheduleCache().prove([], [4]).evaluation(4), losses
+        ProvedSchedules().prove([], [4]).evaluation(4), losses
     )[LOSS]
     assert total.dtype == torch.float64
     assert total.item() == 2**24 + 2 + 2.0**-20

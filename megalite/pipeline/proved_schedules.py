@@ -1,4 +1,4 @@
-"""The lists of a run: every step's, for any number of micro-batches, proved before any is run."""
+"""The action lists of a run: those of all steps are proved first, and each rank runs only lists that were proved."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class _Step(NamedTuple):
         return f"{'step' if self.backward else 'evaluation'} of {self.micro_batches} micro-batches"
 
 
-class ScheduleCache:
-    """The lists of a pipeline's rank for steps of training and of evaluation."""
+class ProvedSchedules:
+    """The lists of a pipeline's rank for steps of training and of evaluation, compared with those that were proved."""
 
     def __init__(
         self,
@@ -56,29 +56,29 @@ class ScheduleCache:
         rank: int = 0,
         *,
         schedule: str = "1f1b",
-        group: int | None = None,
+        group_size: int | None = None,
         reductions: Reductions | None = None,
         overlap: bool = True,
-        inside: Mapping[Kind, Sequence[Inside]] | None = None,
-        behind: Sequence[Sequence[Collective]] = (),
+        inside_actions: Mapping[Kind, Sequence[Inside]] | None = None,
+        after_list: Sequence[Sequence[Collective]] = (),
         terms: Sequence[LossTerm] = (),
         copied: Sequence[str] = (),
     ) -> None:
         """Take what a step consists of.
 
         Args:
-            schedule: a name in SCHEDULES; for `group` see there.
+            schedule: a name in SCHEDULES; for `group_size` see `Schedule.orders`.
             overlap: messages travel during computations.
-            inside: collectives inside actions, by kind, in order; replicas of the pipeline do them together.
-            behind: collectives after each rank's list (see `check`).
+            inside_actions: collectives inside actions, by kind, in order; data-parallel pipelines run them together.
+            after_list: collectives after each rank's list (see `check`).
             terms: of the loss, the same on all ranks.
-            copied: text, in order, that must be the same on all replicas of this rank: the ranks with the same stages
-                and the same tensor-parallel rank.
+            copied: text, in order, that must be the same on all ranks with the same stages and the same
+                tensor-parallel rank.
         """
         self.stages, self.rank = stages if stages is not None else Stages(), rank
-        self._schedule, self._group, self._overlap = SCHEDULES[schedule], group, overlap
+        self._schedule, self._group_size, self._overlap = SCHEDULES[schedule], group_size, overlap
         self._reductions = reductions if reductions is not None else Reductions()
-        self._inside, self._behind = inside if inside is not None else {}, behind
+        self._inside_actions, self._after_list = inside_actions if inside_actions is not None else {}, after_list
         self._declared, self._copied = _declared(self.stages, terms), list(copied)
         self._proved: dict[_Step, str] = {}
         """The digest of this rank's list."""
@@ -94,7 +94,7 @@ class ScheduleCache:
 
     def prove(
         self, training: Collection[int] = (), evaluation: Collection[int] = (), mesh: ParallelMesh | None = None
-    ) -> ScheduleCache:
+    ) -> ProvedSchedules:
         """Prove steps of these numbers of micro-batches; returns itself.
 
         All ranks of `mesh` call it together: those of a pipeline share the steps out, and tell each other the digests
@@ -129,8 +129,8 @@ class ScheduleCache:
         """Prove the lists of a step, and give their digests."""
         lists = self._lowered(step, range(self.stages.ranks))
         reductions = self._reductions if step.backward else None
-        behind = self._behind if step.backward else ()
-        check(self.stages, lists, step.micro_batches, reductions, backward=step.backward, behind=behind)
+        after_list = self._after_list if step.backward else ()
+        check(self.stages, lists, step.micro_batches, reductions, backward=step.backward, after_list=after_list)
         return [_digest(actions) for actions in lists]
 
     @_without_garbage_collection()
@@ -149,19 +149,19 @@ class ScheduleCache:
 
     def _lowered(self, step: _Step, ranks: Sequence[int]) -> list[list[Action]]:
         schedule = self._schedule if step.backward else FORWARD_ONLY
-        orders = schedule.orders(self.stages, step.micro_batches, self._group)
+        orders = schedule.orders(self.stages, step.micro_batches, self._group_size)
         reductions = self._reductions if step.backward else None
         return lower(self.stages, orders, reductions, overlap=self._overlap, ranks=ranks)
 
     def _agree(self, digests: Sequence[str | None], failure: Exception | None, mesh: ParallelMesh) -> None:
-        """Tell all ranks of all pipelines whose proof has failed, and who is not like the others."""
+        """Tell all ranks of all pipelines whose proof has failed, and which ranks differ from the others."""
         why = ""
         if failure is not None:
             why = str(failure)
             if not isinstance(failure, ScheduleError):
                 why = f"rank {mesh.rank} could not prove its steps: {type(failure).__name__}: {failure}"
         place = [self.rank, mesh.coordinate("tp")]
-        hashes = map(_hashed, (self._declared, self._copied, [*digests, self._inside]))
+        hashes = map(_hashed, (self._declared, self._copied, [*digests, self._inside_actions]))
         own = json.dumps([place, *hashes, why[:_LONGEST]])
         told = [json.loads(text) for text in all_gather_text(own, mesh.world(), mesh.device)]
         for *_, error in told:

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from megalite.parallel.inside import Inside
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.stage import LossTerm, TensorSpec
-from megalite.pipeline import schedule_cache as module
+from megalite.pipeline import proved_schedules as module
 from megalite.pipeline.checker import Collective
 from megalite.pipeline.lowering import Reductions, lower
-from megalite.pipeline.schedule_cache import ScheduleCache
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.schedules import Action
 from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
@@ -26,7 +26,7 @@ def mesh_of(pipeline: int) -> ParallelMesh:
     return ParallelMesh(rank=dist.get_rank(), world_size=dist.get_world_size(), pipeline_parallel_size=pipeline)
 
 
-class Counted(ScheduleCache):
+class Counted(ProvedSchedules):
     """Notes what this rank proves."""
 
     def _digests(self, step: module._Step) -> list[str]:
@@ -58,12 +58,12 @@ def refusal(fault: str, faulty: int) -> str:
     odd = mesh.rank == faulty
     wrong_behind = fault == "what comes behind the lists"
     inside = Inside("gather of parameters", "dp x cp")
-    steps = ScheduleCache(
+    steps = ProvedSchedules(
         Stages(2),
         mesh.coordinate("pp"),
-        behind=[both, both[::-1] if wrong_behind else both],
-        inside={"F": () if odd and fault == "inside" else (inside,)},
-        reductions=Reductions(each=odd and fault == "lists"),
+        after_list=[both, both[::-1] if wrong_behind else both],
+        inside_actions={"F": () if odd and fault == "inside" else (inside,)},
+        reductions=Reductions(per_micro_batch=odd and fault == "lists"),
     )
     try:
         steps.prove([4], mesh=mesh).training(4)
@@ -92,7 +92,7 @@ def test_a_proof_that_fails_is_told_to_all(rank_pools: RankPools) -> None:
     assert told[0] == told[1] == "rank 0 at norm meets rank 1 at gather"
 
 
-class Failing(ScheduleCache):
+class Failing(ProvedSchedules):
     """Cannot prove anything."""
 
     def _digests(self, step: module._Step) -> list[str]:
@@ -102,7 +102,7 @@ class Failing(ScheduleCache):
 def failed_proof() -> str:
     """Message to a rank if the last rank of one of two pipelines cannot prove its steps."""
     mesh = mesh_of(2)
-    kind = Failing if mesh.rank == 3 else ScheduleCache
+    kind = Failing if mesh.rank == 3 else ProvedSchedules
     try:
         kind(Stages(2), mesh.coordinate("pp")).prove([4], mesh=mesh)
     except ScheduleError as error:
@@ -146,7 +146,7 @@ def declaring() -> list[str]:
         stages = Stages(4, messages=((HIDDEN, IDS), passed, (HIDDEN,)))
         terms = LOSSES.get(case, TERMS) if odd else TERMS
         try:
-            ScheduleCache(stages, mesh.coordinate("pp"), terms=terms).prove([4], mesh=mesh)
+            ProvedSchedules(stages, mesh.coordinate("pp"), terms=terms).prove([4], mesh=mesh)
             told.append("")
         except ScheduleError as error:
             told.append(str(error))
@@ -169,7 +169,7 @@ def test_ranks_that_declare_other_messages_or_terms_are_told_so(rank_pools: Rank
 def other_list() -> str:
     """What each rank is told where the first lowers its list otherwise than it was proved by the last."""
     mesh = mesh_of(2)
-    steps = ScheduleCache(Stages(2), mesh.coordinate("pp")).prove([4], mesh=mesh)
+    steps = ProvedSchedules(Stages(2), mesh.coordinate("pp")).prove([4], mesh=mesh)
 
     def swapped(*arguments: object, **options: object) -> list[list[Action]]:
         (own,) = lower(*arguments, **options)  # type: ignore[arg-type]

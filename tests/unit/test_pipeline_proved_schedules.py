@@ -8,9 +8,9 @@ import time
 import pytest
 
 from megalite.parallel.stage import TensorSpec
-from megalite.pipeline import schedule_cache as module
+from megalite.pipeline import proved_schedules as module
 from megalite.pipeline.lowering import Reductions, lower
-from megalite.pipeline.schedule_cache import ScheduleCache
+from megalite.pipeline.proved_schedules import ProvedSchedules
 from megalite.pipeline.schedules import SCHEDULES, Action
 from megalite.pipeline.simulator import ScheduleError
 from megalite.pipeline.stages import Stages
@@ -21,7 +21,7 @@ def test_a_rank_gets_its_list_of_those_of_all(schedule: str, chunks: int) -> Non
     stages, reductions = Stages(3, chunks, schedule == "zb-v"), Reductions(overlap=True)
     lists = lower(stages, SCHEDULES[schedule].orders(stages, 5), reductions)
     for rank in range(3):
-        steps = ScheduleCache(stages, rank, schedule=schedule, reductions=reductions).prove([5])
+        steps = ProvedSchedules(stages, rank, schedule=schedule, reductions=reductions).prove([5])
         assert steps.training(5) == lists[rank]
 
 
@@ -35,7 +35,7 @@ def test_borders_with_messages_are_as_many_as_there_are() -> None:
 
 
 def test_a_step_that_was_not_proved_is_refused() -> None:
-    steps = ScheduleCache().prove([2, 4], [4])
+    steps = ProvedSchedules().prove([2, 4], [4])
     assert len(steps.training(2)) < len(steps.training(4))
     with pytest.raises(ScheduleError, match="no step of 3 micro-batches was proved"):
         steps.training(3)
@@ -44,7 +44,7 @@ def test_a_step_that_was_not_proved_is_refused() -> None:
 
 
 def test_a_list_that_is_not_the_one_proved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = ScheduleCache(Stages(2), 1).prove([3])
+    steps = ProvedSchedules(Stages(2), 1).prove([3])
 
     def other(*arguments: object, **options: object) -> list[list[Action]]:
         return [[Action("F", 0)]]
@@ -64,14 +64,14 @@ def test_no_garbage_is_collected_within_a_proof(monkeypatch: pytest.MonkeyPatch)
         enabled.append(gc.isenabled())
 
     monkeypatch.setattr(module, "check", noted)
-    ScheduleCache().prove([1])
+    ProvedSchedules().prove([1])
     assert [*enabled, gc.isenabled()] == [False, True]
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved-1f1b", 2), ("zb-v", 2)])
 def test_a_proof_at_scale_is_cheap(schedule: str, chunks: int) -> None:
     """A second at most, of CPU, and as much again here for machines that are slower or busy."""
-    steps = ScheduleCache(Stages(32, chunks, schedule == "zb-v"), schedule=schedule)
+    steps = ProvedSchedules(Stages(32, chunks, schedule == "zb-v"), schedule=schedule)
     begin = time.process_time()
     steps.prove([512])
     assert time.process_time() - begin < 2.0
