@@ -10,7 +10,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Protocol
 
@@ -57,6 +57,34 @@ class Rule:
     pattern: str
     """View of the tensor: an einops pattern that only splits and moves axes. Axes: those of `axis_lengths`."""
     pieces: tuple[MappedBox, ...] | Callable[[ModelConfig], tuple[MappedBox, ...]]
+
+
+QUERY = "(heads width) hidden -> heads width hidden", "(heads width) -> heads width"
+ATTENTION_OUTPUT = "hidden (heads width) -> hidden heads width", "hidden -> hidden"
+UP = "ffn hidden -> ffn hidden", "ffn -> ffn"
+DOWN = "hidden ffn -> hidden ffn", "hidden -> hidden"
+"""Patterns of the weight and of the bias of linear layers, for `linear`, in files that store outputs x inputs."""
+
+
+def linear(file: str, patterns: tuple[str, str], *pieces: MappedBox) -> tuple[Rule, Rule]:
+    """Return the rules of a linear layer's weight and, if the model has one, its bias, with the same pieces for
+    both."""
+    of_bias = tuple(replace(piece, tensor=f"{piece.tensor}_bias") for piece in pieces)
+    return Rule(f"{file}.weight", patterns[0], pieces), Rule(f"{file}.bias", patterns[1], of_bias)
+
+
+def norm(file: str, tensor: str, axis: str = "hidden", *, joint: str = ".") -> tuple[Rule, Rule]:
+    """Return the rules of a norm's weight and, if the model has one, its bias; `joint` is before these two words."""
+    weight, bias = (
+        Rule(f"{file}{joint}{part}", f"{axis} -> {axis}", (MappedBox(f"{tensor}.{part}"),))
+        for part in ("weight", "bias")
+    )
+    return weight, bias
+
+
+def table(file: str, rows: str, tensor: str) -> Rule:
+    """Return the rule of an embedding, or of an output layer, with one row per token or position."""
+    return Rule(file, f"{rows} hidden -> {rows} hidden", (MappedBox(tensor),))
 
 
 @dataclass(frozen=True)
