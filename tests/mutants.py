@@ -2476,14 +2476,14 @@ MUTANTS = (
     ),
     Mutant(
         "each window counts what it shares with the one before",
-        "megalite/inference/windows.py",
+        "megalite/inference/scoring.py",
         "yield Window(tokens, end - predicted)",
         "yield Window(tokens, len(tokens) - 1)",
         f"{_FIGURES}the_figures_are_the_oracles_whatever_the_windows[16-5]",
     ),
     Mutant(
         "later windows read one token less than they can",
-        "megalite/inference/windows.py",
+        "megalite/inference/scoring.py",
         "start = end - length - 1",
         "start = end - length - (0 if predicted else 1)",
         f"{_FIGURES}the_figures_are_the_oracles_whatever_the_windows[16-5]",

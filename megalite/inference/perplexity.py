@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from megalite.data.tokenizers import Tokenizer
 from megalite.errors import ConfigurationError
-from megalite.inference.documents import Documents
+from megalite.inference.documents import Documents, context_of_documents
 from megalite.inference.network import Network
-from megalite.inference.scoring import score_windows
-from megalite.inference.windows import sliding_windows
+from megalite.inference.scoring import score_windows, sliding_windows
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,6 @@ def evaluate(
     network: Network,
     documents: Documents,
     context: Sequence[int],
-    *,
     length: int,
     stride: int,
     micro_batch_size: int,
@@ -81,3 +80,32 @@ def together(figures: Sequence[Figures], weights: Sequence[float] | None = None)
         math.fsum(share * each.loss for share, each in zip(shares, figures, strict=True)),
         sum(known) if len(known) == len(figures) and weights is None else None,
     )
+
+
+def evaluate_all(
+    network: Network,
+    tokenizer: Tokenizer,
+    documents: Sequence[Documents],
+    length: int,
+    stride: int,
+    micro_batch_size: int,
+    advance: Callable[[int], None],
+) -> list[Figures]:
+    """Return the figures of each data set and, if there are several, those of all together."""
+    context = context_of_documents(tokenizer)
+    figures = [evaluate(network, each, context, length, stride, micro_batch_size, advance) for each in documents]
+    weights = [each.weight for each in documents if each.weight is not None]
+    return [*figures, together(figures, weights or None)] if len(figures) > 1 else figures
+
+
+def table(figures: Sequence[Figures]) -> str:
+    """Return the figures as a table, one line per data set, and why some have no bits per byte."""
+    rows = [("data", "documents", "tokens", "loss", "perplexity", "bits per byte")]
+    for each in figures:
+        bits = "" if each.bits_per_byte is None else f"{each.bits_per_byte:.5f}"
+        counts = (f"{each.documents:,}", f"{each.tokens:,}")
+        rows.append((each.name, *counts, f"{each.loss:.5f}", f"{each.perplexity:.5g}", bits))
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = ([f"{name:{first}}", *map(str.rjust, numbers, others)] for name, *numbers in rows)
+    why = (f"no bits per byte of {each.name}: {each.why_no_bytes}" for each in figures if each.why_no_bytes)
+    return "\n".join([*("  ".join(line).rstrip() for line in lines), *why])
