@@ -2583,8 +2583,8 @@ MUTANTS = (
     Mutant(
         "a gate and what it gates are swapped where each has a tensor of its own",
         "megalite/conversion/megatron_torch_dist.py",
-        """gate, up = of_name.get("w", []), of_name.get("v", [])""",
-        """up, gate = of_name.get("w", []), of_name.get("v", [])""",
+        """gate, up = found.pop(f"{name}_w", []), found.pop(f"{name}_v", [])""",
+        """up, gate = found.pop(f"{name}_w", []), found.pop(f"{name}_v", [])""",
         f"{_MEGATRON}what_megatron_core_saves_is_read[per layer-llama]",
     ),
     Mutant(
@@ -2615,8 +2615,8 @@ MUTANTS = (
     Mutant(
         "layers that stand in one chunk are read in reverse",
         "megalite/conversion/megatron_torch_dist.py",
-        "self._last.values[layer]",
-        "self._last.values[-1 - layer]",
+        "self._last.get(saved, saved.read)[layer]",
+        "self._last.get(saved, saved.read)[-1 - layer]",
         f"{_MEGATRON}a_stacked_tensor_saved_in_one_chunk_is_read_by_layers",
     ),
     Mutant(
@@ -3076,7 +3076,7 @@ MUTANTS = (
     ),
     Mutant(
         "weights that are NaN are converted without a word",
-        "megalite/conversion/not_finite.py",
+        "megalite/conversion/opened.py",
         "            self._found.add(name)",
         "            pass",
         f"{_FAMILIES}weights_that_are_no_numbers_are_told",
@@ -4668,8 +4668,8 @@ MUTANTS = (
     Mutant(
         "a chunk of layers is taken for another stage's",
         "megalite/conversion/megatron_torch_dist.py",
-        'if getattr(self._last, "saved", None) != saved:',
-        'if getattr(getattr(self._last, "saved", None), "key", None) != saved.key:',
+        "self._last.get(saved, ",
+        "self._last.get(saved.key, ",
         "tests/unit/test_conversion_megatron.py::test_each_stage_may_have_saved_several_layers_in_one_chunk",
     ),
     Mutant(

@@ -195,4 +195,3 @@ def progress(doing: str, total: int, unit: str, rank: int) -> AbstractContextMan
 
 
 command = partial(run_main, main)
-"""Run the program and exit with its code."""

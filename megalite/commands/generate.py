@@ -148,4 +148,3 @@ def write(pieces: Iterable[TextPiece], output: str) -> None:
 
 
 command = partial(run_main, main)
-"""Run the program and exit with its code."""

@@ -223,6 +223,20 @@ class FromFiles:
                 values[both.relative_to(box).slices()].copy_(part)
 
 
+class LastTensor(threading.local):
+    """Cache of one tensor per thread."""
+
+    key: object = None
+    values: Tensor | None = None
+
+    def get(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        """Return the tensor made for `key`: the last one if it had this key, else a new one in its place."""
+        if self.values is None or self.key != key:
+            self.values = None  # so that two are never in memory at once
+            self.values, self.key = make(), key
+        return self.values
+
+
 class ToFiles:
     """Tensors of files, read from logical tensors (a `Source`).
 
@@ -234,7 +248,7 @@ class ToFiles:
         """Set up; `dtype`: dtype to cast to; None: no cast, and the widest dtype if a tensor is made of several."""
         self._logical, self._mapping = logical, {tensor.name: tensor for tensor in mapping}
         self._runs = {tensor.name: _runs(tensor) for tensor in mapping}
-        self._last = threading.local()
+        self._last = LastTensor()
         self.tensors = {
             tensor.name: Kind(tensor.shape, dtype or widest(logical.tensors[name] for name, _, _ in tensor.boxes))
             for tensor in mapping
@@ -253,10 +267,7 @@ class ToFiles:
                     at = first + position - start
                     self._logical.fill(logical, part, flat[at : at + part.numel].view(part.size))
             return
-        if getattr(self._last, "name", None) != name:
-            self._last.values = None  # so that two are never there at once
-            self._last.values, self._last.name = self._whole(name), name
-        values.copy_(self._last.values[box.slices()])
+        values.copy_(self._last.get(name, partial(self._whole, name))[box.slices()])
 
     def _whole(self, name: str) -> Tensor:
         kind = self.tensors[name]

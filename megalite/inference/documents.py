@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 
@@ -80,7 +79,8 @@ def read_token_files(
         sequences = [_bare(_stored(data, document), context, tokenizer.eod) for document in range(count)]
         tokens = [np.concatenate([np.empty(0, data.dtype), *document]) for document in sequences]
         _check_tokens(prefix, tokens, tokenizer)
-        found.append(Documents(prefix, tokens, weight=share, **_text_bytes(sequences, tokenizer)))
+        text_bytes, why_no_bytes = _text_bytes(sequences, tokenizer)
+        found.append(Documents(prefix, tokens, text_bytes, share, why_no_bytes))
     return found
 
 
@@ -129,16 +129,13 @@ def _bare(sequences: list[np.ndarray], context: list[int], eod: int) -> list[np.
     return bare
 
 
-class _TextBytes(TypedDict, total=False):
-    text_bytes: int
-    why_no_bytes: str
+def _text_bytes(documents: Sequence[Sequence[np.ndarray]], tokenizer: Tokenizer) -> tuple[int | None, str | None]:
+    """Return the size in bytes of the text of sequences of tokens, or None and why it is unknown.
 
-
-def _text_bytes(documents: Sequence[Sequence[np.ndarray]], tokenizer: Tokenizer) -> _TextBytes:
-    """Bytes of the text of sequences of tokens, or why they cannot be told: it is what they decode to where that has
-    these tokens again, and would else leave out, or make up, what they stand for."""
+    The text is what the tokens decode to. It is known only if encoding it again gives the same tokens.
+    """
     if isinstance(tokenizer, NullTokenizer):
-        return {"why_no_bytes": "NullTokenizer stands for data that is in tokens already, without a text"}
+        return None, "NullTokenizer stands for data that is in tokens already, without a text"
     size = 0
     for number, sequences in enumerate(documents):
         for sequence in sequences:
@@ -149,9 +146,9 @@ def _text_bytes(documents: Sequence[Sequence[np.ndarray]], tokenizer: Tokenizer)
             except ValueError:
                 same = False
             if not same:
-                return {"why_no_bytes": f"the text that the tokens of document {number} decode to has other tokens"}
+                return None, f"the text that the tokens of document {number} decode to has other tokens"
             size += len(text.encode())
-    return {"text_bytes": size}
+    return size, None
 
 
 def _texts(file: str, json_keys: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
