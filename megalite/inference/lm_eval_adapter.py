@@ -1,4 +1,4 @@
-"""A megalite checkpoint as a model of lm_eval (EleutherAI's lm-evaluation-harness), on any layout.
+"""Adapter that makes a megalite checkpoint a model of lm_eval (EleutherAI's lm-evaluation-harness), on any layout.
 
     network, tokenizer = load_for_generation(path, mesh)
     results = lm_eval.simple_evaluate(model=MegaliteLM(network, tokenizer, max_length=2048), tasks=["arc_easy"])
@@ -83,8 +83,11 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
         return self._context[-1]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The tokens of a text, behind those that the tokenizer's template puts before a document unless that is
-        declined or they are there. Raises DataError if the text cannot be encoded."""
+        """Return the tokens of a text, after those that the tokenizer's template puts before a document.
+
+        The latter are left out if add_special_tokens is False or the text has them already. Raises DataError if the
+        text cannot be encoded.
+        """
         try:
             tokens = self._tokenizer.encode(string)
         except ValueError as error:
@@ -112,7 +115,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
         return Window(np.array(tokens[-self.max_length - 1 :]), len(continuation))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """The log-probability of each text, read in windows that do not overlap but for the last."""
+        """Return the log-probability of each text, read in windows of which only the last overlaps another."""
         self._check_agreement(requests)
         length = self.max_length
         texts = [np.array(self.tok_encode(request.args[0], add_special_tokens=False), np.int64) for request in requests]
@@ -210,10 +213,10 @@ class Tasks:
 
 
 def load_tasks(names: Sequence[str], include_path: str | None) -> Tasks:
-    """The tasks and groups of these names, or patterns, with their data.
+    """Load the tasks and groups of these names, or patterns, with their data.
 
-    `include_path`: a folder of one's own tasks. Where all are there, lm_eval's own 14,000, whose descriptions take
-    seconds to read, are left out.
+    include_path: folder with the user's tasks. If it has all of them, lm_eval's own 14,000 tasks, whose descriptions
+    take seconds to read, are left out.
     Raises ConfigurationError for an unknown name, DataError if a task cannot be loaded.
     """
     if include_path is not None and not Path(include_path).is_dir():
@@ -237,8 +240,7 @@ def load_tasks(names: Sequence[str], include_path: str | None) -> Tasks:
 
 
 def evaluate_tasks(model: MegaliteLM, tasks: Tasks, *, num_fewshot: int | None, limit: float | None) -> dict[str, Any]:
-    """lm_eval's results for tasks that were loaded, without the samples; on ranks other than the first of a machine
-    there are none.
+    """Return lm_eval's results for loaded tasks, without the samples; {} on ranks other than the first of a machine.
 
     All ranks call it.
     """
@@ -257,6 +259,6 @@ def evaluate_tasks(model: MegaliteLM, tasks: Tasks, *, num_fewshot: int | None, 
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results as lm_eval shows them."""
+    """Return the results as the table that lm_eval shows."""
     columns = [column for column in ("results", "groups") if results.get(column)]
     return "\n".join(make_table(results, column) for column in columns)

@@ -23,7 +23,7 @@ class Figures:
     tokens: int
     """Number of tokens predicted."""
     loss: float
-    """The mean over them of -ln of their probability, in nats."""
+    """Mean of -ln(probability) over these tokens, in nats."""
     text_bytes: int | None = None
     """Bytes of the text as UTF-8, if known."""
     why_no_bytes: str | None = None
@@ -36,11 +36,11 @@ class Figures:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits a byte of the text, coded by the model; comparable between tokenizers."""
+        """Bits per byte of the text; comparable between tokenizers."""
         return None if not self.text_bytes else self.loss * self.tokens / math.log(2) / self.text_bytes
 
     def to_json(self) -> dict[str, object]:
-        """All of it, as JSON values."""
+        """Return all figures as JSON values."""
         return asdict(self) | {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
 
 
@@ -53,7 +53,7 @@ def evaluate(
     micro_batch_size: int,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Figures:
-    """The figures of a data set, each of its tokens predicted once, in its own document.
+    """Return the figures of a data set; each of its tokens is predicted once, within its document.
 
     All ranks call it. `context`, `length` and `stride` as in `sliding_windows`; `micro_batch_size` and `advance` as in
     `score_windows`. Raises ConfigurationError if not even the context can be read at once.

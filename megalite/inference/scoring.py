@@ -23,7 +23,7 @@ class Window(NamedTuple):
 
     Attributes:
         tokens: [inputs + 1], integers of any type.
-        counted: so many of its predictions count, the last ones: the others are an earlier window's, or context.
+        counted: number of predictions that count: the last ones. The others are an earlier window's, or context.
     """
 
     tokens: np.ndarray
@@ -31,14 +31,14 @@ class Window(NamedTuple):
 
 
 def sliding_windows(document: np.ndarray, context: Sequence[int], length: int, stride: int) -> Iterator[Window]:
-    """The windows of a document, none where it has no tokens.
+    """Yield the windows of a document; none if it has no tokens.
 
-    The first predicts as much as fits; each one after it goes on by `stride` tokens, the last by what is left. All but
-    the first have as much before what they predict as the model can read.
+    The first window predicts as much as fits, each later one `stride` more tokens, and the last one the rest. All but
+    the first window are full, so that the tokens that they predict have as much context as possible.
 
     Args:
         document: [tokens].
-        context: what stands before the document, one token or more; nothing predicts it.
+        context: tokens before the document, at least one; they are not predicted.
         length: tokens that the model reads at once, more than the context has.
         stride: from 1 to `length`; with `length`, each window but the last begins with the last token of the one
             before.
@@ -55,8 +55,10 @@ def sliding_windows(document: np.ndarray, context: Sequence[int], length: int, s
 
 
 def batches(windows: Sequence[Window], size: int) -> list[list[int]]:
-    """The numbers of the windows, up to `size` at a time, the longest first: alike ones together, and what does not fit
-    into memory fails at once."""
+    """Return the numbers of the windows in batches of up to `size`, the longest windows first.
+
+    So windows of a batch are about equally long, and a batch that does not fit into memory fails at once.
+    """
     order = sorted(range(len(windows)), key=lambda number: -len(windows[number].tokens))
     return [order[first : first + size] for first in range(0, len(order), size)]
 
@@ -77,9 +79,9 @@ def score_windows(
     micro_batch_size: int,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> list[Score]:
-    """The score of each window, whatever the layout and `micro_batch_size`, the windows in one forward of a stage.
+    """Return the score of each window, the same for every layout and `micro_batch_size` (windows per forward).
 
-    All ranks call it with the same windows. `advance` is told of the tokens that were predicted.
+    All ranks call it with the same windows. `advance` is called with the number of tokens predicted.
     """
     mesh = network.mesh
     found = torch.zeros(len(windows), 2, dtype=torch.float64, device=mesh.device)
@@ -92,7 +94,7 @@ def score_windows(
 
 
 def _score_batch(network: Network, windows: Sequence[Window]) -> Tensor:
-    """[windows, 2] fp64: the sum of the log-probabilities, and how many tokens are not the likeliest."""
+    """Return [windows, 2] fp64: the sum of the log-probabilities, and how many tokens are not the likeliest."""
     lengths = torch.tensor([len(window.tokens) for window in windows])
     tokens = torch.zeros(len(windows), int(lengths.max()), dtype=torch.int64)
     for row, window in zip(tokens, windows, strict=True):

@@ -20,9 +20,9 @@ _LARGEST_PROMPTS = 1024 * MIB
 
 
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
-    """The prompts that are given, of which "-" is standard input, and then those of the file.
+    """Return the given prompts, where "-" means standard input, and then those of the file.
 
-    A file has one prompt a line, in JSON ({"prompt": "..."}) where its name ends in .jsonl; empty lines are none.
+    A file has one prompt per line, as JSON ({"prompt": "..."}) if its name ends in .jsonl; empty lines are skipped.
     Raises ConfigurationError if there are none, or if they cannot be read.
     """
     if given.count("-") > 1:
@@ -56,7 +56,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The tokens of a prompt. Raises ConfigurationError if it cannot be encoded."""
+    """Return the tokens of a prompt. Raises ConfigurationError if it cannot be encoded."""
     try:
         return tokenizer.encode(prompt)
     except ValueError as error:
@@ -65,9 +65,10 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def of_rank_0(mesh: ParallelMesh, read: Callable[[], list[list[int]]]) -> list[list[int]]:
-    """The prompts' tokens that rank 0 reads, on every rank; it alone may have the file, and has standard input whole.
+    """Return on every rank the prompts' tokens that `read` returns on rank 0.
 
-    Raises on every rank the ConfigurationError that `read` raises there.
+    Only rank 0 may have the file, and only it gets all of standard input. If `read` raises ConfigurationError there,
+    every rank raises it.
     """
     found: dict[str, Any] = {}
     if mesh.rank == 0:
@@ -83,9 +84,9 @@ def of_rank_0(mesh: ParallelMesh, read: Callable[[], list[list[int]]]) -> list[l
 
 
 class TextStream:
-    """The text of tokens that come one by one, in parts that make up the whole.
+    """Text of tokens that come one by one, in parts.
 
-    Bytes that do not make a character yet are held back until those that complete them have come, or the end.
+    Bytes of an incomplete character are kept back until the character is complete, or the text has ended.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokens: Sequence[int]) -> None:
@@ -93,7 +94,7 @@ class TextStream:
         self._tokenizer, self._shown = tokenizer, 0
 
     def part(self, count: int | None = None, *, ended: bool = False) -> str:
-        """Return what has come since the last part, of the first `count` tokens (None: of all)."""
+        """Return the text since the last part, of the first `count` tokens (None: of all)."""
         text = self._tokenizer.decode(self.tokens[:count])
         whole = len(text) if ended else len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
         part, self._shown = text[self._shown : whole], max(self._shown, whole)
@@ -113,7 +114,7 @@ class TextPiece:
 def in_order(
     tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], events: Iterable[tuple[int, int | Finish]]
 ) -> Iterator[TextPiece]:
-    """Text by text, its prompt the first piece: each as it comes, once those before it are complete.
+    """Yield the pieces of each text in the order of the prompts; the first piece of a text is its prompt.
 
     `events` are those of `generate`.
     """
