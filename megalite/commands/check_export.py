@@ -110,4 +110,3 @@ def run(command: list[str]) -> str:
 
 
 command = partial(run_tool, main)
-"""Run the program and exit with its code."""

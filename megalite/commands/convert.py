@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 from megalite.errors import CheckpointError, ConfigurationError
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from megalite.checkpoint.progress import Advance
-    from megalite.config import ParallelConfig
     from megalite.conversion.opened import OpenedModel
 
 Kind = Literal["megalite", "hf", "megatron"]
@@ -70,7 +69,7 @@ def main() -> None:
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     check(arguments)
     from megalite.checkpoint.progress import show_progress
-    from megalite.conversion.not_finite import Watched
+    from megalite.conversion.opened import Watched
 
     opened = open_model(arguments.loader, Path(arguments.load_dir), arguments)
     if arguments.tokenizer_model is not None:
@@ -147,50 +146,23 @@ def open_model(kind: Kind, folder: Path, arguments: Arguments) -> OpenedModel:
 
 def write_model(opened: OpenedModel, arguments: Arguments, advance: Advance) -> Path:
     """Write the other side, and return what was written. Raises CheckpointError."""
-    directory, target = Path(arguments.save_dir), dtype(arguments)
+    directory = Path(arguments.save_dir)
+    shared: dict[str, Any] = {"dtype": dtype(arguments), "workers": arguments.workers, "advance": advance}
+    tensor, pipeline = arguments.target_tensor_parallel_size, arguments.target_pipeline_parallel_size
     if arguments.saver == "megalite":
+        from megalite.config import ParallelConfig
         from megalite.conversion.native import write_megalite
 
-        return write_megalite(
-            opened,
-            directory,
-            dtype=target,
-            layout=parallel_config(arguments),
-            workers=arguments.workers,
-            advance=advance,
-        )
+        layout = None if tensor is None and pipeline is None else ParallelConfig(tensor or 1, pipeline or 1)
+        return write_megalite(opened, directory, layout=layout, **shared)
     if arguments.saver == "hf":
         from megalite.conversion.huggingface import write_huggingface
 
-        write_huggingface(
-            opened,
-            directory,
-            dtype=target,
-            shard=int((arguments.max_shard_size or 5) * 1e9),
-            workers=arguments.workers,
-            advance=advance,
-        )
+        write_huggingface(opened, directory, shard=int((arguments.max_shard_size or 5) * 1e9), **shared)
         return directory
     from megalite.conversion.megatron import write_megatron
 
-    return write_megatron(
-        opened,
-        directory,
-        dtype=target,
-        tensor_parallel_size=arguments.target_tensor_parallel_size or 1,
-        workers=arguments.workers,
-        advance=advance,
-    )
-
-
-def parallel_config(arguments: Arguments) -> ParallelConfig | None:
-    """Return the layout to write files for, or None if no flag asks for one."""
-    from megalite.config import ParallelConfig
-
-    tensor, pipeline = arguments.target_tensor_parallel_size, arguments.target_pipeline_parallel_size
-    if tensor is None and pipeline is None:
-        return None
-    return ParallelConfig(tensor_model_parallel_size=tensor or 1, pipeline_model_parallel_size=pipeline or 1)
+    return write_megatron(opened, directory, tensor_parallel_size=tensor or 1, **shared)
 
 
 def report(first: OpenedModel, second: OpenedModel) -> None:
@@ -212,4 +184,3 @@ def report(first: OpenedModel, second: OpenedModel) -> None:
 
 
 command = partial(run_tool, main)
-"""Run the program and exit with its code."""

@@ -102,4 +102,3 @@ def read_run(flags: Sequence[str], world_size: int) -> tuple[RunConfig | None, s
 
 
 command = partial(run_main, main)
-"""Run the program and exit with its code."""

@@ -178,4 +178,3 @@ def print_table(time_line: TimeLine) -> None:
 
 
 command = partial(run_tool, main)
-"""Run the program and exit with its code."""

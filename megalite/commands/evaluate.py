@@ -22,19 +22,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megalite.config.tool_arguments import parse_tool_arguments
+from megalite.errors import ConfigurationError
 from megalite.lifecycle.failure import run_main
 from megalite.process.place import place_from_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from megalite.checkpoint import AnyPath
-    from megalite.config import ParallelConfig
+    from megalite.config import ModelConfig
     from megalite.data.tokenizers import Tokenizer
     from megalite.inference.documents import Documents
-    from megalite.inference.lm_eval_tasks import Tasks
-    from megalite.inference.network import Network
-    from megalite.inference.perplexity import Figures
 
 
 @dataclass(frozen=True)
@@ -81,32 +79,58 @@ def main() -> int:
     check(arguments)
     place = place_from_environment()
     if place.rank or not sys.stderr.isatty():
-        quiet_libraries()
+        # Libraries read these variables when they are imported, and importing torch imports some of them.
+        os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
     from megalite.checkpoint import write_atomically
     from megalite.config import ParallelConfig
     from megalite.config.kernels import KernelsConfig
-    from megalite.inference.loading import find_model, load_network, load_tokenizer
+    from megalite.inference.loading import find_model, load_network, load_tokenizer, read_model
+    from megalite.inference.network import check_layout
+    from megalite.inference.perplexity import evaluate_all, table
     from megalite.lifecycle.launch import join, leave
     from megalite.training.kernels import choose_kernels
 
     choose_kernels(KernelsConfig(arguments.kernels))
     path = find_model(arguments.load)
-    parallel = ParallelConfig(arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size)
-    check_layout(parallel, path, place.world_size)
-    length, stride = lengths(arguments, path)
+    model, batch_size = read_model(path), arguments.micro_batch_size
+    tp, pp = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
+    check_layout(model, tp, pp)
+    if place.world_size % (tp * pp):
+        raise ConfigurationError(
+            f"{place.world_size} ranks cannot be shared out: --tensor-model-parallel-size {tp} x "
+            f"--pipeline-model-parallel-size {pp} take {tp * pp} for each copy of the model"
+        )
+    length, stride = lengths(arguments, path, model)
     tokenizer = load_tokenizer(path, arguments.tokenizer_model)
-    documents, tasks = read_documents(arguments, tokenizer, place.local_rank == 0), load_tasks(arguments)
-    mesh = join(parallel, place, repr(arguments))
+    documents, tasks = read_documents(arguments, tokenizer, place.local_rank == 0), None
+    if arguments.tasks:
+        from megalite.inference import lm_eval_adapter
+
+        names = [name for names in arguments.tasks for name in names.split(",") if name]
+        tasks = lm_eval_adapter.load_tasks(names, arguments.include_path)
+    mesh = join(ParallelConfig(tp, pp), place, repr(arguments))
     network = load_network(path, mesh)
     results: dict[str, Any] = {"checkpoint": str(path), "seq_length": length, "stride": stride}
     if documents:
-        figures = predict(network, tokenizer, documents, length, stride, arguments.micro_batch_size)
+        with progress("predicting", sum(each.count for each in documents), "tokens", mesh.rank) as advance:
+            figures = evaluate_all(network, tokenizer, documents, length, stride, batch_size, advance)
         results["data"] = [each.to_json() for each in figures]
         if mesh.rank == 0:
             print(table(figures))
     if tasks is not None:
-        results["tasks"] = run_tasks(arguments, network, tokenizer, tasks, length)
+        language_model = lm_eval_adapter.MegaliteLM(
+            network,
+            tokenizer,
+            max_length=length,
+            micro_batch_size=batch_size,
+            show=lambda total, unit: progress("evaluating", total, unit, mesh.rank),
+        )
+        results["tasks"] = lm_eval_adapter.evaluate_tasks(
+            language_model, tasks, num_fewshot=arguments.num_fewshot, limit=arguments.limit
+        )
+        if mesh.rank == 0:
+            print(lm_eval_adapter.table(results["tasks"]))
     if arguments.output is not None and mesh.rank == 0:
         text = json.dumps(results, indent=2, default=str) + "\n"
         write_atomically(Path(arguments.output), text.encode())
@@ -116,8 +140,6 @@ def main() -> int:
 
 def check(arguments: Arguments) -> None:
     """Raise ConfigurationError for flags that are plainly wrong, without reading the checkpoint."""
-    from megalite.errors import ConfigurationError
-
     if not (arguments.data_path or arguments.text or arguments.tasks):
         raise ConfigurationError("there is nothing to evaluate on: give --data-path, --text or --tasks")
     if not arguments.tasks and (arguments.num_fewshot is not None or arguments.include_path is not None):
@@ -131,27 +153,10 @@ def check(arguments: Arguments) -> None:
         raise ConfigurationError(f"--output {arguments.output} is a folder: name a file")
 
 
-def check_layout(parallel: ParallelConfig, path: AnyPath, world_size: int) -> None:
-    """Raise ConfigurationError if the model, or the ranks, cannot be split in this way."""
-    from megalite.errors import ConfigurationError
-    from megalite.inference import network
-    from megalite.inference.loading import read_model
-
-    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    network.check_layout(read_model(path), tp, pp)
-    if world_size % (tp * pp):
-        raise ConfigurationError(
-            f"{world_size} ranks cannot be shared out: --tensor-model-parallel-size {tp} x "
-            f"--pipeline-model-parallel-size {pp} take {tp * pp} for each copy of the model"
-        )
-
-
-def lengths(arguments: Arguments, path: AnyPath) -> tuple[int, int]:
+def lengths(arguments: Arguments, path: AnyPath, model: ModelConfig) -> tuple[int, int]:
     """Return --seq-length and --stride, or their defaults. Raises ConfigurationError if they are not possible."""
-    from megalite.errors import ConfigurationError
-    from megalite.inference.loading import read_model, read_sequence_length
+    from megalite.inference.loading import read_sequence_length
 
-    model = read_model(path)
     length = read_sequence_length(path) if arguments.seq_length is None else arguments.seq_length
     if length is None:
         raise ConfigurationError(f"{path} does not tell how many tokens it was trained to read: give --seq-length")
@@ -172,7 +177,6 @@ def read_documents(arguments: Arguments, tokenizer: Tokenizer, verify: bool) -> 
 
     Raises ConfigurationError or DataError.
     """
-    from megalite.errors import ConfigurationError
     from megalite.inference.documents import read_texts, read_token_files
 
     documents = []
@@ -183,23 +187,6 @@ def read_documents(arguments: Arguments, tokenizer: Tokenizer, verify: bool) -> 
     return documents + read_texts(arguments.text, arguments.json_keys, tokenizer, arguments.limit)
 
 
-def predict(
-    network: Network, tokenizer: Tokenizer, documents: Sequence[Documents], length: int, stride: int, batch_size: int
-) -> list[Figures]:
-    """Return the figures of each data set and, if there are several, those of all together."""
-    from megalite.inference.documents import context_of_documents
-    from megalite.inference.perplexity import evaluate, together
-
-    context, total = context_of_documents(tokenizer), sum(each.count for each in documents)
-    with progress("predicting", total, "tokens", network.mesh.rank) as advance:
-        figures = [
-            evaluate(network, each, context, length=length, stride=stride, micro_batch_size=batch_size, advance=advance)
-            for each in documents
-        ]
-    weights = [each.weight for each in documents if each.weight is not None]
-    return [*figures, together(figures, weights or None)] if len(figures) > 1 else figures
-
-
 def progress(doing: str, total: int, unit: str, rank: int) -> AbstractContextManager[Callable[[int], None]]:
     """Return a context that shows the progress of the work, on one rank."""
     from megalite.checkpoint.progress import show_progress
@@ -207,51 +194,4 @@ def progress(doing: str, total: int, unit: str, rank: int) -> AbstractContextMan
     return nullcontext(lambda done: None) if rank else show_progress(doing, total, unit)
 
 
-def table(figures: Sequence[Figures]) -> str:
-    """Return the figures as a table, one line per data set, and why some have no bits per byte."""
-    rows = [("data", "documents", "tokens", "loss", "perplexity", "bits per byte")]
-    for each in figures:
-        bits = "" if each.bits_per_byte is None else f"{each.bits_per_byte:.5f}"
-        counts = (f"{each.documents:,}", f"{each.tokens:,}")
-        rows.append((each.name, *counts, f"{each.loss:.5f}", f"{each.perplexity:.5g}", bits))
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = ([f"{name:{first}}", *map(str.rjust, numbers, others)] for name, *numbers in rows)
-    why = (f"no bits per byte of {each.name}: {each.why_no_bytes}" for each in figures if each.why_no_bytes)
-    return "\n".join([*("  ".join(line).rstrip() for line in lines), *why])
-
-
-def load_tasks(arguments: Arguments) -> Tasks | None:
-    """Load the tasks that --tasks names, with their data. Raises ConfigurationError or DataError."""
-    if not arguments.tasks:
-        return None
-    from megalite.inference import lm_eval_tasks
-
-    names = [name for names in arguments.tasks for name in names.split(",") if name]
-    return lm_eval_tasks.load_tasks(names, arguments.include_path)
-
-
-def quiet_libraries() -> None:
-    """Turn off the progress bars of libraries, which read these variables on import; importing torch begins that."""
-    os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-
-
-def run_tasks(
-    arguments: Arguments, network: Network, tokenizer: Tokenizer, tasks: Tasks, length: int
-) -> dict[str, Any]:
-    """Return lm_eval's results, and show them on one rank."""
-    from megalite.inference import lm_eval_tasks
-    from megalite.inference.lm_eval_adapter import MegaliteLM
-
-    def show_progress(total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
-        return progress("evaluating", total, unit, network.mesh.rank)
-
-    batch_size = arguments.micro_batch_size
-    model = MegaliteLM(network, tokenizer, max_length=length, micro_batch_size=batch_size, show=show_progress)
-    results = lm_eval_tasks.evaluate_tasks(model, tasks, num_fewshot=arguments.num_fewshot, limit=arguments.limit)
-    if network.mesh.rank == 0:
-        print(lm_eval_tasks.table(results))
-    return results
-
-
 command = partial(run_main, main)
-"""Run the program and exit with its code."""

@@ -79,8 +79,7 @@ def main() -> int:
     from megalite.inference.generation import check_prompts, generate
     from megalite.inference.loading import find_model, load_network, load_tokenizer, read_model
     from megalite.inference.network import choose_layout
-    from megalite.inference.prompts import encode_prompt, of_rank_0, read_prompts
-    from megalite.inference.text import in_order
+    from megalite.inference.text import encode_prompt, in_order, of_rank_0, read_prompts
     from megalite.lifecycle.launch import join, leave
     from megalite.training.kernels import choose_kernels
 
@@ -149,4 +148,3 @@ def write(pieces: Iterable[TextPiece], output: str) -> None:
 
 
 command = partial(run_main, main)
-"""Run the program and exit with its code."""

@@ -39,4 +39,3 @@ def main() -> None:
 
 
 command = partial(run_tool, main)
-"""Run the program and exit with its code."""

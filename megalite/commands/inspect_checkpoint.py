@@ -23,9 +23,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
+from megalite.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:
-    from megalite.checkpoint import AnyPath
     from megalite.checkpoint.comparison import Comparison
     from megalite.checkpoint.reader import CheckpointReader
 
@@ -55,8 +55,6 @@ class Arguments:
 def main() -> None:
     """Parse, look and show."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
-    from megalite.errors import ConfigurationError
-
     if (arguments.load is None) == (arguments.diff is None):
         raise ConfigurationError("give --load, or --diff with two checkpoints")
     if arguments.diff is not None and (arguments.config or arguments.verify or arguments.statistics):
@@ -71,19 +69,28 @@ def main() -> None:
 
 def show_checkpoint(arguments: Arguments, path: str) -> None:
     """Show the contents of a checkpoint, then the results of the checks that were asked for."""
-    from megalite.checkpoint.inspection import describe
-    from megalite.errors import CheckpointError
+    from megalite.checkpoint import directory, inspection
+    from megalite.checkpoint.progress import in_threads, show_progress
+    from megalite.checkpoint.reader import size_in_bytes
 
     reader = open_checkpoint(path)
-    names = chosen(reader.manifest.tensors, arguments.tensors)
-    found = describe(reader, names) | {"others": others(reader.path)}
+    tensors = reader.manifest.tensors
+    names = matching(tensors, arguments.tensors)
+    found = inspection.describe(reader, names)
+    folder = reader.path.resolve()
+    complete = directory.complete(folder.parent)
+    found["others"] = [other.name for _, other in sorted(complete.items()) if other != folder]
     problems = []
     if arguments.verify:
-        found["damage"] = damages(arguments, reader)
-        problems += [f"{len(found['damage'])} damaged: load another checkpoint"] if found["damage"] else []
+        with show_progress("verifying", sum(map(size_in_bytes, tensors.values()))) as advance:
+            damages = inspection.verify(reader, arguments.workers, advance)
+        found["damage"] = [{"file": each.file, "tensor": each.tensor, "problem": each.problem} for each in damages]
+        problems += [f"{len(damages)} damaged: load another checkpoint"] if damages else []
     if arguments.statistics:
-        found["statistics"] = statistics(arguments, reader, names)
-        bad = [name for name, values in found["statistics"].items() if values["nans"] or values["infinities"]]
+        with show_progress("reading", sum(size_in_bytes(tensors[name]) for name in names)) as advance:
+            values = in_threads(arguments.workers, lambda name: inspection.statistics(reader, name, advance), names)
+        found["statistics"] = {name: each.to_json() for name, each in zip(names, values, strict=True)}
+        bad = [name for name, each in found["statistics"].items() if each["nans"] or each["infinities"]]
         problems += [f"{len(bad)} tensors are not finite: {', '.join(bad)}"] if bad else []
     print(json.dumps(found) if arguments.json else "\n".join(lines(arguments, found)))
     if problems:
@@ -97,41 +104,13 @@ def open_checkpoint(path: str) -> CheckpointReader:
     return CheckpointReader(directory.resolve(open_directory(path)))
 
 
-def chosen(names: Iterable[str], pattern: str) -> list[str]:
+def matching(names: Iterable[str], pattern: str) -> list[str]:
     """Return the names that match the pattern. Raises ConfigurationError if there are none."""
-    from megalite.errors import ConfigurationError
-
     names = list(names)
     found = [name for name in names if fnmatchcase(name, pattern)]
     if not found:
         raise ConfigurationError(f"--tensors {pattern}: there is no such tensor; a name is {names[0]}" if names else "")
     return found
-
-
-def others(path: AnyPath) -> list[str]:
-    """Return the other checkpoints of the run directory."""
-    from megalite.checkpoint import directory
-
-    path = path.resolve()
-    return [other.name for _, other in sorted(directory.complete(path.parent).items()) if other != path]
-
-
-def damages(arguments: Arguments, reader: CheckpointReader) -> list[dict[str, str | None]]:
-    from megalite.checkpoint.inspection import verify
-    from megalite.checkpoint.progress import show_progress
-
-    with show_progress("verifying", sum(tensor.size for tensor in reader.tensors.values())) as advance:
-        found = verify(reader, arguments.workers, advance)
-    return [{"file": damage.file, "tensor": damage.tensor, "problem": damage.problem} for damage in found]
-
-
-def statistics(arguments: Arguments, reader: CheckpointReader, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    from megalite.checkpoint import inspection
-    from megalite.checkpoint.progress import in_threads, show_progress
-
-    with show_progress("reading", sum(reader.tensors[name].size for name in names)) as advance:
-        found = in_threads(arguments.workers, lambda name: inspection.statistics(reader, name, advance), names)
-    return {name: values.to_json() for name, values in zip(names, found, strict=True)}
 
 
 def show_differences(arguments: Arguments, first: str, second: str) -> None:
@@ -140,7 +119,7 @@ def show_differences(arguments: Arguments, first: str, second: str) -> None:
     from megalite.checkpoint.progress import show_progress
 
     a, b = open_checkpoint(first), open_checkpoint(second)
-    names = chosen(sorted(a.manifest.tensors | b.manifest.tensors), arguments.tensors)
+    names = matching(sorted(a.manifest.tensors | b.manifest.tensors), arguments.tensors)
     with show_progress("comparing", compared_bytes(a, b, names)) as advance:
         found = compare(a, b, names, arguments.workers, advance)
     if arguments.json:
@@ -159,9 +138,14 @@ def lines(arguments: Arguments, found: dict[str, Any]) -> list[str]:
     facts |= {name.replace("_", " "): value for name, value in found["training"].items()}
     shown = [f"{name:18} {shown_value(value)}" for name, value in facts.items()]
     if arguments.config:
-        shown += config_lines(found["config"])
+        for section, values in found["config"].items():
+            shown += ["", section, *(f"  {name:42} {shown_value(value)}" for name, value in values.items())]
     if arguments.statistics:
-        shown += statistics_lines(found["statistics"])
+        columns = list(next(iter(found["statistics"].values())))
+        rows = [
+            [name, *(shown_value(each[column]) for column in columns)] for name, each in found["statistics"].items()
+        ]
+        shown += ["", *table(["tensor", *columns], rows)]
     elif not arguments.verify and not arguments.config:
         shown += tensor_lines(found["tensors"])
     kinds = [[kind, *map(shown_value, values.values())] for kind, values in found["totals"].items()]
@@ -171,13 +155,6 @@ def lines(arguments: Arguments, found: dict[str, Any]) -> list[str]:
     if arguments.verify:
         problems = [f"{damage['file']}: {damage['problem']}" for damage in found["damage"]]
         shown += ["", *(problems or ["every byte is as it was written"])]
-    return shown
-
-
-def config_lines(config: dict[str, Any]) -> list[str]:
-    shown = []
-    for section, values in config.items():
-        shown += ["", section, *(f"  {name:42} {shown_value(value)}" for name, value in values.items())]
     return shown
 
 
@@ -193,12 +170,6 @@ def holders(boxes: Sequence[dict[str, Any]]) -> str:
     """Return the files that hold a tensor."""
     files = [file.removesuffix(".safetensors") for file in dict.fromkeys(box["file"] for box in boxes)]
     return " ".join(files) if len(files) <= 3 else f"{files[0]} ... {files[-1]} ({len(files)})"
-
-
-def statistics_lines(found: dict[str, dict[str, Any]]) -> list[str]:
-    names = list(next(iter(found.values())))
-    rows = [[name, *(shown_value(values[each]) for each in names)] for name, values in found.items()]
-    return ["", *table(["tensor", *names], rows)]
 
 
 def difference_lines(found: Comparison) -> list[str]:
@@ -250,4 +221,3 @@ def strict(value: Any) -> Any:
 
 
 command = partial(run_tool, main)
-"""Run the program and exit with its code."""

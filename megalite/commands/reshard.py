@@ -87,4 +87,3 @@ def parallel_config(arguments: Arguments) -> ParallelConfig | None:
 
 
 command = partial(run_tool, main)
-"""Run the program and exit with its code."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint.manifest import covers
 from megalite.checkpoint.source import Kind
+from megalite.conversion.mapping import LastTensor
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
 
@@ -39,7 +40,7 @@ class ChunkedFiles:
         Raises CheckpointError if a tensor's chunks do not hold each of its elements once.
         """
         self._chunks = {name: list(each) for name, each in chunks.items()}
-        self._last = threading.local()
+        self._last = LastTensor()
         self.tensors: dict[str, Kind] = {}
         for name, found in self._chunks.items():
             if len({len(chunk.box.size) for chunk in found}) > 1:
@@ -56,11 +57,7 @@ class ChunkedFiles:
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor, as in `Files`."""
-        if getattr(self._last, "name", None) != name:
-            self._last.values = None  # so that two are never there at once
-            self._last.values, self._last.name = self._whole(name), name
-        values: Tensor = self._last.values
-        return values
+        return self._last.get(name, partial(self._whole, name))
 
     def _whole(self, name: str) -> Tensor:
         kind, chunks = self.tensors[name], self._chunks[name]

@@ -17,7 +17,6 @@ from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
 from megalite.checkpoint.manifest import dtype_name
 from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.source import numbers_as_numbers, widest
-from megalite.config import ModelConfig
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import CARRIED, Family, choose
 from megalite.conversion.huggingface_files import LARGEST_CONFIG, HuggingFaceFiles, read_json
@@ -56,7 +55,12 @@ def open_huggingface(folder: Path) -> OpenedModel:
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     if "output" not in logical:
-        _check_head(folder, family, files, next(t.name for t in mapping if t.boxes[0][0] == "embedding.word"))
+        word = next(tensor.name for tensor in mapping if tensor.boxes[0][0] == "embedding.word")
+        if family.head in files.tensors and not torch.equal(files.tensor(word), files.tensor(family.head)):
+            raise CheckpointError(
+                f"{folder} has {family.head} beside {word}, and other values in it, where config.json says that they "
+                "are one: set tie_word_embeddings to false there if they are two"
+            )
     data, length = tokenizer_fields(folder), model.max_position_embeddings
     return OpenedModel(f"{family.name}, {folder}", model, source, data, length, folder, is_huggingface=True)
 
@@ -74,23 +78,12 @@ def _family(folder: Path, config: Mapping[str, Any]) -> Family:
     raise CheckpointError(f"{folder / 'config.json'} is of {what}. Known are {known}")
 
 
-def _check_head(folder: Path, family: Family, files: HuggingFaceFiles, word: str) -> None:
-    """Raise CheckpointError if a tied model's files have an output layer that is not the embedding `word`."""
-    if family.head in files.tensors and not torch.equal(files.tensor(word), files.tensor(family.head)):
-        raise CheckpointError(
-            f"{folder} has {family.head} beside {word}, and other values in it, where config.json says that they are "
-            "one: set tie_word_embeddings to false there if they are two"
-        )
-
-
 def tokenizer_fields(folder: Path) -> dict[str, Any]:
     """Return the configuration fields that name the tokenizer in a folder; none if it has no tokenizer."""
-    for file, kind, model in (
-        ("tokenizer.json", "HuggingFaceTokenizer", folder),
-        ("tokenizer.model", "Llama2Tokenizer", folder / "tokenizer.model"),
-    ):
-        if (folder / file).is_file():
-            return {"tokenizer_type": kind, "tokenizer_model": str(model)}
+    if (folder / "tokenizer.json").is_file():
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+    if (folder / "tokenizer.model").is_file():
+        return {"tokenizer_type": "Llama2Tokenizer", "tokenizer_model": str(folder / "tokenizer.model")}
     return {}
 
 
@@ -115,17 +108,22 @@ def write_huggingface(
     folder = folder.absolute()  # so that it has a name, as `.` has not
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is there already: choose another folder")
-    companions, model = opened.folder, _with_positions(opened)
+    # config.json must have a maximum text length, whatever the position embedding is.
+    positions = opened.config.max_position_embeddings or opened.sequence_length
+    companions, model = opened.folder, replace(opened.config, max_position_embeddings=positions)
     before = _companion_config(companions)
     family, config = choose(sorted(FAMILIES, key=lambda each: each.name != before.get("model_type")), model)
     files = ToFiles(opened.source, file_tensors(family.rules, model, logical_tensors(model)), dtype)
     config["torch_dtype"] = dtype_name(widest(files.tensors.values()))
     carried = {name: before[name] for name in CARRIED if name in before} or _end_of_text(opened)
     shards = _shards(files, shard)
+    count = len(shards)
+    file_name = "model.safetensors" if count == 1 else f"model-{{number:05d}}-of-{count:05d}.safetensors"
+    byte_ranges = functools.partial(safetensors_byte_ranges, named=lambda part: part.name)
     with new_folder(folder) as temporary:
-        writer = FileWriter(files, temporary, shards, _format(len(shards)), advance)
+        writer = FileWriter(files, temporary, shards, Format(file_name, byte_ranges, lambda _: {}, False), advance)
         writer.write(workers)
-        if len(shards) > 1:
+        if count > 1:
             write_atomically(temporary / "model.safetensors.index.json", _index(writer.placed))
         if companions is not None:
             copy_companions(companions, temporary)
@@ -133,12 +131,6 @@ def write_huggingface(
             write_atomically(temporary / "generation_config.json", _json(carried))
         write_atomically(temporary / "config.json", _json(config | carried))
     return family
-
-
-def _with_positions(opened: OpenedModel) -> ModelConfig:
-    """Return the network with a maximum text length: config.json must have one, whatever the position embedding is."""
-    rows = opened.config.max_position_embeddings or opened.sequence_length
-    return replace(opened.config, max_position_embeddings=rows)
 
 
 def _end_of_text(opened: OpenedModel) -> dict[str, int]:
@@ -172,11 +164,6 @@ def _shards(files: ToFiles, most: int) -> list[list[tuple[str, Box]]]:
         shards[-1].append((name, Box.whole(kind.shape)))
         room -= kind.size
     return shards
-
-
-def _format(files: int) -> Format:
-    name = "model.safetensors" if files == 1 else f"model-{{number:05d}}-of-{files:05d}.safetensors"
-    return Format(name, functools.partial(safetensors_byte_ranges, named=lambda part: part.name), lambda _: {}, False)
 
 
 def _index(placed: Placed) -> bytes:

@@ -10,7 +10,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Protocol
 
@@ -57,6 +57,34 @@ class Rule:
     pattern: str
     """View of the tensor: an einops pattern that only splits and moves axes. Axes: those of `axis_lengths`."""
     pieces: tuple[MappedBox, ...] | Callable[[ModelConfig], tuple[MappedBox, ...]]
+
+
+QUERY = "(heads width) hidden -> heads width hidden", "(heads width) -> heads width"
+ATTENTION_OUTPUT = "hidden (heads width) -> hidden heads width", "hidden -> hidden"
+UP = "ffn hidden -> ffn hidden", "ffn -> ffn"
+DOWN = "hidden ffn -> hidden ffn", "hidden -> hidden"
+"""Patterns of the weight and of the bias of linear layers, for `linear`, in files that store outputs x inputs."""
+
+
+def linear(file: str, patterns: tuple[str, str], *pieces: MappedBox) -> tuple[Rule, Rule]:
+    """Return the rules of a linear layer's weight and, if the model has one, its bias, with the same pieces for
+    both."""
+    of_bias = tuple(replace(piece, tensor=f"{piece.tensor}_bias") for piece in pieces)
+    return Rule(f"{file}.weight", patterns[0], pieces), Rule(f"{file}.bias", patterns[1], of_bias)
+
+
+def norm(file: str, tensor: str, axis: str = "hidden", *, joint: str = ".") -> tuple[Rule, Rule]:
+    """Return the rules of a norm's weight and, if the model has one, its bias; `joint` is before these two words."""
+    weight, bias = (
+        Rule(f"{file}{joint}{part}", f"{axis} -> {axis}", (MappedBox(f"{tensor}.{part}"),))
+        for part in ("weight", "bias")
+    )
+    return weight, bias
+
+
+def table(file: str, rows: str, tensor: str) -> Rule:
+    """Return the rule of an embedding, or of an output layer, with one row per token or position."""
+    return Rule(file, f"{rows} hidden -> {rows} hidden", (MappedBox(tensor),))
 
 
 @dataclass(frozen=True)
@@ -195,6 +223,20 @@ class FromFiles:
                 values[both.relative_to(box).slices()].copy_(part)
 
 
+class LastTensor(threading.local):
+    """Cache of one tensor per thread."""
+
+    key: object = None
+    values: Tensor | None = None
+
+    def get(self, key: object, make: Callable[[], Tensor]) -> Tensor:
+        """Return the tensor made for `key`: the last one if it had this key, else a new one in its place."""
+        if self.values is None or self.key != key:
+            self.values = None  # so that two are never in memory at once
+            self.values, self.key = make(), key
+        return self.values
+
+
 class ToFiles:
     """Tensors of files, read from logical tensors (a `Source`).
 
@@ -206,7 +248,7 @@ class ToFiles:
         """Set up; `dtype`: dtype to cast to; None: no cast, and the widest dtype if a tensor is made of several."""
         self._logical, self._mapping = logical, {tensor.name: tensor for tensor in mapping}
         self._runs = {tensor.name: _runs(tensor) for tensor in mapping}
-        self._last = threading.local()
+        self._last = LastTensor()
         self.tensors = {
             tensor.name: Kind(tensor.shape, dtype or widest(logical.tensors[name] for name, _, _ in tensor.boxes))
             for tensor in mapping
@@ -225,10 +267,7 @@ class ToFiles:
                     at = first + position - start
                     self._logical.fill(logical, part, flat[at : at + part.numel].view(part.size))
             return
-        if getattr(self._last, "name", None) != name:
-            self._last.values = None  # so that two are never there at once
-            self._last.values, self._last.name = self._whole(name), name
-        values.copy_(self._last.values[box.slices()])
+        values.copy_(self._last.get(name, partial(self._whole, name))[box.slices()])
 
     def _whole(self, name: str) -> Tensor:
         kind = self.tensors[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,14 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
     """
     folder = _resolve(path)
     opened = TorchDist(folder) if (folder / ".metadata").is_file() else Legacy(folder)
-    common = opened.common()
-    arguments = _arguments(folder, common)
+    arguments: Mapping[str, Any] | None = getattr(opened.common().get("args"), "fields", None)
+    if not arguments:
+        raise CheckpointError(f"{folder} does not hold the arguments of its run, which describe the network")
     try:
         model = model_of(arguments)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"the arguments in {folder} are of no network that megalite computes:\n{error}"
-        ) from error
+        what = f"the arguments in {folder} are of no network that megalite computes"
+        raise CheckpointError(f"{what}:\n{error}") from error
     check_sizes(folder, model)
     chunks = opened.chunks(model.activation.gated) if isinstance(opened, Legacy) else opened.chunks(model.num_layers)
     if not model.untie_embeddings_and_output_weights:
@@ -65,15 +65,15 @@ def open_megatron(path: Path, true_vocab_size: int | None = None) -> OpenedModel
     mapping = file_tensors(RULES, model, logical)
     others = sorted(chunks.keys() - {tensor.name for tensor in mapping}, key=numbers_as_numbers)
     if others:
-        raise CheckpointError(f"{folder} has {_some(others)}, which the network that its arguments describe has not")
+        some = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+        raise CheckpointError(f"{folder} has {some}, which the network that its arguments describe has not")
     try:
         files = ChunkedFiles(chunks, dict.fromkeys(TOKEN_TABLES, (tokens, model.hidden_size)))
         source = FromFiles(files, mapping, logical)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    return OpenedModel(
-        f"Megatron-LM, {folder}", model, source, tokenizer_of(arguments), count_of(arguments, "seq_length")
-    )
+    length = count_of(arguments, "seq_length")
+    return OpenedModel(f"Megatron-LM, {folder}", model, source, tokenizer_of(arguments), length)
 
 
 def _resolve(path: Path) -> Path:
@@ -91,13 +91,6 @@ def _resolve(path: Path) -> Path:
     return folder
 
 
-def _arguments(folder: Path, common: Mapping[str, Any]) -> Mapping[str, Any]:
-    arguments = getattr(common.get("args"), "fields", None)
-    if not arguments:
-        raise CheckpointError(f"{folder} does not hold the arguments of its run, which describe the network")
-    return arguments
-
-
 def _drop_copy(folder: Path, chunks: dict[str, list[Chunk]]) -> None:
     """Drop a tied model's copy of the embedding on its last stage. Raises CheckpointError if it differs from the
     embedding."""
@@ -108,10 +101,6 @@ def _drop_copy(folder: Path, chunks: dict[str, list[Chunk]]) -> None:
         if not torch.equal(word, files.tensor(OUTPUT)):
             raise CheckpointError(f"{folder} has {OUTPUT} with other values than {WORD}, which its arguments tie it to")
         del chunks[OUTPUT]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -131,7 +120,7 @@ class _Stacked:
             if name in TOKEN_TABLES:
                 kind = Kind((vocabulary, *kind.shape[1:]), kind.dtype)
             elif ".layers." in name:
-                name, kind = _without_number(name), Kind((layers, *kind.shape), kind.dtype)
+                name, kind = re.sub(r"\.layers\.\d+\.", ".layers.", name), Kind((layers, *kind.shape), kind.dtype)
             self.tensors[name] = kind
 
     def fill(self, name: str, box: Box, values: Tensor) -> None:
@@ -166,10 +155,6 @@ class _Stacked:
         return files
 
 
-def _without_number(name: str) -> str:
-    return re.sub(r"\.layers\.\d+\.", ".layers.", name)
-
-
 def write_megatron(
     opened: OpenedModel,
     directory: Path,
@@ -190,11 +175,8 @@ def write_megatron(
     arguments = arguments_of(model, opened.data, opened.sequence_length, vocabulary)
     if folder.exists() or (directory / TRACKER).exists():
         raise CheckpointError(f"{directory} has a checkpoint already: choose another folder")
-    files = ToFiles(
-        opened.source,
-        file_tensors(RULES, model, logical_tensors(model)),
-        dtype or widest(opened.source.tensors.values()),
-    )
+    mapping = file_tensors(RULES, model, logical_tensors(model))
+    files = ToFiles(opened.source, mapping, dtype or widest(opened.source.tensors.values()))
     stacked = _Stacked(files, model.num_layers, vocabulary)
     common = io.BytesIO()
     torch.save({"args": arguments, "checkpoint_version": 3.0, "iteration": 0}, common)

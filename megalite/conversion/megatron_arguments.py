@@ -70,11 +70,7 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
 
     Raises CheckpointError, listing each argument that describes a network which megalite does not have.
     """
-    problems = [
-        f"  --{name.replace('_', '-')} {shown(arguments[name])}: megalite has no such network"
-        for name, neutral in _NOT_OURS.items()
-        if arguments.get(name) not in neutral
-    ]
+    unknown = {name: arguments[name] for name, neutral in _NOT_OURS.items() if arguments.get(name) not in neutral}
     values: dict[str, Any] = {}
     for name in {**dict.fromkeys(_SAME.split()), **_OTHER_NAMES}:
         for argument in (_OTHER_NAMES.get(name, name), name):
@@ -92,10 +88,9 @@ def model_of(arguments: Mapping[str, Any]) -> ModelConfig:
     values |= _window(arguments)
     values |= flags_by_megatron(arguments, biases=values.get("add_bias_linear", True))
     hints = get_type_hints(ModelConfig)
-    problems += [
-        f"  --{name.replace('_', '-')} {shown(value)}: megalite has no such network"
-        for name, value in values.items()
-        if not fits(value, hints[name])
+    unknown |= {name: value for name, value in values.items() if not fits(value, hints[name])}
+    problems = [
+        f"  --{name.replace('_', '-')} {shown(value)}: megalite has no such network" for name, value in unknown.items()
     ]
     problems += [
         f"  --{name.replace('_', '-')} is not told"

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 
 from megalite.config import ModelConfig
-from megalite.conversion.mapping import MappedBox, Rule
+from megalite.conversion.mapping import ATTENTION_OUTPUT, DOWN, UP, MappedBox, Rule, linear, norm, table
 
 WORD = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 TOKEN_TABLES = (WORD, OUTPUT)
 """Tensors with one row per token, and with rows that pad the vocabulary."""
-_LAYER = "decoder.layers.{layer}."
+_ATTENTION, _MLP = "decoder.layers.{layer}.self_attention.", "decoder.layers.{layer}.mlp."
+_GATE_UP = "(two ffn) hidden -> two ffn hidden", "(two ffn) -> two ffn"
 
 
 def _query_key_value(suffix: str = "") -> Rule:
@@ -29,44 +30,26 @@ def _query_key_value(suffix: str = "") -> Rule:
         )
         return (*queries, MappedBox(f"attention.key_value{suffix}", (slice(None), slice(heads, None))))
 
-    name, hidden = _LAYER + "self_attention.linear_qkv.", "" if suffix else " hidden"
+    name, hidden = _ATTENTION + "linear_qkv.", "" if suffix else " hidden"
     groups = "groups heads_and_two width"
     return Rule(f"{name}{'bias' if suffix else 'weight'}", f"({groups}){hidden} -> {groups}{hidden}", pieces)
 
 
-def _norm(file: str, tensor: str, axis: str = "hidden", joint: str = ".") -> tuple[Rule, Rule]:
-    weight, bias = (
-        Rule(f"{file}{joint}{part}", f"{axis} -> {axis}", (MappedBox(f"{tensor}.{part}"),))
-        for part in ("weight", "bias")
-    )
-    return weight, bias
-
-
-def _rule(file: str, pattern: str, tensor: str) -> Rule:
-    return Rule(file, pattern, (MappedBox(tensor),))
-
-
-_ATTENTION, _MLP = _LAYER + "self_attention.", _LAYER + "mlp."
-
 RULES: tuple[Rule, ...] = (
-    _rule(WORD, "vocabulary hidden -> vocabulary hidden", "embedding.word"),
-    _rule("embedding.position_embeddings.weight", "positions hidden -> positions hidden", "embedding.position"),
-    *_norm(_ATTENTION + "linear_qkv.layer_norm", "input_norm", joint="_"),
+    table(WORD, "vocabulary", "embedding.word"),
+    table("embedding.position_embeddings.weight", "positions", "embedding.position"),
+    *norm(_ATTENTION + "linear_qkv.layer_norm", "input_norm", joint="_"),
     _query_key_value(),
     _query_key_value("_bias"),
-    *_norm(_ATTENTION + "q_layernorm", "attention.query_norm", "width"),
-    *_norm(_ATTENTION + "k_layernorm", "attention.key_norm", "width"),
-    _rule(_ATTENTION + "linear_proj.weight", "hidden (heads width) -> hidden heads width", "attention.output"),
-    _rule(_ATTENTION + "linear_proj.bias", "hidden -> hidden", "attention.output_bias"),
-    *_norm(_MLP + "linear_fc1.layer_norm", "mlp_norm", joint="_"),
-    _rule(_MLP + "linear_fc1.weight", "(two ffn) hidden -> two ffn hidden", "mlp.gate_up"),
-    _rule(_MLP + "linear_fc1.bias", "(two ffn) -> two ffn", "mlp.gate_up_bias"),
-    _rule(_MLP + "linear_fc1.weight", "ffn hidden -> ffn hidden", "mlp.up"),
-    _rule(_MLP + "linear_fc1.bias", "ffn -> ffn", "mlp.up_bias"),
-    _rule(_MLP + "linear_fc2.weight", "hidden ffn -> hidden ffn", "mlp.down"),
-    _rule(_MLP + "linear_fc2.bias", "hidden -> hidden", "mlp.down_bias"),
-    *_norm("decoder.final_layernorm", "final_norm"),
-    _rule(OUTPUT, "vocabulary hidden -> vocabulary hidden", "output"),
+    *norm(_ATTENTION + "q_layernorm", "attention.query_norm", "width"),
+    *norm(_ATTENTION + "k_layernorm", "attention.key_norm", "width"),
+    *linear(_ATTENTION + "linear_proj", ATTENTION_OUTPUT, MappedBox("attention.output")),
+    *norm(_MLP + "linear_fc1.layer_norm", "mlp_norm", joint="_"),
+    *linear(_MLP + "linear_fc1", _GATE_UP, MappedBox("mlp.gate_up")),
+    *linear(_MLP + "linear_fc1", UP, MappedBox("mlp.up")),
+    *linear(_MLP + "linear_fc2", DOWN, MappedBox("mlp.down")),
+    *norm("decoder.final_layernorm", "final_norm"),
+    table(OUTPUT, "vocabulary", "output"),
 )
 
 _OTHER_NAMES = (  # older ones, and those without Transformer Engine; in this order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megalite.conversion.chunked_files import Chunk
+from megalite.conversion.mapping import LastTensor
 from megalite.conversion.megatron_names import canonical, is_weight
 from megalite.conversion.restricted_pickle import StoredTensor, read_pickle
 from megalite.conversion.torch_archive import read_torch_file
@@ -54,6 +55,21 @@ class _Saved:
     size: tuple[int, ...]
     stored: _Stored
 
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError if the chunk's bytes do not fit into its place."""
+        if not 1 <= len(self.size) == len(self.offset) <= 3 or min(self.offset) < 0 or min(self.size) < 1:
+            raise ValueError(f"{self.key} has a chunk that is no box")
+        if math.prod(self.size) * self.dtype.itemsize > self.stored.length:
+            raise ValueError(f"{self.key} has a chunk of more bytes than its place")
+
+    def read(self) -> Tensor:
+        """Read the chunk. Raises CheckpointError."""
+        values = self.stored.read()
+        if not isinstance(values, StoredTensor) or values.shape != self.size or values.dtype != self.dtype:
+            at = f"{self.stored.path}, byte {self.stored.start}"
+            raise CheckpointError(f"{at}: there is no {self.key} {list(self.size)} of {self.dtype}: it is damaged")
+        return values.read()
+
 
 class TorchDist:
     """Folder of a distributed checkpoint."""
@@ -64,7 +80,7 @@ class TorchDist:
         if backend != "torch_dist":
             raise CheckpointError(f"{folder} has the format {backend}: read and save it as torch_dist with Megatron-LM")
         self._folder = folder
-        self._last = threading.local()
+        self._last = LastTensor()
         path = folder / ".metadata"
         described = read_pickle(path, largest=_LARGEST_METADATA)
         try:
@@ -74,7 +90,7 @@ class TorchDist:
             }
             self._common = stored.get(_key(_COMMON, ()))
             self._saved = [
-                _saved(
+                _Saved(
                     _name(key), _dtype(key, tensor.fields["properties"]), offset, size, stored.pop(_key(key, offset))
                 )
                 for key, tensor in described.fields["state_dict_metadata"].items()
@@ -106,46 +122,32 @@ class TorchDist:
     def chunks(self, layers: int) -> dict[str, list[Chunk]]:
         """Return the chunks of the tensors of a network with this many layers, by canonical name. Raises
         CheckpointError."""
-        found: dict[str, list[Chunk]] = {}
-        halves: dict[str, dict[str, list[Chunk]]] = {}
+        found: defaultdict[str, list[Chunk]] = defaultdict(list)
         for saved in self._saved:
             stacked = _STACKED.fullmatch(saved.key)
             if stacked is None:
-                box, read = Box(saved.offset, saved.size), partial(_read, saved)
-                self._add(found, halves, saved.key, Chunk(box, saved.dtype, read))
+                chunk = Chunk(Box(saved.offset, saved.size), saved.dtype, saved.read)
+                found[canonical(saved.key)].append(chunk)
                 continue
-            if saved.offset[0] + saved.size[0] > layers:
-                last = saved.offset[0] + saved.size[0]
-                raise CheckpointError(f"{self._folder} has {saved.key} of {last} layers, the network {layers}")
+            first, count = saved.offset[0], saved.size[0]
+            if first + count > layers:
+                raise CheckpointError(f"{self._folder} has {saved.key} of {first + count} layers, the network {layers}")
             box = Box(saved.offset[1:], saved.size[1:])
-            for layer in range(saved.size[0]):
-                name = f"{stacked[1]}{saved.offset[0] + layer}.{stacked[2]}"
-                self._add(found, halves, name, Chunk(box, saved.dtype, partial(self._layer, saved, layer)))
-        for name, of_name in halves.items():
-            gate, up = of_name.get("w", []), of_name.get("v", [])
+            for layer in range(count):
+                name = canonical(f"{stacked[1]}{first + layer}.{stacked[2]}")
+                found[name].append(Chunk(box, saved.dtype, partial(self._layer, saved, layer)))
+        # The gate (w) and what it gates (v) may be separate tensors: they become the two halves of one.
+        for name in {half[1]: None for name in found if (half := _HALF.fullmatch(name))}:
+            gate, up = found.pop(f"{name}_w", []), found.pop(f"{name}_v", [])
             rows = max((chunk.box.offset[0] + chunk.box.size[0] for chunk in gate), default=0)
             found[name] = [*gate, *(chunk.rows_from(rows) for chunk in up)]
-        return found
-
-    @staticmethod
-    def _add(found: dict[str, list[Chunk]], halves: dict[str, dict[str, list[Chunk]]], name: str, chunk: Chunk) -> None:
-        """Add a chunk under its name, or as the gate half (w) or the gated half (v) if these are separate tensors."""
-        name = canonical(name)
-        half = _HALF.fullmatch(name)
-        if half is None:
-            found.setdefault(name, []).append(chunk)
-        else:
-            halves.setdefault(half[1], {}).setdefault(half[2], []).append(chunk)
+        return dict(found)
 
     def _layer(self, saved: _Saved, layer: int) -> Tensor:
-        """Return one layer of a chunk that may hold several; the chunk stays loaded until another is asked for."""
+        """Return one layer of a chunk; a chunk of several layers stays loaded until another one is asked for."""
         if saved.size[0] == 1:
-            return _read(saved)[0]
-        if getattr(self._last, "saved", None) != saved:
-            self._last.values = None
-            self._last.values, self._last.saved = _read(saved), saved
-        values: Tensor = self._last.values[layer]
-        return values
+            return saved.read()[0]
+        return self._last.get(saved, saved.read)[layer]
 
 
 def _name(value: object) -> str:
@@ -168,23 +170,6 @@ def _key(name: str, offset: tuple[int, ...]) -> tuple[str, str]:
     """Return the key by which a chunk's place is found: texts, since numbers could be chosen to have all the same
     hash."""
     return name, str(offset)
-
-
-def _saved(key: str, dtype: torch.dtype, offset: tuple[int, ...], size: tuple[int, ...], stored: _Stored) -> _Saved:
-    """Return a chunk, after checking that its bytes fit into its place. Raises TypeError, ValueError."""
-    if not 1 <= len(size) == len(offset) <= 3 or min(offset) < 0 or min(size) < 1:
-        raise ValueError(f"{key} has a chunk that is no box")
-    if math.prod(size) * dtype.itemsize > stored.length:
-        raise ValueError(f"{key} has a chunk of more bytes than its place")
-    return _Saved(key, dtype, offset, size, stored)
-
-
-def _read(saved: _Saved) -> Tensor:
-    values = saved.stored.read()
-    if not isinstance(values, StoredTensor) or values.shape != saved.size or values.dtype != saved.dtype:
-        at = f"{saved.stored.path}, byte {saved.stored.start}"
-        raise CheckpointError(f"{at}: there is no {saved.key} {list(saved.size)} of {saved.dtype}: it is damaged")
-    return values.read()
 
 
 def _backend(folder: Path) -> str:

@@ -1,7 +1,8 @@
-"""Model that is open for reading, whatever format it was saved in."""
+"""Model that is open for reading, whatever format it was saved in, and sources made from its source."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.parameter import named_pieces
 from megalite.parallel.sharding import Box
 
+_SHOWN = 8
 _NAMES = 300
 """Smallest total length in bytes of the names of a layer's tensors."""
 _SMALL = 1 << 20
@@ -77,3 +79,32 @@ class Renamed:
     def fill(self, name: str, box: Box, values: Tensor) -> None:
         """Fill `values`, as in `Source`."""
         self._source.fill(self._names[name], box, values)
+
+
+class Watched:
+    """Source that remembers which of its tensors had NaN or infinities (a `Source`).
+
+    A model with such weights computes nothing useful, and nothing else notices it.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._found: set[str] = set()
+        self.tensors: Mapping[str, Kind] = source.tensors
+
+    def fill(self, name: str, box: Box, values: Tensor) -> None:
+        """Fill `values`, as in `Source`."""
+        self._source.fill(name, box, values)
+        if values.numel() and not all(math.isfinite(end.item()) for end in values.aminmax()):
+            self._found.add(name)
+
+    def note(self) -> str | None:
+        """Return a note on all that was read; None if there is nothing to say."""
+        if not self._found:
+            return None
+        names = sorted(self._found)
+        more = ", ..." if len(names) > _SHOWN else ""
+        return (
+            f"WARNING: {len(names):,} of {len(self.tensors):,} tensors hold NaN or infinities: "
+            f"{', '.join(names[:_SHOWN])}{more}"
+        )

@@ -54,10 +54,10 @@ def verify(first: OpenedModel, second: OpenedModel) -> Agreement:
     ours, theirs = logits(first, tokens), logits(second, tokens)
     judged = next((model for model in (second, first) if model.is_huggingface), None)
     apart = None
-    if judged is not None:
-        judgement = _logits_of_transformers(judged, tokens)
-        if judgement is not None:
-            apart = _distance(theirs if judged is second else ours, judgement)
+    if judged is not None and judged.folder is not None and find_spec("transformers") is not None:
+        with torch.no_grad():
+            judgement = load_with_transformers(judged.folder)(input_ids=tokens).logits
+        apart = _distance(theirs if judged is second else ours, judgement)
     return Agreement(len(names), different, _distance(ours, theirs), apart, ours.abs().max().item())
 
 
@@ -97,15 +97,6 @@ def logits(model: OpenedModel, tokens: Tensor) -> Tensor:
     batch = MicroBatch(tokens, positions, first_keys=None, labels=None, loss_mask=None, key=RandomKey(0, ()))
     found: Tensor = network({}, batch).tensors[LOGITS]
     return found.transpose(0, 1)[..., : network.vocab_size]
-
-
-@torch.no_grad()
-def _logits_of_transformers(model: OpenedModel, tokens: Tensor) -> Tensor | None:
-    """Return the logits that transformers computes for the folder; None if it is not installed."""
-    if model.folder is None or find_spec("transformers") is None:
-        return None
-    found: Tensor = load_with_transformers(model.folder)(input_ids=tokens).logits
-    return found
 
 
 def load_with_transformers(folder: Path) -> Any:

@@ -1,11 +1,10 @@
-"""Documents on which a model is evaluated: those of token files and of texts, without what is around them."""
+"""Documents on which a model is evaluated: those of token files and of texts, without the tokens around them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 
@@ -27,7 +26,7 @@ class Documents:
     Attributes:
         name: the prefix of its token file, or its text file.
         tokens: those of each document [tokens], integers of any type.
-        text_bytes: what their text takes as UTF-8; None if that is not known, for the reason `why_no_bytes`.
+        text_bytes: size of their text as UTF-8; None if it is unknown, for the reason `why_no_bytes`.
         weight: its share in a blend; None if no weights are given.
     """
 
@@ -44,7 +43,7 @@ class Documents:
 
 
 def beginning_of_documents(tokenizer: Tokenizer) -> list[int]:
-    """The tokens that the tokenizer's own template puts before a document; few have any."""
+    """Return the tokens that the tokenizer's own template puts before a document; few tokenizers have any."""
     text = "0"  # which every tokenizer can encode
     bare, whole = tokenizer.encode(text), [int(token) for token in tokenizer.encode_documents([text])[0]]
     starts = range(len(whole) - len(bare) + 1)
@@ -52,18 +51,21 @@ def beginning_of_documents(tokenizer: Tokenizer) -> list[int]:
 
 
 def context_of_documents(tokenizer: Tokenizer) -> list[int]:
-    """Return what a document's first token is predicted from: its beginning by the tokenizer's template, or else, as in
-    training, the token that ends the document before."""
+    """Return the tokens that a document's first token is predicted from.
+
+    They are those that the tokenizer's template puts before a document or, if there are none, the token that ends the
+    previous document, as in training.
+    """
     return beginning_of_documents(tokenizer) or [tokenizer.eod]
 
 
 def read_token_files(
     data_path: Sequence[str], tokenizer: Tokenizer, limit: float | None = None, verify: bool = True
 ) -> list[Documents]:
-    """The documents of each prefix of a `--data-path`, with their weights where it gives any.
+    """Return the documents of each prefix of a `--data-path`, with their weights if it has any.
 
-    `limit`: take so many documents of each, or below 1 such a share. `verify`: where all are taken, compare the files
-    with their checksums; one process of a node is enough.
+    limit: number of documents of each prefix, or below 1 a share of them. verify: compare the files with their
+    checksums if all documents are taken; one process per node is enough.
     Raises DataError if files are missing, damaged, of another tokenizer, or without tokens.
     """
     prefixes, weights = parse_blend(data_path)
@@ -80,14 +82,15 @@ def read_token_files(
         sequences = [_bare(_stored(data, document), context, tokenizer.eod) for document in range(count)]
         tokens = [np.concatenate([np.empty(0, data.dtype), *document]) for document in sequences]
         _check_tokens(prefix, tokens, tokenizer)
-        found.append(Documents(prefix, tokens, weight=share, **_text_bytes(sequences, tokenizer)))
+        text_bytes, why_no_bytes = _text_bytes(sequences, tokenizer)
+        found.append(Documents(prefix, tokens, text_bytes, share, why_no_bytes))
     return found
 
 
 def read_texts(
     files: Sequence[str], json_keys: Sequence[str], tokenizer: Tokenizer, limit: float | None = None
 ) -> list[Documents]:
-    """The documents of each file, of every kind that `tools/preprocess_data.py` reads: a field of a record is one.
+    """Return the documents of each file, of all kinds that `tools/preprocess_data.py` reads: one per field of a record.
 
     `limit`: as in `read_token_files`.
     Raises DataError if a file cannot be read, a record is no document, or there are no tokens.
@@ -103,20 +106,20 @@ def read_texts(
 
 
 def limited(count: int, limit: float | None) -> int:
-    """Return how many of `count` a `--limit` leaves: so many, or below 1 such a share, rounded up."""
+    """Return how many of `count` documents `--limit` leaves: this number, or below 1 this share, rounded up."""
     if limit is None:
         return count
     return math.ceil(count * limit) if limit < 1 else min(count, int(limit))
 
 
 def _stored(data: IndexedDataset, document: int) -> list[np.ndarray]:
-    """The sequences of a document, most have one."""
+    """Return the sequences of a document; most documents have one."""
     first, last = data.document_indices[document : document + 2].tolist()
     return [data.get(sequence) for sequence in range(first, last)]
 
 
 def _bare(sequences: list[np.ndarray], context: list[int], eod: int) -> list[np.ndarray]:
-    """A document without the context that may stand before it, and the ends of a document behind it."""
+    """Return a document without the context that may be before it, and without the end-of-document tokens after it."""
     bare = list(sequences)
     if bare and bare[0][: len(context)].tolist() == context:
         bare[0] = bare[0][len(context) :]
@@ -129,16 +132,13 @@ def _bare(sequences: list[np.ndarray], context: list[int], eod: int) -> list[np.
     return bare
 
 
-class _TextBytes(TypedDict, total=False):
-    text_bytes: int
-    why_no_bytes: str
+def _text_bytes(documents: Sequence[Sequence[np.ndarray]], tokenizer: Tokenizer) -> tuple[int | None, str | None]:
+    """Return the size in bytes of the text of sequences of tokens, or None and why it is unknown.
 
-
-def _text_bytes(documents: Sequence[Sequence[np.ndarray]], tokenizer: Tokenizer) -> _TextBytes:
-    """Bytes of the text of sequences of tokens, or why they cannot be told: it is what they decode to where that has
-    these tokens again, and would else leave out, or make up, what they stand for."""
+    The text is what the tokens decode to. It is known only if encoding it again gives the same tokens.
+    """
     if isinstance(tokenizer, NullTokenizer):
-        return {"why_no_bytes": "NullTokenizer stands for data that is in tokens already, without a text"}
+        return None, "NullTokenizer stands for data that is in tokens already, without a text"
     size = 0
     for number, sequences in enumerate(documents):
         for sequence in sequences:
@@ -149,13 +149,13 @@ def _text_bytes(documents: Sequence[Sequence[np.ndarray]], tokenizer: Tokenizer)
             except ValueError:
                 same = False
             if not same:
-                return {"why_no_bytes": f"the text that the tokens of document {number} decode to has other tokens"}
+                return None, f"the text that the tokens of document {number} decode to has other tokens"
             size += len(text.encode())
-    return {"text_bytes": size}
+    return size, None
 
 
 def _texts(file: str, json_keys: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
-    """Tokens and bytes of each document."""
+    """Yield the tokens of each document and the size of its text in bytes."""
     for chunk in read_chunks([file], json_keys):
         for record in read_documents(chunk, json_keys):
             if isinstance(record, BadRecord):

@@ -1,4 +1,4 @@
-"""A megalite checkpoint as a model of lm_eval (EleutherAI's lm-evaluation-harness), on any layout.
+"""Adapter that makes a megalite checkpoint a model of lm_eval (EleutherAI's lm-evaluation-harness), on any layout.
 
     network, tokenizer = load_for_generation(path, mesh)
     results = lm_eval.simple_evaluate(model=MegaliteLM(network, tokenizer, max_length=2048), tasks=["arc_easy"])
@@ -9,12 +9,16 @@ here. It gives the results on the first rank of each machine, and None on the ot
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,21 +29,23 @@ from megalite.inference.documents import beginning_of_documents, context_of_docu
 from megalite.inference.generation import generate
 from megalite.inference.network import Network
 from megalite.inference.sampling import Sampling
-from megalite.inference.scoring import Score, score_windows
-from megalite.inference.windows import Window, sliding_windows
+from megalite.inference.scoring import Score, Window, score_windows, sliding_windows
 from megalite.parallel import collectives
 
 try:
+    from lm_eval import simple_evaluate
     from lm_eval.api.instance import Instance
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
 except ImportError as error:
     raise ConfigurationError(f"tasks need lm_eval, 0.4.12 or later ({error}): pip install lm_eval") from error
 
+KEPT = ("results", "groups", "group_subtasks", "versions", "n-shot", "n-samples", "higher_is_better", "lm_eval_version")
+"""Fields of lm_eval's results that a file keeps."""
 TokenRequest = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation, as texts and then as tokens."""
-
-
 Show = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]
 
 
@@ -77,8 +83,11 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
         return self._context[-1]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The tokens of a text, behind those that the tokenizer's template puts before a document unless that is
-        declined or they are there. Raises DataError if the text cannot be encoded."""
+        """Return the tokens of a text, after those that the tokenizer's template puts before a document.
+
+        The latter are left out if add_special_tokens is False or the text has them already. Raises DataError if the
+        text cannot be encoded.
+        """
         try:
             tokens = self._tokenizer.encode(string)
         except ValueError as error:
@@ -106,7 +115,7 @@ class MegaliteLM(TemplateLM):  # type: ignore[misc]
         return Window(np.array(tokens[-self.max_length - 1 :]), len(continuation))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """The log-probability of each text, read in windows that do not overlap but for the last."""
+        """Return the log-probability of each text, read in windows of which only the last overlaps another."""
         self._check_agreement(requests)
         length = self.max_length
         texts = [np.array(self.tok_encode(request.args[0], add_special_tokens=False), np.int64) for request in requests]
@@ -193,3 +202,63 @@ def _sampling(options: dict[str, Any]) -> Sampling:
     if options:
         raise ConfigurationError(f"a task generates with {', '.join(options)}, which megalite has not")
     return Sampling(**known) if sampled else Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks and groups, loaded, and what knows where they come from."""
+
+    manager: TaskManager
+    loaded: list[Any]
+
+
+def load_tasks(names: Sequence[str], include_path: str | None) -> Tasks:
+    """Load the tasks and groups of these names, or patterns, with their data.
+
+    include_path: folder with the user's tasks. If it has all of them, lm_eval's own 14,000 tasks, whose descriptions
+    take seconds to read, are left out.
+    Raises ConfigurationError for an unknown name, DataError if a task cannot be loaded.
+    """
+    if include_path is not None and not Path(include_path).is_dir():
+        raise ConfigurationError(f"--include-path {include_path} is no folder")
+    manager = TaskManager(include_path=include_path, include_defaults=False)
+    if not set(names) <= set(manager.all_subtasks):
+        manager = TaskManager(include_path=include_path)
+    found = {name: manager.match_tasks([name]) for name in names}
+    if unknown := next((name for name, matches in found.items() if not matches), None):
+        near = difflib.get_close_matches(unknown, manager.all_tasks, n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "`lm_eval ls tasks` lists what there is"
+        raise ConfigurationError(f"--tasks {unknown}: there is no such task: {hint}")
+    chosen = sorted({name for matches in found.values() for name in matches})
+    try:
+        loaded = manager.load(chosen)
+    except Exception as error:  # whatever a task's own code and data raise
+        raise DataError(f"--tasks {', '.join(chosen)} cannot be loaded: {type(error).__name__}: {error}") from error
+    groups = {name: group for name, group in loaded.get("groups", {}).items() if name in chosen}
+    grouped = {task.task_name for group in groups.values() for task in group.get_all_tasks()}
+    return Tasks(manager, [*groups.values(), *(task for name, task in loaded["tasks"].items() if name not in grouped)])
+
+
+def evaluate_tasks(model: MegaliteLM, tasks: Tasks, *, num_fewshot: int | None, limit: float | None) -> dict[str, Any]:
+    """Return lm_eval's results for loaded tasks, without the samples; {} on ranks other than the first of a machine.
+
+    All ranks call it.
+    """
+    if model.network.mesh.rank:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    results = simple_evaluate(
+        model=model,
+        tasks=tasks.loaded,
+        task_manager=tasks.manager,
+        num_fewshot=num_fewshot,
+        limit=limit,
+        batch_size=model.micro_batch_size,
+        log_samples=False,
+    )
+    return {name: results[name] for name in KEPT if name in results} if results else {}
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the results as the table that lm_eval shows."""
+    columns = [column for column in ("results", "groups") if results.get(column)]
+    return "\n".join(make_table(results, column) for column in columns)

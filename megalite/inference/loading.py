@@ -1,4 +1,4 @@
-"""A trained model and its tokenizer from what `--load` names: a checkpoint of megalite's, or a Hugging Face folder."""
+"""Loading of a trained model and its tokenizer: `--load` names a megalite checkpoint or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megalite.parallel.mesh import ParallelMesh
 
 
 def find_model(load: str) -> AnyPath:
-    """A checkpoint's folder, from itself or from its run directory, whose latest it is; or a Hugging Face folder.
+    """Return the folder of a checkpoint (the latest one if `load` is a run directory), or a Hugging Face folder.
 
     Raises CheckpointError if there is none.
     """
@@ -34,12 +34,12 @@ def _is_huggingface(path: AnyPath) -> bool:
 
 
 def read_model(path: AnyPath) -> ModelConfig:
-    """The network of the model in folder `path`. Raises CheckpointError."""
+    """Return the network of the model in folder `path`. Raises CheckpointError."""
     return open_huggingface(Path(str(path))).config if _is_huggingface(path) else checkpoint.read_model_config(path)
 
 
 def read_sequence_length(path: AnyPath) -> int | None:
-    """The length that the model in folder `path` was trained on, where that is known. Raises CheckpointError."""
+    """Return the length that the model in folder `path` was trained on, if it is known. Raises CheckpointError."""
     if _is_huggingface(path):
         return open_huggingface(Path(str(path))).sequence_length
     return checkpoint.saved_section(path, checkpoint.read_config(path), DataConfig).seq_length
@@ -48,17 +48,17 @@ def read_sequence_length(path: AnyPath) -> int | None:
 def load_for_generation(
     path: AnyPath, mesh: ParallelMesh, tokenizer_model: str | None = None
 ) -> tuple[Network, Tokenizer]:
-    """The network of the model in folder `path`, split over the mesh, and its tokenizer.
+    """Return the network of the model in folder `path`, split over the mesh, and its tokenizer.
 
-    Every rank calls it. `tokenizer_model` says where the tokenizer's file is now.
+    Every rank calls it. tokenizer_model: present path of the tokenizer's file.
     Raises CheckpointError, ConfigurationError or DataError.
     """
-    tokenizer = load_tokenizer(path, tokenizer_model)
+    tokenizer = load_tokenizer(path, tokenizer_model)  # first, because its errors come sooner
     return load_network(path, mesh), tokenizer
 
 
 def load_network(path: AnyPath, mesh: ParallelMesh) -> Network:
-    """The network of the model in folder `path`, split over the mesh, in the precision that it was saved in.
+    """Load the network of the model in folder `path`, split over the mesh, in the dtype that it was saved in.
 
     Every rank calls it. Raises CheckpointError or ConfigurationError.
     """
@@ -75,9 +75,9 @@ def load_network(path: AnyPath, mesh: ParallelMesh) -> Network:
 
 
 def load_tokenizer(path: AnyPath, tokenizer_model: str | None = None) -> Tokenizer:
-    """The tokenizer that goes with the model in folder `path`; `tokenizer_model`: where its file is now.
+    """Load the tokenizer of the model in folder `path`; tokenizer_model: present path of its file.
 
-    It may have fewer tokens than the model, whose vocabulary others have padded. Raises CheckpointError,
+    It may have fewer tokens than the model, because other programs pad the vocabulary. Raises CheckpointError,
     ConfigurationError or DataError.
     """
     if _is_huggingface(path):

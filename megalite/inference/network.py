@@ -1,4 +1,4 @@
-"""A model that is split over tensor- and pipeline-parallel ranks, to be run forward.
+"""Model that is split over tensor- and pipeline-parallel ranks, to be run forward.
 
     choose_layout(config, world_size, tensor_parallel_size, pipeline_parallel_size)   # before ranks are joined
     network = make_network(config, mesh, dtype)                           # its values not yet set; or loading.py
@@ -6,7 +6,7 @@
     score_tokens(network, tokens).log_probabilities                       # [batch, sequence - 1]
 
 All ranks of a copy of the model call these together with the same tokens, and all get the same result. Sequences of
-different lengths are padded at their end, with any token: what stands behind a token changes nothing before it.
+different lengths are padded at their end, with any token: later tokens do not change the results of earlier ones.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ class Network:
         return hidden
 
     def share(self, values: Tensor) -> Tensor:
-        """Return what the last stage has, on every rank of the pipeline; the others give zeros."""
+        """Return the values of the last stage on every rank of the pipeline; the other stages pass zeros."""
         return collectives.all_reduce_(values.contiguous(), self.mesh.group("pp"))
 
 
 def choose_layout(
     config: ModelConfig, world_size: int, tensor_parallel_size: int | None, pipeline_parallel_size: int
 ) -> ParallelConfig:
-    """The layout of one copy of the model on all ranks; without a tensor-parallel size it takes all ranks of a stage.
+    """Return the layout of one copy of the model on all ranks; tensor-parallel size None: all ranks of a stage.
 
-    Raises ConfigurationError if the ranks or the model do not divide so.
+    Raises ConfigurationError if the ranks or the model cannot be divided like this.
     """
     pp = pipeline_parallel_size
     tp = tensor_parallel_size if tensor_parallel_size is not None else max(world_size // max(pp, 1), 1)
@@ -103,7 +103,7 @@ def check_layout(config: ModelConfig, tensor_parallel_size: int, pipeline_parall
 
 
 def stage_parts(num_layers: int, stages: int) -> list[StageLayers]:
-    """The layers as evenly as they go; the first stages have one more, for the last has the output layer."""
+    """Divide the layers evenly; the first stages get one more, because the last stage has the output layer."""
     borders = [-(-stage * num_layers // stages) for stage in range(stages + 1)]
     return [
         StageLayers(borders[stage], borders[stage + 1] - borders[stage], stage == 0, stage == stages - 1)
@@ -112,7 +112,7 @@ def stage_parts(num_layers: int, stages: int) -> list[StageLayers]:
 
 
 def make_network(config: ModelConfig, mesh: ParallelMesh, dtype: torch.dtype) -> Network:
-    """This rank's part of the model, its values not yet set. All ranks of a pipeline make theirs together.
+    """Return this rank's part of the model, its values not yet set. All ranks of a pipeline call it together.
 
     Raises ConfigurationError as `check_layout` does.
     """
@@ -126,7 +126,7 @@ def make_network(config: ModelConfig, mesh: ParallelMesh, dtype: torch.dtype) ->
 
 @torch.no_grad()
 def logits(network: Network, tokens: Tensor) -> Tensor:
-    """[batch, sequence] tokens to logits [batch, sequence, vocabulary], all of them on every rank."""
+    """Return the logits [batch, sequence, vocabulary] of [batch, sequence] tokens, gathered on every rank."""
     stage, group = network.stage, network.stage.context.group("vocabulary")
     found = torch.zeros(*tokens.shape, network.vocab_size, dtype=stage.dtype, device=network.mesh.device)
     for rows, hidden in _micro_batches(network, tokens):
@@ -165,7 +165,7 @@ def score_tokens(network: Network, tokens: Tensor) -> TokenScores:
 
 
 def _micro_batches(network: Network, tokens: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of the batch and this rank's hidden states of them: as many parts as stages, which are so all at work."""
+    """Yield rows of the batch with this rank's hidden states: one part per stage, so that all stages work at once."""
     positions = torch.arange(tokens.shape[1], device=network.mesh.device).expand(tokens.shape)
     step = -(-len(tokens) // network.mesh.size("pp"))
     for start in range(0, len(tokens), step):
@@ -174,7 +174,7 @@ def _micro_batches(network: Network, tokens: Tensor) -> Iterator[tuple[slice, Te
 
 
 def _likeliest(logits: Tensor, group: Group, vocab_size: int) -> Tensor:
-    """The token with the largest of [..., padded vocabulary / size] logits, over all ranks; the first, if several."""
+    """Return the token of the largest [..., padded vocabulary / size] logits over all ranks; the first of several."""
     tokens = group.rank * logits.shape[-1] + torch.arange(logits.shape[-1], device=logits.device)
     largest, column = logits.double().masked_fill(tokens >= vocab_size, -torch.inf).max(dim=-1)
     found = collectives.all_gather(torch.stack([largest, tokens[column].double()]).unsqueeze(0), group)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from megalite.data.tokenizers import Tokenizer
 from megalite.errors import ConfigurationError
-from megalite.inference.documents import Documents
+from megalite.inference.documents import Documents, context_of_documents
 from megalite.inference.network import Network
-from megalite.inference.scoring import score_windows
-from megalite.inference.windows import sliding_windows
+from megalite.inference.scoring import score_windows, sliding_windows
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Figures:
     tokens: int
     """Number of tokens predicted."""
     loss: float
-    """The mean over them of -ln of their probability, in nats."""
+    """Mean of -ln(probability) over these tokens, in nats."""
     text_bytes: int | None = None
     """Bytes of the text as UTF-8, if known."""
     why_no_bytes: str | None = None
@@ -36,11 +36,11 @@ class Figures:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits a byte of the text, coded by the model; comparable between tokenizers."""
+        """Bits per byte of the text; comparable between tokenizers."""
         return None if not self.text_bytes else self.loss * self.tokens / math.log(2) / self.text_bytes
 
     def to_json(self) -> dict[str, object]:
-        """All of it, as JSON values."""
+        """Return all figures as JSON values."""
         return asdict(self) | {"perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
 
 
@@ -48,13 +48,12 @@ def evaluate(
     network: Network,
     documents: Documents,
     context: Sequence[int],
-    *,
     length: int,
     stride: int,
     micro_batch_size: int,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> Figures:
-    """The figures of a data set, each of its tokens predicted once, in its own document.
+    """Return the figures of a data set; each of its tokens is predicted once, within its document.
 
     All ranks call it. `context`, `length` and `stride` as in `sliding_windows`; `micro_batch_size` and `advance` as in
     `score_windows`. Raises ConfigurationError if not even the context can be read at once.
@@ -81,3 +80,32 @@ def together(figures: Sequence[Figures], weights: Sequence[float] | None = None)
         math.fsum(share * each.loss for share, each in zip(shares, figures, strict=True)),
         sum(known) if len(known) == len(figures) and weights is None else None,
     )
+
+
+def evaluate_all(
+    network: Network,
+    tokenizer: Tokenizer,
+    documents: Sequence[Documents],
+    length: int,
+    stride: int,
+    micro_batch_size: int,
+    advance: Callable[[int], None],
+) -> list[Figures]:
+    """Return the figures of each data set and, if there are several, those of all together."""
+    context = context_of_documents(tokenizer)
+    figures = [evaluate(network, each, context, length, stride, micro_batch_size, advance) for each in documents]
+    weights = [each.weight for each in documents if each.weight is not None]
+    return [*figures, together(figures, weights or None)] if len(figures) > 1 else figures
+
+
+def table(figures: Sequence[Figures]) -> str:
+    """Return the figures as a table, one line per data set, and why some have no bits per byte."""
+    rows = [("data", "documents", "tokens", "loss", "perplexity", "bits per byte")]
+    for each in figures:
+        bits = "" if each.bits_per_byte is None else f"{each.bits_per_byte:.5f}"
+        counts = (f"{each.documents:,}", f"{each.tokens:,}")
+        rows.append((each.name, *counts, f"{each.loss:.5f}", f"{each.perplexity:.5g}", bits))
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = ([f"{name:{first}}", *map(str.rjust, numbers, others)] for name, *numbers in rows)
+    why = (f"no bits per byte of {each.name}: {each.why_no_bytes}" for each in figures if each.why_no_bytes)
+    return "\n".join([*("  ".join(line).rstrip() for line in lines), *why])

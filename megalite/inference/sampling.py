@@ -34,7 +34,7 @@ class Sampling:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[vocabulary] logits to the probabilities that are sampled from at a temperature above 0, in fp64 on the CPU."""
+    """Return the probabilities to sample from, given [vocabulary] logits and a temperature above 0; fp64 on the CPU."""
     scores = logits.double().cpu() / sampling.temperature
     if 0 < sampling.top_k < len(scores):
         kept = scores.topk(sampling.top_k).indices

@@ -1,18 +1,92 @@
-"""Texts in the order of their prompts, from the tokens of several texts, which come in any order."""
+"""Text in and out: prompts from flags, a file or standard input, and texts in the order of their prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from megalite.data.tokenizers import Tokenizer
+from megalite.errors import ConfigurationError
 from megalite.inference.generation import Finish
+from megalite.parallel import collectives
+from megalite.parallel.mesh import ParallelMesh
+from megalite.small_files import MIB, parse_json, read_small_file
+
+_LARGEST_PROMPTS = 1024 * MIB
+
+
+def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
+    """Return the given prompts, where "-" means standard input, and then those of the file.
+
+    A file has one prompt per line, as JSON ({"prompt": "..."}) if its name ends in .jsonl; empty lines are skipped.
+    Raises ConfigurationError if there are none, or if they cannot be read.
+    """
+    if given.count("-") > 1:
+        raise ConfigurationError("--prompt - can be given once: standard input ends with the first")
+    prompts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in given]
+    if file is not None:
+        prompts += _lines(Path(file))
+    if not prompts:
+        raise ConfigurationError("there is no prompt: give --prompt TEXT, --prompt - or --prompts FILE with some lines")
+    return prompts
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        lines = read_small_file(path, largest=_LARGEST_PROMPTS).decode().split("\n")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--prompts {path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        if path.suffix != ".jsonl":
+            yield line.removesuffix("\r")
+            continue
+        try:
+            prompt = parse_json(line)["prompt"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f'{path}, line {number}: not of the form {{"prompt": "..."}}') from error
+        if not isinstance(prompt, str):
+            raise ConfigurationError(f'{path}, line {number}: its "prompt" is no text')
+        yield prompt
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Return the tokens of a prompt. Raises ConfigurationError if it cannot be encoded."""
+    try:
+        return tokenizer.encode(prompt)
+    except ValueError as error:
+        shown = prompt if len(prompt) <= 60 else f"{prompt[:60]}..."
+        raise ConfigurationError(f"the prompt {shown!r} cannot be encoded: {error}") from error
+
+
+def of_rank_0(mesh: ParallelMesh, read: Callable[[], list[list[int]]]) -> list[list[int]]:
+    """Return on every rank the prompts' tokens that `read` returns on rank 0.
+
+    Only rank 0 may have the file, and only it gets all of standard input. If `read` raises ConfigurationError there,
+    every rank raises it.
+    """
+    found: dict[str, Any] = {}
+    if mesh.rank == 0:
+        try:
+            found["prompts"] = read()
+        except ConfigurationError as error:
+            found["error"] = str(error)
+    found = json.loads(collectives.all_gather_text(json.dumps(found), mesh.world(), mesh.device)[0])
+    if "error" in found:
+        raise ConfigurationError(found["error"])
+    prompts: list[list[int]] = found["prompts"]
+    return prompts
 
 
 class TextStream:
-    """The text of tokens that come one by one, in parts that make up the whole.
+    """Text of tokens that come one by one, in parts.
 
-    Bytes that do not make a character yet are held back until those that complete them have come, or the end.
+    Bytes of an incomplete character are kept back until the character is complete, or the text has ended.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokens: Sequence[int]) -> None:
@@ -20,7 +94,7 @@ class TextStream:
         self._tokenizer, self._shown = tokenizer, 0
 
     def part(self, count: int | None = None, *, ended: bool = False) -> str:
-        """Return what has come since the last part, of the first `count` tokens (None: of all)."""
+        """Return the text since the last part, of the first `count` tokens (None: of all)."""
         text = self._tokenizer.decode(self.tokens[:count])
         whole = len(text) if ended else len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
         part, self._shown = text[self._shown : whole], max(self._shown, whole)
@@ -40,7 +114,7 @@ class TextPiece:
 def in_order(
     tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], events: Iterable[tuple[int, int | Finish]]
 ) -> Iterator[TextPiece]:
-    """Text by text, its prompt the first piece: each as it comes, once those before it are complete.
+    """Yield the pieces of each text in the order of the prompts; the first piece of a text is its prompt.
 
     `events` are those of `generate`.
     """

@@ -23,11 +23,10 @@ from megalite.checkpoint.directory import resolve
 from megalite.config import ParallelConfig
 from megalite.data.tokenizers.huggingface import load_tokenizer_json
 from megalite.errors import MegaliteError
-from megalite.inference.lm_eval_adapter import MegaliteLM
-from megalite.inference.lm_eval_tasks import load_tasks
+from megalite.inference.lm_eval_adapter import MegaliteLM, load_tasks
 from megalite.inference.loading import load_for_generation
 from megalite.inference.network import Network
-from megalite.inference.windows import sliding_windows
+from megalite.inference.scoring import sliding_windows
 from megalite.lifecycle.launch import join, leave
 from megalite.parallel.mesh import ParallelMesh
 from megalite.process.place import place_from_environment

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.checkpoint import progress
-from megalite.commands import evaluate
 from megalite.data.tokenizers import Tokenizer
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.data.tokenizers.huggingface import load_tokenizer_json
@@ -30,9 +29,8 @@ from megalite.inference.documents import (
     read_texts,
     read_token_files,
 )
-from megalite.inference.perplexity import Figures, together
-from megalite.inference.scoring import score_windows
-from megalite.inference.windows import Window, batches, sliding_windows
+from megalite.inference.perplexity import Figures, table, together
+from megalite.inference.scoring import Window, batches, score_windows, sliding_windows
 from megalite.parallel.mesh import ParallelMesh
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
 from tests.distributed.inference_run import initialized_network, whole_weights
@@ -170,7 +168,7 @@ def test_where_the_text_cannot_be_told_there_are_no_bits_per_byte(
     assert found.text_bytes is None
     assert found.why_no_bytes is not None
     assert why in found.why_no_bytes
-    shown = evaluate.table([Figures(found.name, 1, 2, 2.0, None, found.why_no_bytes)]).splitlines()
+    shown = table([Figures(found.name, 1, 2, 2.0, None, found.why_no_bytes)]).splitlines()
     assert shown[-1] == f"no bits per byte of {found.name}: {found.why_no_bytes}"
 
 

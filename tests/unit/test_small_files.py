@@ -20,7 +20,7 @@ from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.index_cache import IndexCache
 from megalite.data.side_file import read_side_file
 from megalite.errors import MegaliteError
-from megalite.inference.prompts import read_prompts
+from megalite.inference.text import read_prompts
 from megalite.pipeline.trace import read_trace
 from megalite.small_files import DEEPEST, MOST_MARKS, parse_json, read_json, read_small_file, shown
 from megalite.watchdog.hang_dump import read_dumps

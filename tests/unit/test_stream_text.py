@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from megalite.data.tokenizers import build_tokenizer
 from megalite.errors import ConfigurationError
-from megalite.inference.prompts import encode_prompt
-from megalite.inference.text import TextStream, in_order
+from megalite.inference.text import TextStream, encode_prompt, in_order
 
 BYTES = build_tokenizer("ByteTokenizer")
 
