@@ -58,9 +58,10 @@ class Kernels:
         if self.choice == "triton" and not _INSTALLED:
             raise ModuleNotFoundError("Triton is not installed, and the chosen kernels need it: pip install triton")
 
-    def runs_triton(self, operation: Operation, *tensors: Tensor) -> bool:
-        """Tell whether the operation on these tensors runs as Triton kernels."""
-        return operation not in self.to_reference and self._suit_triton(*tensors)
+    def runs_triton(self, operation: Operation, *tensors: Tensor | None) -> bool:
+        """Tell whether the operation on these tensors runs as Triton kernels. None stands for an absent tensor."""
+        present = [tensor for tensor in tensors if tensor is not None]
+        return operation not in self.to_reference and self._suit_triton(*present)
 
     def import_triton(self, *, on_gpu: bool) -> None:
         """Import all files of Triton kernels, if operations there run them. Raises what a broken Triton raises."""

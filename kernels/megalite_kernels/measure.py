@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,14 +43,6 @@ class Clock:
             return [stop - start for start, stop in zip(self._times, self._times[1:], strict=False)]
         torch.cuda.synchronize()
         return [start.elapsed_time(stop) / 1e3 for start, stop in zip(self._marks, self._marks[1:], strict=False)]
-
-
-@dataclass(frozen=True)
-class Times:
-    """Median seconds; backward is None if nothing is differentiated."""
-
-    forward: float
-    backward: float | None
 
 
 Step = Callable[[Callable[[], None]], object]
@@ -90,12 +82,6 @@ def copy_rate(device: torch.device, nbytes: int = 2**30) -> float:
     return 2 * nbytes / seconds
 
 
-def time_case(case: Case, inputs: Sequence[Tensor], repeats: int = REPEATS) -> Times:
-    """The operation as it is chosen; inputs that it writes over are written over."""
-    (parts,) = interleaved([case_step(case, inputs)], inputs[0].device, repeats)
-    return Times(parts[0], parts[1] if len(parts) > 1 else None)
-
-
 def case_step(case: Case, inputs: Sequence[Tensor]) -> Step:
     """Return the call that is timed of a case."""
     if case.timed is None:
@@ -120,9 +106,8 @@ def step_of(run: Callable[[Sequence[Tensor]], Iterable[Tensor]], inputs: Sequenc
     return step
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that an operation cannot but read and write."""
+class Traffic(NamedTuple):
+    """Bytes that an operation must at least read and write."""
 
     forward: int
     backward: int

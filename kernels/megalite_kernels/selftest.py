@@ -23,7 +23,7 @@ from torch import Tensor
 from megalite_kernels import cases
 from megalite_kernels.cases import Case
 from megalite_kernels.implementation import Kernels, use
-from megalite_kernels.measure import ELEMENTS, copy_rate, time_case, traffic
+from megalite_kernels.measure import ELEMENTS, case_step, copy_rate, interleaved, traffic
 
 TOLERANCE = {torch.float64: 5e-7, torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 """Largest norm of the error: 8 and 2 roundings to nearest of the dtype, as in the tests; what kernels give in
@@ -120,10 +120,10 @@ def check_speed(chosen: Sequence[Case], device: str, elements: int = ELEMENTS) -
     for case in chosen:
         torch.manual_seed(0)
         inputs = case.make_inputs(max(elements // case.width, 1), device)
-        needed, times = traffic(case, inputs), time_case(case, inputs)
-        yield Speed(case, "forward", times.forward, needed.forward / times.forward)
-        if times.backward is not None:
-            yield Speed(case, "backward", times.backward, needed.backward / times.backward)
+        needed = traffic(case, inputs)
+        (times,) = interleaved([case_step(case, inputs)], inputs[0].device)
+        for direction, seconds, moved in zip(("forward", "backward"), times, needed, strict=False):
+            yield Speed(case, direction, seconds, moved / seconds)
 
 
 def nothing_to_test(device: str) -> str | None:

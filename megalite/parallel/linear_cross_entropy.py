@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,9 +53,18 @@ def linear_cross_entropy(
     """
     columns = Columns.of_rank(group.rank, weight.shape[0], vocab_size)
     split_over = group if sequence_parallel and group.size > 1 else None
-    settings = split_over, group, use, columns, options or LossOptions()
-    found: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, *settings)
+    settings = _Settings(split_over, group, use, columns, options or LossOptions())
+    found: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, settings)
     return found
+
+
+class _Settings(NamedTuple):
+    split_over: Group | None
+    """Ranks that share the hidden states' sequence, if it is split."""
+    group: Group
+    use: int
+    columns: Columns
+    options: LossOptions
 
 
 @dataclass(frozen=True)
@@ -105,32 +114,22 @@ class _WeightGradient:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Parameter,
-        labels: Tensor,
-        split_over: Group | None,
-        group: Group,
-        use: int,
-        columns: Columns,
-        options: LossOptions,
-    ) -> Tensor:
-        ids, whole = labels.reshape(-1), _whole(hidden, split_over)
+    def forward(ctx: Any, hidden: Tensor, weight: Parameter, labels: Tensor, settings: _Settings) -> Tensor:
+        columns, options = settings.columns, settings.options
+        ids, whole = labels.reshape(-1), _whole(hidden, settings.split_over)
         parts = [statistics(logits, ids[tokens], columns, options) for tokens, logits in _logits(whole, weight)]
-        found = over_ranks(torch.cat(parts, dim=1), group)
+        found = over_ranks(torch.cat(parts, dim=1), settings.group)
         ctx.save_for_backward(hidden, labels, found[0].clone())  # by itself: the other statistics are done with
         # The parameter is kept as it is: a saved tensor would lose its buffer.
-        ctx.weight, ctx.split_over, ctx.group, ctx.use = weight, split_over, group, use
-        ctx.columns, ctx.options = columns, options
+        ctx.weight, ctx.settings = weight, settings
         return losses(found, columns.vocab_size, options).view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, labels, log_sums = (saved.detach() for saved in ctx.saved_tensors)  # what is kept has no graph
-        weight, split_over = ctx.weight, ctx.split_over
+        weight, (split_over, group, use, columns, options) = ctx.weight, ctx.settings
         tokens = labels.reshape(-1), log_sums, gradients[0].reshape(-1)
-        logit_gradients = _LogitGradients(*tokens, weight, ctx.columns, ctx.options)
+        logit_gradients = _LogitGradients(*tokens, weight, columns, options)
         whole = _whole(hidden, split_over)
         hidden_gradient = torch.empty_like(whole, memory_format=torch.contiguous_format)
         if is_deferred(weight):
@@ -141,13 +140,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             product = _WeightGradient(logit_gradients, partial(_whole, hidden, split_over))
         else:
             product = _WeightGradient(logit_gradients, lambda: whole, hidden_gradient)
-        weight_gradient = accumulate_grad(weight, product, ctx.use)
+        weight_gradient = accumulate_grad(weight, product, use)
         hidden_gradient = hidden_gradient.view(-1, *hidden.shape[1:])
         if split_over is not None:
             hidden_gradient = collectives.reduce_scatter(hidden_gradient, split_over)
         else:
-            collectives.all_reduce_(hidden_gradient, ctx.group)
-        return hidden_gradient, weight_gradient, *[None] * 6
+            collectives.all_reduce_(hidden_gradient, group)
+        return hidden_gradient, weight_gradient, None, None
 
 
 def _whole(hidden: Tensor, split_over: Group | None) -> Tensor:
