@@ -252,7 +252,7 @@ def _optimizer_cases() -> Iterator[Case]:
         # SGD with one kind of moment in bf16 and one in 8 bits; AdamW with all.
         momenta = (None, 0.9) if kept[3] in (torch.bfloat16, torch.int8) else (None,)
         for momentum in momenta:
-            by = Update(*kept, momentum)
+            by = Update(*kept, momentum=momentum)
             name = f"{'adamw' if momentum is None else 'sgd'} {_dtypes(*by.dtypes)}"
             yield Case("optimizer", name, FLAT, by.make_inputs, by.outputs, traffic=by.traffic, timed=by.packed_step)
     for dtype in (torch.float32, torch.bfloat16):
