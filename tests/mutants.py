@@ -4345,8 +4345,8 @@ MUTANTS = (
     Mutant(
         "links between stages wait for torch's own half hour",
         "megalite/parallel/mesh.py",
-        '_new_process_group(self.rank, key, self._timeout, label="link")',
-        '_new_process_group(self.rank, key, None, label="link")',
+        "new_process_group(self.rank, ranks, unique_name, self._timeout)",
+        "new_process_group(self.rank, ranks, unique_name, None)",
         "tests/distributed/test_parallel_mesh.py::test_waiting_for_a_neighbour_is_added_up_and_has_the_same_limit",
     ),
     Mutant(

@@ -248,11 +248,11 @@ def _quantized(average: Tensor, squares: Tensor, format: torch.dtype) -> tuple[Q
 
 
 def _optimizer_cases() -> Iterator[Case]:
-    for kept in KEPT:
+    for parameters, kept, gradients, moments in KEPT:
         # SGD with one kind of moment in bf16 and one in 8 bits; AdamW with all.
-        momenta = (None, 0.9) if kept[3] in (torch.bfloat16, torch.int8) else (None,)
+        momenta = (None, 0.9) if moments in (torch.bfloat16, torch.int8) else (None,)
         for momentum in momenta:
-            by = Update(*kept, momentum=momentum)
+            by = Update(parameters, kept, gradients, moments, momentum)
             name = f"{'adamw' if momentum is None else 'sgd'} {_dtypes(*by.dtypes)}"
             yield Case("optimizer", name, FLAT, by.make_inputs, by.outputs, traffic=by.traffic, timed=by.packed_step)
     for dtype in (torch.float32, torch.bfloat16):
@@ -333,10 +333,5 @@ def _dropouts() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    yield from _norms()
-    yield from _optimizer_cases()
-    yield from _cross_entropies()
-    yield from _activations()
-    yield from _rotations()
-    yield from _dropouts()
-    yield from _quantizations()
+    kinds = _norms, _optimizer_cases, _cross_entropies, _activations, _rotations, _dropouts, _quantizations
+    return itertools.chain.from_iterable(kind() for kind in kinds)
