@@ -61,26 +61,30 @@ ADAMW = AdamW(rate=1e-2, decay=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, step=2,
 
 @dataclass(frozen=True)
 class Case:
-    """An operation with its sizes and dtypes, but for the number of tokens."""
+    """An operation with its sizes and dtypes, for any number of tokens.
+
+    Attributes:
+        operation: its `Operation`, by which it can be left to the reference.
+        name: of the function, with its sizes and dtypes.
+        width: elements per token in the largest input.
+        make_inputs: makes random inputs for a number of tokens on a device.
+        run: the operation on the inputs, which it may overwrite. Run in float64, it is what kernels are compared with.
+        keeps_inputs: True if backward reads the inputs again, so that they count as its traffic.
+        traffic: the bytes that forward and backward must at least move, from inputs and outputs; None: see
+            `measure.traffic`.
+        tolerance: largest norm of the error relative to the result's; None: that of the output's dtype in `selftest`.
+        timed: makes the call to time, if `run` does more than the operation; the call may overwrite its inputs.
+    """
 
     operation: str
-    """The name by which it can be left to the reference."""
     name: str
-    """Name of the function, with its sizes and dtypes."""
     width: int
-    """Elements of a token in the largest input."""
     make_inputs: Callable[[int, str], list[Tensor]]
-    """Random ones, of so many tokens, on a device. Those that require a gradient get one."""
     run: Callable[..., Tensor | tuple[Tensor, ...]]
-    """The operation on the inputs, which it may write over. In float64 it is what the kernels are compared with."""
     keeps_inputs: bool = True
-    """True if backward reads the inputs again: they count as traffic there."""
     traffic: Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[int, int]] | None = None
-    """Bytes that forward and backward cannot but move, of inputs and outputs; None: as `measure.traffic` says."""
     tolerance: float | None = None
-    """Largest norm of the error over the result's; None: that of each output's dtype, as `selftest` has it."""
     timed: Callable[[Sequence[Tensor]], Callable[[], object]] | None = None
-    """Maker of the call to time, if `run` does more than the operation; the call may write over its inputs."""
 
     def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         found = self.run(*inputs)
@@ -123,7 +127,7 @@ def _normed_sum(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def _residual_traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, int]:
-    """Backward reads both gradients and the sum that was kept, and writes one gradient, which both inputs have."""
+    """Backward reads both gradients and the saved sum, and writes one gradient, shared by both inputs."""
     return 4 * outputs[0].nbytes, 4 * outputs[0].nbytes
 
 
@@ -177,14 +181,13 @@ def _cross_entropies() -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Update:
-    """A step of AdamW, or of SGD with a momentum."""
+    """A step of AdamW or, if `momentum` is given, of SGD."""
 
     parameters: torch.dtype
     kept: torch.dtype | None
     gradients: torch.dtype
     moments: torch.dtype
     momentum: float | None = None
-    """Momentum of SGD; None: AdamW."""
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -202,7 +205,7 @@ class Update:
         return [weights, gradients.to(self.gradients), average, squares]
 
     def outputs(self, weights: Tensor, gradients: Tensor, average: Tensor, squares: Tensor) -> tuple[Tensor, ...]:
-        """The weights after it, and the moments but those in 8 bits; on copies."""
+        """Update copies; return the weights and the moments, except moments in 8 bits."""
         parts = weights.clone(), gradients, average.clone(), squares.clone()
         flat, state = self._packed(*parts) if weights.dtype != torch.float64 else (Flat(parts[0], parts[1]), parts[2:])
         self._step(flat, state)
@@ -215,7 +218,7 @@ class Update:
         return partial(self._step, *self._packed(*inputs))
 
     def traffic(self, inputs: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[int, int]:
-        """All that is kept is read and written, but for parameters that are rounded from masters: these are written."""
+        """All state is read and written, except parameters rounded from fp32 masters, which are only written."""
         element = self.gradients.itemsize + 2 * self.parameters.itemsize
         if self.kept is not None:
             element += 2 * self.kept.itemsize - (self.parameters.itemsize if self.kept == torch.float32 else 0)
@@ -315,7 +318,7 @@ def _quantizations() -> Iterator[Case]:
 
 
 def _quantization_traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, int]:
-    """Values are read and codes of a byte written, and the other way round."""
+    """Quantizing reads values and writes codes of one byte; dequantizing reads codes and writes values."""
     return 2 * (inputs[0].nbytes + inputs[0].numel()), 0
 
 

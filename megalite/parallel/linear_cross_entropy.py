@@ -1,9 +1,9 @@
-"""Cross entropy straight from hidden states and the output layer's weight: logits exist for a chunk of tokens at once.
+"""Fused output layer and cross entropy: logits exist only for one chunk of tokens at a time.
 
-Forward keeps the hidden states and each token's log-sum-exp. Backward computes the logits of a chunk again, turns them
-into their gradient in place and multiplies it with the weight and with the hidden states: a fourth product, for the
-memory of all logits. Ranks talk as in a column-parallel layer and its loss: the statistics of all chunks are gathered
-at once.
+Forward saves the hidden states and each token's log-sum-exp. Backward computes the logits of a chunk again, overwrites
+them with their gradient, and multiplies that with the weight and with the hidden states. This costs a fourth matrix
+product and saves the memory of the logits. The communication is that of a column-parallel layer and its loss; the
+statistics of all chunks are gathered together.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ def linear_cross_entropy(
 
 
 class _Settings(NamedTuple):
-    split_over: Group | None
-    """Ranks that share the hidden states' sequence, if it is split."""
+    split_over: Group | None  # the ranks that share the hidden states' sequence, if it is split
     group: Group
     use: int
     columns: Columns
@@ -71,10 +70,9 @@ class _Settings(NamedTuple):
 class _LogitGradients:
     """Inputs from which the gradient of the logits is made, chunk by chunk."""
 
-    labels: Tensor
-    log_sums: Tensor
-    scales: Tensor
-    """Gradients of the losses; these three [tokens]."""
+    labels: Tensor  # [tokens]
+    log_sums: Tensor  # [tokens]
+    scales: Tensor  # [tokens], gradients of the losses
     weight: Tensor
     columns: Columns
     options: LossOptions
@@ -89,13 +87,11 @@ class _LogitGradients:
 
 @dataclass(frozen=True)
 class _WeightGradient:
-    """The gradient of the weight; if there is a place for it, that of the hidden states on the way."""
+    """The gradient of the weight. Also fills `hidden_gradient`, if given, from the same chunks of logits."""
 
     logit_gradients: _LogitGradients
-    hidden: Callable[[], Tensor]
-    """[tokens, hidden]"""
-    hidden_gradient: Tensor | None = None
-    """[tokens, hidden], to be filled."""
+    hidden: Callable[[], Tensor]  # [tokens, hidden]
+    hidden_gradient: Tensor | None = None  # [tokens, hidden], to be filled
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         """The sum over the chunks is in fp32 or wider, whatever the target."""
@@ -119,14 +115,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ids, whole = labels.reshape(-1), _whole(hidden, settings.split_over)
         parts = [statistics(logits, ids[tokens], columns, options) for tokens, logits in _logits(whole, weight)]
         found = over_ranks(torch.cat(parts, dim=1), settings.group)
-        ctx.save_for_backward(hidden, labels, found[0].clone())  # by itself: the other statistics are done with
-        # The parameter is kept as it is: a saved tensor would lose its buffer.
+        ctx.save_for_backward(hidden, labels, found[0].clone())  # a copy, so that the other statistics are freed
+        # Not by save_for_backward: the saved tensor would not have the parameter's gradient buffer.
         ctx.weight, ctx.settings = weight, settings
         return losses(found, columns.vocab_size, options).view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, labels, log_sums = (saved.detach() for saved in ctx.saved_tensors)  # what is kept has no graph
+        hidden, labels, log_sums = (
+            saved.detach() for saved in ctx.saved_tensors
+        )  # a deferred gradient must not keep the graph
         weight, (split_over, group, use, columns, options) = ctx.weight, ctx.settings
         tokens = labels.reshape(-1), log_sums, gradients[0].reshape(-1)
         logit_gradients = _LogitGradients(*tokens, weight, columns, options)
