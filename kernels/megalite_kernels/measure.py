@@ -1,7 +1,7 @@
 """Measurement of how long operations take, and at what share of a copy's bandwidth.
 
-Cases here are sized far beyond the caches. A kernel that is shorter than its launch would be timed with the gap before
-it: so the device gets a head start of copies, and calls are queued behind one another.
+Cases are much larger than the caches. A kernel shorter than its launch would be timed together with the gap before it;
+so the device first gets some milliseconds of copies to do, and the calls queue up after them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WARM_UP, REPEATS = 3, 15
 
 
 class Clock:
-    """Marks moments of a device's work, and tells the seconds between them; on a CPU those of the machine's clock."""
+    """Measures the seconds between marks: by CUDA events on a GPU, by the host's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

@@ -30,8 +30,8 @@ class _Exchange(torch.autograd.Function):
 def exchange_rows(rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: Group) -> Tensor:
     """Send rows [n, width] and return the received rows [m, width]. Counts may be zero.
 
-    The first send_counts[0] rows go to rank 0, the next send_counts[1] to rank 1, and so on. Received rows are sorted by
-    the rank that sent them. Every rank of the group must call it and run its backward, even without rows.
+    The first send_counts[0] rows go to rank 0, the next send_counts[1] to rank 1, and so on. Received rows are sorted
+    by the rank that sent them. Every rank of the group must call it and run its backward, even without rows.
 
     Raises ValueError if there is not one count per rank, or if the counts do not add up to the rows.
     """

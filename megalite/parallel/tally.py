@@ -47,7 +47,7 @@ class Tally(nn.Module):
         self.own = torch.zeros(size, dtype=torch.int64, device=device)
 
     def count(self, numbers: Tensor, along: Tensor) -> Tensor:
-        """Add `numbers` [size] when backward reaches `along`; returns `along`, which the caller must use from now on."""
+        """Add `numbers` [size] when backward reaches `along`; returns `along`, which the caller must use instead."""
         counted: Tensor = _Count.apply(along, numbers, self)
         return counted
 
