@@ -98,6 +98,6 @@ def current() -> Kernels:
 
 
 def use(kernels: Kernels) -> None:
-    """Set the choice of this process. Layers already compiled by torch.compile keep the choice they were compiled with."""
+    """Set the choice of this process. Layers that torch.compile has already compiled keep the choice of that time."""
     global _current
     _current = kernels
