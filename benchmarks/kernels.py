@@ -139,7 +139,7 @@ def measured(comparison: Comparison, copy: float, device: torch.device, repeats:
     parts = dict(zip(steps, interleaved(list(steps.values()), device, repeats), strict=True))
     if comparison.together:
         parts = {name: [*seconds, sum(seconds)] for name, seconds in parts.items()}
-    needed = [comparison.needed.forward, comparison.needed.backward, sum(asdict(comparison.needed).values())]
+    needed = [comparison.needed.forward, comparison.needed.backward, sum(comparison.needed)]
     rows = []
     for index, direction in enumerate(("forward", "backward", "both")[: len(parts[OURS])]):
         slowest_allowed = parts["compile"][index] if "compile" in parts else math.inf

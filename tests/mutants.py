@@ -152,8 +152,8 @@ MUTANTS = (
     Mutant(
         "gate and up are swapped",
         "kernels/megalite_kernels/activation.py",
-        "return F.silu(gate).mul_(up)",
-        "return F.silu(up).mul_(gate)",
+        "return _REFERENCES[function](gate).mul_(up)",
+        "return _REFERENCES[function](up).mul_(gate)",
         f"{_UNIT}model.py::test_loss_gradients_and_logits_are_the_oracles[whole-llama]",
     ),
     Mutant(
@@ -508,14 +508,14 @@ MUTANTS = (
     ),
     Mutant(
         "what packs the state is timed with the update",
-        "kernels/megalite_kernels/optimizer_cases.py",
+        "kernels/megalite_kernels/cases.py",
         "return partial(self._step, *self._packed(*inputs))",
         "return lambda: self._step(*self._packed(*inputs))",
         f"{_SELFTEST}an_update_is_timed_alone_and_moves_what_is_kept",
     ),
     Mutant(
         "parameters that are rounded from masters count as read",
-        "kernels/megalite_kernels/optimizer_cases.py",
+        "kernels/megalite_kernels/cases.py",
         "if self.kept == torch.float32 else 0",
         "if self.kept == torch.float64 else 0",
         f"{_SELFTEST}an_update_is_timed_alone_and_moves_what_is_kept",
@@ -551,15 +551,15 @@ MUTANTS = (
     Mutant(
         "the gate of GeGLU has the gradient of the other GELU",
         "kernels/megalite_kernels/activation.py",
-        "gate, ctx.approximate)",
-        'gate, {"tanh": "none", "none": "tanh"}[ctx.approximate])',
+        '"gelu": partial(gelu_gradient_into, approximate="tanh")',
+        '"gelu": partial(gelu_gradient_into, approximate="none")',
         _network("gpt2, geglu"),
     ),
     Mutant(
         "the exact GELU is the tanh form",
         "kernels/megalite_kernels/activation.py",
-        '"exact_gelu", F.gelu, input',
-        '"exact_gelu", _gelu, input',
+        '"exact_gelu": F.gelu,',
+        '"exact_gelu": _gelu,',
         _network("gpt2, exact gelu"),
     ),
     Mutant(
@@ -852,7 +852,7 @@ MUTANTS = (
     Mutant(
         "the fused loss does not sum the gradient of its input over ranks",
         "megalite/parallel/linear_cross_entropy.py",
-        "collectives.all_reduce_(hidden_gradient, ctx.group)",
+        "collectives.all_reduce_(hidden_gradient, group)",
         "pass",
         f"{_OUTPUT}losses_and_gradients_are_torchs[2-False-fused-training]",
     ),
@@ -1639,21 +1639,21 @@ MUTANTS = (
     ),
     Mutant(
         "a kernel cuts bf16 parameters off their masters",
-        "kernels/megalite_kernels/master_weights_kernels.py",
+        "kernels/megalite_kernels/optimizer_kernels.py",
         "upper = (bits + (1 << 15)) >> 16",
         "upper = bits >> 16",
         f"{_OPTIMIZER}remainders_change_no_bit",
     ),
     Mutant(
         "a master that is no number rounds to zero",
-        "kernels/megalite_kernels/master_weights_kernels.py",
+        "kernels/megalite_kernels/optimizer_kernels.py",
         "tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)",
         "value.to(tl.int32, bitcast=True)",
         f"{_OPTIMIZER}a_weight_that_is_no_number_stays_none[bf16, fp32 masters]",
     ),
     Mutant(
         "a small average of squares is rounded to zero",
-        "kernels/megalite_kernels/moments_kernels.py",
+        "kernels/megalite_kernels/optimizer_kernels.py",
         "0, tl.where((codes == 0) & (wide > 0.0) & there, 1, codes))",
         "0, codes)",
         f"{_OPTIMIZER}the_reference_has_the_kernels_codes",
@@ -1716,7 +1716,7 @@ MUTANTS = (
     ),
     Mutant(
         "squares of large gradients overflow in the norm's kernel",
-        "kernels/megalite_kernels/l2_norm_kernels.py",
+        "kernels/megalite_kernels/optimizer_kernels.py",
         "largest > 2.0**40, 2.0**-90",
         "largest > 2.0**40, 1.0",
         "tests/kernels/test_l2_norm.py::test_no_square_overflows_or_vanishes[1e+20]",
@@ -4345,8 +4345,8 @@ MUTANTS = (
     Mutant(
         "links between stages wait for torch's own half hour",
         "megalite/parallel/mesh.py",
-        '_new_process_group(self.rank, key, self._timeout, label="link")',
-        '_new_process_group(self.rank, key, None, label="link")',
+        "new_process_group(self.rank, ranks, unique_name, self._timeout)",
+        "new_process_group(self.rank, ranks, unique_name, None)",
         "tests/distributed/test_parallel_mesh.py::test_waiting_for_a_neighbour_is_added_up_and_has_the_same_limit",
     ),
     Mutant(

@@ -9,14 +9,15 @@ A bias is added to the input first. Its gradient is the sum over tokens of the i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels.implementation import Operation, current
+from megalite_kernels.implementation import current
 from megalite_kernels.products import product_into
 from megalite_kernels.torch_internals import gelu_gradient_into, silu_gradient_into
 
@@ -31,35 +32,28 @@ def _gelu(input: Tensor) -> Tensor:
     return F.gelu(input, approximate="tanh")
 
 
-class _SwiGLU(torch.autograd.Function):
-    """Keeps its input alone; the gradients of gate and up are written side by side, not concatenated."""
+_REFERENCES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": _gelu,
+    "exact_gelu": F.gelu,
+    "squared_relu": _squared_relu,
+    "silu": F.silu,
+}
+_GRADIENTS_INTO: Mapping[str, Callable[[Tensor, Tensor, Tensor], None]] = {
+    "gelu": partial(gelu_gradient_into, approximate="tanh"),
+    "exact_gelu": partial(gelu_gradient_into, approximate="none"),
+    "silu": silu_gradient_into,
+}
+
+
+class _Gated(torch.autograd.Function):
+    """Computes function(gate) * up. Saves only its input; writes the gradients of gate and up into one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, function: str) -> Tensor:
         ctx.save_for_backward(gate_up)
+        ctx.function = function
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        result = torch.empty_like(gate_up)
-        gate_gradient, up_gradient = result.chunk(2, dim=-1)
-        product_into(up_gradient, gradients[0], F.silu(gate))
-        silu_gradient_into(gate_gradient, gradients[0] * up, gate)
-        return result
-
-
-class _GeGLU(torch.autograd.Function):
-    """GELU counterpart of _SwiGLU; `approximate` is torch's name of GELU's form."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, approximate: str) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        ctx.approximate = approximate
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.gelu(gate, approximate=approximate).mul_(up)
+        return _REFERENCES[function](gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -67,29 +61,20 @@ class _GeGLU(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=-1)
         result = torch.empty_like(gate_up)
         gate_gradient, up_gradient = result.chunk(2, dim=-1)
-        product_into(up_gradient, gradients[0], F.gelu(gate, approximate=ctx.approximate))
-        gelu_gradient_into(gate_gradient, gradients[0] * up, gate, ctx.approximate)
+        product_into(up_gradient, gradients[0], _REFERENCES[ctx.function](gate))
+        _GRADIENTS_INTO[ctx.function](gate_gradient, gradients[0] * up, gate)
         return result, None
 
 
-def _geglu(gate_up: Tensor) -> Tensor:
-    output: Tensor = _GeGLU.apply(gate_up, "tanh")
-    return output
+def _activate(function: str, input: Tensor, bias: Tensor | None, *, gated: bool = False) -> Tensor:
+    output: Tensor
+    if current().runs_triton("swiglu" if gated else "gelu", input, bias):
+        from megalite_kernels.activation_kernels import Activation
 
-
-def _exact_geglu(gate_up: Tensor) -> Tensor:
-    output: Tensor = _GeGLU.apply(gate_up, "none")
-    return output
-
-
-def _activate(
-    operation: Operation, function: str, reference: Callable[[Tensor], Tensor], input: Tensor, bias: Tensor | None
-) -> Tensor:
-    if not current().runs_triton(operation, input, *(() if bias is None else (bias,))):
-        return reference(input if bias is None else input + bias)
-    from megalite_kernels.activation_kernels import Activation
-
-    output: Tensor = Activation.apply(input, bias, function, operation == "swiglu")
+        output = Activation.apply(input, bias, function, gated)
+        return output
+    input = input if bias is None else input + bias
+    output = _Gated.apply(input, function) if gated else _REFERENCES[function](input)
     return output
 
 
@@ -98,32 +83,32 @@ def _activate(
 
 def gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
     """The tanh form of GELU of input + bias; [..., ffn] to the same, the bias [ffn]."""
-    return _activate("gelu", "gelu", _gelu, input, bias)
+    return _activate("gelu", input, bias)
 
 
 def exact_gelu(input: Tensor, bias: Tensor | None = None) -> Tensor:
     """GELU of input + bias; [..., ffn] to the same, the bias [ffn]."""
-    return _activate("gelu", "exact_gelu", F.gelu, input, bias)
+    return _activate("exact_gelu", input, bias)
 
 
 def squared_relu(input: Tensor, bias: Tensor | None = None) -> Tensor:
     """max(input + bias, 0) squared; [..., ffn] to the same, the bias [ffn]."""
-    return _activate("gelu", "squared_relu", _squared_relu, input, bias)
+    return _activate("squared_relu", input, bias)
 
 
 def swiglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
     """SwiGLU of gate_up + bias; [..., 2 * ffn] to [..., ffn], the bias [2 * ffn]."""
-    return _activate("swiglu", "silu", _SwiGLU.apply, gate_up, bias)
+    return _activate("silu", gate_up, bias, gated=True)
 
 
 def geglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
     """GeGLU of gate_up + bias, with GELU in its tanh form; [..., 2 * ffn] to [..., ffn], the bias [2 * ffn]."""
-    return _activate("swiglu", "gelu", _geglu, gate_up, bias)
+    return _activate("gelu", gate_up, bias, gated=True)
 
 
 def exact_geglu(gate_up: Tensor, bias: Tensor | None = None) -> Tensor:
     """GeGLU of gate_up + bias; [..., 2 * ffn] to [..., ffn], the bias [2 * ffn]."""
-    return _activate("swiglu", "exact_gelu", _exact_geglu, gate_up, bias)
+    return _activate("exact_gelu", gate_up, bias, gated=True)
 
 
 FUNCTIONS = {each.__name__: each for each in (gelu, exact_gelu, squared_relu, swiglu, geglu, exact_geglu)}

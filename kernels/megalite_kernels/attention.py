@@ -115,7 +115,12 @@ def attention(
         output: Tensor = _in_blocks(query, key, value, mask, scale, cap)
         return output
     if cap is not None or (dropout is not None and not draws_its_own(query.device, query.dtype, cap)):
-        return _written_out(query, key, value, mask, scale, cap, dropout)
+        # Written out: scaled_dot_product_attention has no soft cap and takes no dropout mask.
+        scores = _scores(query, key, _causal(query, key) if mask is None else mask, scale, cap)
+        probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
+        if dropout is not None:
+            probabilities = drop(probabilities.flatten(1, 2), dropout, dimension=0).view_as(probabilities)
+        return probabilities @ _for_heads_of(query, value)
     chance, shared = 0.0 if dropout is None else dropout.probability, key.shape[1] != query.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=chance, scale=scale, enable_gqa=shared
@@ -123,13 +128,7 @@ def attention(
 
 
 def attention_with_lse(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    *,
-    scale: float | None,
-    cap: float | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, *, scale: float | None, cap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Compute `attention` without dropout, and the log-sum-exp of each query's scores.
 
@@ -157,23 +156,6 @@ def _in_blocks(
 ) -> Any:
     bend, shared = None if cap is None else _bend(cap), key.shape[1] != query.shape[1]
     return _flex_attention()(query, key, value, score_mod=bend, block_mask=mask, scale=scale, enable_gqa=shared, **more)
-
-
-def _written_out(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    cap: float | None,
-    dropout: DropoutMask | None,
-) -> Tensor:
-    """Compute attention without scaled_dot_product_attention, which has no soft cap and takes no dropout mask."""
-    scores = _scores(query, key, _causal(query, key) if mask is None else mask, scale, cap)
-    probabilities = torch.softmax(scores, dim=-1).to(value.dtype)
-    if dropout is not None:
-        probabilities = drop(probabilities.flatten(1, 2), dropout, dimension=0).view_as(probabilities)
-    return probabilities @ _for_heads_of(query, value)
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor, scale: float | None, cap: float | None) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,9 +19,11 @@ from megalite_kernels.activation import exact_geglu, exact_gelu, geglu, gelu, sq
 from megalite_kernels.cross_entropy import Columns, LossOptions, gradient_, statistics
 from megalite_kernels.dropout import DropoutMask, drop
 from megalite_kernels.l2_norm import sums_of_squares
-from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
-from megalite_kernels.optimizer_cases import FLAT, updates
-from megalite_kernels.quantization import dequantize, quantize
+from megalite_kernels.master_weights import keep_weights_, wide_weights
+from megalite_kernels.moments import BLOCK, Quantized
+from megalite_kernels.norm import norm, residual_norm
+from megalite_kernels.optimizer import SGD, AdamW, Flat, Moment, adamw_, sgd_
+from megalite_kernels.quantization import FORMATS, dequantize, quantize
 from megalite_kernels.rotary import rotary_embedding
 
 HIDDEN = (2048, 4096, 5120, 8192, 16384)
@@ -45,30 +47,44 @@ DTYPES = (
     (torch.float16, torch.float16),
     (torch.float32, torch.float32),
 )
+# Of parameters, of masters beside them (int16: remainders), of gradients and of both moments.
+KEPT = (
+    (torch.float32, None, torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32, torch.float32, torch.float32),
+    (torch.bfloat16, torch.int16, torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.int16, torch.bfloat16, torch.int8),
+    (torch.bfloat16, torch.int16, torch.bfloat16, torch.float8_e4m3fn),
+)
+FLAT = 4096  # elements a token of what has no rows
+ADAMW = AdamW(rate=1e-2, decay=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, step=2, factor=0.5)
 
 
 @dataclass(frozen=True)
 class Case:
-    """An operation with its sizes and dtypes, but for the number of tokens."""
+    """An operation with its sizes and dtypes, for any number of tokens.
+
+    Attributes:
+        operation: its `Operation`, by which it can be left to the reference.
+        name: of the function, with its sizes and dtypes.
+        width: elements per token in the largest input.
+        make_inputs: makes random inputs for a number of tokens on a device.
+        run: the operation on the inputs, which it may overwrite. Run in float64, it is what kernels are compared with.
+        keeps_inputs: True if backward reads the inputs again, so that they count as its traffic.
+        traffic: the bytes that forward and backward must at least move, from inputs and outputs; None: see
+            `measure.traffic`.
+        tolerance: largest norm of the error relative to the result's; None: that of the output's dtype in `selftest`.
+        timed: makes the call to time, if `run` does more than the operation; the call may overwrite its inputs.
+    """
 
     operation: str
-    """The name by which it can be left to the reference."""
     name: str
-    """Name of the function, with its sizes and dtypes."""
     width: int
-    """Elements of a token in the largest input."""
     make_inputs: Callable[[int, str], list[Tensor]]
-    """Random ones, of so many tokens, on a device. Those that require a gradient get one."""
     run: Callable[..., Tensor | tuple[Tensor, ...]]
-    """The operation on the inputs, which it may write over. In float64 it is what the kernels are compared with."""
     keeps_inputs: bool = True
-    """True if backward reads the inputs again: they count as traffic there."""
     traffic: Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[int, int]] | None = None
-    """Bytes that forward and backward cannot but move, of inputs and outputs; None: as `measure.traffic` says."""
     tolerance: float | None = None
-    """Largest norm of the error over the result's; None: that of each output's dtype, as `selftest` has it."""
     timed: Callable[[Sequence[Tensor]], Callable[[], object]] | None = None
-    """Maker of the call to time, if `run` does more than the operation; the call may write over its inputs."""
 
     def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         found = self.run(*inputs)
@@ -88,24 +104,30 @@ def _rows_and_vectors(
 
 
 def _norms() -> Iterator[Case]:
-    for function, tensors, vectors, widths, kinds in (
-        (rms_norm, 1, 1, (HEAD, *HIDDEN), DTYPES),
-        (layer_norm, 1, 2, CENTERED_HIDDEN, DTYPES),
-        (residual_rms_norm, 2, 1, HIDDEN, DTYPES[::3]),
-        (residual_layer_norm, 2, 2, CENTERED_HIDDEN, DTYPES[::3]),
+    for name, tensors, vectors, widths, kinds in (
+        ("rms_norm", 1, 1, (HEAD, *HIDDEN), DTYPES),
+        ("layer_norm", 1, 2, CENTERED_HIDDEN, DTYPES),
+        ("residual_rms_norm", 2, 1, HIDDEN, DTYPES[::3]),
+        ("residual_layer_norm", 2, 2, CENTERED_HIDDEN, DTYPES[::3]),
     ):
         for width, dtypes in itertools.product(widths, kinds):
-            name = f"{function.__name__} {width} {_dtypes(*dtypes)}"
             inputs = partial(_rows_and_vectors, width, tensors, vectors, dtypes)
-            run = partial(function, epsilon=1e-5)
-            if tensors == 1:
-                yield Case("norm", name, width, inputs, run)
-            else:
-                yield Case("residual_norm", name, width, inputs, run, traffic=_residual_traffic)
+            case = Case("norm", f"{name} {width} {_dtypes(*dtypes)}", width, inputs, _normed)
+            if tensors == 2:
+                case = replace(case, operation="residual_norm", run=_normed_sum, traffic=_residual_traffic)
+            yield case
+
+
+def _normed(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return norm(input, weight, bias, 1e-5)
+
+
+def _normed_sum(input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return residual_norm(input, residual, weight, bias, 1e-5)
 
 
 def _residual_traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, int]:
-    """Backward reads both gradients and the sum that was kept, and writes one gradient, which both inputs have."""
+    """Backward reads both gradients and the saved sum, and writes one gradient, shared by both inputs."""
     return 4 * outputs[0].nbytes, 4 * outputs[0].nbytes
 
 
@@ -157,10 +179,85 @@ def _cross_entropies() -> Iterator[Case]:
             yield Case("cross_entropy", f"{name} {what}", width, inputs, run, tolerance=tolerance)
 
 
-def _updates() -> Iterator[Case]:
-    for name, by in updates():
-        parts = (by.make_inputs, by.outputs, True, by.traffic)
-        yield Case("optimizer", f"{name} {_dtypes(*by.dtypes)}", FLAT, *parts, timed=by.alone)
+@dataclass(frozen=True)
+class Update:
+    """A step of AdamW or, if `momentum` is given, of SGD."""
+
+    parameters: torch.dtype
+    kept: torch.dtype | None
+    gradients: torch.dtype
+    moments: torch.dtype
+    momentum: float | None = None
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        kept = (self.parameters,) if self.kept is None else (self.parameters, self.kept)
+        return *kept, self.gradients, self.moments
+
+    def make_inputs(self, tokens: int, device: str) -> list[Tensor]:
+        """Weights, gradients, their average and the average of their squares; moments in 8 bits as their values."""
+        weights, gradients, average = (torch.randn(tokens * FLAT, device=device) for _ in range(3))
+        squares = average.square()
+        if self.moments in FORMATS:
+            average, squares = (moment.read(0, len(weights)) for moment in _quantized(average, squares, self.moments))
+        else:
+            average, squares = average.to(self.moments), squares.to(self.moments)
+        return [weights, gradients.to(self.gradients), average, squares]
+
+    def outputs(self, weights: Tensor, gradients: Tensor, average: Tensor, squares: Tensor) -> tuple[Tensor, ...]:
+        """Update copies; return the weights and the moments, except moments in 8 bits."""
+        parts = weights.clone(), gradients, average.clone(), squares.clone()
+        flat, state = self._packed(*parts) if weights.dtype != torch.float64 else (Flat(parts[0], parts[1]), parts[2:])
+        self._step(flat, state)
+        changed = state[:1] if self.momentum is not None else state
+        moments = [moment for moment in changed if isinstance(moment, Tensor)] if self.moments not in FORMATS else []
+        return wide_weights(flat.parameters, flat.master), *moments
+
+    def packed_step(self, inputs: Sequence[Tensor]) -> Callable[[], None]:
+        """Pack the inputs, and return the update alone, to be timed."""
+        return partial(self._step, *self._packed(*inputs))
+
+    def traffic(self, inputs: Sequence[Tensor], _: Sequence[Tensor]) -> tuple[int, int]:
+        """All state is read and written, except parameters rounded from fp32 masters, which are only written."""
+        element = self.gradients.itemsize + 2 * self.parameters.itemsize
+        if self.kept is not None:
+            element += 2 * self.kept.itemsize - (self.parameters.itemsize if self.kept == torch.float32 else 0)
+        moments, count = 1 if self.momentum is not None else 2, len(inputs[0])
+        scales = 4 * -(-count // BLOCK) if self.moments in FORMATS else 0
+        return element * count + 2 * moments * (self.moments.itemsize * count + scales), 0
+
+    def _packed(
+        self, weights: Tensor, gradients: Tensor, average: Tensor, squares: Tensor
+    ) -> tuple[Flat, Sequence[Moment]]:
+        flat = Flat(weights, gradients)
+        if self.kept is not None:
+            master = torch.empty_like(weights, dtype=self.kept)
+            flat = Flat(weights.to(self.parameters), gradients, master)
+            keep_weights_(weights, flat.parameters, master)
+        return flat, _quantized(average, squares, self.moments) if self.moments in FORMATS else (average, squares)
+
+    def _step(self, flat: Flat, state: Sequence[Moment]) -> None:
+        if self.momentum is None:
+            adamw_(flat, state[0], state[1], ADAMW)
+        else:
+            sgd_(flat, state[0], SGD(1e-2, 0.1, self.momentum, 0.5))
+
+
+def _quantized(average: Tensor, squares: Tensor, format: torch.dtype) -> tuple[Quantized, Quantized]:
+    kept = [Quantized.zeros(len(average), format, average.device, root=root) for root in (False, True)]
+    for moment, values in zip(kept, (average, squares), strict=True):
+        moment.set(values, 0)
+    return kept[0], kept[1]
+
+
+def _optimizer_cases() -> Iterator[Case]:
+    for parameters, kept, gradients, moments in KEPT:
+        # SGD with one kind of moment in bf16 and one in 8 bits; AdamW with all.
+        momenta = (None, 0.9) if moments in (torch.bfloat16, torch.int8) else (None,)
+        for momentum in momenta:
+            by = Update(parameters, kept, gradients, moments, momentum)
+            name = f"{'adamw' if momentum is None else 'sgd'} {_dtypes(*by.dtypes)}"
+            yield Case("optimizer", name, FLAT, by.make_inputs, by.outputs, traffic=by.traffic, timed=by.packed_step)
     for dtype in (torch.float32, torch.bfloat16):
         name = f"sums_of_squares {_dtypes(dtype)}"
         yield Case("optimizer", name, FLAT, partial(_flat_inputs, FLAT, dtype), _norm_of)
@@ -221,7 +318,7 @@ def _quantizations() -> Iterator[Case]:
 
 
 def _quantization_traffic(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, int]:
-    """Values are read and codes of a byte written, and the other way round."""
+    """Quantizing reads values and writes codes of one byte; dequantizing reads codes and writes values."""
     return 2 * (inputs[0].nbytes + inputs[0].numel()), 0
 
 
@@ -239,10 +336,5 @@ def _dropouts() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    yield from _norms()
-    yield from _updates()
-    yield from _cross_entropies()
-    yield from _activations()
-    yield from _rotations()
-    yield from _dropouts()
-    yield from _quantizations()
+    kinds = _norms, _optimizer_cases, _cross_entropies, _activations, _rotations, _dropouts, _quantizations
+    return itertools.chain.from_iterable(kind() for kind in kinds)

@@ -150,14 +150,8 @@ def launch_gradient_(
         _gradient[(rows, -(-width // shape.columns))](
             *(logits, labels.contiguous(), log_sums.contiguous(), scales.contiguous(), logits.stride(0), columns.first),
             *(1.0 - smoothing, smoothing / columns.vocab_size, options.z_loss, options.soft_cap or 1.0),
-            *(
-                width,
-                columns.valid,
-                smoothing != 0.0,
-                options.z_loss != 0.0,
-                options.soft_cap is not None,
-                shape.columns,
-            ),
+            *(width, columns.valid, smoothing != 0.0, options.z_loss != 0.0),
+            *(options.soft_cap is not None, shape.columns),
             num_warps=shape.warps,
         )
 

@@ -1,17 +1,17 @@
 """Choice of an operation's implementation: its Triton kernels, or its reference in plain PyTorch.
 
-`auto`: Triton where the tensors are on a CUDA or ROCm device and Triton is installed, the reference elsewhere;
-`triton`: Triton on every device, which fits a GPU, Triton's interpreter, and compilation on the meta device;
-`reference`: never Triton. The kernels compute in fp32: float64 has the reference under each of them. Single operations
-can be left to the reference, by their names (`Operation`).
+`auto`: Triton if the tensors are on a CUDA or ROCm device and Triton is installed, otherwise the reference;
+`triton`: Triton on every device: a GPU, Triton's interpreter, or the meta device for compilation;
+`reference`: never Triton. The kernels compute in fp32, so float64 always runs the reference. Single operations can be
+left to the reference, by their names (`Operation`).
 
-What a process uses is one object, set by `use` before its first operation. It is no argument of the operations, for
-they are called in forward, in backward and in an optimizer's step, far from who decides, and it changes only how
-something is computed; torch has its own such choices, of attention's kernels among others, in the same way.
+The choice is one global object per process, set by `use` before its first operation. It is not an argument of the
+operations, because they are called in forward, in backward (on autograd's threads) and in the optimizer's step. torch
+chooses its attention kernels by global state, too.
 
-Kernels stand in files of their own, `..._kernels.py`, which alone import Triton. An operation imports its file where
-Triton has been decided for: a process that runs the references never imports it. `import_triton` imports all of them
-before, so that a broken Triton is found when a run starts.
+Only the files `..._kernels.py` import Triton. An operation imports its file only if it runs Triton, so a process that
+runs the references never imports it. `import_triton` imports all of them in advance, so that a broken Triton is found
+when a run starts.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ class Kernels:
         if self.choice == "triton" and not _INSTALLED:
             raise ModuleNotFoundError("Triton is not installed, and the chosen kernels need it: pip install triton")
 
-    def runs_triton(self, operation: Operation, *tensors: Tensor) -> bool:
-        """Tell whether the operation on these tensors runs as Triton kernels."""
-        return operation not in self.to_reference and self._suit_triton(*tensors)
+    def runs_triton(self, operation: Operation, *tensors: Tensor | None) -> bool:
+        """Tell whether the operation on these tensors runs as Triton kernels. None stands for an absent tensor."""
+        present = [tensor for tensor in tensors if tensor is not None]
+        return operation not in self.to_reference and self._suit_triton(*present)
 
     def import_triton(self, *, on_gpu: bool) -> None:
-        """Import all files of Triton kernels, if operations there run them. Raises what a broken Triton raises."""
+        """Import all files of Triton kernels, if operations run them here. Raises what a broken Triton raises."""
         if self.choice == "triton" or (self.choice == "auto" and on_gpu and _INSTALLED):
             for name in sorted(path.stem for path in Path(__file__).parent.glob("*_kernels.py")):
                 importlib.import_module(f"megalite_kernels.{name}")
@@ -97,6 +98,6 @@ def current() -> Kernels:
 
 
 def use(kernels: Kernels) -> None:
-    """Decide for all operations of this process. Layers that torch.compile has compiled keep what was used then."""
+    """Set the choice of this process. Layers that torch.compile has already compiled keep the choice of that time."""
     global _current
     _current = kernels

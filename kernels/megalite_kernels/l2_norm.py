@@ -44,6 +44,6 @@ def sums_of_squares(values: Tensor) -> Tensor:
         return sums_of_squares_reference(values)
     if not values.is_contiguous():
         raise ValueError("a flat buffer's elements lie side by side")
-    from megalite_kernels.l2_norm_kernels import launch_sums_of_squares
+    from megalite_kernels.optimizer_kernels import launch_sums_of_squares
 
     return launch_sums_of_squares(values)

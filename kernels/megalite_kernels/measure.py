@@ -1,7 +1,7 @@
 """Measurement of how long operations take, and at what share of a copy's bandwidth.
 
-Cases here are sized far beyond the caches. A kernel that is shorter than its launch would be timed with the gap before
-it: so the device gets a head start of copies, and calls are queued behind one another.
+Cases are much larger than the caches. A kernel shorter than its launch would be timed together with the gap before it;
+so the device first gets some milliseconds of copies to do, and the calls queue up after them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ WARM_UP, REPEATS = 3, 15
 
 
 class Clock:
-    """Marks moments of a device's work, and tells the seconds between them; on a CPU those of the machine's clock."""
+    """Measures the seconds between marks: by CUDA events on a GPU, by the host's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -43,14 +43,6 @@ class Clock:
             return [stop - start for start, stop in zip(self._times, self._times[1:], strict=False)]
         torch.cuda.synchronize()
         return [start.elapsed_time(stop) / 1e3 for start, stop in zip(self._marks, self._marks[1:], strict=False)]
-
-
-@dataclass(frozen=True)
-class Times:
-    """Median seconds; backward is None if nothing is differentiated."""
-
-    forward: float
-    backward: float | None
 
 
 Step = Callable[[Callable[[], None]], object]
@@ -90,12 +82,6 @@ def copy_rate(device: torch.device, nbytes: int = 2**30) -> float:
     return 2 * nbytes / seconds
 
 
-def time_case(case: Case, inputs: Sequence[Tensor], repeats: int = REPEATS) -> Times:
-    """The operation as it is chosen; inputs that it writes over are written over."""
-    (parts,) = interleaved([case_step(case, inputs)], inputs[0].device, repeats)
-    return Times(parts[0], parts[1] if len(parts) > 1 else None)
-
-
 def case_step(case: Case, inputs: Sequence[Tensor]) -> Step:
     """Return the call that is timed of a case."""
     if case.timed is None:
@@ -120,9 +106,8 @@ def step_of(run: Callable[[Sequence[Tensor]], Iterable[Tensor]], inputs: Sequenc
     return step
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that an operation cannot but read and write."""
+class Traffic(NamedTuple):
+    """Bytes that an operation must at least read and write."""
 
     forward: int
     backward: int

@@ -1,10 +1,10 @@
-"""Moments of gradients in 8 bits: codes in blocks of 256 elements with a scale each (`quantization`).
+"""Moments of gradients in 8 bits: codes in blocks of 256 elements, with a scale per block (`quantization`).
 
-An average of squares is kept by its root, which has half as many orders of magnitude, and none that is above zero is
-rounded down to it: divided by a root that was lost, an update would have no bound. Rounding is stochastic, since what a
-step adds to an average is mostly less than half the distance of two codes and would be lost each time. Values that are
-read and written again, to nearest, keep each code and scale: a root is exact, and so is the root of its fp32 square, as
-blocks whose least root has no normal square are zeros.
+An average of squares is stored as its square root, which spans half as many orders of magnitude. A root above zero is
+never rounded to zero, since the update divides by it. Updates round stochastically: what a step adds to an average is
+mostly less than half the distance between two codes, and rounding to nearest would lose it each time. Values that are
+read and written back, to nearest, keep each code and scale: the root of the fp32 square of a root is exact, because
+blocks whose smallest root has no normal square are set to zeros.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ BLOCK = 256  # elements that share a scale
 
 @dataclass(frozen=True)
 class Quantized:
-    """A moment of flat [elements]."""
+    """A moment of flat [elements] in 8 bits.
+
+    Attributes:
+        scales: one per block; the last block may be short.
+        root: True for an average of squares, which is stored as its square root.
+    """
 
     codes: Tensor
     scales: Tensor
-    """One for each block; the last may be short."""
     root: bool
-    """True for an average of squares, which is kept as its root."""
 
     @staticmethod
     def zeros(elements: int, format: torch.dtype, device: torch.device, *, root: bool) -> Quantized:
@@ -40,7 +43,7 @@ class Quantized:
 
     @property
     def bytes(self) -> Tensor:
-        """The codes as kernels see them: Triton has fp8 on some GPUs alone."""
+        """The codes as kernels take them: Triton supports fp8 only on some GPUs."""
         return self.codes if self.codes.dtype == torch.int8 else self.codes.view(torch.uint8)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -54,7 +57,7 @@ class Quantized:
         return values.square_() if self.root else values
 
     def write(self, values: Tensor) -> None:
-        """Set all elements, to nearest, from fp32 on any device."""
+        """Set all elements from fp32 values on any device, rounded to nearest."""
         size = launch.chunk_elements(self.codes.device)
         for start in range(0, len(self), size):
             self.set(values[start : start + size].to(self.codes.device), start)
@@ -73,6 +76,6 @@ class Quantized:
 
 
 def least_scale(format: torch.dtype) -> float:
-    """At which the square of the least code is a normal number of fp32."""
+    """The scale from which the square of the smallest code is a normal fp32 number."""
     mantissa, lowest, _ = FORMATS[format]
     return 2.0 ** (mantissa - lowest - 63)

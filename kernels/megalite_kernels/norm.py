@@ -47,11 +47,6 @@ class _RMSNormReference(torch.autograd.Function):
         return input_gradient.to(input.dtype), weight_gradient.to(weight.dtype), None
 
 
-def rms_norm_reference(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    output: Tensor = _RMSNormReference.apply(input, weight, epsilon)
-    return output
-
-
 class _LayerNormReference(torch.autograd.Function):
     """Keeps the input and two numbers a token. (On low precision torch's own rounds on the way.)"""
 
@@ -77,53 +72,38 @@ def _widened(first: Tensor, *rest: Tensor) -> list[Tensor]:
     return [part.to(wide) for part in (first, *rest)]
 
 
-def layer_norm_reference(input: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    output: Tensor = _LayerNormReference.apply(input, weight, bias, epsilon)
-    return output
-
-
 # ------------------------------------------------------------------------------------------------- what is called
 
 
-def rms_norm(input: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """[..., hidden] to [..., hidden], in the dtype of the input; the weight may be wider."""
-    if not current().runs_triton("norm", input, weight):
-        return rms_norm_reference(input, weight, epsilon)
-    output: Tensor = _fused(input, None, weight, None, epsilon)
+def norm(input: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    """Compute RMSNorm, or LayerNorm if there is a bias.
+
+    [..., hidden] to [..., hidden], in the dtype of the input; weight and bias may be wider.
+    """
+    output: Tensor
+    if current().runs_triton("norm", input, weight, bias):
+        from megalite_kernels.norm_kernels import Norm
+
+        output = Norm.apply(input, None, weight, bias, epsilon)
+    elif bias is None:
+        output = _RMSNormReference.apply(input, weight, epsilon)
+    else:
+        output = _LayerNormReference.apply(input, weight, bias, epsilon)
     return output
 
 
-def layer_norm(input: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-    """[..., hidden] to [..., hidden], in the dtype of the input; the weight may be wider."""
-    if not current().runs_triton("norm", input, weight, bias):
-        return layer_norm_reference(input, weight, bias, epsilon)
-    output: Tensor = _fused(input, None, weight, bias, epsilon)
-    return output
-
-
-def residual_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """The norm of input + residual, both [..., hidden] of one dtype, and that sum: the norm is of the rounded one."""
-    tensors = (input, residual, weight)
-    if not (current().runs_triton("norm", *tensors) and current().runs_triton("residual_norm", *tensors)):
-        total = residual + input
-        return rms_norm(total, weight, epsilon), total
-    outputs: tuple[Tensor, Tensor] = _fused(input, residual, weight, None, epsilon)
-    return outputs
-
-
-def residual_layer_norm(
-    input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float
+def residual_norm(
+    input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """The norm of input + residual, both [..., hidden] of one dtype, and that sum: the norm is of the rounded one."""
+    """Return the norm of input + residual, both [..., hidden] of one dtype, and that sum.
+
+    The norm is of the sum rounded to that dtype.
+    """
     tensors = (input, residual, weight, bias)
     if not (current().runs_triton("norm", *tensors) and current().runs_triton("residual_norm", *tensors)):
         total = residual + input
-        return layer_norm(total, weight, bias, epsilon), total
-    outputs: tuple[Tensor, Tensor] = _fused(input, residual, weight, bias, epsilon)
-    return outputs
-
-
-def _fused(input: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float) -> Any:
+        return norm(total, weight, bias, epsilon), total
     from megalite_kernels.norm_kernels import Norm
 
-    return Norm.apply(input, residual, weight, bias, epsilon)
+    outputs: tuple[Tensor, Tensor] = Norm.apply(input, residual, weight, bias, epsilon)
+    return outputs

@@ -30,15 +30,17 @@ Moment = Tensor | Quantized
 
 
 class Flat(NamedTuple):
-    """Tensors to update: [elements] each."""
+    """Tensors of an update, [elements] each; gradients are only read.
+
+    Attributes:
+        master: master weights; int16: remainders; None: the parameters are their own masters.
+        first: the index of the first element among those that draw random numbers from one seed; a multiple of 8.
+    """
 
     parameters: Tensor
     gradients: Tensor
-    """They stay as they are."""
     master: Tensor | None = None
-    """Master weights. None: the parameters are their own. int16: remainders."""
     first: int = 0
-    """The number of the first element among those that draw by one seed; a multiple of 8."""
 
     def part(self, start: int, stop: int) -> Flat:
         master = None if self.master is None else self.master[start:stop]
@@ -46,7 +48,13 @@ class Flat(NamedTuple):
 
 
 class AdamW(NamedTuple):
-    """The numbers of an update."""
+    """Hyperparameters of an update.
+
+    Attributes:
+        step: the number of the update, from 1.
+        factor: factor of the gradients.
+        seed: an even number of 63 bits for the stochastic rounding of 8-bit moments; another one for each update.
+    """
 
     rate: float
     decay: float
@@ -54,23 +62,18 @@ class AdamW(NamedTuple):
     beta2: float
     epsilon: float
     step: int
-    """Counts updates from 1."""
     factor: float = 1.0
-    """Factor of the gradients."""
     seed: int = 0
-    """An even number of 63 bits, by which moments are rounded to 8 bits: of each update another."""
 
 
 class SGD(NamedTuple):
-    """The numbers of an update."""
+    """Hyperparameters of an update; `factor` and `seed` as in `AdamW`."""
 
     rate: float
     decay: float
     momentum: float
     factor: float = 1.0
-    """Factor of the gradients."""
     seed: int = 0
-    """An even number of 63 bits, by which moments are rounded to 8 bits: of each update another."""
 
 
 # ------------------------------------------------------------------------------------------------- the reference
@@ -93,7 +96,7 @@ def sgd_reference_(flat: Flat, average: Moment | None, by: SGD) -> None:
 
 
 def _chunks(flat: Flat, moments: tuple[Moment, ...], by: AdamW | SGD) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
-    """Gradients, and weights and moments to change in place, in fp32 or wider, so few that they stay in the cache."""
+    """Yield chunks that fit in the cache: gradients, and weights and moments to change in place, in fp32 or wider."""
     wide = torch.promote_types(flat.parameters.dtype, torch.float32)
     size = launch.chunk_elements(flat.parameters.device)
     for start in range(0, len(flat.parameters), size):
@@ -106,7 +109,7 @@ def _chunks(flat: Flat, moments: tuple[Moment, ...], by: AdamW | SGD) -> Iterato
             if isinstance(moment, Quantized):
                 moment.set(value, start, seed=by.seed + number, offset=part.first)
             else:
-                moment[start : start + size].copy_(value)  # nothing to do where it is the same memory
+                moment[start : start + size].copy_(value)  # a no-op if it is the same memory
 
 
 def _read(moment: Moment, start: int, stop: int) -> Tensor:

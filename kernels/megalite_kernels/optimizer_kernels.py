@@ -1,4 +1,4 @@
-"""The Triton kernels of the updates, and what launches them: see optimizer.py."""
+"""The Triton kernels of the updates and of sums of squares, and their launchers: see optimizer.py, l2_norm.py."""
 
 from __future__ import annotations
 
@@ -6,19 +6,97 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalite_kernels.l2_norm import BLOCK as NORM_BLOCK
 from megalite_kernels.launch import tile, unit
 from megalite_kernels.master_weights import bits_of
-from megalite_kernels.master_weights_kernels import load_master, store_master
 from megalite_kernels.moments import BLOCK, Quantized
-from megalite_kernels.moments_kernels import load_moment, store_moment
 from megalite_kernels.optimizer import SGD, AdamW, Flat, Moment
 from megalite_kernels.quantization import FORMATS
+from megalite_kernels.quantization_kernels import dequantized, quantized
+
+NORM_BLOCKS = 64  # blocks of a sum of squares that a program adds up
 
 # ------------------------------------------------------------------------------------------------- the kernels
+
+
+@triton.jit
+def load_master(master: tl.tensor, parameters: tl.tensor, place: tl.tensor, present: tl.tensor) -> tl.tensor:
+    """Load master weights as fp32. A master of 16-bit integers holds remainders."""
+    if master.dtype.element_ty == tl.int16:
+        bits = tl.load(parameters + place, mask=present, other=0).to(tl.int32) << 16
+        bits += tl.load(master + place, mask=present, other=0)
+        return bits.to(tl.float32, bitcast=True)
+    else:  # noqa: RET505  (one of the two is compiled)
+        return tl.load(master + place, mask=present, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_master(
+    value: tl.tensor, master: tl.tensor, parameters: tl.tensor, place: tl.tensor, present: tl.tensor
+) -> None:
+    """Store master weights, and the parameters if they are not their own masters."""
+    if parameters is not None and parameters.dtype.element_ty == tl.int16:
+        bits = tl.where(value == value, value.to(tl.int32, bitcast=True), 0x7FC00000)
+        upper = (bits + (1 << 15)) >> 16
+        tl.store(parameters + place, upper.to(tl.int16), mask=present)
+        if master.dtype.element_ty == tl.int16:
+            tl.store(master + place, (bits - (upper << 16)).to(tl.int16), mask=present)
+    elif parameters is not None:
+        tl.store(parameters + place, value.to(parameters.dtype.element_ty), mask=present)
+    if master.dtype.element_ty != tl.int16:
+        tl.store(master + place, value.to(master.dtype.element_ty), mask=present)
+
+
+@triton.jit
+def load_moment(
+    moment: tl.tensor,
+    scales: tl.tensor,
+    row: tl.tensor,
+    place: tl.tensor,
+    present: tl.tensor,
+    ROOT: tl.constexpr,
+    FORMAT: tl.constexpr,
+) -> tl.tensor:
+    """A tile in fp32, [rows, BLOCK]. FORMAT is None where the moment is a tensor of its values."""
+    if FORMAT is None:
+        return tl.load(moment + place, mask=present, other=0.0).to(tl.float32)
+    else:  # noqa: RET505  (one of the two is compiled)
+        codes = tl.load(moment + place, mask=present, other=0)
+        scale = tl.load(scales + row, mask=tl.max(present.to(tl.int32), 1) > 0, other=0.0)
+        value = dequantized(codes, scale, FORMAT[0], FORMAT[1])
+        return value * value if ROOT else value
+
+
+@triton.jit
+def store_moment(
+    value: tl.tensor,
+    moment: tl.tensor,
+    scales: tl.tensor,
+    row: tl.tensor,
+    place: tl.tensor,
+    present: tl.tensor,
+    seed: tl.tensor,
+    offset: tl.tensor,
+    ROOT: tl.constexpr,
+    FORMAT: tl.constexpr,
+) -> None:
+    if FORMAT is None:
+        tl.store(moment + place, value.to(moment.dtype.element_ty), mask=present)
+    else:
+        wide = tl.sqrt_rn(value) if ROOT else value
+        wide = tl.where(present, wide, 0.0)
+        codes, scale = quantized(wide, seed, offset + row * value.shape[1], FORMAT[0], FORMAT[1], FORMAT[2], True)
+        if ROOT:
+            scale = tl.where(scale < 2.0 ** (FORMAT[0] - FORMAT[1] - 63), 0.0, scale)
+            there = (scale > 0.0)[:, None]
+            codes = tl.where((scale == 0.0)[:, None], 0, tl.where((codes == 0) & (wide > 0.0) & there, 1, codes))
+        tl.store(moment + place, codes.to(moment.dtype.element_ty), mask=present)
+        tl.store(scales + row, scale, mask=tl.max(present.to(tl.int32), 1) > 0)
 
 
 @triton.jit
@@ -104,6 +182,31 @@ def _sgd(
     store_master(w - g * tl.cast(rate, tl.float32), master, parameters, place, present)
 
 
+@triton.jit(do_not_specialize=["units"])
+def _sum_squares(
+    values: tl.tensor,
+    sums: tl.tensor,
+    scales: tl.tensor,
+    units: tl.tensor,
+    UNIT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Each program writes its blocks' sums, of squares of elements times the block's scale, and the scales."""
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    block = tl.arange(0, BLOCKS)
+    element = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    start = first * BLOCK
+    present = start // UNIT + element // UNIT < units
+    x = tl.load(values + start + element, mask=present, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(x), 1)  # which passes over NaN; the sum does not
+    scale = tl.where(largest > 2.0**40, 2.0**-90, tl.where(largest < 2.0**-40, 2.0**90, 1.0))
+    scaled = x * scale[:, None]
+    written = start // UNIT + block * BLOCK // UNIT < units
+    tl.store(sums + first + block, tl.sum(scaled * scaled, 1), mask=written)
+    tl.store(scales + first + block, scale, mask=written)
+
+
 # ------------------------------------------------------------------------------------------------- what launches them
 
 
@@ -132,3 +235,16 @@ def _launch(function: Any, flat: Flat, moments: Sequence[Moment | None], seed: i
             *(*formats, each, shape.rows, BLOCK),
             num_warps=shape.warps,
         )
+
+
+def launch_sums_of_squares(values: Tensor) -> Tensor:
+    elements, each = values.numel(), unit(values.numel())
+    blocks = -(-elements // NORM_BLOCK)
+    sums, scales = (torch.empty(blocks, dtype=torch.float32, device=values.device) for _ in range(2))
+    if elements:
+        size = NORM_BLOCKS * NORM_BLOCK
+        programs, warps = -(-blocks // NORM_BLOCKS), tile(size, largest=size).warps
+        _sum_squares[(programs,)](
+            values, sums, scales, elements // each, each, NORM_BLOCKS, NORM_BLOCK, num_warps=warps
+        )
+    return sums.double() / scales.double().square_()

@@ -18,17 +18,11 @@ from megalite_kernels.products import product_into
 # ------------------------------------------------------------------------------------------------- the reference
 
 
-class _RotateReference(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cosine, sine)
-        ctx.interleaved = interleaved
-        return _rotated(input, cosine, sine, interleaved)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        cosine, sine = ctx.saved_tensors
-        return _rotated(gradients[0], cosine, -sine, ctx.interleaved), None, None, None
+def _rotate_reference(
+    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, *, backward: bool
+) -> tuple[Tensor, Tensor]:
+    sine = -sine if backward else sine
+    return _rotated(query, cosine, sine, interleaved), _rotated(key, cosine, sine, interleaved)
 
 
 def _rotated(input: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
@@ -51,14 +45,6 @@ def _pairs(heads: Tensor, rotated: int, interleaved: bool) -> tuple[Tensor, Tens
     return heads[..., : rotated // 2], heads[..., rotated // 2 : rotated]
 
 
-def rotary_embedding_reference(
-    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool
-) -> tuple[Tensor, Tensor]:
-    queries: Tensor = _RotateReference.apply(query, cosine, sine, interleaved)
-    keys: Tensor = _RotateReference.apply(key, cosine, sine, interleaved)
-    return queries, keys
-
-
 # ------------------------------------------------------------------------------------------------- what is called
 
 
@@ -70,9 +56,25 @@ def rotary_embedding(
     The tables [sequence, batch or 1, 1, rotated / 2] are fp32 or wider; the products are taken in their precision and
     rounded once.
     """
-    if not current().runs_triton("rotary", query, key, cosine, sine):
-        return rotary_embedding_reference(query, key, cosine, sine, interleaved)
-    from megalite_kernels.rotary_kernels import Rotary
-
-    queries, keys = Rotary.apply(query, key, cosine, sine, interleaved)
+    rotate = _rotate_reference
+    if current().runs_triton("rotary", query, key, cosine, sine):
+        from megalite_kernels.rotary_kernels import launch_rotate as rotate
+    queries, keys = _Rotation.apply(query, key, cosine, sine, interleaved, rotate)
     return queries, keys
+
+
+class _Rotation(torch.autograd.Function):
+    """Saves only the tables. `rotate`: the reference, or what launches the kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, rotate: Any
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cosine, sine)
+        ctx.interleaved, ctx.rotate = interleaved, rotate
+        return rotate(query, key, cosine, sine, interleaved, backward=False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key = ctx.rotate(*gradients, *ctx.saved_tensors, ctx.interleaved, backward=True)
+        return query, key, None, None, None, None

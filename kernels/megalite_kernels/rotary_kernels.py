@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -122,25 +120,7 @@ def _rotate(
 # ------------------------------------------------------------------------------------------------- what launches them
 
 
-class Rotary(torch.autograd.Function):
-    """Keeps the tables alone."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cosine, sine)
-        ctx.interleaved = interleaved
-        return _launch(query, key, cosine, sine, interleaved, backward=False)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        cosine, sine = ctx.saved_tensors
-        query, key = _launch(gradients[0], gradients[1], cosine, sine, ctx.interleaved, backward=True)
-        return query, key, None, None, None
-
-
-def _launch(
+def launch_rotate(
     query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, *, backward: bool
 ) -> tuple[Tensor, Tensor]:
     positions, batches, heads, width = query.shape

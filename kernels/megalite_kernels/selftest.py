@@ -23,17 +23,17 @@ from torch import Tensor
 from megalite_kernels import cases
 from megalite_kernels.cases import Case
 from megalite_kernels.implementation import Kernels, use
-from megalite_kernels.measure import ELEMENTS, copy_rate, time_case, traffic
+from megalite_kernels.measure import ELEMENTS, case_step, copy_rate, interleaved, traffic
 
+# Largest relative norm of the error: 8 roundings of fp32, 2 of half precision. A kernel's result in float64 is a sum of
+# what it computed in fp32.
 TOLERANCE = {torch.float64: 5e-7, torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
-"""Largest norm of the error: 8 and 2 roundings to nearest of the dtype, as in the tests; what kernels give in
-float64 are sums of what they computed in fp32."""
 TOKENS = {"cuda": (1, 1031), "cpu": (1, 3)}
 EXIT_WRONG, EXIT_NOTHING_TO_TEST = 1, 2
 
 
 def largest_error(case: Case, tokens: int, device: str) -> float:
-    """Error of outputs and gradients over what is tolerated; infinite where two runs differ or are not finite."""
+    """Error of outputs and gradients over what is tolerated; infinite if two runs differ or are not finite."""
     torch.manual_seed(tokens)
     inputs = case.make_inputs(tokens, device)
     incoming: list[Tensor] = []
@@ -49,7 +49,7 @@ def _wide(tensor: Tensor) -> Tensor:
 def _results(
     case: Case, inputs: Sequence[Tensor], incoming: list[Tensor], copy: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
-    """Outputs, and gradients of copies of the inputs; the first run draws what comes in."""
+    """Return outputs, and gradients of copies of the inputs; the first run draws the incoming gradients."""
     own = [copy(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in inputs]
     outputs = case.outputs(own)
     ends = [output for output in outputs if output.requires_grad]
@@ -73,13 +73,11 @@ def _error(case: Case, ours: Tensor, again: Tensor, exact: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Results of an operation."""
+    """Largest error of an operation over what is tolerated; or infinity, and the exception that was raised."""
 
     case: Case
     error: float
-    """The largest, over what is tolerated."""
     failure: str = ""
-    """Error that was raised instead."""
 
     @property
     def right(self) -> bool:
@@ -101,13 +99,12 @@ def check_numbers(chosen: Sequence[Case], device: str) -> Iterator[Numbers]:
 
 @dataclass(frozen=True)
 class Speed:
-    """Time that one direction of an operation took."""
+    """Seconds of one direction of an operation, and bytes per second of those that it must read and write."""
 
     case: Case
     direction: str
     seconds: float
     rate: float
-    """Bytes a second, of those that it cannot but read and write."""
 
     def beside(self, copy: float) -> str:
         figures = f"{self.seconds * 1e3:8.3f} ms {self.rate / 1e9:5.0f} GB/s {self.rate / copy:4.0%} of a copy"
@@ -120,10 +117,10 @@ def check_speed(chosen: Sequence[Case], device: str, elements: int = ELEMENTS) -
     for case in chosen:
         torch.manual_seed(0)
         inputs = case.make_inputs(max(elements // case.width, 1), device)
-        needed, times = traffic(case, inputs), time_case(case, inputs)
-        yield Speed(case, "forward", times.forward, needed.forward / times.forward)
-        if times.backward is not None:
-            yield Speed(case, "backward", times.backward, needed.backward / times.backward)
+        needed = traffic(case, inputs)
+        (times,) = interleaved([case_step(case, inputs)], inputs[0].device)
+        for direction, seconds, moved in zip(("forward", "backward"), times, needed, strict=False):
+            yield Speed(case, direction, seconds, moved / seconds)
 
 
 def nothing_to_test(device: str) -> str | None:

@@ -1,11 +1,10 @@
-"""The core of attention: scores, softmax, weighted values. What stands around it does not know where the keys are."""
+"""The core of attention: scores, softmax, weighted values. Its caller does not know which ranks hold the keys."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,31 +15,11 @@ from megalite.parallel.randomness import RandomKey, Site
 from megalite.parallel.sequence import SequenceLayout
 from megalite_kernels.attention import Mask, attention, attention_with_lse, draws_its_own, keeps_scores
 
+Core = Callable[[Tensor, Tensor, Tensor, Mask, SequenceLayout, RandomKey | None], Tensor]
+"""A core of attention, called as `LocalCore.__call__` is: from queries, keys and values to mixed values.
 
-class Core(Protocol):
-    """Core of attention, from queries, keys and values to mixed values.
-
-    Ranks that share a sequence have a core of their own, which may use the one of a rank that is alone.
-    """
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Mask,
-        layout: SequenceLayout,
-        random: RandomKey | None,
-    ) -> Tensor:
-        """Queries [tokens, batch, heads, head_dim] to [tokens, batch, heads * head_dim].
-
-        Args:
-            key: of this rank's tokens, with a cache of those before them, too, [tokens, batch, groups, head_dim].
-            value: likewise.
-            mask: as megalite_kernels.attention has it.
-            layout: the places of the queries.
-            random: None if nothing is dropped.
-        """
+Ranks that share a sequence need a core of their own, which may call the `LocalCore` of each rank.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,13 +27,13 @@ class LocalCore:
     """Attention of one rank over the keys and values that it is given.
 
     Attributes:
-        heads: of the model, those that are here.
-        groups: the key-value group of each of them, by its place here.
-        scale: of scores; None: 1 / the root of head_dim.
-        cap: of scores.
-        dropout: of probabilities.
-        site: what draws it.
-        recompute: do it again in backward instead of keeping it.
+        heads: the range of the model's heads on this rank.
+        groups: the local key-value group of each of these heads.
+        scale: factor of scores; None: 1 / sqrt(head_dim).
+        cap: soft cap of scores.
+        dropout: probability with which attention probabilities are dropped.
+        site: the random site of this dropout.
+        recompute: compute it again in backward instead of saving it.
     """
 
     heads: range
@@ -66,14 +45,17 @@ class LocalCore:
     recompute: bool
 
     def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Mask,
-        layout: SequenceLayout,
-        random: RandomKey | None,
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, layout: SequenceLayout, random: RandomKey | None
     ) -> Tensor:
+        """Queries [tokens, batch, heads, head_dim] to [tokens, batch, heads * head_dim].
+
+        Args:
+            key: of this rank's tokens and, with a cache, of those before them, [tokens, batch, groups, head_dim].
+            value: likewise.
+            mask: as in megalite_kernels.attention.
+            layout: the places of the queries in their samples.
+            random: None if nothing is dropped.
+        """
         core = functools.partial(self._attend, mask=mask, layout=layout, random=random)
         if (self.recompute or keeps_scores(mask, self.cap)) and torch.is_grad_enabled():
             return checkpoint(core, query, key, value, use_reentrant=False, preserve_rng_state=False)
@@ -82,7 +64,7 @@ class LocalCore:
     def with_lse(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, random: RandomKey | None
     ) -> tuple[Tensor, Tensor]:
-        """Attention to a part of the keys, to be put together with that to others, as megalite_kernels.attention says.
+        """Attention to a part of the keys; megalite_kernels.attention says how the parts are combined.
 
         Returns the mixed values [tokens, batch, heads, head_dim], and the log-sum-exp of each query's scores
         [tokens, batch, heads], in fp32 or wider.
@@ -102,19 +84,8 @@ class LocalCore:
             return found
         return self._attend_with_lse(query, key, value, mask=mask)
 
-    def by_head(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of groups as those of heads, which may then be dealt out."""
-        return key[:, :, self.groups], value[:, :, self.groups]
-
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: Mask,
-        layout: SequenceLayout,
-        random: RandomKey | None,
+        self, query: Tensor, key: Tensor, value: Tensor, *, mask: Mask, layout: SequenceLayout, random: RandomKey | None
     ) -> Tensor:
         drop = None
         if random is not None and self.dropout > 0.0:
@@ -130,8 +101,8 @@ class LocalCore:
         return mixed.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
     def _dealt(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Batch and heads first, and keys and values so that as many consecutive heads share each."""
+        """Permute to batch and heads first; repeat keys and values unless equally many consecutive heads share each."""
         heads, groups = len(self.heads), key.shape[2]
         if heads % groups or self.groups != [head * groups // heads for head in range(heads)]:
-            key, value = self.by_head(key, value)
+            key, value = key[:, :, self.groups], value[:, :, self.groups]
         return query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)

@@ -1,4 +1,4 @@
-"""Micro-batches that a stage computes on, and facts about them that its layers share."""
+"""Micro-batches, and the facts about them that the layers of a stage share."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ _WHOLE = SequenceLayout(0, ())  # stands for all of the tokens, whose number a d
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The samples of one forward pass. It tells where each token stands: no module derives that from a local index."""
+    """The samples of one forward pass, with the position of each token: no module derives it from a local index.
+
+    Attributes:
+        tokens: [batch, sequence] int64.
+        positions: [batch, sequence] int64, counted from the start of the sample, or of the document.
+        first_keys: [batch, sequence] int64, the place in the sample of the first key that each query sees: that of its
+            document's first token (`first_keys`). None: the sample's first.
+        labels: [batch, sequence] int64; None for logits instead of a loss.
+        loss_mask: [batch, sequence], the weight of each token's loss.
+        layout: the places of the tokens in their samples; by default, these are whole samples.
+    """
 
     tokens: Tensor
-    """[batch, sequence] int64"""
     positions: Tensor
-    """[batch, sequence] int64, counted from the start of the sample, or of the document"""
     first_keys: Tensor | None
-    """[batch, sequence] int64, the place in the sample of the first key that each query sees, which is that of its
-    document's first token (`first_keys`); None: the sample's first"""
     labels: Tensor | None
-    """[batch, sequence] int64; None where logits are wanted rather than a loss"""
     loss_mask: Tensor | None
-    """[batch, sequence], the weight of each token's loss"""
     key: RandomKey
     layout: SequenceLayout = _WHOLE
-    """The places of the tokens in their samples; by default they are whole samples"""
 
     def __post_init__(self) -> None:
         if self.layout is _WHOLE:
@@ -43,21 +46,25 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Facts that every layer of a stage shares for one micro-batch."""
+    """Facts about one micro-batch that all layers of a stage share.
+
+    Attributes:
+        rotary: cosine and sine [sequence, batch, 1, rotated / 2].
+        windowed_rotary: the same for layers with a sliding window.
+        masks: attention masks (see megalite_kernels.attention) by a layer's window (`LayerSpec.keys_before`); None:
+            causal over the whole sample. With a cache, the keys are the slots so far.
+        rows: the places in the sample of the hidden states between layers: a part of the tokens under sequence
+            parallelism.
+        cache: keys and values of earlier tokens; None if there are none.
+    """
 
     rotary: tuple[Tensor, Tensor] | None
-    """cosine and sine [sequence, batch, 1, rotated / 2]"""
     windowed_rotary: tuple[Tensor, Tensor] | None
-    """The same for layers with a sliding window"""
     masks: Mapping[int | None, Mask]
-    """Keys that tokens see, by a layer's window (`LayerSpec.keys_before`), as megalite_kernels.attention has it; None:
-    causal over the whole sample. Where there is a cache, the keys are the slots so far"""
     key: RandomKey
     layout: SequenceLayout
     rows: Runs
-    """The places in the sample of what stands between layers: of a part of the tokens under sequence parallelism"""
     cache: KeyValueCache | None = None
-    """Keys and values of the tokens before these; None: there are none"""
 
 
 def first_keys(document_ids: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -186,32 +187,28 @@ def messages(
     return ((TensorSpec(HIDDEN_STATES, (sequence, batch, config.hidden_size), dtype),),) * (stages - 1)
 
 
+class NetworkOptions(TypedDict, total=False):
+    """Options of `GPT` that are the same for all stages of a network."""
+
+    sequence_parallel: bool
+    recompute: Recompute
+    loss: LossConfig
+    dtype: torch.dtype
+
+
 def make_chunks(
     config: ModelConfig,
     mesh: ParallelMesh,
     parts: Sequence[StageLayers],
     tied_ranks: tuple[int, ...],
-    *,
-    sequence_parallel: bool = False,
-    recompute: Recompute | None = None,
-    loss: LossConfig | None = None,
-    dtype: torch.dtype = torch.float32,
+    **options: Unpack[NetworkOptions],
 ) -> list[GPT]:
-    """The stages that one rank holds. `tied_ranks`: the ranks with the first stage and the last, for tied weights."""
+    """Make the stages of one rank. `tied_ranks`: the ranks with the first stage and the last, for tied weights."""
+    tied_ranks = (mesh.rank,) if config.untie_embeddings_and_output_weights else tied_ranks
     chunks: list[GPT] = []
     tied: Parameter | None = None
     for stage_layers in parts:
-        chunk = GPT(
-            config,
-            mesh,
-            stage_layers=stage_layers,
-            tied_ranks=(mesh.rank,) if config.untie_embeddings_and_output_weights else tied_ranks,
-            tied=tied,
-            sequence_parallel=sequence_parallel,
-            recompute=recompute,
-            loss=loss,
-            dtype=dtype,
-        )
+        chunk = GPT(config, mesh, stage_layers=stage_layers, tied_ranks=tied_ranks, tied=tied, **options)
         if chunk.embedding is not None:
             tied = chunk.embedding.word.weight
         chunks.append(chunk)

@@ -9,11 +9,11 @@ from megalite.config.model import ModelConfig
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.parameter import Parameter
 from megalite.parallel.sharding import Constant, LogicalTensor
-from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
+from megalite_kernels.norm import norm, residual_norm
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dimension, its weights whole on every rank.
+    """RMSNorm or LayerNorm over the last dimension, its weights replicated on every rank.
 
     `of_part`: see `ParallelContext.replicated`.
     """
@@ -32,14 +32,10 @@ class Norm(nn.Module):
         self.bias = vector("bias", 0.0) if config.normalization == "LayerNorm" else None
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The norm of the input [..., width]; or, with a residual like it, that of their sum, and the sum."""
+        """Return the norm of the input [..., width]; with a residual of that shape, the norm of the sum and the sum."""
         weight: Tensor = self.weight
-        if self.around_one:  # what is close to 1 would lose the digits that its distance from 1 has
+        if self.around_one:  # in fp32: near 1, bf16 would round away small weights
             weight = 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         if residual is None:
-            if self.bias is None:
-                return rms_norm(input, weight, self.epsilon)
-            return layer_norm(input, weight, self.bias, self.epsilon)
-        if self.bias is None:
-            return residual_rms_norm(input, residual, weight, self.epsilon)
-        return residual_layer_norm(input, residual, weight, self.bias, self.epsilon)
+            return norm(input, weight, self.bias, self.epsilon)
+        return residual_norm(input, residual, weight, self.bias, self.epsilon)

@@ -1,7 +1,7 @@
-"""Rows of activations that travel to the ranks that work on them, by an all-to-all; gradients travel back.
+"""All-to-all of activation rows, as expert parallelism needs it: forward sends rows, backward returns their gradients.
 
-How many rows go where, both sides say as numbers of the host: what a device counts is announced once a forward pass,
-and backward knows it.
+Both sides pass the numbers of rows as Python integers. If they are counted on a device, `exchange_counts` announces
+them once per forward pass; backward reuses them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange_rows(rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: Group) -> Tensor:
-    """[n, width] to [m, width]: the first send_counts[0] rows go to rank 0, the next to rank 1, and so on; what has
-    arrived stands in the order of the ranks that sent it. Counts may be zero.
+    """Send rows [n, width] and return the received rows [m, width]. Counts may be zero.
 
-    Every rank of the group must call it, and go backward through it, with rows or without.
+    The first send_counts[0] rows go to rank 0, the next send_counts[1] to rank 1, and so on. Received rows are sorted
+    by the rank that sent them. Every rank of the group must call it and run its backward, even without rows.
 
-    Raises ValueError if the counts are not one for each rank, or do not deal the rows.
+    Raises ValueError if there is not one count per rank, or if the counts do not add up to the rows.
     """
     for counts in (send_counts, receive_counts):
         if len(counts) != group.size or min(counts) < 0:
@@ -49,9 +49,9 @@ def exchange_rows(rows: Tensor, send_counts: Sequence[int], receive_counts: Sequ
 
 
 def exchange_counts(counts: Sequence[int], group: Group, device: torch.device) -> list[int]:
-    """Announce numbers to each rank, equally many, in rank order: those for this one, in the order of their senders.
+    """Send equally many numbers to each rank, in rank order, and return those for this rank, sorted by their sender.
 
-    Raises ValueError if they are not equally many.
+    Raises ValueError if the numbers cannot be divided evenly over the ranks.
     """
     if len(counts) % group.size:
         raise ValueError(f"{len(counts)} counts cannot be dealt evenly to {group.size} ranks")

@@ -1,4 +1,4 @@
-"""A linear product in groups: rows sorted by expert, each expert's rows times its own matrix."""
+"""Grouped linear layer: rows are sorted by expert, and each expert's rows are multiplied by its own matrix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalite.parallel.sharding import Sharding
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Parameter, offsets: tuple[int, ...], use: int) -> Tensor:
-        # The parameter is kept as it is: a saved tensor would lose its buffer.
+        # Not by save_for_backward: the saved tensor would not have the parameter's gradient buffer.
         ctx.weight, ctx.offsets, ctx.use = weight, offsets, use
         ctx.save_for_backward(input)
         matrices = _matrices(weight, input, offsets)
@@ -27,31 +27,31 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        input, (gradient,) = ctx.saved_tensors[0].detach(), gradients  # what is kept has no graph
+        input, (gradient,) = ctx.saved_tensors[0].detach(), gradients  # a deferred gradient must not keep the graph
         input_gradient = torch.empty_like(input, memory_format=torch.contiguous_format)
         for matrix, rows in zip(_matrices(ctx.weight, input, ctx.offsets), _rows(ctx.offsets), strict=True):
             torch.mm(gradient[rows], matrix, out=input_gradient[rows])
-        # Last: with the last gradient that is handed over the weight may go.
+        # Last: accumulating the last gradient may free the weight.
         product = GroupedProductGradient(gradient, input, ctx.offsets)
         return input_gradient, accumulate_grad(ctx.weight, product, ctx.use), None, None
 
 
 def grouped_linear(input: Tensor, weight: Parameter, offsets: Sequence[int], use: int = 0) -> Tensor:
-    """The rows of each expert times its matrix, transposed.
+    """Compute rows_e @ W_e.T for each expert e.
 
-    The weight's gradient is handed over once, for all experts, with rows or without.
+    The weight's gradient is accumulated once per backward, for all experts together, even without rows.
 
     Args:
         input: [rows, in], sorted by expert.
-        weight: of this rank's experts, the first dimension of what it holds: [experts x out, in].
-        offsets: [experts + 1], from 0 to all rows: expert e has those from offsets[e] to offsets[e + 1].
-        use: of the weight, where it is tied: this one's number.
+        weight: the matrices of this rank's experts, [experts * out, in].
+        offsets: [experts + 1], from 0 to the number of rows: expert e has the rows from offsets[e] to offsets[e + 1].
+        use: the number of this use, if the weight is tied.
 
     Returns:
         [rows, out].
 
     Raises:
-        ValueError: the offsets do not deal all rows, or not to the weight's experts, or the rows are of another width,
+        ValueError: the offsets do not cover all rows or do not match the weight's experts, the rows have another width,
             or the weight is not one tensor of experts.
     """
     if not offsets or offsets[0] != 0 or offsets[-1] != len(input) or any(b < a for a, b in pairwise(offsets)):
@@ -67,8 +67,9 @@ def grouped_linear(input: Tensor, weight: Parameter, offsets: Sequence[int], use
 
 
 def _experts(sharding: Sharding) -> int:
-    """The number of experts that a rank holds. In a matrix of two tensors' experts, those of one stand behind all of
-    the other's, so that equal runs of rows would mix them.
+    """Return the number of experts on this rank.
+
+    Raises ValueError for a fused weight of several tensors: its rows are grouped by tensor, not by expert.
     """
     first = sharding.pieces[0]
     if first.rows != sharding.local_shape[0]:

@@ -1,4 +1,4 @@
-"""Communication of a stage's modules inside an action, beyond that of its tensor-parallel ranks."""
+"""Collectives that a stage's modules run inside an action of the schedule, other than over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from torch import nn
 
 
 class Inside(NamedTuple):
-    """Communication inside an action between copies of a pipeline: its name and that of its group."""
+    """A collective inside an action, among ranks of several pipelines.
+
+    Attributes:
+        group: its group, as axes of the mesh, such as "dp x cp" or "ep".
+    """
 
     name: str
     group: str
-    """Axes of the mesh, such as "dp x cp" or "ep": by these each rank finds the others of its group."""
 
 
 def inside_forward(modules: Iterable[nn.Module]) -> list[Inside]:
-    """Collect what modules communicate in forward, in order: each submodule that communicates lists it as `inside`.
+    """List the collectives of modules in the order of forward; backward runs them in reverse order.
 
-    In backward they do the same in reverse order.
+    A submodule that communicates lists its collectives in an attribute `inside`.
     """
     return [each for module in modules for part in module.modules() for each in getattr(part, "inside", ())]

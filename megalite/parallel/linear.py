@@ -1,9 +1,14 @@
-"""Linear layers split over the tensor-parallel ranks.
+"""Linear layers split over the tensor-parallel ranks (Megatron-LM, arXiv:1909.08053).
 
-Megatron-LM (arXiv:1909.08053) and, with sequence parallelism, Korthikanti et al. (arXiv:2205.05198): the
-column-parallel layer's gathered input is not saved but gathered again in backward, beside the input-gradient product;
-the input gradient's reduction then runs beside the weight-gradient product. What deferred weight gradients keep stays
-split along the sequence and is gathered when they are added.
+With A the transposed weight and p ranks, of which rank i holds A_i:
+
+    column-parallel:  Y = X [A_1, ..., A_p] = [X A_1, ..., X A_p]; backward sums the gradient of X over the ranks.
+    row-parallel:     Y = [X_1, ..., X_p] [A_1; ...; A_p] = X_1 A_1 + ... + X_p A_p, summed over the ranks.
+
+With sequence parallelism (arXiv:2205.05198), X of the first and Y of the second are split along the sequence: the
+column-parallel layer all-gathers its input, and the row-parallel layer reduce-scatters its output. The gathered input
+is not saved: backward gathers it again while it computes the input gradient, and reduces the input gradient while it
+computes the weight gradient. Deferred weight gradients keep the split tensors and gather them when they are added.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _GatheredGradient:
-    """A `ProductGradient` of which a factor is gathered when it is added."""
+    """A `ProductGradient` that gathers one of its factors when it is added."""
 
     output_gradient: Callable[[], Tensor]
     input: Callable[[], Tensor]
@@ -40,7 +45,7 @@ class _GatheredGradient:
 
 
 def _gather_later(split: Tensor, group: Group) -> Callable[[], Tensor]:
-    """Gathers once, however many gradients ask, and keeps the whole until the last of them is gone."""
+    """Return a function that gathers once, for all gradients that call it."""
     return functools.cache(lambda: _matrix(collectives.all_gather(split, group)))
 
 
@@ -49,14 +54,14 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: Group, sequence_parallel: bool, use: int, *weights: Tensor) -> Tensor:
-        # Parameters are kept as they are: a saved tensor would lose its buffer under recomputation.
+        # Not by save_for_backward: under recomputation the saved tensor would not have the gradient buffer.
         ctx.group, ctx.sequence_parallel, ctx.use, ctx.weights = group, sequence_parallel, use, weights
         ctx.save_for_backward(input)
         whole = collectives.all_gather(input, group) if sequence_parallel else input
         if len(weights) == 1:
             return F.linear(whole, weights[0])
         output = whole.new_empty(*whole.shape[:-1], sum(weight.shape[0] for weight in weights))
-        for weight, part in zip(weights, _split(_matrix(output), weights), strict=True):
+        for weight, part in zip(weights, _split_outputs(_matrix(output), weights), strict=True):
             torch.mm(_matrix(whole), weight.t(), out=part)
         return output
 
@@ -67,7 +72,7 @@ class _ColumnParallel(torch.autograd.Function):
         later = ctx.sequence_parallel and is_deferred(weights[0])
         gather_now = ctx.sequence_parallel and not later
         input_again = collectives.all_gather_async(input, group) if gather_now else collectives.completed(input)
-        parts = _split(_matrix(gradients[0]), weights)
+        parts = _split_outputs(_matrix(gradients[0]), weights)
         input_gradient = parts[0] @ weights[0]
         for part, weight in zip(parts[1:], weights[1:], strict=True):
             input_gradient.addmm_(part, weight)
@@ -96,14 +101,14 @@ class _RowParallel(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
         ctx.weight, ctx.group, ctx.sequence_parallel = weight, group, sequence_parallel
         ctx.save_for_backward(input)
-        term = F.linear(input, weight)  # nobody else's: it can be summed in place
+        term = F.linear(input, weight)  # a new tensor: it can be reduced in place
         return collectives.reduce_scatter(term, group) if sequence_parallel else collectives.all_reduce_(term, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         input = ctx.saved_tensors[0].detach()
         gradient = collectives.all_gather(gradients[0], ctx.group) if ctx.sequence_parallel else gradients[0]
-        input_gradient = gradient @ ctx.weight  # first: the last gradient to be handed over may free the weight
+        input_gradient = gradient @ ctx.weight  # first: accumulating the last gradient may free the weight
         product: Gradient
         if ctx.sequence_parallel and is_deferred(ctx.weight):
             gathered = _gather_later(gradients[0], ctx.group)
@@ -113,15 +118,15 @@ class _RowParallel(torch.autograd.Function):
         return input_gradient, accumulate_grad(ctx.weight, product), None, None
 
 
-def _split(matrix: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _split_outputs(matrix: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return matrix.split([weight.shape[0] for weight in weights], dim=-1)
 
 
 class ColumnParallelLinear(nn.Module):
     """A linear layer whose outputs are split over ranks; the input is replicated, or split along the sequence.
 
-    Several weights over the same input (queries, and keys and values that ranks share) run over one gathered input;
-    their outputs stand side by side in the last dimension.
+    Several weights (queries, and keys and values that ranks share) are applied to the same input, which is gathered
+    once; their outputs are concatenated along the last dimension.
     """
 
     def __init__(
@@ -134,11 +139,11 @@ class ColumnParallelLinear(nn.Module):
         use: int = 0,
         adds_bias: bool = True,
     ) -> None:
-        """A weight that is tied to another layer's is given as that `Parameter`, with the number of its use here.
+        """Make the layer. A weight that is tied to another layer's is passed as that `Parameter`, with its `use` here.
 
         Args:
-            outputs: what the dimension means that is split.
-            adds_bias: or leaves `bias` to be added by what comes next.
+            outputs: the meaning of the output dimension, which is split.
+            adds_bias: False leaves `bias` to be added by the next operation.
         """
         super().__init__()
         self.weights = nn.ParameterList(
@@ -163,9 +168,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer whose inputs are split over ranks: their terms are summed, then the bias is added once.
+    """A linear layer whose inputs are split over ranks: partial outputs are summed, then the bias is added once.
 
-    `inputs`: what the dimension means that is split.
+    `inputs`: the meaning of the input dimension, which is split.
     """
 
     def __init__(self, context: ParallelContext, inputs: Meaning, weight: Sharding, bias: Sharding | None) -> None:

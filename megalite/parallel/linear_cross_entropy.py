@@ -1,9 +1,9 @@
-"""Cross entropy straight from hidden states and the output layer's weight: logits exist for a chunk of tokens at once.
+"""Fused output layer and cross entropy: logits exist only for one chunk of tokens at a time.
 
-Forward keeps the hidden states and each token's log-sum-exp. Backward computes the logits of a chunk again, turns them
-into their gradient in place and multiplies it with the weight and with the hidden states: a fourth product, for the
-memory of all logits. Ranks talk as in a column-parallel layer and its loss: the statistics of all chunks are gathered
-at once.
+Forward saves the hidden states and each token's log-sum-exp. Backward computes the logits of a chunk again, overwrites
+them with their gradient, and multiplies that with the weight and with the hidden states. This costs a fourth matrix
+product and saves the memory of the logits. The communication is that of a column-parallel layer and its loss; the
+statistics of all chunks are gathered together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,19 +53,26 @@ def linear_cross_entropy(
     """
     columns = Columns.of_rank(group.rank, weight.shape[0], vocab_size)
     split_over = group if sequence_parallel and group.size > 1 else None
-    settings = split_over, group, use, columns, options or LossOptions()
-    found: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, *settings)
+    settings = _Settings(split_over, group, use, columns, options or LossOptions())
+    found: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, settings)
     return found
+
+
+class _Settings(NamedTuple):
+    split_over: Group | None  # the ranks that share the hidden states' sequence, if it is split
+    group: Group
+    use: int
+    columns: Columns
+    options: LossOptions
 
 
 @dataclass(frozen=True)
 class _LogitGradients:
     """Inputs from which the gradient of the logits is made, chunk by chunk."""
 
-    labels: Tensor
-    log_sums: Tensor
-    scales: Tensor
-    """Gradients of the losses; these three [tokens]."""
+    labels: Tensor  # [tokens]
+    log_sums: Tensor  # [tokens]
+    scales: Tensor  # [tokens], gradients of the losses
     weight: Tensor
     columns: Columns
     options: LossOptions
@@ -80,13 +87,11 @@ class _LogitGradients:
 
 @dataclass(frozen=True)
 class _WeightGradient:
-    """The gradient of the weight; if there is a place for it, that of the hidden states on the way."""
+    """The gradient of the weight. Also fills `hidden_gradient`, if given, from the same chunks of logits."""
 
     logit_gradients: _LogitGradients
-    hidden: Callable[[], Tensor]
-    """[tokens, hidden]"""
-    hidden_gradient: Tensor | None = None
-    """[tokens, hidden], to be filled."""
+    hidden: Callable[[], Tensor]  # [tokens, hidden]
+    hidden_gradient: Tensor | None = None  # [tokens, hidden], to be filled
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         """The sum over the chunks is in fp32 or wider, whatever the target."""
@@ -105,32 +110,24 @@ class _WeightGradient:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Parameter,
-        labels: Tensor,
-        split_over: Group | None,
-        group: Group,
-        use: int,
-        columns: Columns,
-        options: LossOptions,
-    ) -> Tensor:
-        ids, whole = labels.reshape(-1), _whole(hidden, split_over)
+    def forward(ctx: Any, hidden: Tensor, weight: Parameter, labels: Tensor, settings: _Settings) -> Tensor:
+        columns, options = settings.columns, settings.options
+        ids, whole = labels.reshape(-1), _whole(hidden, settings.split_over)
         parts = [statistics(logits, ids[tokens], columns, options) for tokens, logits in _logits(whole, weight)]
-        found = over_ranks(torch.cat(parts, dim=1), group)
-        ctx.save_for_backward(hidden, labels, found[0].clone())  # by itself: the other statistics are done with
-        # The parameter is kept as it is: a saved tensor would lose its buffer.
-        ctx.weight, ctx.split_over, ctx.group, ctx.use = weight, split_over, group, use
-        ctx.columns, ctx.options = columns, options
+        found = over_ranks(torch.cat(parts, dim=1), settings.group)
+        ctx.save_for_backward(hidden, labels, found[0].clone())  # a copy, so that the other statistics are freed
+        # Not by save_for_backward: the saved tensor would not have the parameter's gradient buffer.
+        ctx.weight, ctx.settings = weight, settings
         return losses(found, columns.vocab_size, options).view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, labels, log_sums = (saved.detach() for saved in ctx.saved_tensors)  # what is kept has no graph
-        weight, split_over = ctx.weight, ctx.split_over
+        hidden, labels, log_sums = (
+            saved.detach() for saved in ctx.saved_tensors
+        )  # a deferred gradient must not keep the graph
+        weight, (split_over, group, use, columns, options) = ctx.weight, ctx.settings
         tokens = labels.reshape(-1), log_sums, gradients[0].reshape(-1)
-        logit_gradients = _LogitGradients(*tokens, weight, ctx.columns, ctx.options)
+        logit_gradients = _LogitGradients(*tokens, weight, columns, options)
         whole = _whole(hidden, split_over)
         hidden_gradient = torch.empty_like(whole, memory_format=torch.contiguous_format)
         if is_deferred(weight):
@@ -141,13 +138,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             product = _WeightGradient(logit_gradients, partial(_whole, hidden, split_over))
         else:
             product = _WeightGradient(logit_gradients, lambda: whole, hidden_gradient)
-        weight_gradient = accumulate_grad(weight, product, ctx.use)
+        weight_gradient = accumulate_grad(weight, product, use)
         hidden_gradient = hidden_gradient.view(-1, *hidden.shape[1:])
         if split_over is not None:
             hidden_gradient = collectives.reduce_scatter(hidden_gradient, split_over)
         else:
-            collectives.all_reduce_(hidden_gradient, ctx.group)
-        return hidden_gradient, weight_gradient, *[None] * 6
+            collectives.all_reduce_(hidden_gradient, group)
+        return hidden_gradient, weight_gradient, None, None
 
 
 def _whole(hidden: Tensor, split_over: Group | None) -> Tensor:

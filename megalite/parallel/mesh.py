@@ -6,15 +6,17 @@ import datetime
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from megalite.errors import CommunicationError
-from megalite.torch_internals import new_process_group
+from megalite.torch_internals import Store, new_process_group
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
+Kind = Literal["group", "link"]
 
 
 @dataclass
@@ -66,14 +68,12 @@ class ParallelMesh:
         Raises ValueError if the sizes do not factor the world.
         """
         tp, cp, pp = tensor_parallel_size, context_parallel_size, pipeline_parallel_size
-        ep, etp = expert_parallel_size, tensor_parallel_size
-        if expert_tensor_parallel_size is not None:
-            etp = expert_tensor_parallel_size
+        ep, etp = expert_parallel_size, tp if expert_tensor_parallel_size is None else expert_tensor_parallel_size
         for name, size in (("tp*cp*pp", tp * cp * pp), ("etp*ep*pp", etp * ep * pp)):
             if size < 1 or world_size % size:
                 raise ValueError(f"a world of {world_size} ranks does not factor by {name} = {size}")
         self.rank, self.world_size = rank, world_size
-        self.device = device if device is not None else torch.device("cpu")
+        self.device = device or torch.device("cpu")
         sizes = {"pp": pp, "dp": world_size // (tp * cp * pp), "cp": cp, "tp": tp}
         expert_sizes = {"pp": pp, "edp": world_size // (etp * ep * pp), "ep": ep, "etp": etp}
         self._timeout = timeout
@@ -83,9 +83,8 @@ class ParallelMesh:
         }
         self._sizes = sizes | expert_sizes
         self.waits = WaitTimer()
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[Kind, tuple[int, ...]], Group] = {}
         self._by_axes: dict[tuple[str, ...], Group] = {}
-        self._links: dict[tuple[int, int], Group] = {}
         self._coordinates = self.coordinates_of(rank)
 
     def size(self, *axes: str) -> int:
@@ -146,58 +145,54 @@ class ParallelMesh:
 
     def group_of(self, ranks: Sequence[int]) -> Group:
         """The group of an explicit set of ranks that contains this one."""
-        key = tuple(sorted(ranks))
-        if key not in self._groups:
-            self._groups[key] = Group(key, key.index(self.rank), self._make_process_group(key), self.waits)
-        return self._groups[key]
-
-    def _make_process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        if len(ranks) == 1:
-            return None
-        if len(ranks) == self.world_size:
-            return dist.group.WORLD
-        return _new_process_group(self.rank, ranks, self._timeout)
+        return self._cached_group("group", tuple(sorted(ranks)))
 
     def link(self, source: int, destination: int) -> Group:
         """The group on which `source` sends to `destination`, in this order; one of them is this rank.
 
         Both must ask for their links in the same order.
         """
-        key = source, destination
-        if key not in self._links:
-            group = _new_process_group(self.rank, key, self._timeout, label="link")
-            self._links[key] = Group(key, key.index(self.rank), group, self.waits)
-        return self._links[key]
+        return self._cached_group("link", (source, destination))
+
+    def _cached_group(self, kind: Kind, ranks: tuple[int, ...]) -> Group:
+        if (kind, ranks) not in self._groups:
+            process_group = self._make_process_group(kind, ranks)
+            self._groups[kind, ranks] = Group(ranks, ranks.index(self.rank), process_group, self.waits)
+        return self._groups[kind, ranks]
+
+    def _make_process_group(self, kind: Kind, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Make a process group that only its members make, named by its ranks and by how often they have made it.
+
+        Raises CommunicationError if one of them has ended.
+        """
+        if len(ranks) == 1:
+            return None
+        if kind == "group" and len(ranks) == self.world_size:
+            return dist.group.WORLD
+        name = f"megalite {kind} {'-'.join(map(str, ranks))}"
+
+        def unique_name(store: Store) -> str:
+            return f"{name} #{store.add(f'{name} on {self.rank}', 1)}"
+
+        try:
+            return new_process_group(self.rank, ranks, unique_name, self._timeout)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"ranks {', '.join(map(str, ranks))} could not connect to one another, or one of them has ended: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
 
     def close(self) -> None:
         """Destroy the process groups that this mesh made; the default group stays."""
-        for group in (*self._groups.values(), *self._links.values()):
+        for group in self._groups.values():
             if group.process_group is not None and group.process_group is not dist.group.WORLD:
                 dist.destroy_process_group(group.process_group)
         self._groups.clear()
         self._by_axes.clear()
-        self._links.clear()
 
 
 class UnconnectedMesh(ParallelMesh):
-    """The place of a rank that no process is, to look at what it would hold: its groups cannot communicate."""
+    """The place of a rank that no process has, to look at what it would hold: its groups cannot communicate."""
 
-    def _make_process_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def _make_process_group(self, kind: Kind, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         return None
-
-
-def _new_process_group(
-    rank: int, ranks: tuple[int, ...], timeout: datetime.timedelta | None, label: str = "group"
-) -> dist.ProcessGroup:
-    """A process group that only its members make, named by its ranks and by how often they have made it.
-
-    Raises CommunicationError if one of them has gone.
-    """
-    name = f"megalite {label} {'-'.join(map(str, ranks))}"
-    try:
-        return new_process_group(rank, ranks, lambda store: f"{name} #{store.add(f'{name} on {rank}', 1)}", timeout)
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"ranks {', '.join(map(str, ranks))} could not connect to one another, or one of them has ended: "
-            f"{str(error).splitlines()[0]}"
-        ) from error

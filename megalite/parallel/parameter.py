@@ -17,10 +17,10 @@ from megalite.torch_internals import make_subclass
 
 
 class Gradient(Protocol):
-    """A contribution to a parameter's gradient that knows how to add itself to where gradients are gathered."""
+    """A contribution to a parameter's gradient that can add itself to the gradient buffer."""
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
-        """Add to `target`, or set it where `overwrite`."""
+        """Add to `target`, or set it if `overwrite`."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,13 @@ class DenseGradient:
 
 @dataclass(frozen=True)
 class ProductGradient:
-    """The weight gradient of a linear layer, output_gradient.T @ input; not stored on GPUs or where dtypes agree."""
+    """The weight gradient of a linear layer, output_gradient.T @ input.
 
-    output_gradient: Tensor
-    """[tokens, out]"""
-    input: Tensor
-    """[tokens, in]"""
+    On GPUs, and if the dtypes agree, the product is added directly, without a temporary.
+    """
+
+    output_gradient: Tensor  # [tokens, out]
+    input: Tensor  # [tokens, in]
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         transposed, beta = self.output_gradient.t(), 0.0 if overwrite else 1.0  # 0 ignores what was there, NaN included
@@ -55,14 +56,14 @@ class ProductGradient:
 
 @dataclass(frozen=True)
 class GroupedProductGradient:
-    """The weight gradient of a grouped linear product: a `ProductGradient` for each expert, over its rows."""
+    """The weight gradient of a grouped linear product: a `ProductGradient` for each expert, over its rows.
 
-    output_gradient: Tensor
-    """[rows, out], sorted by expert."""
-    input: Tensor
-    """[rows, in]"""
-    offsets: Sequence[int]
-    """[experts + 1]: expert e has the rows from offsets[e] to offsets[e + 1], perhaps none."""
+    Rows are sorted by expert: expert e has those from offsets[e] to offsets[e + 1], perhaps none.
+    """
+
+    output_gradient: Tensor  # [rows, out]
+    input: Tensor  # [rows, in]
+    offsets: Sequence[int]  # [experts + 1]
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         """Add to `target`, experts x out x in elements in that order."""
@@ -77,12 +78,10 @@ class GroupedProductGradient:
 
 @dataclass(frozen=True)
 class RowsGradient:
-    """The gradient of a table of which some rows were looked up."""
+    """The gradient of an embedding table of which some rows were looked up."""
 
-    rows: Tensor
-    """[tokens], integer"""
-    values: Tensor
-    """[tokens, width]"""
+    rows: Tensor  # [tokens], integer
+    values: Tensor  # [tokens, width]
 
     def add_to(self, target: Tensor, *, overwrite: bool) -> None:
         if overwrite:
@@ -91,44 +90,44 @@ class RowsGradient:
 
 
 class DeferredGradients:
-    """Gradients that are kept, in the order in which they came, to be added later.
+    """A queue of gradients to be added later, in the order in which they were computed.
 
-    Each has with it all that it takes to add it: until then the tensors that it is made from are alive.
+    The tensors that a gradient is computed from stay in memory until it is added.
     """
 
     def __init__(self) -> None:
         self._additions: deque[Callable[[], None]] = deque()
 
     def keep(self, addition: Callable[[], None]) -> None:
-        """Keep a gradient: what adds it."""
+        """Append the call that adds a gradient."""
         self._additions.append(addition)
 
     @torch.no_grad()
     def add(self) -> None:
-        """Add all in order, and let go of each."""
+        """Add all gradients in order, and free each."""
         while self._additions:
             self._additions.popleft()()
 
 
 class GradientBuffer(Protocol):
-    """Buffer in which gradients are gathered: the one door through which they enter."""
+    """The buffer that accumulates gradients, and the only way by which they enter it."""
 
     @property
     def deferred(self) -> DeferredGradients | None:
-        """Keeper of the gradients that arrive now; None: they are added."""
+        """The queue for gradients computed now; None if they are added at once."""
 
     @property
     def frees_parameters(self) -> bool:
         """True if a parameter's values may be gone once its gradient has been added or kept."""
 
     def accumulate(self, parameter: Parameter, gradient: Gradient, use: int = 0) -> None:
-        """Take a gradient of one of the parameter's uses in a forward pass, by number."""
+        """Accumulate a gradient of one of the parameter's uses, given by its number."""
 
 
 class Parameter(nn.Parameter):
-    """A parameter with its `Sharding`, and the buffer that gathers its gradient once a run has made one.
+    """A parameter with its `Sharding` and, once the run has made it, the buffer that accumulates its gradient.
 
-    Until a bucket or `allocate` gives it a place it takes no memory: a model that is sharded is never whole on a rank.
+    It takes no memory until a bucket or `allocate` provides it: so a sharded model is never unsharded on a rank.
     """
 
     sharding: Sharding
@@ -144,20 +143,20 @@ class Parameter(nn.Parameter):
         pass
 
     def allocate(self) -> None:
-        """Give it memory of its own, not yet set, where it has none."""
+        """Allocate uninitialized memory, if it has none."""
         if not any(self.stride()):
             self.data = torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 def is_deferred(parameter: Parameter) -> bool:
-    """Tell if a gradient that is handed over now is kept to be added later."""
+    """Tell if a gradient that is accumulated now is queued to be added later."""
     return parameter.gradient_buffer is not None and parameter.gradient_buffer.deferred is not None
 
 
 def accumulate_grad(parameter: Parameter, gradient: Gradient, use: int = 0) -> Tensor | None:
-    """Give the gradient of a use to the parameter's buffer, from inside a backward function.
+    """Accumulate the gradient of a use into the parameter's buffer; called from a backward function.
 
-    Returns what the function must return to autograd for it: None, or the plain gradient where there is no buffer.
+    Returns what that function must return to autograd: None, or the gradient itself if there is no buffer.
     """
     if parameter.gradient_buffer is not None:
         parameter.gradient_buffer.accumulate(parameter, gradient, use)

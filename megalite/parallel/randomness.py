@@ -26,22 +26,26 @@ SITES = {"embedding": 0, "attention": 1, "attention output": 2, "mlp output": 3}
 class Site:
     """A place in the model that draws random numbers.
 
-    Of each sample it masks a tensor [positions, hidden], or the probabilities [heads * queries, keys] of attention.
+    In each sample it masks a tensor [positions, hidden], or the probabilities [heads * queries, keys] of attention.
+
+    Attributes:
+        layer: global index of the layer; 0 for the embedding.
+        name: one of SITES.
     """
 
     layer: int
-    """Global index of the layer; 0 for the embedding."""
     name: str
-    """One of SITES."""
 
 
 @dataclass(frozen=True)
 class RandomKey:
-    """Key of one micro-batch's random numbers, which depend on it and on the site alone."""
+    """Key of one micro-batch's random numbers, which depend only on it and on the site.
+
+    `samples`: the number of each row's sample in the run's order.
+    """
 
     seed: int
     samples: tuple[int, ...]
-    """The number of each row's sample in the run's order."""
 
     def dropout_mask(self, probability: float, site: Site, rows: Runs) -> DropoutMask:
         """Return what `site` drops from these rows of its tensor, of each sample."""

@@ -1,7 +1,7 @@
-"""The record that every parameter carries: its place in the global model.
+"""`Sharding`: the record of which part of the global model a parameter holds.
 
-Initialisation, gradient synchronisation, the gradient norm, ZeRO, checkpoints, resharding and conversion all derive
-from this one record; nothing matches on module types or on substrings of names.
+Initialization, gradient reduction, the gradient norm, ZeRO, checkpoints, resharding and conversion read this record.
+Nothing looks at module types or at parts of names.
 """
 
 from __future__ import annotations
@@ -24,23 +24,27 @@ class Normal:
 
 @dataclass(frozen=True)
 class Constant:
-    """Initial values all alike."""
+    """Initial values that are all the same."""
 
     value: float
 
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A tensor that the mathematics names, whole, unpadded and independent of any layout."""
+    """A global tensor of the model: unsharded, unpadded and the same under every layout.
+
+    Attributes:
+        matrices: an einops pattern to [matrices, rows, columns], for matrix-wise optimizers such as Muon; None for
+            vectors and tables.
+        is_embedding_or_output: True if its rows are tokens, as in the word embedding and the output layer.
+    """
 
     name: str
     shape: tuple[int, ...]
     initial: Normal | Constant
     weight_decay: bool
     matrices: str | None = None
-    """An einops pattern to [matrices, rows, columns], what a matrix-wise optimizer sees; None for vectors, tables."""
     is_embedding_or_output: bool = False
-    """True if its rows stand for tokens, as the word embedding's and the output layer's do."""
 
     def as_matrices(self, values: Tensor) -> Tensor:
         """View a tensor of this shape, or a box of whole matrices, as [matrices, rows, columns].
@@ -56,13 +60,13 @@ class LogicalTensor:
 
     @property
     def matrix_dimensions(self) -> tuple[int, ...]:
-        """The dimensions that number the matrices: those of each index along them are matrices of their own."""
+        """The dimensions that number the matrices: each index along them is a separate matrix."""
         ours, theirs = self._matrix_view()
         numbers = theirs.strip("( ").partition(")" if theirs.startswith("(") else " ")[0]
         return tuple(ours.split().index(name) for name in numbers.split() if name != "1")
 
     def matrices_in(self, box: Box) -> Iterator[tuple[Box, Box]]:
-        """Each matrix of which a part lies in a box: the box of all of it, and that of the part."""
+        """Yield, for each matrix that a box overlaps, the box of the matrix and the box of the overlap."""
         numbered = self.matrix_dimensions
         for index in itertools.product(*(box.indices(dimension) for dimension in numbered)):
             yield Box.whole(self.shape).at(numbered, index), box.at(numbered, index)
@@ -76,7 +80,7 @@ class LogicalTensor:
 
 @dataclass(frozen=True)
 class Box:
-    """An axis-aligned region of a logical tensor."""
+    """A rectangular region of a logical tensor: an offset and a size per dimension."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -94,7 +98,7 @@ class Box:
         return tuple(slice(start, start + length) for start, length in zip(self.offset, self.size, strict=True))
 
     def intersection(self, other: Box) -> Box | None:
-        """The region in both, or None if they do not meet."""
+        """The overlap of two boxes, or None if there is none."""
         bounds = [
             (max(a, b), min(a + n, b + m))
             for a, n, b, m in zip(self.offset, self.size, other.offset, other.size, strict=True)
@@ -104,7 +108,7 @@ class Box:
         return Box(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
 
     def indices(self, dimension: int) -> range:
-        """Its indices along a dimension."""
+        """The range of indices along a dimension."""
         return range(self.offset[dimension], self.offset[dimension] + self.size[dimension])
 
     def at(self, dimensions: Sequence[int], index: Sequence[int]) -> Box:
@@ -116,7 +120,7 @@ class Box:
         )
 
     def runs_of(self, part: Box) -> Iterator[tuple[int, int]]:
-        """The elements of a box within this one, as the runs (start, stop) that they are in row-major order here."""
+        """Yield the elements of a box inside this one as runs (start, stop) in this box's row-major order."""
         corner, size = part.relative_to(self).offset, part.size
         cut = next((d for d in reversed(range(len(size))) if size[d] != self.size[d]), 0)
         length = math.prod(size[cut:])
@@ -127,7 +131,7 @@ class Box:
             yield start, start + length
 
     def relative_to(self, outer: Box) -> Box:
-        """The same region, counted from the corner of `outer`."""
+        """The same region, with its offset counted from the corner of `outer`."""
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.size)
 
     def flat_range(self, start: int, stop: int) -> list[tuple[Box, int]]:
@@ -163,54 +167,61 @@ def _flat_range(size: tuple[int, ...], start: int, stop: int) -> list[tuple[tupl
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of a local parameter's rows, and the box of the logical tensor that stands there in row-major order."""
+    """Consecutive rows of a local parameter, which store a box of a logical tensor in row-major order.
+
+    Attributes:
+        row: the first of these rows.
+        splits: the splits that made the box: (dimension of the logical tensor, mesh axis).
+    """
 
     tensor: LogicalTensor
     box: Box
     row: int
-    """First row of the local parameter."""
     rows: int
     splits: tuple[tuple[int, str], ...] = ()
-    """The splits that made the box: (dimension of the logical tensor, mesh axis)."""
 
     def view(self, local: Tensor) -> Tensor:
-        """The piece of a tensor laid out like the local parameter, in the box's shape."""
+        """View the piece of a tensor laid out like the local parameter, in the box's shape."""
         return local[self.row : self.row + self.rows].view(self.box.size)
 
 
 @dataclass(frozen=True)
 class Use:
-    """A place of the network that uses a weight. The gradients of each have a sum of their own, and its number."""
+    """A place of the network that uses a weight. The gradients of each use are summed separately.
+
+    Attributes:
+        times: how many gradients of this use a micro-batch accumulates: 1 + n for an output layer that n further depths
+            of prediction use. Gradients that autograd sums by itself count as one.
+        chunk: its place among the rank's chunks that hold the weight, from 0.
+    """
 
     times: int = 1
-    """Gradients of it that a micro-batch hands over: 1 + n for an output layer that n further depths of prediction use.
-    Those that autograd adds up by itself are one.
-    """
     chunk: int = 0
-    """Among those of the rank's chunks that hold the weight, the lowest first."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Part of one or more logical tensors that a rank holds in one local parameter.
+    """The parts of one or more logical tensors that a rank holds in one local parameter.
 
     Rows that no piece covers are padding: they start at zero and their gradient is zero.
+
+    Attributes:
+        replica_ranks: the ranks of this data-parallel replica that hold the same values, including this rank.
+        grad_is_partial: True if each of them computes only a part of the gradient, which must be summed over them.
+        expert: True if its data-parallel peers are those of the expert view.
+        uses: by number; two for a weight that two layers share.
     """
 
     local_shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     replica_ranks: tuple[int, ...]
-    """The ranks of this data-parallel replica that hold the same values, this one among them."""
     grad_is_partial: bool
-    """True if each copy sees only its part of the gradient, so that it must still be summed over `replica_ranks`."""
     expert: bool = False
-    """True if its data-parallel peers are those of the expert view."""
     uses: tuple[Use, ...] = (Use(),)
-    """Uses, by number: two for a weight that two layers share."""
 
     @property
     def replica_group(self) -> tuple[int, ...]:
-        """The ranks over which the gradient must still be summed; empty where it is already whole."""
+        """The ranks over which the gradient must still be summed; empty if it is complete on each."""
         return self.replica_ranks if self.grad_is_partial and len(self.replica_ranks) > 1 else ()
 
     @property
@@ -231,7 +242,7 @@ class Sharding:
 
 
 def partition_range(total: int, parts: int, index: int) -> tuple[int, int]:
-    """The (start, length) of part `index` where `total` is dealt in runs of ceil(total / parts); the last run short."""
+    """The (start, length) of part `index` if `total` is cut into runs of ceil(total / parts); the last may be short."""
     run = -(-total // parts)
     start = min(index * run, total)
     return start, min(run, total - start)

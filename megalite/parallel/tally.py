@@ -1,4 +1,4 @@
-"""Whole numbers that modules count over a training step, as tokens of each expert: the same on every layout."""
+"""Integers that modules count over a training step, such as tokens per expert: the same on every layout."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ class _Count(torch.autograd.Function):
 
 
 class Tally(nn.Module):
-    """Numbers that a module counts over all micro-batches of a step, on all ranks together.
+    """Counters of a module over all micro-batches of a step, summed over ranks at its end.
 
-    Numbers are added in backward, which runs once for each micro-batch: forward runs in evaluations, too, and again
-    where it is recomputed. A module has it as any other module: an attribute, or one of a ModuleList.
+    They are added in backward, which runs exactly once per micro-batch; forward also runs in evaluation and in
+    recomputation. Register it as a submodule: an attribute of a module, or an element of a ModuleList.
 
     Attributes:
-        own: [size], int64: what this rank has counted since the step began.
+        own: [size], int64: counts of this rank since the step began.
     """
 
     def __init__(self, size: int, group: Group, device: torch.device, take: Callable[[Tensor], None]) -> None:
-        """Make one of `size` numbers.
+        """Make a tally of `size` counters.
 
         Args:
-            group: the ranks that count different things: tokens, those along `ParallelContext.token_axes`.
-            take: is given the sums over all of them, [size] in int64, alike on each, when the step has changed the
-                weights: not behind one that is skipped. It may change a `State`.
+            group: the ranks that count different things; for tokens, those along `ParallelContext.token_axes`.
+            take: called with the sums over the group, [size] int64, after the step has updated the weights. It is not
+                called after a skipped step. It may change a `State`.
         """
         super().__init__()
         self.group, self.take = group, take
         self.own = torch.zeros(size, dtype=torch.int64, device=device)
 
     def count(self, numbers: Tensor, along: Tensor) -> Tensor:
-        """Add `numbers`, [size], when the gradient of `along` comes back; returns `along`, to go on with."""
+        """Add `numbers` [size] when backward reaches `along`; returns `along`, which the caller must use instead."""
         counted: Tensor = _Count.apply(along, numbers, self)
         return counted
 
     def begin_step(self) -> None:
-        """Begin to count at zero."""
+        """Reset the counters to zero."""
         self.own.zero_()
 
 
@@ -63,7 +63,7 @@ def tallies_of(module: nn.Module) -> list[Tally]:
 
 @torch.no_grad()
 def end_step(tallies: Sequence[Tally]) -> None:
-    """Add up what the ranks of a group have counted, in one go for all tallies, and give each its sums."""
+    """Sum the counts over the ranks, in one all-reduce for all tallies, and hand each tally its sums."""
     totals = collectives.all_reduce_(torch.cat([tally.own for tally in tallies]), tallies[0].group)
     for tally, total in zip(tallies, totals.split([len(tally.own) for tally in tallies]), strict=True):
         tally.take(total)

@@ -19,7 +19,7 @@ from megalite.errors import ConfigurationError
 from megalite.training.kernels import choose_kernels
 from megalite_kernels import implementation
 from megalite_kernels.implementation import Choice, Kernels, Operation, current, use
-from megalite_kernels.norm import rms_norm
+from megalite_kernels.norm import norm
 
 SIZES = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --lr 1"
 
@@ -30,7 +30,7 @@ def parsed(flags: str) -> KernelsConfig:
 
 def graph_node(dtype: torch.dtype = torch.float32) -> str:
     parts: list[Tensor] = [torch.ones(2, 16, dtype=dtype).requires_grad_(), torch.ones(16, dtype=dtype)]
-    return type(rms_norm(parts[0], parts[1], 1e-5).grad_fn).__name__
+    return type(norm(parts[0], parts[1], None, 1e-5).grad_fn).__name__
 
 
 def test_the_choice_decides_which_implementation_runs() -> None:
@@ -135,8 +135,8 @@ def test_an_unknown_choice_is_refused() -> None:
 
 def test_triton_is_not_imported_before_it_is_needed() -> None:
     code = (
-        "import sys, torch, pretrain_gpt, megalite_kernels.cases as cases; cases.rms_norm(torch.ones(2, 8), "
-        "torch.ones(8), 1e-5); sys.exit('triton' in sys.modules)"
+        "import sys, torch, pretrain_gpt, megalite_kernels.cases as cases; cases.norm(torch.ones(2, 8), "
+        "torch.ones(8), None, 1e-5); sys.exit('triton' in sys.modules)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels import norm as kernels
 from megalite_kernels.implementation import Kernels, use
-from megalite_kernels.norm import layer_norm, residual_layer_norm, residual_rms_norm, rms_norm
 from tests.kernels.interpreter import only_programs
 from tests.kernels.strides import each_view
 
@@ -21,6 +21,26 @@ EPSILON = 1e-5
 # one row, several to a tile, more tiles than programs, a power of two and not, columns that need several passes
 SHAPES = [(1, 64), (5, 41), (2, 3, 1000), (200, 128), (5, 20000)]
 Function = Callable[..., Tensor | tuple[Tensor, Tensor]]
+
+
+def rms_norm(input: Tensor, weight: Tensor, *, epsilon: float) -> Tensor:
+    return kernels.norm(input, weight, None, epsilon)
+
+
+def layer_norm(input: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float) -> Tensor:
+    return kernels.norm(input, weight, bias, epsilon)
+
+
+def residual_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
+    return kernels.residual_norm(input, residual, weight, None, epsilon)
+
+
+def residual_layer_norm(
+    input: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    return kernels.residual_norm(input, residual, weight, bias, epsilon)
+
+
 NORMS: list[Function] = [rms_norm, layer_norm, residual_rms_norm, residual_layer_norm]
 RESIDUAL = NORMS[2:]
 each_norm = pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.__name__)

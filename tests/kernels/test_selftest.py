@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite_kernels import cases, measure, optimizer_cases, selftest
+from megalite_kernels import cases, measure, selftest
 from megalite_kernels.cases import Case
 from megalite_kernels.moments import Quantized
-from megalite_kernels.norm import rms_norm
+from megalite_kernels.norm import norm
 from megalite_kernels.optimizer import Flat, Moment
 
 PLAIN = next(case for case in cases.cases() if case.name == "rms_norm 128 float32")
@@ -28,7 +28,7 @@ def broken(kind: str) -> Case:
     runs = itertools.count()
 
     def run(input: Tensor, weight: Tensor) -> Tensor:
-        output = rms_norm(input, weight, 1e-5)
+        output = norm(input, weight, None, 1e-5)
         if input.dtype == torch.float64:
             return output
         if kind == "output":
@@ -106,7 +106,7 @@ def test_an_update_is_timed_alone_and_moves_what_is_kept(case: Case, monkeypatch
     """What the update is called with: gradients are read, all else is read and written, but for rounded parameters."""
     calls: list[tuple[Flat, list[Moment]]] = []
     for name in ("adamw_", "sgd_"):
-        monkeypatch.setattr(optimizer_cases, name, lambda flat, *rest: calls.append((flat, list(rest[:-1]))))
+        monkeypatch.setattr(cases, name, lambda flat, *rest: calls.append((flat, list(rest[:-1]))))
     inputs = case.make_inputs(1, "cpu")
     assert case.timed is not None
     alone, needed = case.timed(inputs), measure.traffic(case, inputs)
