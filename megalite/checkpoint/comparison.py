@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.manifest import SavedTensor
-from megalite.checkpoint.progress import Advance, in_threads
 from megalite.checkpoint.reader import CheckpointReader, chunks, dtype_of, size_in_bytes, whole
+from megalite.process.progress import Advance, in_threads
 
 ABSENT = "(absent)"
 

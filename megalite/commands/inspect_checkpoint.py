@@ -118,8 +118,8 @@ def others(path: AnyPath) -> list[str]:
 
 def damages(arguments: Arguments, reader: CheckpointReader) -> list[dict[str, str | None]]:
     from megalite.checkpoint.inspection import verify
-    from megalite.checkpoint.progress import show_progress
     from megalite.checkpoint.reader import size_in_bytes
+    from megalite.process.progress import show_progress
 
     with show_progress("verifying", sum(map(size_in_bytes, reader.manifest.tensors.values()))) as advance:
         found = verify(reader, arguments.workers, advance)
@@ -128,8 +128,8 @@ def damages(arguments: Arguments, reader: CheckpointReader) -> list[dict[str, st
 
 def statistics(arguments: Arguments, reader: CheckpointReader, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     from megalite.checkpoint import inspection
-    from megalite.checkpoint.progress import in_threads, show_progress
     from megalite.checkpoint.reader import size_in_bytes
+    from megalite.process.progress import in_threads, show_progress
 
     with show_progress("reading", sum(size_in_bytes(reader.manifest.tensors[name]) for name in names)) as advance:
         found = in_threads(arguments.workers, lambda name: inspection.statistics(reader, name, advance), names)
@@ -139,7 +139,7 @@ def statistics(arguments: Arguments, reader: CheckpointReader, names: Sequence[s
 def show_differences(arguments: Arguments, first: str, second: str) -> None:
     """Show the differences; exits with 1 if there are any."""
     from megalite.checkpoint.comparison import compare, compared_bytes
-    from megalite.checkpoint.progress import show_progress
+    from megalite.process.progress import show_progress
 
     a, b = open_checkpoint(first), open_checkpoint(second)
     names = chosen(sorted(a.manifest.tensors | b.manifest.tensors), arguments.tensors)

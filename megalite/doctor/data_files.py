@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megalite.config import DataConfig
+from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.indexed_dataset import bin_path, idx_path
 from megalite.doctor.findings import Finding
 from megalite.small_files import open_regular, reason
-from megalite.training.data import dataset_specs
 
 _END = 2**20
 MISSING = "missing"
@@ -33,7 +33,7 @@ def _files(data: DataConfig) -> Iterator[Path]:
             yield Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     if data.mock_data:
         return
-    for part in dataset_specs(data):
+    for part in read_dataset_specs(data):
         for prefix in part.prefixes if part is not None else ():
             yield from (Path(prefix),) if data.sft else (idx_path(prefix), bin_path(prefix))
 

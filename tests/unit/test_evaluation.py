@@ -16,7 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.checkpoint import progress
 from megalite.commands import evaluate
 from megalite.data.tokenizers import Tokenizer
 from megalite.data.tokenizers.bytes import ByteTokenizer
@@ -35,6 +34,7 @@ from megalite.inference.scoring import score_windows
 from megalite.inference.windows import Window, batches, sliding_windows
 from megalite.parallel.mesh import ParallelMesh
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
+from megalite.process import progress
 from tests.distributed.inference_run import initialized_network, whole_weights
 from tests.distributed.layout_cell import Cell, oracle
 from tests.distributed.layout_expected import one_thread
