@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.manifest import SavedTensor, dtype_name
-from megalite.checkpoint.progress import Advance, in_threads
 from megalite.checkpoint.reader import CheckpointReader, chunks
+from megalite.process.progress import Advance, in_threads
 
 ABSENT = "(absent)"
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from megalite.checkpoint import manifest, shard_file
 from megalite.checkpoint.manifest import Block, Manifest, SavedBox
-from megalite.checkpoint.progress import in_threads
 from megalite.checkpoint.storage import AnyPath
 from megalite.parallel import collectives
 from megalite.parallel.mesh import Group
 from megalite.parallel.sharding import Box
+from megalite.process.progress import in_threads
 
 THREADS = 4
 """Largest number of reading threads on a rank."""

@@ -13,11 +13,11 @@ from megalite.checkpoint import manifest
 from megalite.checkpoint.file_layout import ByteRange, TensorBox
 from megalite.checkpoint.formats import Format
 from megalite.checkpoint.manifest import SavedBox, SavedFile, SavedTensor
-from megalite.checkpoint.progress import Advance, in_threads
 from megalite.checkpoint.reader import chunks
 from megalite.checkpoint.shard_file import bytes_of
 from megalite.checkpoint.source import Source, numbers_as_numbers
 from megalite.parallel.sharding import Box
+from megalite.process.progress import Advance, in_threads
 
 Cut = Sequence[Sequence[tuple[str, Box]]]
 """Boxes that each file will hold, by tensor and in their order."""

@@ -14,11 +14,11 @@ from torch import Tensor
 from megalite.checkpoint import manifest
 from megalite.checkpoint.corruption import CorruptFileError
 from megalite.checkpoint.manifest import Manifest, SavedBox, SavedTensor, split_name
-from megalite.checkpoint.progress import Advance, in_threads
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.selection import check_sizes
 from megalite.checkpoint.storage import AnyPath
 from megalite.errors import CheckpointError
+from megalite.process.progress import Advance, in_threads
 
 
 def describe(reader: CheckpointReader, names: Iterable[str]) -> dict[str, Any]:

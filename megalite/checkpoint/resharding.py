@@ -12,12 +12,12 @@ from megalite.checkpoint import saving
 from megalite.checkpoint.file_writer import Cut, FileWriter
 from megalite.checkpoint.formats import NATIVE, Format
 from megalite.checkpoint.manifest import Manifest, TrainingState, covers, owner_name, split_name
-from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.source import Kind, Source, numbers_as_numbers
 from megalite.checkpoint.transaction import FolderTransaction
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
+from megalite.process.progress import Advance
 
 
 def cut_evenly(tensors: Mapping[str, Kind], files: int) -> Cut:

@@ -23,8 +23,8 @@ from megalite.errors import CheckpointError, ConfigurationError
 if TYPE_CHECKING:
     import torch
 
-    from megalite.checkpoint.progress import Advance
     from megalite.conversion.opened import OpenedModel
+    from megalite.process.progress import Advance
 
 Kind = Literal["megalite", "hf", "megatron"]
 
@@ -68,8 +68,8 @@ def main() -> None:
     """Parse, convert, say what was written, and verify it."""
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     check(arguments)
-    from megalite.checkpoint.progress import show_progress
     from megalite.conversion.opened import Watched
+    from megalite.process.progress import show_progress
 
     opened = open_model(arguments.loader, Path(arguments.load_dir), arguments)
     if arguments.tokenizer_model is not None:

@@ -189,7 +189,7 @@ def read_documents(arguments: Arguments, tokenizer: Tokenizer, verify: bool) -> 
 
 def progress(doing: str, total: int, unit: str, rank: int) -> AbstractContextManager[Callable[[int], None]]:
     """Return a context that shows the progress of the work, on one rank."""
-    from megalite.checkpoint.progress import show_progress
+    from megalite.process.progress import show_progress
 
     return nullcontext(lambda done: None) if rank else show_progress(doing, total, unit)
 

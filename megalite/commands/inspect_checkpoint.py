@@ -70,8 +70,7 @@ def main() -> None:
 def show_checkpoint(arguments: Arguments, path: str) -> None:
     """Show the contents of a checkpoint, then the results of the checks that were asked for."""
     from megalite.checkpoint import directory, inspection
-    from megalite.checkpoint.progress import in_threads, show_progress
-    from megalite.checkpoint.reader import size_in_bytes
+    from megalite.process.progress import in_threads, show_progress
 
     reader = open_checkpoint(path)
     tensors = reader.manifest.tensors
@@ -82,12 +81,12 @@ def show_checkpoint(arguments: Arguments, path: str) -> None:
     found["others"] = [other.name for _, other in sorted(complete.items()) if other != folder]
     problems = []
     if arguments.verify:
-        with show_progress("verifying", sum(map(size_in_bytes, tensors.values()))) as advance:
+        with show_progress("verifying", sum(tensor.size for tensor in tensors.values())) as advance:
             damages = inspection.verify(reader, arguments.workers, advance)
         found["damage"] = [{"file": each.file, "tensor": each.tensor, "problem": each.problem} for each in damages]
         problems += [f"{len(damages)} damaged: load another checkpoint"] if damages else []
     if arguments.statistics:
-        with show_progress("reading", sum(size_in_bytes(tensors[name]) for name in names)) as advance:
+        with show_progress("reading", sum(tensors[name].size for name in names)) as advance:
             values = in_threads(arguments.workers, lambda name: inspection.statistics(reader, name, advance), names)
         found["statistics"] = {name: each.to_json() for name, each in zip(names, values, strict=True)}
         bad = [name for name, each in found["statistics"].items() if each["nans"] or each["infinities"]]
@@ -116,7 +115,7 @@ def matching(names: Iterable[str], pattern: str) -> list[str]:
 def show_differences(arguments: Arguments, first: str, second: str) -> None:
     """Show the differences; exits with 1 if there are any."""
     from megalite.checkpoint.comparison import compare, compared_bytes
-    from megalite.checkpoint.progress import show_progress
+    from megalite.process.progress import show_progress
 
     a, b = open_checkpoint(first), open_checkpoint(second)
     names = matching(sorted(a.manifest.tensors | b.manifest.tensors), arguments.tensors)

@@ -103,7 +103,6 @@ def main() -> None:
     from megalite.errors import ConfigurationError
     from megalite.preprocessing.encoding import Encoding
     from megalite.preprocessing.preprocess import output_prefix_of, preprocess
-    from megalite.preprocessing.progress import show_progress
 
     if arguments.workers < 1 or arguments.log_interval < 1:
         raise ConfigurationError("--workers and --log-interval are 1 or more")
@@ -116,15 +115,14 @@ def main() -> None:
         TokenizerOptions.of(arguments),
         arguments.skip_bad_lines,
     )
-    with show_progress(arguments.log_interval) as observer:
-        summary = preprocess(
-            arguments.input, arguments.output_prefix, encoding, arguments.workers, arguments.resume, observer
-        )
-    print(f"{summary.documents:,} documents, {summary.tokens:,} tokens, {summary.tokens_per_second:,.0f} tokens/s")
-    if summary.tokens:
-        print(f"{summary.text_bytes / summary.tokens:.2f} bytes a token; sequences of {summary.lengths}")
-    if summary.skipped:
-        print(f"{summary.skipped:,} bad lines were left out")
+    output, lengths, tokens_per_second = preprocess(
+        arguments.input, arguments.output_prefix, encoding, arguments.workers, arguments.log_interval, arguments.resume
+    )
+    print(f"{output.documents:,} documents, {output.tokens:,} tokens, {tokens_per_second:,.0f} tokens/s")
+    if output.tokens:
+        print(f"{output.text_bytes / output.tokens:.2f} bytes a token; sequences of {lengths}")
+    if output.skipped:
+        print(f"{output.skipped:,} bad lines were left out")
     for key in arguments.json_keys:
         print(f"--data-path {output_prefix_of(arguments.output_prefix, key)}")
 

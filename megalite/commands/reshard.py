@@ -50,11 +50,11 @@ def main() -> None:
     arguments = parse_tool_arguments(Arguments, description=__doc__ or "")
     from megalite.checkpoint import FORMATS, directory, open_directory, read_model_config
     from megalite.checkpoint.manifest import OPTIMIZER
-    from megalite.checkpoint.progress import show_progress
     from megalite.checkpoint.reader import CheckpointReader
     from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, reshard
     from megalite.conversion.layout import weights_of_ranks
     from megalite.errors import ConfigurationError
+    from megalite.process.progress import show_progress
 
     layout = parallel_config(arguments)
     if (arguments.files is None) == (layout is None):

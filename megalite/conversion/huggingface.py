@@ -15,7 +15,6 @@ from megalite.atomic_files import new_folder, write_atomically
 from megalite.checkpoint.file_writer import FileWriter
 from megalite.checkpoint.formats import Format, Placed, safetensors_byte_ranges
 from megalite.checkpoint.manifest import dtype_name
-from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.source import numbers_as_numbers, widest
 from megalite.conversion.families import FAMILIES
 from megalite.conversion.family import CARRIED, Family, choose
@@ -25,6 +24,7 @@ from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
 from megalite.data.tokenizers import TokenizerOptions, build_tokenizer
 from megalite.errors import CheckpointError, ConfigurationError, DataError
 from megalite.parallel.sharding import Box
+from megalite.process.progress import Advance
 from megalite.small_files import read_small_file, shown
 
 COMPANIONS = (

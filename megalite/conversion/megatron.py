@@ -17,7 +17,6 @@ from megalite.atomic_files import new_folder, write_atomically, writing
 from megalite.checkpoint.directory import TRACKER
 from megalite.checkpoint.file_writer import FileWriter
 from megalite.checkpoint.formats import FORMATS
-from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.source import Kind, numbers_as_numbers, widest
 from megalite.conversion.chunked_files import Chunk, ChunkedFiles
 from megalite.conversion.mapping import FromFiles, ToFiles, file_tensors
@@ -28,6 +27,7 @@ from megalite.conversion.megatron_torch_dist import TorchDist
 from megalite.conversion.opened import OpenedModel, check_sizes, logical_tensors
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
+from megalite.process.progress import Advance
 from megalite.small_files import read_small_file, shown
 
 RELEASE = "release"

@@ -13,7 +13,6 @@ from megalite.checkpoint import TrainingState, open_directory
 from megalite.checkpoint.compatibility import model_config, saved_section
 from megalite.checkpoint.directory import resolve
 from megalite.checkpoint.manifest import MASTER, MODEL, STATE
-from megalite.checkpoint.progress import Advance
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.resharding import cut_by_weights, cut_evenly, write_checkpoint
 from megalite.checkpoint.source import widest
@@ -23,6 +22,7 @@ from megalite.conversion.huggingface import copy_companions
 from megalite.conversion.layout import weights_of_ranks
 from megalite.conversion.opened import OpenedModel, Renamed
 from megalite.errors import CheckpointError
+from megalite.process.progress import Advance
 
 FILE = 5 * 10**9
 """Size of a file of weights in bytes, if no layout decides the cut."""

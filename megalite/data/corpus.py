@@ -149,13 +149,18 @@ def read_chunks(inputs: Sequence[str], keys: Sequence[str], start: Position | No
     start = start or Position()
     for number, path in enumerate(inputs[start.file :], start.file):
         begin = start if number == start.file else Position(number)
-        with _reading_errors(path):
+        try:
             if suffix(path) == ".parquet":
                 yield from _rows(path, keys, begin)
             elif suffix(path) == ".txt":
                 yield from _text(path, begin)
             else:
                 yield from _lines(path, begin)
+        except (OSError, EOFError, zlib.error, ValueError) as error:
+            raise DataError(
+                f"{path} cannot be read ({reason(error)}): what can be is JSON lines, .txt (plain, .gz or .zst) and "
+                ".parquet"
+            ) from error
 
 
 def _lines(path: str, begin: Position) -> Iterator[Chunk]:
@@ -210,17 +215,6 @@ def _rows(path: str, keys: Sequence[str], begin: Position) -> Iterator[Chunk]:
                     end = Position(begin.file, row, row)
                     yield Chunk(path, "rows", begin.records + 1, batch, end, size * row // table.metadata.num_rows)
                     begin = end
-
-
-@contextmanager
-def _reading_errors(path: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, EOFError, zlib.error, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be read ({reason(error)}): what can be is JSON lines, .txt (plain, .gz or .zst) and "
-            ".parquet"
-        ) from error
 
 
 @contextmanager

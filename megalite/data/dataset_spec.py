@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.config.data import split_shares
+from megalite.config.data import DataConfig, split_shares
 from megalite.data.blend import normalize, parse_blend
 from megalite.errors import ConfigurationError, DataError
 from megalite.small_files import MIB, parse_json, read_small_file, reason, shown
@@ -31,42 +31,27 @@ class DatasetSpec:
         return range(round(self.begin * count), round(self.end * count))
 
 
-def read_dataset_specs(
-    *,
-    data_path: Sequence[str] = (),
-    split: str = "969, 30, 1",
-    train_data_path: Sequence[str] = (),
-    valid_data_path: Sequence[str] = (),
-    test_data_path: Sequence[str] = (),
-    data_args_path: str | None = None,
-    per_split_data_args_path: str | None = None,
-) -> list[DatasetSpec | None]:
+def read_dataset_specs(data: DataConfig) -> list[DatasetSpec | None]:
     """Return the data of train, valid and test; None if nothing is given.
-
-    Args:
-        data_path: one prefix, weights and prefixes in turn, or prefixes; divided by `split`.
-        split: shares of train, valid and test.
-        train_data_path, valid_data_path, test_data_path: instead of `data_path`, a blend for each.
-        data_args_path: a file that holds `data_path`, separated by white space.
-        per_split_data_args_path: a JSON file of lists under the keys "train", "valid" and "test".
 
     Raises:
         ConfigurationError: data is not given, or given in two ways.
         DataError: a blend is not valid, or a file cannot be read.
     """
-    each = (train_data_path, valid_data_path, test_data_path)
-    if sum(map(bool, (data_path, any(each), data_args_path, per_split_data_args_path))) != 1:
+    data_path: Sequence[str] = data.data_path
+    each: Sequence[Sequence[str]] = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    if sum(map(bool, (data_path, any(each), data.data_args_path, data.per_split_data_args_path))) != 1:
         raise ConfigurationError(
             "give the data in one way: --data-path or --data-args-path (with --split), --train-data-path with "
             "--valid-data-path and --test-data-path, --per-split-data-args-path, or --mock-data"
         )
-    if data_args_path:
-        data_path = _read("--data-args-path", data_args_path).split()
-    if per_split_data_args_path:
-        each = _read_each("--per-split-data-args-path", per_split_data_args_path)
+    if data.data_args_path:
+        data_path = _read("--data-args-path", data.data_args_path).split()
+    if data.per_split_data_args_path:
+        each = _read_each("--per-split-data-args-path", data.per_split_data_args_path)
     if data_path:
         blend = parse_blend(data_path)
-        return [DatasetSpec(*blend, *bounds) if bounds else None for bounds in parse_split(split)]
+        return [DatasetSpec(*blend, *bounds) if bounds else None for bounds in parse_split(data.split)]
     return [_whole(path) if path else None for path in each]
 
 

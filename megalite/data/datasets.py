@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -68,30 +69,17 @@ class Datasets(NamedTuple, Generic[Sample]):
     notes: tuple[str, ...] = ()
 
 
-class Source(Protocol[Sample]):
-    """File that samples are made from."""
+class Source(NamedTuple, Generic[Sample]):
+    """File that samples are made from.
 
-    def __len__(self) -> int:
-        """Return the number of sequences that a split divides."""
+    Attributes:
+        sequences: number of sequences, which are divided among the splits.
+        dataset: function that returns at least the given number of samples of a range of sequences; None: those of
+            one epoch.
+    """
 
-    def dataset(self, sequences: range, num_samples: int | None) -> Dataset[Sample]:
-        """Return at least `num_samples` samples of these sequences; None: those of one epoch."""
-
-
-@dataclass(frozen=True)
-class TokenFile:
-    """Source of `GPTDataset`s."""
-
-    indexed: IndexedDataset
-    sequence_length: int
-    seed: int
-    cache: IndexCache
-
-    def __len__(self) -> int:
-        return len(self.indexed)
-
-    def dataset(self, sequences: range, num_samples: int | None) -> GPTDataset:
-        return GPTDataset(self.indexed, sequences, num_samples, self.sequence_length, self.seed, self.cache)
+    sequences: int
+    dataset: Callable[[range, int | None], Dataset[Sample]]
 
 
 def build_token_datasets(
@@ -125,13 +113,14 @@ def build_token_datasets(
         DataError: files are missing, damaged, too small, or of another tokenizer.
     """
 
-    def open_source(prefix: str) -> TokenFile:
+    def open_source(prefix: str) -> Source[np.ndarray]:
         record = read_side_file(prefix)
         check_tokenizer(prefix, record, tokenizer.identity())
         indexed = IndexedDataset(prefix, mmap_bin_files, check=verification is None)
         if verification is not None:
             verification.add(indexed, record)
-        return TokenFile(indexed, sequence_length, seed, cache)
+        build = partial(GPTDataset, indexed, sequence_length=sequence_length, seed=seed, cache=cache)
+        return Source(len(indexed), build)
 
     return build_datasets(parts, samples, open_source, cache, surplus)
 
@@ -181,14 +170,15 @@ def build_datasets(
 
 def _missing_share(name: str, part: DatasetSpec, sources: Mapping[str, Source[Any]]) -> str | None:
     for prefix in part.prefixes:
-        if not len(sources[prefix]):
+        sequences = sources[prefix].sequences
+        if not sequences:
             raise DataError(
                 f"{prefix} holds no sequence: leave it out of --{name}-data-path, --data-path or the file that names "
                 "it, or add documents"
             )
-        if not part.sequences(len(sources[prefix])):
+        if not part.sequences(sequences):
             return (
-                f"the {name} data would be none of the {len(sources[prefix])} sequences of {prefix}: give {name} a "
+                f"the {name} data would be none of the {sequences} sequences of {prefix}: give {name} a "
                 "larger share in --split, or none, or add documents"
             )
     return None
@@ -198,7 +188,7 @@ def _build_split(
     part: DatasetSpec, need: int, least: int, sources: Mapping[str, Source[Sample]], cache: IndexCache, surplus: float
 ) -> Dataset[Sample]:
     def build(prefix: str, num_samples: int | None) -> Dataset[Sample]:
-        return sources[prefix].dataset(part.sequences(len(sources[prefix])), num_samples)
+        return sources[prefix].dataset(part.sequences(sources[prefix].sequences), num_samples)
 
     if part.weights is None and len(part.prefixes) == 1:
         return build(part.prefixes[0], need)

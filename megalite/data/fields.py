@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
@@ -68,25 +69,21 @@ def sample_fields(
     )
 
 
+@dataclass(frozen=True)
 class FieldsDataset:
     """The fields of the samples of a dataset of tokens.
 
-    Args:
+    Attributes:
         tokens: samples int64 [sequence_length + 1].
         eod, reset_position_ids, reset_attention_mask, eod_mask_loss, pad: see `sample_fields`.
     """
 
-    def __init__(
-        self,
-        tokens: Dataset[np.ndarray],
-        eod: int,
-        reset_position_ids: bool = False,
-        reset_attention_mask: bool = False,
-        eod_mask_loss: bool = False,
-        pad: int | None = None,
-    ) -> None:
-        self.tokens = tokens
-        self.arguments = (eod, reset_position_ids, reset_attention_mask, eod_mask_loss, pad)
+    tokens: Dataset[np.ndarray]
+    eod: int
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    pad: int | None = None
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -94,4 +91,5 @@ class FieldsDataset:
 
     def __getitem__(self, sample: int) -> SampleFields:
         """The fields of a sample. Raises IndexError if there is no such sample."""
-        return sample_fields(self.tokens[sample], *self.arguments)
+        rules = (self.eod, self.reset_position_ids, self.reset_attention_mask, self.eod_mask_loss, self.pad)
+        return sample_fields(self.tokens[sample], *rules)

@@ -124,9 +124,8 @@ class IndexedDataset:
         try:
             ends = [*map(lengths, sequences[:-1]), end]
             parts = [self._read(pointers(sequences[0]) + start * size, ends[0] - start)]
-            parts += [
-                self._read(pointers(sequence), end) for sequence, end in zip(sequences[1:], ends[1:], strict=True)
-            ]
+            others = zip(sequences[1:], ends[1:], strict=True)
+            parts += [self._read(pointers(sequence), end) for sequence, end in others]
         except (LookupError, ValueError, OSError) as error:
             _damaged(idx_path(self.prefix), f"sequences {sequences} inside the .bin", str(error))
         return np.concatenate(parts, dtype=np.int64)
@@ -181,7 +180,10 @@ class IndexedDataset:
 
     def _open_tokens(self, mmap: bool) -> Callable[[int, int], np.ndarray]:
         path, dtype, expected = bin_path(self.prefix), self.dtype, self.tokens * self.dtype.itemsize
-        size = _file_size(path)
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            _unreadable(path, error)
         if size != expected:
             found = f"{size} bytes"
             _damaged(path, f"{expected} bytes ({self.tokens} tokens of {dtype.itemsize} bytes, from the .idx)", found)
@@ -234,17 +236,9 @@ def _damaged(path: Path, expected: str, found: str) -> NoReturn:
     )
 
 
-def _file_size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        _unreadable(path, error)
-
-
 def _unreadable(path: Path, error: OSError | ValueError) -> NoReturn:
     refuse_too_many_open_files(error)
-    why = reason(error)
-    what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({why})"
+    what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({reason(error)})"
     raise DataError(
         f"{path} {what}. A data path is the common prefix of a .bin and a .idx file, without the suffix, "
         "as tools/preprocess_data.py prints it."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
@@ -24,12 +24,13 @@ class MicroBatchArrays(SampleFields):
     sample_ids: range
 
 
+@dataclass(eq=False)
 class MicroBatchLoader:
     """Loader of one rank's micro-batches; its choice of samples is a pure function of the samples consumed.
 
     A context manager; threads start at the first use and end with it.
 
-    Args:
+    Attributes:
         dataset: samples by global number.
         micro_batch_size: samples in a micro-batch.
         data_parallel_rank: this rank's place among those that share a step's samples.
@@ -39,24 +40,16 @@ class MicroBatchLoader:
         verification: check of the data's files; damage that it finds ends the run at the next step. None: no check.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[SampleFields],
-        *,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        vocab_size: int,
-        num_workers: int = 0,
-        verification: Verification | None = None,
-    ) -> None:
-        self.dataset = dataset
-        self.micro_batch_size = micro_batch_size
-        self.data_parallel_rank = data_parallel_rank
-        self.data_parallel_size = data_parallel_size
-        self.vocab_size = vocab_size
-        self.num_workers = num_workers
-        self.verification = verification
+    dataset: Dataset[SampleFields]
+    _: KW_ONLY
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    vocab_size: int
+    num_workers: int = 0
+    verification: Verification | None = None
+
+    def __post_init__(self) -> None:
         self._executor: ThreadPoolExecutor | None = None
         self._ahead: dict[range, Future[MicroBatchArrays]] = {}
 
@@ -115,13 +108,10 @@ class MicroBatchLoader:
         """End the threads and drop what they were reading ahead."""
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
-            self._executor = None
-            self._ahead = {}
+            self._executor, self._ahead = None, {}
 
     def __enter__(self) -> MicroBatchLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 
+@dataclass(frozen=True)
 class MockDataset:
     """Samples that are a pure function of (seed, stream, sample), the same on every platform and numpy version.
 
@@ -12,7 +15,7 @@ class MockDataset:
     loss of a model that learns falls from log(vocab_size) to about a tenth of it. Documents end in `eod` at random
     places, on average four per sample.
 
-    Args:
+    Attributes:
         vocab_size: tokens are in [0, vocab_size); at least 2.
         sequence_length: samples have one token more.
         seed: the run's seed.
@@ -21,21 +24,12 @@ class MockDataset:
         stream: number that makes the splits of a run differ.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        sequence_length: int,
-        seed: int,
-        num_samples: int,
-        eod: int | None = None,
-        stream: int = 0,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.sequence_length = sequence_length
-        self.seed = seed
-        self.num_samples = num_samples
-        self.eod = vocab_size - 1 if eod is None else eod
-        self.stream = stream
+    vocab_size: int
+    sequence_length: int
+    seed: int
+    num_samples: int
+    eod: int | None = None
+    stream: int = 0
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -52,11 +46,12 @@ class MockDataset:
         # RandomState's numbers are frozen; those of numpy's newer generators may change with its version.
         random = np.random.RandomState([self.seed % 2**32, self.stream, sample % 2**32, sample >> 32])
         length, ordinary = self.sequence_length + 1, self.vocab_size - 1
+        eod = ordinary if self.eod is None else self.eod
         ends = random.random_sample(length) < min(0.25, 4 / length)
         jumps = random.random_sample(length) < 0.1
         jumps[1:] |= ends[:-1]
         steps = np.where(jumps, random.randint(ordinary, size=length), 1)
         tokens = np.cumsum(steps) % ordinary
-        tokens += tokens >= self.eod
-        tokens[ends] = self.eod
+        tokens += tokens >= eod
+        tokens[ends] = eod
         return tokens.astype(np.int64)

@@ -20,7 +20,7 @@ import numpy as np
 
 from megalite.data.chat import ANSWERS, ChatTemplate, Span, conversation_reader
 from megalite.data.dataset_spec import DatasetSpec
-from megalite.data.datasets import SURPLUS, Datasets, Samples, build_datasets
+from megalite.data.datasets import SURPLUS, Datasets, Samples, Source, build_datasets
 from megalite.data.documents import check_text, parse_record
 from megalite.data.fields import SampleFields
 from megalite.data.index_cache import Arrays, IndexCache
@@ -49,10 +49,10 @@ def build_sft_datasets(
     """
     notes = []
 
-    def open_source(path: str) -> ConversationFile:
+    def open_source(path: str) -> Source[SampleFields]:
         file = ConversationFile(path, tokenizer, template, sequence_length, seed, cache)
         notes.extend(file.notes())
-        return file
+        return Source(len(file), file.dataset)
 
     datasets = build_datasets(parts, samples, open_source, cache, surplus)
     return datasets._replace(notes=(*notes, *datasets.notes))
@@ -68,6 +68,13 @@ class ConversationFile:
         sequence_length: tokens the model sees in a sample.
         seed: seed of the samples' order.
         cache: cache for the tokens and the indices.
+
+    Attributes:
+        tokens: the conversations, one after another.
+        answers: begin and end of each answer, in tokens.
+        begins, ends: begin and end of each conversation, in tokens.
+        places: number of places that each conversation takes in a sequence.
+        unanswered: number of conversations without a label in an answer.
 
     Raises:
         DataError: the file cannot be read, a line is not a conversation, or no conversation has an answer.
@@ -93,7 +100,9 @@ class ConversationFile:
         }
         arrays = cache.get(path, self.description, lambda: _read_conversations(path, tokenizer, template))
         self.tokens, self.answers, self.ends = arrays["tokens"], arrays["answers"], arrays["ends"]
-        self.unanswered = int((~self._answered()).sum())
+        self.begins = np.concatenate([[0], self.ends[:-1]])
+        self.places = np.minimum(self.ends - self.begins - 1, sequence_length)
+        self.unanswered = self._unanswered()
         if self.unanswered == len(self):
             raise DataError(
                 f"in {path} no answer begins within --seq-length {sequence_length}, so that nothing would be learned: "
@@ -104,36 +113,27 @@ class ConversationFile:
         """The number of conversations."""
         return len(self.ends)
 
-    def begin(self, conversation: int) -> int:
-        """Return the start of a conversation in `tokens`."""
-        return int(self.ends[conversation - 1]) if conversation else 0
-
-    def places(self) -> np.ndarray:
-        """Number of places that each conversation takes in a sequence."""
-        return np.minimum(np.diff(self.ends, prepend=0) - 1, self.sequence_length)
-
     def learned(self, begin: int, end: int) -> np.ndarray:
         """Return a mask of the tokens from `begin` to `end` that are answers."""
         return np.searchsorted(self.answers, np.arange(begin, end), side="right") % 2
 
-    def _answered(self) -> np.ndarray:
-        """Return the conversations that have a label in an answer."""
-        first = np.concatenate([[0], self.ends[:-1]]) + 1
-        begins, ends = np.append(self.answers[::2], self.ends[-1]), self.answers[1::2]
-        return begins[np.searchsorted(ends, first, side="right")] < first + self.places()
+    def _unanswered(self) -> int:
+        first_labels = self.begins + 1
+        answer_begins, answer_ends = np.append(self.answers[::2], self.ends[-1]), self.answers[1::2]
+        next_answers = answer_begins[np.searchsorted(answer_ends, first_labels, side="right")]
+        return int(np.count_nonzero(next_answers >= first_labels + self.places))
 
     def notes(self) -> list[str]:
         """Notes for the user on the file."""
-        cut = int((np.diff(self.ends, prepend=0) - 1 > self.sequence_length).sum())
+        cut = np.count_nonzero(self.ends - self.begins - 1 > self.sequence_length)
         of = f"of {len(self)} conversations"
-        return [
-            *([f"{self.path}: {cut} {of} are longer than --seq-length and are cut"] if cut else []),
-            *(
-                [f"{self.path}: {self.unanswered} {of} have no answer within --seq-length: nothing is learned there"]
-                if self.unanswered
-                else []
-            ),
-        ]
+        notes = []
+        if cut:
+            notes.append(f"{self.path}: {cut} {of} are longer than --seq-length and are cut")
+        if self.unanswered:
+            answers = f"{self.unanswered} {of} have no answer within --seq-length"
+            notes.append(f"{self.path}: {answers}: nothing is learned there")
+        return notes
 
     def dataset(self, sequences: range, num_samples: int | None) -> SFTDataset:
         """Return at least `num_samples` samples of these conversations; None: those of one epoch."""
@@ -144,9 +144,9 @@ class ConversationFile:
             "sequence_length": self.sequence_length,
             "seed": self.seed,
         }
-        places = self.places()[sequences.start : sequences.stop]
 
         def build() -> Arrays:
+            places = self.places[sequences.start : sequences.stop]
             order, starts = pack(places, self.sequence_length, num_samples, self.seed)
             return {"order": order + sequences.start, "starts": starts}
 
@@ -202,31 +202,22 @@ class SFTDataset:
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of a dataset of {len(self)}")
         file, length = self.file, self.file.sequence_length
-        fields = SampleFields(
-            tokens=np.full(length, file.eod, np.int64),
-            labels=np.full(length, file.eod, np.int64),
-            loss_mask=np.zeros(length, np.float32),
-            positions=np.arange(length, dtype=np.int64),
-            document_ids=np.zeros(length, np.int64),
-        )
-        documents = fields["document_ids"]
+        tokens, labels = np.full((2, length), file.eod, np.int64)
+        loss_mask = np.zeros(length, np.float32)
+        positions, documents = np.arange(length, dtype=np.int64), np.zeros(length, np.int64)
         at = 0
         for conversation in self.order[self.starts[sample] : self.starts[sample + 1]]:
-            begin = file.begin(int(conversation))
-            count = min(int(file.ends[conversation]) - begin - 1, length)
-            here, inputs, labels = (
-                slice(at, at + count),
-                slice(begin, begin + count),
-                slice(begin + 1, begin + count + 1),
-            )
-            fields["tokens"][here] = file.tokens[inputs]
-            fields["labels"][here] = file.tokens[labels]
-            fields["loss_mask"][here] = file.learned(labels.start, labels.stop)
+            begin, count = int(file.begins[conversation]), int(file.places[conversation])
+            here = slice(at, at + count)
+            tokens[here] = file.tokens[begin : begin + count]
+            labels[here] = file.tokens[begin + 1 : begin + count + 1]
+            loss_mask[here] = file.learned(begin + 1, begin + count + 1)
             at += count
-            fields["positions"][at:] = np.arange(length - at)
-            if documents is not None:
-                documents[at:] += 1
-        return fields
+            positions[at:] = np.arange(length - at)
+            documents[at:] += 1
+        return SampleFields(
+            tokens=tokens, labels=labels, loss_mask=loss_mask, positions=positions, document_ids=documents
+        )
 
 
 def _sha256(path: str) -> str:
@@ -234,10 +225,8 @@ def _sha256(path: str) -> str:
         with open_regular(Path(path)) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, ValueError) as error:
-        why = reason(error)
-        raise DataError(
-            f"{path} cannot be read ({why}): with --sft the data are JSONL files of conversations"
-        ) from error
+        expected = "with --sft the data are JSONL files of conversations"
+        raise DataError(f"{path} cannot be read ({reason(error)}): {expected}") from error
 
 
 def _read_conversations(path: str, tokenizer: Tokenizer, template: ChatTemplate | None) -> Arrays:

@@ -48,24 +48,21 @@ def recorded_checks(data: IndexedDataset, record: Record | None) -> list[Check]:
     """
     if record is None:
         return []
-    files = [path for path in (idx_path(data.prefix), bin_path(data.prefix)) if path.suffix[1:] in record.crc32]
-    opened = [path.stat() for path in files]
-    crc32 = [record.crc32[path.suffix[1:]] for path in files]
     counts = [("tokens", record.tokens, data.tokens), ("documents", record.documents, len(data.document_indices) - 1)]
-    counts += [
-        (f"checksums of the {path.suffix}", len(checksums), -(-status.st_size // CHUNK))
-        for path, status, checksums in zip(files, opened, crc32, strict=True)
-    ]
+    checks = []
+    for path in (idx_path(data.prefix), bin_path(data.prefix)):
+        checksums = record.crc32.get(path.suffix[1:])
+        if checksums is not None:
+            status = path.stat()
+            counts.append((f"checksums of the {path.suffix}", len(checksums), -(-status.st_size // CHUNK)))
+            checks.append(Check(status.st_size, partial(_check_file, path, status, checksums)))
     for what, recorded, found in counts:
         if recorded != found:
             raise DataError(
                 f"{side_file_path(data.prefix)} is not of the files beside it: it has {recorded} {what}, where they "
                 f"have {found}. {AGAIN}"
             )
-    return [
-        Check(status.st_size, partial(_check_file, path, status, checksums))
-        for path, status, checksums in zip(files, opened, crc32, strict=True)
-    ]
+    return checks
 
 
 def check_record(data: IndexedDataset, record: Record | None) -> None:

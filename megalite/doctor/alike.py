@@ -20,11 +20,11 @@ import torch
 import megalite
 import megalite_kernels
 from megalite.config import DataConfig, RunConfig
+from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.indexed_dataset import bin_path, idx_path
 from megalite.doctor.findings import Finding, Severity
 from megalite.process.place import ranks_text
 from megalite.small_files import open_regular, reason
-from megalite.training.data import dataset_specs
 
 Traits = dict[str, dict[str, str]]
 """Traits of a rank, by kind (a key of `_KINDS`) and name; without flags if there is no run, or the flags are wrong."""
@@ -99,7 +99,7 @@ def fingerprints(data: DataConfig) -> dict[str, str]:
     """
     named = (Path(name) for name in (data.tokenizer_model, data.vocab_file, data.merge_file) if name is not None)
     paths = [path / "tokenizer.json" if path.is_dir() else path for path in named]
-    for part in () if data.mock_data else dataset_specs(data):
+    for part in () if data.mock_data else read_dataset_specs(data):
         for prefix in part.prefixes if part is not None else ():
             paths += (Path(prefix),) if data.sft else (idx_path(prefix), bin_path(prefix))
     return {str(path): _fingerprint(path) for path in dict.fromkeys(paths)}

@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,23 +180,21 @@ class IndexedDatasetWriter:
     def _write_index(self, file: TemporaryFile) -> None:
         _, sequences, documents = self.extent
         file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], sequences, documents + 1))
-        for lengths in read_lengths(self._lengths.temporary):
+        for lengths in read_blocks(self._lengths.temporary, "<i4"):
             file.write(lengths.tobytes())
         position = 0
-        for lengths in read_lengths(self._lengths.temporary):
+        for lengths in read_blocks(self._lengths.temporary, "<i4"):
             ends = position + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
             file.write((ends - lengths.astype(np.int64) * self.dtype.itemsize).astype("<i8").tobytes())
             position = int(ends[-1])
         file.write(bytes(8))
-        for ends in _blocks(self._documents.temporary, np.dtype("<i8")):
+        for ends in read_blocks(self._documents.temporary, "<i8"):
             file.write(ends.tobytes())
 
     def __enter__(self) -> IndexedDatasetWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for file in self._files:
             file.close()
         if not self._kept:
@@ -238,12 +235,8 @@ def publish(prefix: str | Path, folder: Path) -> None:
         raise FileError(f"{prefix} cannot be given its name ({error.strerror}): is the folder writable?") from error
 
 
-def read_lengths(path: Path) -> Iterator[np.ndarray]:
-    """Yield the lengths of the sequences, int32, in blocks, from the file of a writer."""
-    return _blocks(path, np.dtype("<i4"))
-
-
-def _blocks(path: Path, dtype: np.dtype[Any]) -> Iterator[np.ndarray]:
+def read_blocks(path: Path, dtype: str) -> Iterator[np.ndarray]:
+    """Yield the numbers in a writer's unfinished file in blocks."""
     with path.open("rb") as file:
         while len(block := np.fromfile(file, dtype, BLOCK)):
             yield block

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,10 +11,48 @@ from megalite.data.indexed_dataset import IndexedDataset, bin_path, idx_path
 from megalite.data.side_file import describe_tokenizer, read_side_file, recorded_tokenizer
 from megalite.data.verification import check_record
 from megalite.errors import DataError
-from megalite.preprocessing.length_statistics import length_statistics
 
-# Entries of the index, and tokens, that are looked at a time.
+# Entries of the index, and tokens, that are read at a time.
 BLOCK = 1 << 22
+# Lengths from here on are counted together: quantiles among them are only known to be at least this.
+LONGEST_COUNTED = 1 << 20
+
+
+class LengthStatistics(NamedTuple):
+    """Statistics of the number of tokens per sequence; all 0 if there are no sequences."""
+
+    sequences: int = 0
+    mean: float = 0.0
+    shortest: int = 0
+    median: int = 0
+    percentile_99: int = 0
+    longest: int = 0
+
+    def __str__(self) -> str:
+        """Return the statistics as text for a person."""
+        return (
+            f"{self.shortest:,} to {self.longest:,} tokens, mean {self.mean:,.1f}, median {self.median:,}, "
+            f"99 % at most {self.percentile_99:,}"
+        )
+
+
+def length_statistics(blocks: Iterable[np.ndarray]) -> LengthStatistics:
+    """Return statistics of the lengths in blocks; the memory needed does not grow with their number."""
+    counts = np.zeros(1, np.int64)
+    total = longest = 0
+    for lengths in blocks:
+        fewer, counts = sorted((counts, np.bincount(np.minimum(lengths, LONGEST_COUNTED))), key=len)
+        counts[: len(fewer)] += fewer
+        total += int(lengths.sum(dtype=np.int64))
+        longest = max(longest, int(lengths.max(initial=0)))
+    below = np.cumsum(counts)
+    sequences = int(below[-1])
+    if not sequences:
+        return LengthStatistics()
+    # Counted from 1 in order of length: the shortest, the median and the 99th percentile.
+    ranks = (1, (sequences + 1) // 2, -(-sequences * 99 // 100))
+    shortest, median, percentile_99 = np.searchsorted(below, ranks).tolist()
+    return LengthStatistics(sequences, total / sequences, shortest, median, percentile_99, longest)
 
 
 def describe(data: IndexedDataset) -> dict[str, str]:
@@ -29,7 +68,7 @@ def describe(data: IndexedDataset) -> dict[str, str]:
         "tokens": f"{data.tokens:,}",
         "bytes": f"{bin_path(data.prefix).stat().st_size:,} and {idx_path(data.prefix).stat().st_size:,} of index",
         "lengths": str(lengths),
-        "empty documents": f"{_empty_documents(data):,}",
+        "empty documents": f"{int(np.count_nonzero(data.document_indices[1:] == data.document_indices[:-1])):,}",
         "tokenizer": "not recorded" if tokenizer is None else describe_tokenizer(tokenizer),
     }
 
@@ -62,12 +101,6 @@ def verify(data: IndexedDataset) -> None:
                 f"{bin_path(data.prefix)}: token number {first + at} is {block[at]}, which is none of the "
                 f"{vocab_size or ''} tokens of the vocabulary: the file is damaged, copy or preprocess it again"
             )
-
-
-def _empty_documents(data: IndexedDataset) -> int:
-    boundaries = data.document_indices
-    blocks = _blocks(len(boundaries) - 1)
-    return sum(int(np.count_nonzero(np.diff(boundaries[first : last + 1]) == 0)) for first, last in blocks)
 
 
 def _blocks(count: int) -> Iterator[tuple[int, int]]:

@@ -13,12 +13,12 @@ import fcntl
 import io
 import json
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -31,10 +31,10 @@ from megalite.preprocessing.indexed_writer import (
     IndexedDatasetWriter,
     growing_files,
     publish,
-    read_lengths,
+    read_blocks,
     remove_unfinished,
 )
-from megalite.preprocessing.length_statistics import LengthStatistics, length_statistics
+from megalite.preprocessing.inspection import LengthStatistics, length_statistics
 from megalite.small_files import parse_json
 
 
@@ -54,6 +54,16 @@ class Entry(NamedTuple):
     skipped: int = 0
     extents: tuple[Extent, ...] = ()
     checksums: tuple[int, ...] = ()
+
+    @property
+    def documents(self) -> int:
+        """Return the number of documents, which all files have in common."""
+        return self.extents[0].documents
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of all files."""
+        return sum(extent.tokens for extent in self.extents)
 
     @classmethod
     def parse(cls, line: list[Any]) -> Entry:
@@ -149,7 +159,8 @@ class PartialOutput:
             )
         self._statistics = statistics
         with ExitStack() as stack:
-            files = [[stack.enter_context(_opened(path)) for path in self._files(prefix)] for prefix in self._prefixes]
+            paths = [growing_files(prefix, self.folder) for prefix in self._prefixes]
+            files = [[stack.enter_context(_opened(path)) for path in of_key] for of_key in paths]
             for line, after in content:
                 if "entry" not in line:
                     break
@@ -163,9 +174,6 @@ class PartialOutput:
         if not self.finished:
             self._journal.truncate(end)
         return True
-
-    def _files(self, prefix: str) -> tuple[Path, Path, Path]:
-        return growing_files(prefix, self.folder)
 
     def _checksums(self, files: list[list[IO[bytes]]], entry: Entry) -> tuple[int, ...]:
         """Return the checksums of the data in the files between the last entry and this one."""
@@ -185,7 +193,7 @@ class PartialOutput:
     @property
     def kept(self) -> bool:
         """Tell whether there is anything to keep if the block is left without `finish`."""
-        return any(extent.documents for extent in self.done.extents)
+        return self.done.documents > 0
 
     def add(self, chunk: EncodedChunk) -> None:
         """Write the tokens of the next chunk."""
@@ -208,7 +216,7 @@ class PartialOutput:
         if statistics is None:
             for writer in self._writers:
                 writer.complete()
-            lengths = (read_lengths(self._files(prefix)[1]) for prefix in self._prefixes)
+            lengths = (read_blocks(growing_files(prefix, self.folder)[1], "<i4") for prefix in self._prefixes)
             statistics = length_statistics(chain.from_iterable(lengths))
             self._append(json.dumps({"complete": statistics}).encode() + b"\n")
             os.fsync(self._journal.fileno())
@@ -237,63 +245,50 @@ class PartialOutput:
     def __enter__(self) -> PartialOutput:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if not self.kept:
             self._remove()
+        elif error is not None:
+            note = f"what is done is in {self.folder}: the same command with --resume goes on from there"
+            print(note, file=sys.stderr, flush=True)
         self._open.close()
 
 
-@contextmanager
-def _locked_journal(folder: Path) -> Iterator[IO[bytes]]:
-    """Yield the journal, which one run at a time may have; the system releases it if the process is killed."""
-    for _ in range(9):
-        if file := _locked(folder):
-            with file:
-                if not BEGIN.startswith(file.read(len(BEGIN))):
-                    raise _not_ours(folder)
-                yield file
-                return
-    raise _busy(folder)
-
-
-def _locked(folder: Path) -> IO[bytes] | None:
-    """Lock and return the journal; None if the run that had it removed it meanwhile."""
+def _locked_journal(folder: Path) -> IO[bytes]:
+    """Return the journal, locked for this run; the system releases it if the process is killed."""
     path = folder / JOURNAL
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if (names := os.listdir(folder)) and JOURNAL not in names:
-            raise _not_ours(folder)
-        file = path.open("a+b")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise FileError(f"{path} cannot be written ({error.strerror}): choose another --output-prefix") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise _busy(folder) from error
-    except OSError:  # a file system without locks
-        pass
-    with suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            file.seek(0)
-            return file
-    file.close()
-    return None
-
-
-def _busy(folder: Path) -> DataError:
-    return DataError(f"another run is writing {folder}: wait for it, or choose another --output-prefix")
-
-
-def _not_ours(folder: Path) -> DataError:
-    return DataError(
+    busy = DataError(f"another run is writing {folder}: wait for it, or choose another --output-prefix")
+    not_ours = DataError(
         f"{folder} is where unfinished output goes, but it holds something else: move that away, or choose another "
         "--output-prefix"
     )
+    # Again, if the run that had the journal removed it, or its folder, between two of these steps.
+    for _ in range(9):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if (names := os.listdir(folder)) and JOURNAL not in names:
+                raise not_ours
+            file = path.open("a+b")
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise FileError(f"{path} cannot be written ({error.strerror}): choose another --output-prefix") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise busy from error
+        except OSError:  # a file system without locks
+            pass
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                file.seek(0)
+                if BEGIN.startswith(file.read(len(BEGIN))):
+                    return file
+                file.close()
+                raise not_ours
+        file.close()
+    raise busy
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[dict[str, Any], int]]:

@@ -11,7 +11,7 @@ import numpy as np
 from megalite.config import DataConfig, ModelConfig, RunConfig
 from megalite.data.blend import Dataset
 from megalite.data.chat import ChatTemplate, find_template, given_template
-from megalite.data.dataset_spec import DatasetSpec, read_dataset_specs
+from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.datasets import Datasets, Samples, build_mock_datasets, build_token_datasets, target_samples
 from megalite.data.fields import FieldsDataset, SampleFields
 from megalite.data.fill_in_the_middle import FillInTheMiddle, FillInTheMiddleDataset, token_by_name
@@ -113,7 +113,7 @@ def _open_datasets(
     if data.mock_data:
         mock = build_mock_datasets(samples, sequence_length=data.seq_length, seed=seed, tokenizer=tokenizer)
         return _with_fields(data, seed, tokenizer, mock)
-    cache, parts, surplus = IndexCache(data.data_cache_path), dataset_specs(data), data.mid_level_dataset_surplus
+    cache, parts, surplus = IndexCache(data.data_cache_path), read_dataset_specs(data), data.mid_level_dataset_surplus
     if data.sft:
         return build_sft_datasets(
             parts,
@@ -137,19 +137,6 @@ def _open_datasets(
         verification=verification,
     )
     return _with_fields(data, seed, tokenizer, tokens)
-
-
-def dataset_specs(data: DataConfig) -> Sequence[DatasetSpec | None]:
-    """Return the parts of training, validation and test. Raises ConfigurationError or DataError."""
-    return read_dataset_specs(
-        data_path=data.data_path,
-        split=data.split,
-        train_data_path=data.train_data_path,
-        valid_data_path=data.valid_data_path,
-        test_data_path=data.test_data_path,
-        data_args_path=data.data_args_path,
-        per_split_data_args_path=data.per_split_data_args_path,
-    )
 
 
 def _chat_template(data: DataConfig) -> ChatTemplate | None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 
+from megalite.config import DataConfig
 from megalite.data.blend import build_blend_index, normalize
 from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.datasets import Samples, build_token_datasets
@@ -69,7 +70,7 @@ def cases(draw: st.DrawFn, prefixes: list[str], weighted: bool) -> Case:
 
 def ours(case: Case) -> Any:
     each = dict(zip(("train_data_path", "valid_data_path", "test_data_path"), case.each, strict=False))
-    parts = read_dataset_specs(data_path=case.path, split=case.split, **each)
+    parts = read_dataset_specs(DataConfig(seq_length=1, data_path=case.path, split=case.split, **each))
     for part in filter(None, parts):  # Megatron-LM never ends where a part has no tokens
         for prefix in part.prefixes:
             lengths = IndexedDataset(prefix).sequence_lengths

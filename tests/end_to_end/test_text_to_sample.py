@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalite.config import DataConfig
 from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.datasets import Samples, build_token_datasets
 from megalite.data.index_cache import IndexCache
@@ -141,7 +142,7 @@ def test_the_validation_loss_is_the_oracles_mean_over_the_same_samples(
     tokenizer = build_tokenizer("SentencePieceTokenizer", str(corpus / "tokenizer.model"))
     steps, batches, batch_size = 2, 3, 8
     _, valid, _, _ = build_token_datasets(
-        read_dataset_specs(data_path=[str(corpus / "corpus_text_document")], split="90,10,0"),
+        read_dataset_specs(DataConfig(seq_length=1, data_path=[str(corpus / "corpus_text_document")], split="90,10,0")),
         Samples(train=32 * batch_size, valid=(32 // steps + 1) * batches * batch_size, test=0),
         sequence_length=16,
         seed=5,

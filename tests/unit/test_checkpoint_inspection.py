@@ -18,13 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.checkpoint import manifest, progress
+from megalite.checkpoint import manifest
 from megalite.checkpoint.comparison import Comparison, ValueDifference, compare, compared_bytes
 from megalite.checkpoint.corruption import CorruptFileError
 from megalite.checkpoint.inspection import statistics, verify
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.errors import CheckpointError
 from megalite.parallel.sharding import Box
+from megalite.process import progress
 from tests.harness import checkpoints
 from tests.harness.checkpoints import STATE
 from tests.harness.tool import Ended, run_tool

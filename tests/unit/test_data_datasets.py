@@ -37,7 +37,7 @@ def write(prefix: Path, documents: int, token: int, tokenizer: dict[str, Any] | 
 
 def build(samples: Samples, tokenizer: Any = None, surplus: float = 0.005, **flags: Any) -> Datasets[np.ndarray]:
     return build_token_datasets(
-        read_dataset_specs(**flags),
+        read_dataset_specs(DataConfig(seq_length=1, **flags)),
         samples,
         sequence_length=10,
         seed=1234,
@@ -235,9 +235,9 @@ def test_data_is_given_in_one_way(tmp_path: Path) -> None:
     one = {"data_path": ["a"]}
     for more in ({"valid_data_path": ["a"]}, {"data_args_path": "a"}, {"per_split_data_args_path": "a"}):
         with pytest.raises(ConfigurationError, match="give the data in one way"):
-            read_dataset_specs(**(one | more))
+            read_dataset_specs(DataConfig(seq_length=1, **(one | more)))
     with pytest.raises(ConfigurationError, match="give the data in one way"):
-        read_dataset_specs()
+        read_dataset_specs(DataConfig(seq_length=1))
     prefix = write(tmp_path / "a", 10, 1)
     with pytest.raises(ConfigurationError, match="there is no training data"):
         build(Samples(1, 1, 0), valid_data_path=[prefix])
@@ -309,14 +309,14 @@ def test_target_samples_are_megatrons() -> None:
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_paths_may_stand_in_files(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "blend").write_text("0.3 a\n0.7 b\n", encoding)
-    assert read_dataset_specs(data_args_path=str(tmp_path / "blend"), split="1") == [
+    assert read_dataset_specs(DataConfig(seq_length=1, data_args_path=str(tmp_path / "blend"), split="1")) == [
         DatasetSpec(["a", "b"], [0.3, 0.7], 0.0, 1.0),
         None,
         None,
     ]
     (tmp_path / "each").write_text('{"train": [0.3, "a", "0.7", "b"], "test": ["c"]}', encoding)
     each = [DatasetSpec(["a", "b"], [0.3, 0.7]), None, DatasetSpec(["c"], None)]
-    assert read_dataset_specs(per_split_data_args_path=str(tmp_path / "each")) == each
+    assert read_dataset_specs(DataConfig(seq_length=1, per_split_data_args_path=str(tmp_path / "each"))) == each
 
 
 @pytest.mark.parametrize(
@@ -338,14 +338,14 @@ def test_files_of_paths_that_mean_nothing_are_refused(
     if text is not None:
         (tmp_path / "paths").write_text(text)
     with pytest.raises(DataError, match=problem):
-        read_dataset_specs(**{flag: str(tmp_path / "paths")})
+        read_dataset_specs(DataConfig(seq_length=1, **{flag: str(tmp_path / "paths")}))
 
 
 def test_a_file_of_paths_without_an_end_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "paths")
     for path in (str(tmp_path / "paths"), "/dev/zero"):
         with pytest.raises(DataError, match=f"{path} cannot be read: no regular file"):
-            read_dataset_specs(data_args_path=path)
+            read_dataset_specs(DataConfig(seq_length=1, data_args_path=path))
 
 
 def test_prefixes_alone_validate_on_what_there_is(tmp_path: Path) -> None:

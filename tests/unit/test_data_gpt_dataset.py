@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.config import DataConfig
 from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.datasets import Samples, build_token_datasets
 from megalite.data.fields import sample_fields
@@ -65,7 +66,7 @@ def test_samples_are_those_of_megatron(tmp_path: Path, case: dict[str, Any]) -> 
         files = [sha256(Path(f"{path[place]}.{suffix}").read_bytes()) for suffix in ("bin", "idx")]
         assert files == case["files_sha256"][number]
     sets = build_token_datasets(
-        read_dataset_specs(data_path=path, split=case["split"]),
+        read_dataset_specs(DataConfig(seq_length=1, data_path=path, split=case["split"])),
         Samples(*case["samples"]),
         sequence_length=case["sequence_length"],
         seed=case["seed"],

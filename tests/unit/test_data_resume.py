@@ -27,7 +27,7 @@ from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import DataError
 from megalite.preprocessing import partial_output, preprocess
 from megalite.preprocessing.encoding import Encoding, encode_chunk
-from megalite.preprocessing.length_statistics import LengthStatistics
+from megalite.preprocessing.inspection import LengthStatistics
 from megalite.preprocessing.partial_output import PartialOutput, partial_folder
 
 pytestmark = pytest.mark.costly

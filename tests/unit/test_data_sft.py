@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 
+from megalite.config import DataConfig
 from megalite.data.chat import ChatTemplate, Span, conversation_reader, find_template, given_template
 from megalite.data.dataset_spec import read_dataset_specs
 from megalite.data.datasets import Datasets, Samples
@@ -259,7 +260,7 @@ def build(
     **flags: Any,
 ) -> Datasets[SampleFields]:
     return build_sft_datasets(
-        read_dataset_specs(data_path=[str(path)], **({"split": "1"} | flags)),
+        read_dataset_specs(DataConfig(seq_length=1, data_path=[str(path)], **({"split": "1"} | flags))),
         samples,
         sequence_length=length,
         seed=1,

@@ -19,8 +19,7 @@ from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.errors import DataError
 from megalite.preprocessing import merging
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
-from megalite.preprocessing.inspection import verify
-from megalite.preprocessing.length_statistics import length_statistics
+from megalite.preprocessing.inspection import length_statistics, verify
 from tests.harness.fork_server import fork_context
 
 pytestmark = pytest.mark.costly

@@ -16,7 +16,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.checkpoint import progress
 from megalite.data.tokenizers import Tokenizer
 from megalite.data.tokenizers.bytes import ByteTokenizer
 from megalite.data.tokenizers.huggingface import load_tokenizer_json
@@ -33,6 +32,7 @@ from megalite.inference.perplexity import Figures, table, together
 from megalite.inference.scoring import Window, batches, score_windows, sliding_windows
 from megalite.parallel.mesh import ParallelMesh
 from megalite.preprocessing.indexed_writer import IndexedDatasetWriter
+from megalite.process import progress
 from tests.distributed.inference_run import initialized_network, whole_weights
 from tests.distributed.layout_cell import Cell, oracle
 from tests.distributed.layout_expected import one_thread

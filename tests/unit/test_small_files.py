@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.config import DataConfig
 from megalite.config.yaml_file import load_yaml, read_file
 from megalite.conversion.huggingface import open_huggingface
 from megalite.data.chat import find_template
@@ -154,7 +155,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "run.yaml": lambda path: load_yaml(read_file(str(path))),
     "trace.json": read_trace,
     "prompts.jsonl": lambda path: read_prompts([], str(path)),
-    "blend.json": lambda path: read_dataset_specs(per_split_data_args_path=str(path)),
+    "blend.json": lambda path: read_dataset_specs(DataConfig(seq_length=1, per_split_data_args_path=str(path))),
     "rank_00000.json": lambda path: read_dumps(path.parent),
     "nccl_trace_rank_0": lambda path: read_dumps(path.parent),
     "data.megalite.json": lambda path: read_side_file(path.parent / "data"),

@@ -171,7 +171,8 @@ def _reachable(description: dict[str, Any]) -> list[str]:
     if missing := [byte for byte in _BYTE_OF if byte not in vocabulary]:
         raise NotIdentical(f"{len(missing)} of the 256 bytes are not in its vocabulary")
     order, merges, late = _in_order(model["merges"])
-    candidates = [*order, *(token for token in vocabulary if token not in order and _is_bytes(token))]
+    bytes_alone = (token for token in vocabulary if token and _BYTE_OF.keys() >= set(token))
+    candidates = list(order | dict.fromkeys(bytes_alone))
     alone = _merged_alone(description, merges, candidates)
     if unclear := [token for token in candidates if alone[token] > 1 and token in late]:
         raise NotIdentical(f"a merge that makes {unclear[0]!r} comes before those of its parts")
@@ -200,10 +201,6 @@ def _in_order(merges: list[Any]) -> tuple[dict[str, None], list[Any], set[str]]:
         order[made] = None
         latest = made
     return order, kept, late
-
-
-def _is_bytes(token: str) -> bool:
-    return bool(token) and all(character in _BYTE_OF for character in token)
 
 
 def _merged_alone(description: dict[str, Any], merges: list[Any], tokens: list[str]) -> dict[str, int]:

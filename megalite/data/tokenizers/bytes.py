@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.data.tokenizers.offsets import character_offsets
+from megalite.data.tokenizers.interface import character_offsets
 
 
 class ByteTokenizer:

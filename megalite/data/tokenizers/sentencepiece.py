@@ -14,8 +14,7 @@ import numpy as np
 from megalite.config.tokenizer import FastEncoding
 from megalite.data.optional import optional_import
 from megalite.data.tokenizers.files import fingerprint, read_tokenizer_file
-from megalite.data.tokenizers.interface import Ids
-from megalite.data.tokenizers.offsets import character_offsets
+from megalite.data.tokenizers.interface import Ids, character_offsets
 from megalite.data.tokenizers.word_cache import WordCache, refusal
 from megalite.errors import ConfigurationError, DataError
 

@@ -21,8 +21,7 @@ import numpy as np
 from megalite.data.optional import optional_import
 from megalite.data.tokenizers.byte_level_bpe import GPT2_PATTERN, LLAMA3_PATTERN, LOWER, UPPER
 from megalite.data.tokenizers.files import LARGEST_VOCABULARY, fingerprint, read_tokenizer_file
-from megalite.data.tokenizers.interface import Ids
-from megalite.data.tokenizers.offsets import character_offsets
+from megalite.data.tokenizers.interface import Ids, character_offsets
 from megalite.errors import ConfigurationError, DataError
 from megalite.small_files import parse_json, reason
 

@@ -1,0 +1,105 @@
+"""Long work of one process: run over threads, with its progress shown on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Lock
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+INTERVAL = 10.0
+"""Seconds between two lines of `show_progress` if standard error is not a terminal."""
+
+Advance = Callable[[int], None]
+"""Function that is told of each amount of bytes, or other units, that is done, from any thread."""
+Show = Callable[[int, float, str], None]
+"""Function that is told how many documents are done, which fraction of the work that is (0 if unknown), and a
+description of both."""
+
+
+def in_threads(workers: int, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return the results in the order of the items. After the first error, no further items are started."""
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(function, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+@contextmanager
+def show_progress(doing: str, total: int, unit: str = "bytes") -> Iterator[Advance]:
+    """Yield a function that shows the units done, of `total`: as a bar on a terminal, else as lines."""
+    if not sys.stderr.isatty():
+        yield _line_per_interval(doing, total, unit)
+        return
+    from rich import progress
+
+    counts: list[ProgressColumn] = [progress.MofNCompleteColumn(), progress.TextColumn(unit)]
+    if unit == "bytes":
+        counts = [progress.DownloadColumn(), progress.TransferSpeedColumn()]
+    with _bar(progress.TextColumn(doing), progress.BarColumn(), *counts, progress.TimeRemainingColumn()) as bar:
+        task = bar.add_task(doing, total=total)
+        yield lambda size: bar.advance(task, size)
+
+
+def _line_per_interval(doing: str, total: int, unit: str) -> Advance:
+    done, next_line, lock = 0, time.monotonic() + INTERVAL, Lock()
+
+    def advance(size: int) -> None:
+        nonlocal done, next_line
+        with lock:
+            done += size
+            if time.monotonic() >= next_line:
+                next_line = time.monotonic() + INTERVAL
+                print(f"{doing}: {done:,} of {total:,} {unit}", file=sys.stderr, flush=True)
+
+    return advance
+
+
+@contextmanager
+def show_documents(log_interval: int) -> Iterator[Show]:
+    """Yield a function that shows the progress of preprocessing: as a bar on a terminal, else as a line per
+    `log_interval` documents."""
+    if not sys.stderr.isatty():
+        yield _line_per_documents(log_interval)
+        return
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    with _bar(BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeElapsedColumn()) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(documents: int, fraction: float, description: str) -> None:
+            bar.update(task, completed=fraction, total=1.0 if fraction else None, description=description)
+
+        yield show
+
+
+def _line_per_documents(log_interval: int) -> Show:
+    next_line = log_interval
+
+    def show(documents: int, fraction: float, description: str) -> None:
+        nonlocal next_line
+        if documents >= next_line:
+            next_line = (documents // log_interval + 1) * log_interval
+            print(description, file=sys.stderr, flush=True)
+
+    return show
+
+
+def _bar(*columns: ProgressColumn) -> Progress:
+    """Return a bar that disappears at its end. Until then, lines written to `sys.stderr` appear above it."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(*columns, console=Console(stderr=True), transient=True)
