@@ -49,8 +49,8 @@ _ABOVE_ZERO = """loss_scale initial_loss_scale min_loss_scale rotary_base exit_d
     yarn_beta_fast yarn_beta_slow yarn_attention_factor rotary_scaling_factor
     muon_extra_scale_factor adam_eps watchdog_min_seconds"""
 _TO_COME = {
-    "context_parallel_size": megatron_flags.CONTEXT,
-    "expert_model_parallel_size": megatron_flags.EXPERTS,
+    "context_parallel_size": "context",
+    "expert_model_parallel_size": "experts",
 }
 """Axes of which the mesh, the buckets and checkpoints know, and the network does not yet. (Of the experts' tensor axis
 too: see `_to_come`.)"""
@@ -269,11 +269,11 @@ def _to_come(config: RunConfig) -> Iterator[str]:
     for name, reason in _TO_COME.items():
         size = getattr(config.parallel, name)
         if size > 1:
-            yield f"--{name.replace('_', '-')} {size}: {reason}; it takes 1"
+            yield f"--{name.replace('_', '-')} {size}: {megatron_flags.reason(reason)}; it takes 1"
     tensor, of_experts = config.parallel.tensor_model_parallel_size, config.parallel.expert_tensor_parallel_size
     if of_experts not in (None, tensor):
         yield (
-            f"--expert-tensor-parallel-size {of_experts}: {megatron_flags.EXPERTS}; it takes {tensor}, as "
+            f"--expert-tensor-parallel-size {of_experts}: {megatron_flags.reason('experts')}; it takes {tensor}, as "
             "--tensor-model-parallel-size"
         )
 
