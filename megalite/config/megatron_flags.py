@@ -106,7 +106,7 @@ def names() -> list[str]:
     """Return every flag of the tables."""
     found = [NO_POSITION_EMBEDDING, USE_MEGATRON_FSDP, *_already_so(), *_refused()]
     for table in ("aliases", "shorthands", "accepted_values", "removed"):
-        found += tables()[table]  # type: ignore[literal-required]
+        found += tables()[table]
     return found
 
 

@@ -59,7 +59,8 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
             refuse_blank(flag, values)
             if flag == "config":
                 path = _single(flag, values)
-                _update(sections, read_sections(read_file(path), path))
+                for name, fields in read_sections(read_file(path), path).items():
+                    sections[name] |= fields
                 continue
             given[megatron_flags.tables()["aliases"].get(flag, flag)] = values
             arguments, note = _settle(flag, values)
@@ -199,11 +200,6 @@ def _single(flag: str, values: list[str]) -> str:
     if len(values) != 1:
         raise ConfigurationError(f"--{flag} needs one value, got {' '.join(values)[:100] or 'none'}")
     return values[0]
-
-
-def _update(sections: Sections, more: Sections) -> None:
-    for name, values in more.items():
-        sections[name] |= values
 
 
 def _build(tokens: list[str], sections: Sections) -> RunConfig:

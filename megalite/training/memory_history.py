@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megalite.atomic_files import temporary_path
-from megalite.config.profiling import ProfilingConfig
+from megalite.config.monitoring import ProfilingConfig
 from megalite.torch_internals import dump_memory, record_memory
 
 _EVENTS = 100_000  # the last so many are kept, in host memory

@@ -18,7 +18,7 @@ from megalite import checkpoint
 from megalite.atomic_files import sync_directory, temporary_path
 from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
-from megalite.config.profiling import ProfilingConfig
+from megalite.config.monitoring import ProfilingConfig
 from megalite.errors import CheckpointError, ConfigurationError
 from megalite.parallel import device
 from megalite.parallel.mesh import ParallelMesh
