@@ -621,7 +621,7 @@ MUTANTS = (
     Mutant(
         "sizes that no machine holds are tried",
         "megalite/config/validate.py",
-        "    _raise(size_problems(config, world_size))",
+        "    _raise(_sizes(config, world_size))",
         "",
         "tests/unit/test_config_validate.py::test_what_no_machine_holds_is_refused_by_arithmetic",
     ),

@@ -8,9 +8,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from megalite.checkpoint.manifest import read_config
 from megalite.checkpoint.storage import AnyPath
-from megalite.config.model import ModelConfig
+from megalite.config.model import ModelConfig, model_problems
 from megalite.config.run import fields_by_name, fits, section_types
-from megalite.config.validate import model_problems
 from megalite.errors import CheckpointError, CorruptCheckpointError
 from megalite.small_files import shown
 

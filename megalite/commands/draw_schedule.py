@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalite.config.schedules import SHAPES, ScheduleName
+from megalite.config.parallel import SHAPES, ScheduleName
 from megalite.config.tool_arguments import parse_tool_arguments, run_tool
 from megalite.errors import ConfigurationError
 

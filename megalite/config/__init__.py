@@ -5,8 +5,8 @@ from __future__ import annotations
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
 from megalite.config.kernels import KernelsConfig
-from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
+from megalite.config.monitoring import LoggingConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.parse import ParsedArguments, parse_arguments

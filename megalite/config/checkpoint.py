@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from megalite.config.fields import NonNegativeInt, PositiveInt, given
+
+_OF_SAVE = """save_interval save_retain_interval save_optim async_save ckpt_format tolerated_save_failures log_progress
+    resume"""
+_OF_LOAD = "ckpt_step finetune load_optim"
+_OF_EITHER = "exit_on_missing_checkpoint load_casts use_checkpoint_args"
 
 
 @dataclass(frozen=True)
@@ -13,9 +21,9 @@ class CheckpointConfig:
 
     save: str | None = None
     """The run directory: checkpoints, config.yaml, metrics.jsonl, logs. May be a URL, as in s3://bucket/run."""
-    save_interval: int | None = None
+    save_interval: PositiveInt | None = None
     """Steps between checkpoints; unset: only at the end and on exit."""
-    save_retain_interval: int | None = None
+    save_retain_interval: PositiveInt | None = None
     """Keep checkpoints of steps that are multiples of this, and the newest two; unset: all."""
     save_optim: bool = True
     """Save the optimizer's state; without it a checkpoint holds weights alone."""
@@ -23,7 +31,7 @@ class CheckpointConfig:
     """Write checkpoints in the background, from a copy in host memory, while training goes on."""
     ckpt_format: Literal["megalite", "torch_dist"] = "megalite"
     """Format to write: safetensors files, or those that torch.distributed.checkpoint reads too. Either is loaded."""
-    tolerated_save_failures: int = 2
+    tolerated_save_failures: NonNegativeInt = 2
     """Failed saves in a row after which training still goes on to the next; 0: the first ends the run."""
     log_progress: bool = False
     """Keep a progress.txt in the run directory: a line for each start, checkpoint and end."""
@@ -32,7 +40,7 @@ class CheckpointConfig:
     folder: the run begins with its weights, its network and its tokenizer, unless flags name others."""
     resume: Literal["auto"] | None = None
     """auto: continue from the latest checkpoint under save where there is one, else from load, else anew."""
-    ckpt_step: int | None = None
+    ckpt_step: NonNegativeInt | None = None
     """Load the checkpoint of this step, and no other."""
     exit_on_missing_checkpoint: bool = False
     """Do not start anew where load (or resume) finds no checkpoint."""
@@ -67,3 +75,39 @@ def is_url(directory: str) -> bool:
 
 def _one_name(directory: str) -> str:
     return directory.rstrip("/") if is_url(directory) else os.path.realpath(directory)
+
+
+def checkpoint_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Yield a line for each relation that does not hold."""
+    if checkpoint.save is None:
+        for flag in given(checkpoint, _OF_SAVE):
+            yield f"{flag} needs --save, the run directory"
+    elif is_url(checkpoint.save) and checkpoint.ckpt_format != "megalite":
+        yield (
+            f"--ckpt-format {checkpoint.ckpt_format} needs a --save that is a folder, not {checkpoint.save}, where "
+            "its .metadata would be overwritten before the new checkpoint is there"
+        )
+    if checkpoint.save is not None and is_url(checkpoint.save) and checkpoint.log_progress:
+        yield f"--log-progress appends to a file in --save, which must be a folder, not {checkpoint.save}"
+    if checkpoint.load is None:
+        for flag in given(checkpoint, _OF_LOAD):
+            yield f"{flag} needs --load, the run directory to load from"
+        if checkpoint.resume is None:
+            for flag in given(checkpoint, _OF_EITHER):
+                yield f"{flag} needs --load or --resume auto"
+    # Options that --load and --save of one directory leave without a meaning.
+    if checkpoint.loads_where_it_saves and checkpoint.resume == "auto":
+        for flag in given(checkpoint, _OF_LOAD):
+            yield (
+                f"{flag} is for the checkpoint of --load, and --resume auto continues the newest of --save, which is "
+                "the same directory: drop one of the two, or save elsewhere"
+            )
+    elif checkpoint.loads_where_it_saves and checkpoint.finetune:
+        yield "--finetune begins a new run at step 0: save it into another directory than --load"
+    if not checkpoint.save_optim and checkpoint.resume == "auto":
+        yield "--resume auto continues with the optimizer's state, which --no-save-optim does not save: drop one"
+    retained, interval = checkpoint.save_retain_interval, checkpoint.save_interval
+    if retained is not None and interval is None:
+        yield f"--save-retain-interval {retained} needs --save-interval"
+    elif retained is not None and interval is not None and retained % interval:
+        yield f"--save-retain-interval {retained} is no multiple of --save-interval {interval}: few steps are of both"

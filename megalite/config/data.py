@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Annotated, get_args
 
-from megalite.config.tokenizer import TokenizerFlags
+from megalite.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, Share, at_most, flag_of, needs
+from megalite.config.tokenizer import FILES_AND_OPTIONS, TokenizerFlags, TokenizerType
 from megalite.errors import ConfigurationError
 
 
@@ -13,7 +17,7 @@ from megalite.errors import ConfigurationError
 class DataConfig(TokenizerFlags):
     """The samples: tokens on disk cut to one length, and how documents inside a sample see each other."""
 
-    seq_length: int
+    seq_length: PositiveInt
     """Tokens of a training sample."""
     data_path: tuple[str, ...] = ()
     """Prefixes of .bin and .idx files; of several, each with its weight before it or none."""
@@ -35,13 +39,13 @@ class DataConfig(TokenizerFlags):
     """With sft: Jinja template of a conversation, or a file that holds it; unset: the tokenizer's."""
     fim_data: bool = False
     """Rearrange documents to fill in their middle."""
-    fim_rate: float = 0.5
+    fim_rate: Share = 0.5
     """Share of documents that are rearranged."""
-    fim_spm_rate: float = 0.5
+    fim_spm_rate: Share = 0.5
     """Share of those that are in the order suffix, prefix, middle; the others: prefix, suffix, middle."""
     fim_split_sample: str | None = None
     """Token that divides a document into fragments, each rearranged by itself."""
-    fim_fragment_rate: float | None = None
+    fim_fragment_rate: Share | None = None
     """Share of fragments that are rearranged in documents that are; unset: fim-rate."""
     fim_no_prefix: str | None = None
     """Leave texts that begin so as they are."""
@@ -55,13 +59,13 @@ class DataConfig(TokenizerFlags):
     """Token that fills up samples that become shorter; no loss counts there."""
     fim_eod_token: str | None = None
     """Token that ends documents; unset: the tokenizer's."""
-    mid_level_dataset_surplus: float = 0.005
+    mid_level_dataset_surplus: NonNegativeFloat = 0.005
     """Share that is drawn from each dataset of a blend beyond its weight."""
     mock_data: bool = False
     """Train on generated tokens instead of files."""
     split: str = "969, 30, 1"
     """Shares of the data for training, validation and test."""
-    num_workers: int = 2
+    num_workers: Annotated[NonNegativeInt, at_most(1_000)] = 2
     """Threads that read the next step's samples ahead; 0: none."""
     mmap_bin_files: bool = True
     """Map the .bin files into memory instead of reading them piece by piece."""
@@ -94,3 +98,63 @@ def split_shares(split: str) -> tuple[float, float, float]:
         raise ConfigurationError(f"--split {split!r}: give the shares of training, validation and test: 969,30,1")
     train, valid, test = map(float, (*words, "0", "0")[:3])
     return train, valid, test
+
+
+def data_problems(data: DataConfig) -> Iterator[str]:
+    """Yield a line for each relation that does not hold."""
+    each = any((data.train_data_path, data.valid_data_path, data.test_data_path))
+    ways = sum(map(bool, (data.data_path, data.data_args_path, each, data.per_split_data_args_path, data.mock_data)))
+    if ways == 0:
+        yield "give the data as --data-path or as --mock-data"
+    elif ways > 1:
+        yield (
+            "the data is given in more than one way: keep one of --data-path, --data-args-path, --train-data-path "
+            "(with --valid-data-path and --test-data-path), --per-split-data-args-path and --mock-data"
+        )
+    if each and not data.train_data_path:
+        yield "--valid-data-path and --test-data-path need --train-data-path"
+    if data.split != DataConfig.split and not (data.divided or data.mock_data):
+        yield f"--split {data.split!r} divides --data-path or --data-args-path: leave it out"
+    try:
+        data.split_shares()
+    except ConfigurationError as error:
+        yield str(error)
+    yield from _forms_of_data(data)
+
+
+def _forms_of_data(data: DataConfig) -> Iterator[str]:
+    if data.sft and (data.mock_data or data.fim_data):
+        yield f"--sft reads conversations: leave {'--mock-data' if data.mock_data else '--fim-data'} out"
+    if data.sft and data.eod_mask_loss:
+        yield "--eod-mask-loss is for token files: with --sft the loss counts on answers alone"
+    if not data.sft:
+        yield from needs(data, "chat_template", "--sft")
+    if not data.fim_data:
+        yield from needs(data, "fim_*", "--fim-data")
+
+
+def tokenizer_problems(data: DataConfig, vocab_size: int | None) -> Iterator[str]:
+    """Yield a line for each flag that the tokenizer lacks or does not read."""
+    kind = data.tokenizer_type
+    if kind is None:
+        yield f"give --tokenizer-type: {', '.join(get_args(TokenizerType))}"
+        return
+    for name, kinds in FILES_AND_OPTIONS.items():
+        value, reads = getattr(data, name), kind in kinds.split()
+        flag = flag_of(name)
+        if reads and value is None:
+            yield f"--tokenizer-type {kind} needs {flag}, its file"
+        elif not reads and value != getattr(DataConfig, name):
+            given = " ".join(value) if isinstance(value, tuple) else value
+            yield f"--tokenizer-type {kind} reads no {flag} ({given})"
+    if kind == "NullTokenizer" and vocab_size is None:
+        yield "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens in the data"
+
+
+def evaluation_problems(data: DataConfig, eval_iters: int) -> Iterator[str]:
+    """Yield a line if there is to be an evaluation, and nothing to validate on."""
+    with suppress(ConfigurationError):  # a split that cannot be read is reported with the data
+        if eval_iters and data.divided and data.split_shares()[1] == 0:
+            yield f"--split {data.split!r} leaves nothing to validate on: give a second share, or --eval-iters 0"
+    if eval_iters and data.train_data_path and not data.valid_data_path:
+        yield "there is nothing to validate on: give --valid-data-path, or --eval-iters 0"

@@ -38,17 +38,17 @@ _WORDS = {int: "whole number", float: "number", str: "text"}
 
 def page() -> str:
     """Return the page."""
-    parts, titles = [_HEAD], _docstrings(RunConfig)
+    tables, parts, titles = megatron_flags.tables(), [_HEAD], _docstrings(RunConfig)
     for section, kind in section_types().items():
         kinds, meanings = get_type_hints(kind), _docstrings(kind)
         parts.append(f"\n## `{section}`\n\n{titles[section]}\n\n{_COLUMNS}")
         parts += [_row(entry, kinds[entry.name], meanings[entry.name]) for entry in fields(kind)]
     parts.append(_SETTLED)
-    for fact, flags in megatron_flags.ALREADY_SO.items():
+    for fact, flags in tables["already_so"].items():
         names = ", ".join(f"`--{flag.partition('=')[0]}`" for flag in flags.split())
         parts.append(f"| {_cell(fact)} | {names} |\n")
-    accepted = megatron_flags.ACCEPTED_VALUES.items()
-    values = [f"`--{flag} {value}`" for flag, (values, _) in accepted for value in values.split()]
+    accepted = tables["accepted_values"].items()
+    values = [f"`--{flag} {value}`" for flag, row in accepted for value in row["values"].split()]
     return "".join([*parts, f"| these flags have these values, and take no others | {', '.join(values)} |\n"])
 
 
@@ -62,11 +62,12 @@ def _row(entry: Field[Any], kind: Any, meaning: str) -> str:
 
 def _others(flag: str) -> Iterator[str]:
     """Yield the other spellings of a flag."""
-    for other, name in megatron_flags.ALIASES.items():
+    tables = megatron_flags.tables()
+    for other, name in tables["aliases"].items():
         if name == flag:
             yield f"`--{other}`"
-    shorthands = {f"--{other}": meant for other, meant in megatron_flags.SHORTHANDS.items()}
-    for other, by_value in megatron_flags.VALUE_SHORTHANDS.items():
+    shorthands = {f"--{other}": meant for other, meant in tables["shorthands"].items()}
+    for other, by_value in tables["value_shorthands"].items():
         shorthands |= {f"--{other} {value}": meant for value, meant in by_value.items()}
     shorthands[f"--{megatron_flags.NO_POSITION_EMBEDDING}"] = ("--position-embedding-type", "none")
     shorthands[f"--{megatron_flags.USE_MEGATRON_FSDP}"] = ("--data-parallel-sharding-strategy", "optim_grads_params")

@@ -3,90 +3,123 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from megalite.config.activations import FLAGS, Activation, activation_of
-from megalite.config.attention_windows import keys_before
-from megalite.config.layers import LayerSpec
+from megalite.config.attention_windows import MOST_LAYERS, keys_before
+from megalite.config.fields import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ShareAboveZero,
+    ShareBelowOne,
+    at_most,
+    flag_of,
+    needs,
+    range_problems,
+)
 from megalite.errors import ConfigurationError
+
+MAX_BYTES = 2**44
+"""Memory of a rank, in any case less: 16 TiB, a hundred times what the largest GPU has."""
+LEAST_ITEM_BYTES = 2
+"""Bytes of a weight or an activation, at least."""
+
+Mixer = Literal["attention"]
+FeedForward = Literal["dense"]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer. FLOPs, memory and the network itself (`model/block.py`) are made from the list of all.
+
+    Attributes:
+        keys_before: of a sliding window, how many keys before its own a token sees; None: all.
+    """
+
+    mixer: Mixer = "attention"
+    feed_forward: FeedForward = "dense"
+    keys_before: int | None = None
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The network. Names and defaults are Megatron-LM's; flags that are negative there are positive here."""
 
-    num_layers: int
+    num_layers: Annotated[PositiveInt, at_most(MOST_LAYERS)]
     """Transformer layers."""
-    hidden_size: int
+    hidden_size: PositiveInt
     """Width of the residual stream."""
-    num_attention_heads: int
+    num_attention_heads: Annotated[PositiveInt, at_most(1_000_000)]
     """Attention (query) heads."""
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: PositiveInt | None = None
     """Width of the feed-forward layer; unset: 4 x hidden-size, with a gate 8/3 of it down to a multiple of 64."""
-    kv_channels: int | None = None
+    kv_channels: PositiveInt | None = None
     """Width of one attention head; unset: hidden-size / num-attention-heads."""
     group_query_attention: bool = False
     """Share keys and values between groups of query heads; their number is num-query-groups."""
-    num_query_groups: int = 1
+    num_query_groups: PositiveInt = 1
     """Groups of query heads that share keys and values (1: multi-query); needs group-query-attention."""
-    max_position_embeddings: int | None = None
+    max_position_embeddings: PositiveInt | None = None
     """Rows of the learned position table; needed by learned_absolute, at least seq-length."""
     position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
     """Positions of tokens: a learned table, rotary embeddings, these as YaRN scales them, or none at all."""
-    rotary_base: float = 10000.0
+    rotary_base: PositiveFloat = 10000.0
     """Base of the rotary frequencies (theta)."""
-    rotary_percent: float = 1.0
+    rotary_percent: ShareAboveZero = 1.0
     """Share of each head's channels that is rotated, above 0 up to 1."""
     rotary_interleaved: bool = False
     """Rotate channel 2i with 2i + 1, instead of channels that are half of the rotated ones apart."""
-    rotary_seq_len_interpolation_factor: float | None = None
+    rotary_seq_len_interpolation_factor: PositiveFloat | None = None
     """Divide the rotary angles by this: so many times the trained positions fit in (linear scaling); unset: 1."""
     use_rope_scaling: bool = False
     """Scale the rotary frequencies as Llama 3.1 does for long contexts."""
-    rope_scaling_factor: float = 8.0
+    rope_scaling_factor: PositiveFloat = 8.0
     """Factor of the Llama 3.1 scaling; acts with use-rope-scaling, like the next three."""
-    rope_scaling_low_freq_factor: float = 1.0
+    rope_scaling_low_freq_factor: PositiveFloat = 1.0
     """Frequencies with fewer turns than this over the original context are divided by the whole factor."""
-    rope_scaling_high_freq_factor: float = 4.0
+    rope_scaling_high_freq_factor: PositiveFloat = 4.0
     """Frequencies with more turns than this over the original context are kept."""
-    rope_scaling_original_max_position_embeddings: int = 8192
+    rope_scaling_original_max_position_embeddings: PositiveInt = 8192
     """Context length before the Llama 3.1 scaling."""
-    rotary_scaling_factor: float = 1.0
+    rotary_scaling_factor: PositiveFloat = 1.0
     """Multiple of the original context that YaRN (arXiv:2309.00071) is to reach; yarn needs one above 1."""
-    yarn_original_max_position_embeddings: int | None = None
+    yarn_original_max_position_embeddings: PositiveInt | None = None
     """Context length before YaRN; needed by yarn."""
-    yarn_beta_fast: float = 32.0
+    yarn_beta_fast: PositiveFloat = 32.0
     """Frequencies with more turns than this over YaRN's original context are kept."""
-    yarn_beta_slow: float = 1.0
+    yarn_beta_slow: PositiveFloat = 1.0
     """Frequencies with fewer turns than this over YaRN's original context are divided by the whole factor."""
     yarn_correction_range_round_to_int: bool = True
     """Round the channels between which YaRN blends outwards to whole numbers."""
-    mscale: float = 1.0
+    mscale: NonNegativeFloat = 1.0
     """YaRN multiplies queries and keys by (0.1 x mscale x ln factor + 1) / (0.1 x mscale-all-dim x ln factor + 1)."""
-    mscale_all_dim: float = 0.0
+    mscale_all_dim: NonNegativeFloat = 0.0
     """Acts as mscale says."""
-    yarn_attention_factor: float | None = None
+    yarn_attention_factor: PositiveFloat | None = None
     """Factor of queries and keys under YaRN, whatever mscale and mscale-all-dim; unset: as they say."""
     window_size: str | None = None
     """LEFT,0: a token sees this many keys before its own and none after it; unset: all before it."""
     window_attn_skip_freq: str | None = None
     """Layers without the window: N, every N-th; or for each layer 1 (with) or 0, like ([1]*5+[0])*4; unset: none."""
-    window_rotary_base: float | None = None
+    window_rotary_base: PositiveFloat | None = None
     """Base of the rotary frequencies in layers with the window, not scaled there (Gemma 3); unset: as in all layers."""
     scale_embeddings: bool = False
     """Multiply word embeddings by the root of hidden-size, rounded to the weights' precision (Gemma)."""
-    query_pre_attn_scalar: float | None = None
+    query_pre_attn_scalar: PositiveFloat | None = None
     """Divide attention's scores by the root of this; unset: of the width of a head."""
-    attn_logit_softcapping: float | None = None
+    attn_logit_softcapping: PositiveFloat | None = None
     """Bend each of attention's scores s to c x tanh(s / c), c being this, so that none is beyond it (Gemma 2)."""
-    final_logit_softcapping: float | None = None
+    final_logit_softcapping: PositiveFloat | None = None
     """Bend the output's logits in the same way."""
     use_parallel_residual: bool = False
     """Let the feed-forward layer read what attention reads, and add both to it (GPT-J, GPT-NeoX)."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of norm before attention, before the feed-forward layer and at the end."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: NonNegativeFloat = 1e-5
     """Added to the variance under the root of each norm."""
     sandwich_norm: bool = False
     """Normalise also what attention and the feed-forward layer put out, before it is added (Gemma 2)."""
@@ -108,15 +141,15 @@ class ModelConfig:
     """A bias on queries, keys and values alone, where add-bias-linear is off."""
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer a weight of its own instead of the embedding's."""
-    vocab_size: int | None = None
+    vocab_size: PositiveInt | None = None
     """Tokens of the vocabulary before padding; unset: the tokenizer's."""
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: PositiveInt = 128
     """The vocabulary is padded to a multiple of this times the tensor-parallel size."""
-    init_method_std: float = 0.02
+    init_method_std: NonNegativeFloat = 0.02
     """Standard deviation of the initial weights; output layers of a block get it / sqrt(2 x num-layers)."""
-    hidden_dropout: float = 0.1
+    hidden_dropout: ShareBelowOne = 0.1
     """Dropout on the residual branches and after the embedding."""
-    attention_dropout: float = 0.1
+    attention_dropout: ShareBelowOne = 0.1
     """Dropout on the attention probabilities."""
 
     @property
@@ -159,3 +192,103 @@ class ModelConfig:
             raise ConfigurationError("the vocabulary is unknown: give --vocab-size or a tokenizer that has one")
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple
+
+
+def number_problems(model: ModelConfig) -> list[str]:
+    """List, as of flags, the numbers of a network that none can have, by themselves or together."""
+    return list(range_problems(model)) or list(network_problems(model))
+
+
+def model_problems(model: ModelConfig) -> list[str]:
+    """List what is wrong with a network that a file describes: its numbers, and then their relations."""
+    return number_problems(model) or list(relation_problems(model))
+
+
+def relation_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield a line for each relation between the model's fields that does not hold, but for flags that are idle."""
+    heads = model.num_attention_heads
+    if model.max_position_embeddings is None and model.position_embedding_type == "learned_absolute":
+        yield "--position-embedding-type learned_absolute needs --max-position-embeddings, at least --seq-length"
+    if model.kv_channels is None and model.hidden_size % heads:
+        yield f"--hidden-size {model.hidden_size} is no multiple of --num-attention-heads {heads} (or --kv-channels)"
+    if model.group_query_attention and heads % model.num_query_groups:
+        yield f"--num-attention-heads {heads} is not a multiple of --num-query-groups {model.num_query_groups}"
+    if not model.group_query_attention and model.num_query_groups != 1:
+        yield f"--num-query-groups {model.num_query_groups} needs --group-query-attention"
+    chosen = [flag for flag in FLAGS if getattr(model, flag)]
+    if model.activation.flags != set(chosen):
+        yield f"--{' and --'.join(chosen).replace('_', '-')} are of several activations: choose one"
+    if model.window_size is None:
+        yield from needs(model, "window_attn_skip_freq window_rotary_base", "--window-size")
+    try:
+        _ = model.layers
+    except ConfigurationError as error:
+        yield str(error)
+    yield from _rotary(model)
+
+
+def _rotary(model: ModelConfig) -> Iterator[str]:
+    if model.position_embedding_type == "yarn":
+        yield from _yarn(model)
+    if model.rotary and int(model.head_dim * model.rotary_percent) < 2:
+        yield f"--rotary-percent {model.rotary_percent} of {model.head_dim} channels a head leaves no pair to rotate"
+    if not model.use_rope_scaling:
+        return
+    if model.rotary_seq_len_interpolation_factor is not None:
+        yield "--use-rope-scaling and --rotary-seq-len-interpolation-factor are two scalings: choose one"
+    elif model.rope_scaling_high_freq_factor <= model.rope_scaling_low_freq_factor:
+        yield (
+            f"--rope-scaling-high-freq-factor {model.rope_scaling_high_freq_factor} is not above "
+            f"--rope-scaling-low-freq-factor {model.rope_scaling_low_freq_factor}"
+        )
+
+
+def _yarn(model: ModelConfig) -> Iterator[str]:
+    original, slow = model.yarn_original_max_position_embeddings, model.yarn_beta_slow
+    if original is None:
+        yield "--position-embedding-type yarn needs --yarn-original-max-position-embeddings"
+    if model.rotary_base <= 1:
+        yield f"--position-embedding-type yarn needs a --rotary-base above 1, not {model.rotary_base}"
+    if model.yarn_beta_fast <= slow:
+        yield f"--yarn-beta-fast {model.yarn_beta_fast} is not above --yarn-beta-slow {slow}"
+    if original is not None and original < 2 * math.pi * slow:
+        yield f"over --yarn-original-max-position-embeddings {original} nothing turns --yarn-beta-slow {slow} times"
+
+
+def idle_positions(model: ModelConfig) -> Iterator[str]:
+    """Yield a line for each flag that changes nothing: of positions of another kind, or scaled by 1."""
+    scalings = "use_rope_scaling rotary_seq_len_interpolation_factor"
+    if model.position_embedding_type != "yarn":
+        yield from needs(model, "yarn_* rotary_scaling_factor mscale mscale_all_dim", "--position-embedding-type yarn")
+    else:
+        factor = model.rotary_scaling_factor
+        if factor <= 1:
+            yield f"--position-embedding-type yarn needs a --rotary-scaling-factor above 1, not {factor}"
+        yield from needs(model, scalings, "--position-embedding-type rope: YaRN is a scaling of its own")
+    if not model.rotary:
+        names = f"rotary_base rotary_percent rotary_interleaved window_rotary_base {scalings}"
+        yield from needs(model, names, "--position-embedding-type rope")
+    if not model.use_rope_scaling:
+        yield from needs(model, "rope_scaling_*", "--use-rope-scaling")
+
+
+def network_problems(model: ModelConfig, ranks: int = 2**13) -> Iterator[str]:
+    """A line where the weights are more than can lie on so many ranks."""
+    if LEAST_ITEM_BYTES * least_parameters(model) // ranks > MAX_BYTES:
+        names = ["num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "vocab_size"]
+        if model.position_embedding_type == "learned_absolute":
+            names.append("max_position_embeddings")
+        sizes = {flag_of(name): getattr(model, name) for name in names}
+        flags = ", ".join(f"{flag} {size}" for flag, size in sizes.items() if size is not None)
+        holding = "a rank" if ranks == 1 else f"{ranks:,} ranks"
+        yield f"{flags}: a network of {least_parameters(model):.1e} parameters, more than {holding} can hold"
+
+
+def least_parameters(model: ModelConfig) -> int:
+    """Parameters of a network's matrices, without padding; 0 for a vocabulary that is not known yet."""
+    heads, groups = model.num_attention_heads, model.kv_groups
+    layer = model.hidden_size * (2 * (heads + groups) * model.head_dim + model.activation.matrices * model.ffn_size)
+    rows = (model.vocab_size or 0) * (2 if model.untie_embeddings_and_output_weights else 1)
+    if model.position_embedding_type == "learned_absolute":
+        rows += model.max_position_embeddings or 0
+    return model.hidden_size * rows + model.num_layers * layer

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megalite.config.fields import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    ShareBelowOne,
+    at_most,
+    flag_of,
+    needs,
+)
+from megalite.config.training import TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -31,78 +44,80 @@ RULE_FLAGS: Mapping[str, RuleFlags] = {
     "muon": RuleFlags(("muon_", "adam_"), eight_bits=False, remainders=False),  # what is no matrix is adam's
 }
 """The choices of --optimizer."""
+_EIGHT_BITS = ("int8", "fp8")
+_LEAST_EPSILON = 1e-12
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The update rule. Iterations of the schedule count as that many global batches of samples."""
 
-    lr: float
+    lr: NonNegativeFloat
     """Highest learning rate; under noam the factor of its formula."""
     optimizer: Literal["adam", "sgd", "muon"] = "adam"
     """adam (with decoupled weight decay), sgd, or muon: Muon for the matrices of the layers, adam for the rest."""
     optimizer_backend: Literal["auto", "torch", "megalite", "apex"] = "auto"
     """Whose adam and sgd: torch's fused kernels, megalite's (Triton's or plain operations, by --kernels), or apex's.
     auto: megalite's on GPUs with Triton; else torch's where they can keep what is to be kept, or megalite's."""
-    min_lr: float = 0.0
+    min_lr: NonNegativeFloat = 0.0
     """Learning rate at and after the end of the decay."""
-    decoupled_lr: float | None = None
+    decoupled_lr: NonNegativeFloat | None = None
     """Lr of the word embedding and the output layer; unset: that of the rest."""
-    decoupled_min_lr: float | None = None
+    decoupled_min_lr: NonNegativeFloat | None = None
     """Their min-lr; unset: that of the rest."""
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "noam"] = "linear"
     """Shape of the decay after the warm-up; WSD: warm-up, stable, decay; noam: lr / sqrt(hidden-size * step)."""
-    lr_decay_iters: int | None = None
+    lr_decay_iters: PositiveInt | None = None
     """Iterations until min-lr is reached; unset: the whole run."""
-    lr_decay_samples: int | None = None
+    lr_decay_samples: PositiveInt | None = None
     """The same in samples, for runs with train-samples."""
-    lr_warmup_iters: int = 0
+    lr_warmup_iters: NonNegativeInt = 0
     """Iterations of linear warm-up."""
-    lr_warmup_samples: int = 0
+    lr_warmup_samples: NonNegativeInt = 0
     """The same in samples, for runs with train-samples."""
-    lr_warmup_fraction: float | None = None
+    lr_warmup_fraction: Share | None = None
     """Warm-up as a share of the decay's length."""
-    lr_warmup_init: float = 0.0
+    lr_warmup_init: NonNegativeFloat = 0.0
     """Learning rate at the start of the warm-up."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the last phase of WSD."""
-    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_iters: PositiveInt | None = None
     """Iterations of the last phase of WSD."""
-    lr_wsd_decay_samples: int | None = None
+    lr_wsd_decay_samples: PositiveInt | None = None
     """The same in samples, for runs with train-samples."""
     lr_scaling_rule: Literal["linear", "sqrt"] | None = None
     """Multiply learning rates by global-batch-size / lr-scaling-base-batch-size, or by its square root."""
-    lr_scaling_base_batch_size: int | None = None
+    lr_scaling_base_batch_size: PositiveInt | None = None
     """Global batch size for which the learning rates were chosen."""
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Weight decay of matrices (biases and norms have none)."""
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """Course of weight decay over the run; constant: it is weight-decay."""
-    start_weight_decay: float | None = None
+    start_weight_decay: NonNegativeFloat | None = None
     """Weight decay at the start of the run, where it rises."""
-    end_weight_decay: float | None = None
+    end_weight_decay: NonNegativeFloat | None = None
     """Weight decay at its end."""
-    clip_grad: float = 1.0
+    clip_grad: NonNegativeFloat = 1.0
     """Largest global norm of the gradient; 0: no clipping."""
-    adam_beta1: float = 0.9
+    adam_beta1: ShareBelowOne = 0.9
     """Adam's decay of the first moment."""
-    adam_beta2: float = 0.999
+    adam_beta2: ShareBelowOne = 0.999
     """Adam's decay of the second moment."""
-    adam_eps: float = 1e-8
+    adam_eps: PositiveFloat = 1e-8
     """Added to the root of Adam's second moment."""
-    sgd_momentum: float = 0.9
+    sgd_momentum: ShareBelowOne = 0.9
     """Momentum of sgd."""
-    muon_momentum: float = 0.9
+    muon_momentum: ShareBelowOne = 0.9
     """Muon's decay of the momentum."""
     muon_nesterov: bool = False
     """Let the gradient count once more beside the momentum."""
-    muon_num_ns_steps: int = 5
+    muon_num_ns_steps: Annotated[PositiveInt, at_most(100)] = 5
     """Newton-Schulz steps by which Muon makes an update orthogonal."""
     muon_coefficient_type: Literal["simple", "quintic", "polar_express"] = "quintic"
     """Coefficients of the steps: one set, five in turn, or eight of which the last repeats."""
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     """Multiply updates [rows, columns] by the root of max(rows, columns), rows / columns, or max(1, rows / columns)."""
-    muon_extra_scale_factor: float = 1.0
+    muon_extra_scale_factor: PositiveFloat = 1.0
     """Multiply Muon's updates by this, too; 0.2 with spectral gives them the size of adam's."""
     muon_fp32_matmul_prec: Literal["medium", "high"] = "medium"
     """Newton-Schulz steps in bf16 (medium) or in fp32 (high)."""
@@ -136,3 +151,61 @@ class OptimizerConfig:
 def noam_maximum(factor: float, hidden_size: int, warmup_steps: float) -> float:
     """The learning rate at the end of noam's warm-up (Vaswani et al. 2017, equation 3, at step = warmup_steps)."""
     return factor / math.sqrt(hidden_size * warmup_steps)
+
+
+def optimizer_problems(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
+    """Yield a line for each relation that does not hold, but for those of rates and of weight decay."""
+    for prefix in dict.fromkeys(prefix for row in RULE_FLAGS.values() for prefix in row.prefixes):
+        rules = [name for name, row in RULE_FLAGS.items() if prefix in row.prefixes]
+        if optimizer.optimizer not in rules:
+            yield from needs(optimizer, f"{prefix}*", f"--optimizer {' or '.join(rules)}")
+    kind, steps = optimizer.muon_coefficient_type, optimizer.muon_num_ns_steps
+    if (kind == "quintic" and steps % 5) or (kind == "polar_express" and steps < 8):
+        wanted = "a multiple of 5" if kind == "quintic" else "at least 8"
+        yield f"--muon-num-ns-steps {steps} cuts --muon-coefficient-type {kind} short: give {wanted}"
+    yield from _what_is_kept(optimizer, training)
+
+
+def _what_is_kept(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
+    """Refuse state that the back end cannot keep, or not in this precision."""
+    backend = optimizer.optimizer_backend
+    if backend == "apex" and training.fp64:
+        yield "--optimizer-backend apex knows no --fp64: leave it out"
+    for name, dtype in optimizer.narrow.items():
+        flag = f"{flag_of(name)} {dtype}"
+        if not optimizer.use_precision_aware_optimizer:
+            yield f"{flag} needs --use-precision-aware-optimizer"
+        elif not (training.bf16 or training.fp16):
+            yield f"{flag} needs --bf16 or --fp16"
+        if name != "main_grads_dtype" and backend in ("torch", "apex"):
+            yield f"{flag} is kept by --optimizer-backend megalite (or auto), not by {backend}"
+    if optimizer.optimizer == "sgd" and not optimizer.sgd_momentum and "exp_avg_dtype" in optimizer.narrow:
+        yield f"--exp-avg-dtype {optimizer.exp_avg_dtype}: --sgd-momentum 0 keeps no average"
+    name, row = optimizer.optimizer, RULE_FLAGS[optimizer.optimizer]
+    if not row.squares and "exp_avg_sq_dtype" in optimizer.narrow:
+        yield f"--exp-avg-sq-dtype {optimizer.exp_avg_sq_dtype}: --optimizer {name} keeps no squares"
+    if not row.eight_bits and optimizer.exp_avg_dtype in _EIGHT_BITS:
+        others = " and ".join(other for other, its in RULE_FLAGS.items() if its.eight_bits)
+        yield f"--exp-avg-dtype {optimizer.exp_avg_dtype} is of {others}: {name}'s momentum is not in 8 bits"
+    if optimizer.exp_avg_sq_dtype in _EIGHT_BITS and optimizer.adam_eps < _LEAST_EPSILON:
+        dtype = optimizer.exp_avg_sq_dtype
+        yield (
+            f"--adam-eps {optimizer.adam_eps} with --exp-avg-sq-dtype {dtype}, where averages with a root below 3e-14 "
+            f"are zeros; give {_LEAST_EPSILON} or more"
+        )
+    if optimizer.store_param_remainders:
+        yield from _remainders(optimizer, training)
+    if training.fp16 and optimizer.main_params_dtype == "fp16":
+        yield "--main-params-dtype fp16 leaves --fp16 no weights but its own: use --bf16, or keep fp32"
+
+
+def _remainders(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[str]:
+    flag = "--store-param-remainders"
+    if not training.bf16:
+        yield f"{flag} needs --bf16: it is what bf16 parameters lack of fp32 masters"
+    if optimizer.main_params_dtype != "fp32":
+        yield f"{flag} is another way to keep fp32 masters than --main-params-dtype {optimizer.main_params_dtype}"
+    if not RULE_FLAGS[optimizer.optimizer].remainders:
+        yield f"{flag} needs --optimizer {' or '.join(name for name, row in RULE_FLAGS.items() if row.remainders)}"
+    if optimizer.optimizer_backend in ("torch", "apex"):
+        yield f"{flag} needs --optimizer-backend megalite (or auto), not {optimizer.optimizer_backend}"

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Annotated, Literal, TypedDict
 
-from megalite.config.schedules import ScheduleName
+from megalite.config.attention_windows import MOST_LAYERS
+from megalite.config.fields import PositiveInt, at_most
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The way a schedule's stages lie on the ranks."""
+
+    chunks: int | None = 1
+    """Stages of a rank; None: two or more."""
+    v_shaped: bool = False
+    """Every other round of stages goes back over the ranks."""
+
+
+SHAPES: Mapping[str, Shape] = {
+    "gpipe": Shape(),
+    "1f1b": Shape(),
+    "interleaved-1f1b": Shape(chunks=None),
+    "zb-h1": Shape(),
+    "zb-v": Shape(chunks=2, v_shaped=True),
+}
 
 
 class MeshSizes(TypedDict):
@@ -22,34 +45,34 @@ class MeshSizes(TypedDict):
 class ParallelConfig:
     """The layout: which axes the ranks span and when their communication happens."""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Annotated[PositiveInt, at_most(1_000_000)] = 1
     """Ranks that share each layer's matrices (short: --tp)."""
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: Annotated[PositiveInt, at_most(MOST_LAYERS)] = 1
     """Ranks that each hold some of the layers, as stages that micro-batches go through (short: --pp)."""
-    context_parallel_size: int = 1
+    context_parallel_size: PositiveInt = 1
     """Ranks that each hold a part of every sequence (short: --cp)."""
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: PositiveInt = 1
     """Ranks among which the experts of a layer are dealt (short: --ep)."""
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: PositiveInt | None = None
     """Ranks that share each expert's matrices (short: --etp); unset: tensor-model-parallel-size."""
     pipeline_schedule: ScheduleName | None = None
     """Order of forward and backward in a pipeline; unset: 1f1b, or interleaved-1f1b with several stages a rank."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: PositiveInt | None = None
     """Layers of a stage, where a rank holds several stages; their number follows."""
-    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_virtual_stages_per_pipeline_rank: Annotated[PositiveInt, at_most(MOST_LAYERS)] | None = None
     """Stages of a rank; unset: 1, with zb-v 2, or as the two other ways to say it give."""
     pipeline_model_parallel_layout: str | None = None
     """Contents of each stage, by letters: E embedding, t layer, L output and loss, | next stage; x*n and (..)*n
     repeat, as in "Ett|(ttt|)*6ttL". The stages go round the pipeline ranks."""
-    decoder_first_pipeline_num_layers: int | None = None
+    decoder_first_pipeline_num_layers: PositiveInt | None = None
     """Layers of the first pipeline rank; unset: as many as the others."""
-    decoder_last_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: PositiveInt | None = None
     """Layers of the last pipeline rank; unset: as many as the others."""
     account_for_embedding_in_pipeline_split: bool = False
     """Give the first stage one layer less, for the embedding."""
     account_for_loss_in_pipeline_split: bool = False
     """Give the last stage one layer less, for the output layer and the loss."""
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    microbatch_group_size_per_virtual_pipeline_stage: PositiveInt | None = None
     """Micro-batches that go through a stage before the rank's next one; unset: pipeline-model-parallel-size."""
     overlap_p2p_communication: bool = True
     """Compute while messages between stages travel; off: wait for each that is sent."""
@@ -59,13 +82,13 @@ class ParallelConfig:
     """Shard optimizer state and master weights over the data-parallel ranks (ZeRO 1)."""
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] | None = None
     """State that stays sharded over data-parallel ranks (ZeRO 0 to 3); unset: optim with use-distributed-optimizer."""
-    num_distributed_optimizer_instances: int = 1
+    num_distributed_optimizer_instances: PositiveInt = 1
     """Groups of data-parallel (and context-parallel) ranks that each hold a whole set of shards (hybrid sharding)."""
     overlap_grad_reduce: bool = False
     """Reduce each bucket of gradients while backward goes on."""
     overlap_param_gather: bool = False
     """Gather updated parameters while the next forward goes on."""
-    ddp_bucket_size: int | None = None
+    ddp_bucket_size: PositiveInt | None = None
     """Parameters in a bucket of the gradient reduction; unset, with overlap-grad-reduce: max(40 million,
     1 million x data-parallel size); without, one bucket (one a block under ZeRO 2 and 3)."""
     align_grad_reduce: bool = True
@@ -74,7 +97,7 @@ class ParallelConfig:
     """With bf16: accumulate and reduce gradients in bf16 instead of fp32."""
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Communication library; unset: nccl on GPUs, gloo on CPUs."""
-    distributed_timeout_minutes: int = 10
+    distributed_timeout_minutes: PositiveInt = 10
     """Time that a rank waits in a collective before the run fails."""
 
     def data_parallel_size(self, world_size: int) -> int:

@@ -59,9 +59,10 @@ def parse_arguments(argv: Sequence[str], saved_fields: SavedFields | None = None
             refuse_blank(flag, values)
             if flag == "config":
                 path = _single(flag, values)
-                _update(sections, read_sections(read_file(path), path))
+                for name, fields in read_sections(read_file(path), path).items():
+                    sections[name] |= fields
                 continue
-            given[megatron_flags.ALIASES.get(flag, flag)] = values
+            given[megatron_flags.tables()["aliases"].get(flag, flag)] = values
             arguments, note = _settle(flag, values)
             tokens += arguments
             notes += [note] if note else []
@@ -121,12 +122,13 @@ def _settle(flag: str, values: list[str]) -> tuple[list[str], str | None]:
     """Translate a flag: arguments for tyro, or a note that it changes nothing."""
     if not flag:
         raise ConfigurationError(f"{shown(' '.join(values))} stands before any flag")
-    if flag in (*megatron_flags.SHORTHANDS, megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.USE_MEGATRON_FSDP):
-        return [*megatron_flags.SHORTHANDS.get(flag, ()), *_none(flag, values)], None
-    meant = megatron_flags.VALUE_SHORTHANDS.get(flag, {}).get(" ".join(values))
+    tables = megatron_flags.tables()
+    if flag in (*tables["shorthands"], megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.USE_MEGATRON_FSDP):
+        return [*tables["shorthands"].get(flag, ()), *_none(flag, values)], None
+    meant = tables["value_shorthands"].get(flag, {}).get(" ".join(values))
     if meant is not None:
         return list(meant), None
-    flag = megatron_flags.ALIASES.get(flag, flag)
+    flag = tables["aliases"].get(flag, flag)
     places = fields_by_name()
     if flag.replace("-", "_") in places:
         return _field_arguments(flag, places[flag.replace("-", "_")].kind, values), None
@@ -198,11 +200,6 @@ def _single(flag: str, values: list[str]) -> str:
     if len(values) != 1:
         raise ConfigurationError(f"--{flag} needs one value, got {' '.join(values)[:100] or 'none'}")
     return values[0]
-
-
-def _update(sections: Sections, more: Sections) -> None:
-    for name, values in more.items():
-        sections[name] |= values
 
 
 def _build(tokens: list[str], sections: Sections) -> RunConfig:

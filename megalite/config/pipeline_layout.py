@@ -1,16 +1,35 @@
-"""Layers that each stage of the pipeline holds, as the flags say, and the rank that holds the stage."""
+"""Layers that each stage of the pipeline holds, as the flags say, and the rank that holds the stage.
+
+Layouts by letters (`--pipeline-model-parallel-layout`) are read as Megatron-LM reads them: E is the embedding, t a
+layer, L the output layer and the loss, | begins the next stage. x*n repeats a letter or the bar, (..)*n what stands
+between the brackets; commas are ignored. There are no brackets within brackets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
+from megalite.config.fields import given
 from megalite.config.model import ModelConfig
-from megalite.config.parallel import ParallelConfig
-from megalite.config.pipeline_letters import layers_of_letters, stages_of_letters
-from megalite.config.schedules import SHAPES, Shape
+from megalite.config.parallel import SHAPES, ParallelConfig, Shape
 from megalite.errors import ConfigurationError
+from megalite.small_files import shown
+
+_FLAG = "--pipeline-model-parallel-layout"
+_MOST_LETTERS = 100_000
+_FOREIGN = {
+    "m": "m is a layer of multi-token prediction, which megalite does not have: leave it out",
+    "(": "a bracket is closed, holds no other, and says how often it is repeated, as in (tt|)*3",
+    ")": "a bracket is opened, holds no other, and says how often it is repeated, as in (tt|)*3",
+    "*": "* stands between a letter, | or bracket and how often it is repeated, as in t*3",
+}
+_NUMBERS_OF_STAGES = """num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    pipeline_model_parallel_layout"""
+_FIRST_AND_LAST = "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"
+_ACCOUNTS = "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
 
 
 @dataclass(frozen=True)
@@ -156,3 +175,117 @@ def _dealt(what: str, count: int, parts: int, over: str) -> int:
 
 def _numbers(name: str, first: int, last: int) -> str:
     return f"{name} {first}" if first == last else f"{name}s {first}-{last}"
+
+
+def stages_of_letters(layout: str) -> list[str]:
+    """Return what each stage holds, in order, each letter written out. Raises ConfigurationError for nonsense."""
+    text = _written_out(layout)
+    for letter in text:
+        if letter not in "EtL|":
+            meaning = _FOREIGN.get(letter, f"{letter!r} has no meaning: E embedding, t layer, L loss, | next stage")
+            raise ConfigurationError(f"{_FLAG} {shown(layout)}: {meaning}")
+    return text.split("|")
+
+
+def layers_of_letters(layout: str, num_layers: int) -> list[int]:
+    """The number of layers of each stage, in order. Raises ConfigurationError unless the embedding stands first, the
+    loss last, and all layers in between."""
+    stages = stages_of_letters(layout)
+    letters = "".join(stages)
+    ends = (("E", "the embedding", "first", stages[0][:1]), ("L", "the loss", "last", stages[-1][-1:]))
+    for letter, name, place, there in ends:
+        count = letters.count(letter)
+        if count != 1 or there != letter:
+            found = f"{count} times" if count != 1 else "elsewhere"
+            raise ConfigurationError(
+                f"{_FLAG} {shown(layout)}: {letter}, {name}, stands once, {place} of all, not {found}"
+            )
+    layers = [stage.count("t") for stage in stages]
+    if sum(layers) != num_layers:
+        raise ConfigurationError(
+            f"{_FLAG} {shown(layout)} holds {sum(layers)} layers (t), and --num-layers is {num_layers}: make them the "
+            "same"
+        )
+    return layers
+
+
+def _written_out(layout: str) -> str:
+    """`layout` without commas and repeats; what is in brackets is repeated first."""
+    room = _MOST_LETTERS - len(layout)
+
+    def repeated(match: re.Match[str]) -> str:
+        nonlocal room
+        if len(match[2].lstrip("0")) > 4 or (room := room - len(match[1]) * int(match[2])) < 0:
+            raise ConfigurationError(f"{_FLAG}: *{match[2][:20]} is more than any model has layers")
+        return match[1] * int(match[2])
+
+    text = layout.replace(",", "")
+    for pattern in (r"\(([^()]+)\)\*([0-9]+)", r"([EtmL|])\*([0-9]+)"):
+        text = re.sub(pattern, repeated, text)
+    return text
+
+
+def pipeline_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield a line for each relation that does not hold. Layers are counted if no flags contradict each other."""
+    contradictions = list(_contradictions(parallel))
+    if contradictions:
+        yield from contradictions
+        return
+    try:
+        stage_layers(model, parallel)
+    except ConfigurationError as error:
+        yield str(error)
+    else:
+        yield from _schedule(model, parallel)
+
+
+def why_nothing_is_aligned(model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """Return why the pipeline's ranks have no reductions to begin together; None if they have."""
+    if not parallel.overlap_grad_reduce:
+        return "without --overlap-grad-reduce"
+    if parallel.zero_stage >= 2:
+        return "where gradients are reduced behind every micro-batch (ZeRO 2 and 3)"
+    if shape(parallel).v_shaped:
+        return f"with {parallel.pipeline_schedule}, whose chunks end in another order"
+    try:
+        chunks = virtual_stages(model, parallel)
+    except ConfigurationError:  # which `validate` tells
+        return None
+    return "with one stage a rank" if chunks == 1 else None
+
+
+def _contradictions(parallel: ParallelConfig) -> Iterator[str]:
+    """Refuse what is said in two ways at once, or of a pipeline that is not there."""
+    ways = given(parallel, _NUMBERS_OF_STAGES)
+    if len(ways) > 1:
+        yield f"{' and '.join(ways)} each give the stages of a rank: keep one"
+    ends, accounts = given(parallel, _FIRST_AND_LAST), given(parallel, _ACCOUNTS)
+    if parallel.pipeline_model_parallel_layout is not None:
+        for flag in (*ends, *accounts):
+            yield f"--pipeline-model-parallel-layout says what each stage holds: leave {flag} out"
+    elif ends and accounts:
+        yield f"{' and '.join((*ends, *accounts))} are two ways to make stages uneven: choose one"
+    elif ends and parallel.num_layers_per_virtual_pipeline_stage is not None:
+        yield f"{ends[0]} needs --num-virtual-stages-per-pipeline-rank in place of {ways[0]}"
+    if ends and parallel.pipeline_model_parallel_size == 1:
+        yield f"{' and '.join(ends)}: --pipeline-model-parallel-size is 1, so there is one rank: leave it out"
+
+
+def _schedule(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """A schedule that does not go with so many stages a rank."""
+    ranks, name = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
+    chunks, taken = virtual_stages(model, parallel), shape(parallel).chunks
+    if name is not None and taken is None and chunks == 1:
+        yield f"--pipeline-schedule {name} takes several stages a rank: --num-virtual-stages-per-pipeline-rank"
+    elif name is not None and taken not in (None, chunks):
+        wanted, other = ("one stage", ": interleaved-1f1b takes several") if taken == 1 else (f"{taken} stages", "")
+        yield f"--pipeline-schedule {name} takes {wanted} a rank, not {chunks}{other}"
+    elif taken != chunks and chunks > 1 and ranks == 1:
+        yield f"{chunks} stages a rank need --pipeline-model-parallel-size 2 or more"
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    if group is not None:
+        flag = f"--microbatch-group-size-per-virtual-pipeline-stage {group}"
+        if schedule_name(model, parallel) != "interleaved-1f1b":
+            yield f"{flag} needs several stages a rank, and the schedule interleaved-1f1b"
+        elif group < ranks:
+            yield f"{flag} is less than --pipeline-model-parallel-size {ranks}: each group must keep all ranks busy"

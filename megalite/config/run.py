@@ -11,13 +11,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.data import DataConfig
 from megalite.config.kernels import KernelsConfig
-from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
+from megalite.config.monitoring import LoggingConfig, ProfilingConfig, WatchdogConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
-from megalite.config.profiling import ProfilingConfig
 from megalite.config.training import TrainingConfig
-from megalite.config.watchdog import WatchdogConfig
 
 
 @dataclass(frozen=True, kw_only=True)

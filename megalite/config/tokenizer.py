@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megalite.config.fields import NonNegativeInt, at_most
 
 TokenizerType = Literal[
     "SentencePieceTokenizer",
@@ -43,7 +45,7 @@ class TokenizerFlags:
     """The merges.txt of a GPT2BPETokenizer."""
     tiktoken_pattern: str = "v2"
     """Pattern that cuts words for a TikTokenizer: v1, v2, gpt2, cl100k, or a regular expression."""
-    tiktoken_num_special_tokens: int = 1000
+    tiktoken_num_special_tokens: Annotated[NonNegativeInt, at_most(1_000_000)] = 1000
     """Special tokens of a TikTokenizer's .json file."""
     tokenizer_special_tokens: tuple[str, ...] = ()
     """The names of a TikTokenizer's special tokens, where they are not the usual ones."""

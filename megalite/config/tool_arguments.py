@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megalite.config.command_line import flag_groups, refuse_blank
-from megalite.config.megatron_flags import ALIASES
+from megalite.config.megatron_flags import tables
 from megalite.errors import EXIT_CONFIGURATION, ConfigurationError, MegaliteError
 from megalite.process.output import require_streams
 from megalite.small_files import shown
@@ -87,7 +87,7 @@ def _as_called(description: str) -> str:
 
 def _in_full(argument: str) -> str:
     flag, equals, value = argument.partition("=")
-    return f"--{ALIASES[flag[2:]]}{equals}{value}" if flag in ("--tp", "--pp") else argument
+    return f"--{tables()['aliases'][flag[2:]]}{equals}{value}" if flag in ("--tp", "--pp") else argument
 
 
 def _refuse_unknown_flags(arguments: type[Arguments], argv: Sequence[str]) -> None:

@@ -2,51 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megalite.config.fields import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    ShareBelowOne,
+    changed,
+    flag_of,
+)
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """The course of the run: how much, in what precision, when to evaluate and when to stop."""
 
-    micro_batch_size: int
+    micro_batch_size: PositiveInt
     """Samples one forward of one rank takes."""
-    global_batch_size: int | None = None
+    global_batch_size: PositiveInt | None = None
     """Samples of one step over all ranks; unset: micro-batch-size x data-parallel size."""
     rampup_batch_size: tuple[int, int, int] | None = None
     """Grow the global batch from the first number, by the second in equal parts, over so many samples."""
-    train_iters: int | None = None
+    train_iters: PositiveInt | None = None
     """Steps to train; either this or train-samples."""
-    train_samples: int | None = None
+    train_samples: PositiveInt | None = None
     """Samples to train on; either this or train-iters."""
-    eval_iters: int = 100
+    eval_iters: NonNegativeInt = 100
     """Global batches of one evaluation; 0: never evaluate."""
-    eval_interval: int = 1000
+    eval_interval: PositiveInt = 1000
     """Steps between evaluations."""
-    exit_interval: int | None = None
+    exit_interval: PositiveInt | None = None
     """Save and exit when the step number is a multiple of this."""
-    exit_duration_in_mins: float | None = None
+    exit_duration_in_mins: PositiveFloat | None = None
     """Save and exit after this many minutes."""
-    seed: int = 1234
+    seed: Annotated[NonNegativeInt, Range("below 2^32", lambda value: value < 2**32)] = 1234
     """Seed of initial weights, data order and dropout."""
     bf16: bool = False
     """Compute in bfloat16, with fp32 master weights."""
     fp16: bool = False
     """Weights and activations in fp16, the optimizer in fp32, the loss scaled against underflow."""
-    loss_scale: float | None = None
+    loss_scale: PositiveFloat | None = None
     """With fp16: a constant loss scale; unset: a dynamic one."""
-    initial_loss_scale: float = 2.0**32
+    initial_loss_scale: PositiveFloat = 2.0**32
     """Start of a dynamic loss scale."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: PositiveFloat = 1.0
     """A dynamic loss scale never goes below."""
-    loss_scale_window: int = 1000
+    loss_scale_window: PositiveInt = 1000
     """Steps without an overflow after which a dynamic loss scale doubles."""
-    hysteresis: int = 2
+    hysteresis: PositiveInt = 2
     """Overflows since a dynamic loss scale last grew before it halves."""
-    label_smoothing: float = 0.0
+    label_smoothing: ShareBelowOne = 0.0
     """In training, of each label's probability the share that all tokens get alike; evaluation is without."""
-    z_loss_coeff: float = 0.0
+    z_loss_coeff: NonNegativeFloat = 0.0
     """In training, this times the square of log(sum(exp(logits))) is added to a token's loss; evaluation is without."""
     fp64: bool = False
     """Compute in float64, to compare layouts to the last digits."""
@@ -58,11 +70,11 @@ class TrainingConfig:
     """Recompute in backward instead of keeping: whole layers, or the attention core alone (selective)."""
     recompute_method: Literal["uniform", "block"] | None = None
     """With full: recompute every chunk of recompute-num-layers layers, or the first recompute-num-layers layers."""
-    recompute_num_layers: int | None = None
+    recompute_num_layers: PositiveInt | None = None
     """Layers in a chunk (uniform), or layers recomputed (block)."""
     manual_gc: bool = False
     """Collect Python's garbage at fixed steps, on all ranks at once, instead of whenever it falls due."""
-    manual_gc_interval: int = 0
+    manual_gc_interval: NonNegativeInt = 0
     """Steps between such collections; 0: none but those around evaluation."""
     manual_gc_eval: bool = True
     """With manual-gc: also collect before an evaluation."""
@@ -71,3 +83,44 @@ class TrainingConfig:
     def dtype(self) -> str:
         """Name of torch's dtype for weights and activations."""
         return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float64" if self.fp64 else "float32"
+
+
+def training_problems(training: TrainingConfig) -> Iterator[str]:
+    """Yield a line for each relation that does not hold."""
+    if (training.train_iters is None) == (training.train_samples is None):
+        not_both = "" if training.train_iters is None else ", not both"
+        yield f"give the length as --train-iters or as --train-samples{not_both}"
+    chosen = [flag for flag in ("bf16", "fp16", "fp64") if getattr(training, flag)]
+    if len(chosen) > 1:
+        yield f"--{' and --'.join(chosen)} are {len(chosen)} precisions: choose one"
+    dynamic = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"
+    if not training.fp16:
+        for name in changed(training, f"loss_scale {dynamic}"):
+            yield f"{flag_of(name)} scales the loss of --fp16, which is not given"
+    if training.loss_scale is not None:
+        for name in changed(training, dynamic):
+            yield f"{flag_of(name)} steers a dynamic loss scale; --loss-scale makes it constant: drop one"
+    if training.min_loss_scale > training.initial_loss_scale:
+        yield (
+            f"--min-loss-scale {training.min_loss_scale:g} is above --initial-loss-scale "
+            f"{training.initial_loss_scale:g}"
+        )
+    if training.manual_gc_interval and not training.manual_gc:
+        yield f"--manual-gc-interval {training.manual_gc_interval} needs --manual-gc"
+    yield from _ramp(training)
+
+
+def _ramp(training: TrainingConfig) -> Iterator[str]:
+    if training.rampup_batch_size is None:
+        return
+    start, increment, samples = training.rampup_batch_size
+    flag = f"--rampup-batch-size {start} {increment} {samples}"
+    if training.train_samples is None:
+        yield f"{flag} needs --train-samples: steps of different sizes do not tell how much is trained on"
+    elif training.train_samples < start:
+        yield f"--train-samples {training.train_samples} is less than the first batch of {flag}"
+    final = training.global_batch_size or start
+    if min(start, increment, samples) < 1:
+        yield f"{flag}: the start, the increment and the samples must be at least 1"
+    elif start > final or (final - start) % increment:
+        yield f"{flag} does not lead from {start} in steps of {increment} to --global-batch-size {final}"

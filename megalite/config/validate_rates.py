@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megalite.config.fields import flag_of, needs
 from megalite.config.optimizer import OptimizerConfig, noam_maximum
 from megalite.config.run import RunConfig
 
@@ -14,7 +15,7 @@ def rate_problems(config: RunConfig) -> Iterator[str]:
     other, unit = ("samples", "iters") if by_iters else ("iters", "samples")
     for phase in ("decay", "warmup", "wsd_decay"):
         if getattr(optimizer, f"lr_{phase}_{other}"):
-            flag = f"--lr-{phase}-".replace("_", "-")
+            flag = flag_of(f"lr_{phase}_")
             yield f"{flag}{other} does not go with --train-{unit}: use {flag}{unit}"
     if optimizer.lr_warmup_fraction is not None and (optimizer.lr_warmup_iters or optimizer.lr_warmup_samples):
         yield f"give the warm-up as --lr-warmup-fraction or as --lr-warmup-{unit}, not both"
@@ -59,7 +60,7 @@ def _idle(config: RunConfig, unit: str) -> Iterator[str]:
     if optimizer.lr_decay_style == "constant":
         for name in ("min_lr", "decoupled_min_lr", f"lr_decay_{unit}"):
             if getattr(optimizer, name) and not (name.startswith("lr_decay") and optimizer.lr_warmup_fraction):
-                yield f"--{name.replace('_', '-')}: leave it out, --lr-decay-style constant has no decay"
+                yield f"{flag_of(name)}: leave it out, --lr-decay-style constant has no decay"
 
 
 def _noam(config: RunConfig, unit: str) -> Iterator[str]:
@@ -123,9 +124,7 @@ def _noam_minimum(config: RunConfig, warmup_steps: float) -> Iterator[str]:
 def _weight_decay(optimizer: OptimizerConfig) -> Iterator[str]:
     start, end, style = optimizer.start_weight_decay, optimizer.end_weight_decay, optimizer.weight_decay_incr_style
     if style == "constant":
-        for name in ("start_weight_decay", "end_weight_decay"):
-            if getattr(optimizer, name) is not None:
-                yield f"--{name.replace('_', '-')} needs --weight-decay-incr-style linear or cosine"
+        yield from needs(optimizer, "start_weight_decay end_weight_decay", "--weight-decay-incr-style linear or cosine")
         return
     if start is None or end is None:
         yield f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
 from megalite.config import megatron_flags
 from megalite.config.command_line import BLANK, blank
-from megalite.config.run import RunConfig, fields_by_name, section_types
+from megalite.config.run import RunConfig, fields_by_name, fits, section_types
 from megalite.errors import ConfigurationError
 from megalite.small_files import MIB, read_small_file, reason, shown
 
@@ -179,32 +178,29 @@ def nearest(
 
 
 def _convert(value: Any, kind: Any) -> Any:
-    """`value` as YAML gives it, as the field's type. Raises TypeError that says what was expected."""
-    origin, options = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return None if value is None else _convert(value, options[0])
-    if origin is Literal:
-        if value not in options:
-            raise TypeError("one of " + ", ".join(options))
-        return value
-    if origin is tuple:
-        return _convert_list(value, options)
-    if kind is float and type(value) in (int, float, str):
+    """Return `value` as YAML gives it, as the field's type. Raises TypeError that says what was expected."""
+    optional = type(None) in get_args(kind)
+    if value is None and optional:
+        return None
+    wanted = get_args(kind)[0] if optional else kind
+    if wanted is float and type(value) in (int, float, str):
         return _number(value)  # YAML 1.1 reads 1e-4 as a text
-    if type(value) is not kind:
-        words = {int: "a whole number", bool: "true or false", str: "a text (in quotes)", float: "a number"}
-        raise TypeError(words[kind])
-    return value
+    if not fits(value, wanted):
+        raise TypeError(_expected(wanted))
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _convert_list(value: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A tuple of as many numbers as `kinds`, or of any number of texts or of numbers."""
-    if kinds[-1] is Ellipsis:
-        if not isinstance(value, list) or not all(type(entry) is kinds[0] for entry in value):
-            raise TypeError("a list of " + ("whole numbers" if kinds[0] is int else "texts (numbers in quotes)"))
-    elif not isinstance(value, list) or [type(entry) for entry in value] != list(kinds):
-        raise TypeError(f"a list of {len(kinds)} whole numbers")
-    return tuple(value)
+def _expected(kind: Any) -> str:
+    """Return in words what a field of this type takes."""
+    options = get_args(kind)
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(options)
+    if get_origin(kind) is tuple and Ellipsis not in options:
+        return f"a list of {len(options)} whole numbers"
+    if get_origin(kind) is tuple:
+        return "a list of " + ("whole numbers" if int in options else "texts (numbers in quotes)")
+    words = {int: "a whole number", bool: "true or false", str: "a text (in quotes)", float: "a number"}
+    return words[kind]
 
 
 def _number(value: float | str) -> float:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
-from megalite.config.validate import model_problems, number_problems
+from megalite.config.model import model_problems, number_problems
 from megalite.conversion.config_keys import Json, Keys
 from megalite.conversion.mapping import Rule
 from megalite.errors import CheckpointError, ConfigurationError
@@ -40,8 +41,7 @@ _OF_NO_ACCOUNT = {
 }  # fmt: skip
 
 _SHOWN = 20
-_KINDS = {each.name: str(each.type) for each in fields(ModelConfig)}
-"""Type of each field, as written in the source."""
+_KINDS = get_type_hints(ModelConfig)
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,15 @@ def _nonsense(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with single fields of ModelConfig: a config.json may give any value to each of them."""
     for name, value in values.items():
         kind = _KINDS[name]
-        if value is None and kind.endswith(" | None"):
+        optional = NoneType in get_args(kind)
+        if value is None and optional:
             continue
-        wanted = kind.removesuffix(" | None")
-        if wanted == "int" and (type(value) is not int or value < 1):
+        wanted = get_args(kind)[0] if optional else kind
+        if wanted is int and (type(value) is not int or value < 1):
             yield f"{name} is {shown(value)}, where a whole number above 0 is wanted"
-        if wanted == "float" and type(value) is not int and (type(value) is not float or not math.isfinite(value)):
+        if wanted is float and type(value) is not int and (type(value) is not float or not math.isfinite(value)):
             yield f"{name} is {shown(value)}, where a number is wanted"
-        if wanted == "bool" and type(value) is not bool:
+        if wanted is bool and type(value) is not bool:
             yield f"{name} is {shown(value)}, where true or false is wanted"
 
 

@@ -10,9 +10,9 @@ from megalite.checkpoint.compatibility import function_of
 from megalite.config import ModelConfig
 from megalite.config.activations import MEGATRON_ALONE, flags_by_megatron, megatron_of
 from megalite.config.attention_windows import MOST_LAYERS
+from megalite.config.model import model_problems, number_problems
 from megalite.config.run import fits
 from megalite.config.tokenizer import TokenizerFlags, TokenizerType
-from megalite.config.validate import model_problems, number_problems
 from megalite.errors import CheckpointError
 from megalite.small_files import shown
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.checkpoint.source import Kind, Source
 from megalite.config import ModelConfig
-from megalite.config.validate_sizes import least_parameters
+from megalite.config.model import least_parameters
 from megalite.errors import CheckpointError
 from megalite.model.gpt import GPT
 from megalite.parallel.mesh import ParallelMesh

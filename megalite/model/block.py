@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from megalite.config.layers import FeedForward, Mixer
-from megalite.config.model import ModelConfig
+from megalite.config.model import FeedForward, Mixer, ModelConfig
 from megalite.model.attention import Attention
 from megalite.model.batch import LayerContext
 from megalite.model.mlp import MLP

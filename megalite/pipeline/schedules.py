@@ -161,7 +161,7 @@ def _by_groups(stages: Stages, micro_batches: int, group: int) -> list[tuple[int
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule: the order of each rank. On which pipelines it runs, config/schedules.py says by its name."""
+    """A schedule: the order of each rank. On which pipelines it runs, config/parallel.py says by its name."""
 
     order: Callable[[Stages, int, int, int], list[Action]]
 

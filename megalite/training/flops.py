@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megalite.config import ModelConfig
-    from megalite.config.layers import FeedForward, LayerSpec, Mixer
+    from megalite.config.model import FeedForward, LayerSpec, Mixer
 
 _FORWARD_AND_BACKWARD = 3
 _MULTIPLY_AND_ADD = 2

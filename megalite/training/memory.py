@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from megalite.config.layers import FeedForward, Mixer
-from megalite.config.model import ModelConfig
+from megalite.config.model import FeedForward, Mixer, ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.recompute import Recompute
 from megalite.optim.layout import ParameterGroup

@@ -19,7 +19,7 @@ from megalite import checkpoint
 from megalite.atomic_files import sync_directory, temporary_path
 from megalite.checkpoint import AnyPath
 from megalite.config import RunConfig
-from megalite.config.profiling import ProfilingConfig
+from megalite.config.monitoring import ProfilingConfig
 from megalite.errors import CheckpointError, ConfigurationError, FileError
 from megalite.parallel import collectives, device
 from megalite.parallel.mesh import ParallelMesh

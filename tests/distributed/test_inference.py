@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.config.layers import LayerSpec
-from megalite.config.model import ModelConfig
+from megalite.config.model import LayerSpec, ModelConfig
 from megalite.inference.sampling import Sampling
 from tests.distributed.inference_run import cached, generated, order_of_work, scored, whole_weights
 from tests.distributed.layout_cell import LAYERS, SEQUENCE, VOCABULARIES, Cell, oracle

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from megalite.config import ModelConfig, ParallelConfig
-from megalite.config.pipeline_layout import stage_layers
-from megalite.config.pipeline_letters import stages_of_letters
+from megalite.config.pipeline_layout import stage_layers, stages_of_letters
 from megalite.errors import ConfigurationError
 from tests.distributed import megatron_layout
 from tests.harness.rank_pool import RankPools

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from megalite.config.schedules import SHAPES
+from megalite.config.parallel import SHAPES
 from megalite.pipeline.lowering import Reductions, lower
 from megalite.pipeline.schedules import FORWARD_ONLY, SCHEDULES, Action
 from megalite.pipeline.stages import Stages

@@ -12,8 +12,8 @@ from torch import Tensor, randn
 
 from megalite.config import ModelConfig
 from megalite.config.activations import ACTIVATIONS, FLAGS, MEGATRON_ALONE, Activation, flags_by_megatron, megatron_of
-from megalite.config.megatron_flags import ARCHITECTURE, REFUSED
-from megalite.config.validate import model_problems
+from megalite.config.megatron_flags import tables
+from megalite.config.model import model_problems
 from megalite_kernels.activation import FUNCTIONS
 
 MODEL = ModelConfig(num_layers=1, hidden_size=16, num_attention_heads=2, max_position_embeddings=8)
@@ -52,7 +52,7 @@ def test_megatrons_arguments_choose_it_where_it_has_such(row: Activation) -> Non
 
 def test_an_activation_of_megatrons_that_is_no_row_is_refused() -> None:
     assert MEGATRON_ALONE == ["quick_geglu"]
-    assert "quick-geglu" in REFUSED[ARCHITECTURE].split()
+    assert "quick-geglu" in tables()["refused"]["architecture"]["flags"].split()
 
 
 def test_every_function_has_a_row() -> None:

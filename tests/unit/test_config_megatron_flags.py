@@ -11,6 +11,7 @@ from megalite.config import RunConfig, megatron_flags, parse_arguments
 from megalite.config.run import fields_by_name
 from megalite.errors import ConfigurationError
 
+TABLES = megatron_flags.tables()
 MINIMAL = [
     *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "4"),
     *("--seq-length", "8", "--micro-batch-size", "1", "--lr", "0.1"),
@@ -65,7 +66,7 @@ def test_fields_take_as_many_values_as_their_options() -> None:
 
 
 def test_what_is_already_so_is_accepted_with_its_values_and_noted() -> None:
-    flags = [entry.partition("=")[0] for entries in megatron_flags.ALREADY_SO.values() for entry in entries.split()]
+    flags = [entry.partition("=")[0] for entries in TABLES["already_so"].values() for entry in entries.split()]
     plain = parse_arguments(MINIMAL).config
     for flag in flags:
         parsed = parse_arguments([*MINIMAL, f"--{flag}", *values_for(ARITY[flag]), "--swiglu"])
@@ -80,20 +81,20 @@ def test_what_is_already_so_is_accepted_with_its_values_and_noted() -> None:
                 parse_arguments([*MINIMAL, f"--{flag}", "banana"])
 
 
-@pytest.mark.parametrize("flag", megatron_flags.ACCEPTED_VALUES)
+@pytest.mark.parametrize("flag", TABLES["accepted_values"])
 def test_flags_bound_to_some_values_take_those_alone(flag: str) -> None:
-    accepted, reason = megatron_flags.ACCEPTED_VALUES[flag]
-    for value in accepted.split():
+    row = TABLES["accepted_values"][flag]
+    for value in row["values"].split():
         assert parse_arguments([*MINIMAL, f"--{flag}={value}"]).notes == (f"--{flag} {value}: already so",)
     with pytest.raises(ConfigurationError) as refused:
         parse_arguments([*MINIMAL, f"--{flag}", "7"])
-    assert str(refused.value).startswith(f"--{flag} 7: {reason}")
+    assert str(refused.value).startswith(f"--{flag} 7: {megatron_flags.reason(row['why'])}; ")
     with pytest.raises(ConfigurationError, match="needs a value"):
         parse_arguments([*MINIMAL, f"--{flag}"])
 
 
 def test_values_that_stand_for_another_flag() -> None:
-    (flag, values), *others = megatron_flags.VALUE_SHORTHANDS.items()
+    (flag, values), *others = TABLES["value_shorthands"].items()
     assert not others
     for value, arguments in values.items():
         assert parse_arguments([*MINIMAL, f"--{flag}", value]) == parse_arguments([*MINIMAL, *arguments])
@@ -103,8 +104,8 @@ def test_values_that_stand_for_another_flag() -> None:
 
 
 def test_every_refused_option_says_why_and_all_are_named_at_once() -> None:
-    refused = {flag: reason for reason, flags in megatron_flags.REFUSED.items() for flag in flags.split()}
-    refused |= {flag: f"was removed, use {use}" for flag, use in megatron_flags.REMOVED.items()}
+    refused = {flag: row["why"] for row in TABLES["refused"].values() for flag in row["flags"].split()}
+    refused |= {flag: f"was removed, use {use}" for flag, use in TABLES["removed"].items()}
     argv = [token for flag in refused for token in (f"--{flag}", *values_for(ARITY[flag]))]
     with pytest.raises(ConfigurationError) as raised:
         parse_arguments([*MINIMAL, *argv])
@@ -113,15 +114,15 @@ def test_every_refused_option_says_why_and_all_are_named_at_once() -> None:
 
 def test_what_a_removed_flag_points_to_exists() -> None:
     known = {*field_flags(), *megatron_flags.names(), "config"}
-    assert {use.split()[0].removeprefix("--") for use in megatron_flags.REMOVED.values()} <= known
+    assert {use.split()[0].removeprefix("--") for use in TABLES["removed"].values()} <= known
 
 
 def test_values_of_megatron_that_a_field_refuses_say_why() -> None:
-    for flag, reasons in megatron_flags.REFUSED_VALUES.items():
+    for flag, reasons in TABLES["refused_values"].items():
         for value, reason in reasons.items():
             with pytest.raises(ConfigurationError) as raised:
                 parse_arguments([*MINIMAL, f"--{flag}", value])
-            assert str(raised.value) == f"--{flag} {value} {reason}"
+            assert str(raised.value) == f"--{flag} {value} {megatron_flags.reason(reason)}"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_every_flag_of_another_sense_or_spelling_is_in_the_test_above() -> None:
     tested = {case[0] for case in test_flags_of_another_sense_or_spelling_change_their_field.pytestmark[0].args[1]}
     negatives = {name for name in ARITY if name.startswith(("no-", "disable-")) and name in field_flags()}
     last = (megatron_flags.NO_POSITION_EMBEDDING, megatron_flags.USE_MEGATRON_FSDP)
-    assert tested == {"--" + name for name in (*megatron_flags.SHORTHANDS, *last, *negatives)}
+    assert tested == {"--" + name for name in (*TABLES["shorthands"], *last, *negatives)}
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -14,9 +14,9 @@ from megalite.config.pipeline_layout import (
     layout_lines,
     schedule_name,
     stage_layers,
+    stages_of_letters,
     virtual_stages,
 )
-from megalite.config.pipeline_letters import stages_of_letters
 from megalite.errors import ConfigurationError
 from megalite.pipeline.stages import Stages
 

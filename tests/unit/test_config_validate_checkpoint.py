@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megalite.config import CheckpointConfig, parse_arguments
-from megalite.config.validate_checkpoint import checkpoint_problems
+from megalite.config.checkpoint import checkpoint_problems
+from megalite.config.monitoring import logging_problems
 from megalite.config.yaml_file import Sections
 from megalite.errors import ConfigurationError
 from tests.unit.test_config_megatron_flags import MINIMAL
@@ -16,7 +17,8 @@ COURSE = ["--seq-length", "8", "--micro-batch-size", "1", "--lr", "0.1"]
 
 
 def problems(flags: str) -> list[str]:
-    return list(checkpoint_problems(parse_arguments([*MINIMAL, *flags.split()]).config))
+    config = parse_arguments([*MINIMAL, *flags.split()]).config
+    return [*checkpoint_problems(config.checkpoint), *logging_problems(config.logging)]
 
 
 @pytest.mark.parametrize(

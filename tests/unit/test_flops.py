@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.config import ModelConfig
-from megalite.config.layers import LayerSpec
+from megalite.config.model import LayerSpec
 from megalite.training.flops import flops_per_token, peak_flops
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalite.config.layers import LayerSpec
-from megalite.config.model import ModelConfig
+from megalite.config.model import LayerSpec, ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.model.recompute import Recompute
 from megalite.optim import update_rule

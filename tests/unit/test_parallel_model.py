@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.config.layers import LayerSpec
-from megalite.config.model import ModelConfig
+from megalite.config.model import LayerSpec, ModelConfig
 from megalite.config.pipeline_layout import StageLayers
 from megalite.model.batch import MicroBatch, first_keys
 from megalite.model.gpt import GPT, messages

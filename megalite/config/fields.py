@@ -1,0 +1,96 @@
+"""Parts that the dataclasses of options share: the ranges of numbers, and the flags of fields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Annotated, Any, get_args, get_type_hints
+
+from megalite.small_files import shown
+
+
+@dataclass(frozen=True)
+class Range:
+    """Values that a number may have.
+
+    Attributes:
+        words: what it must be.
+        holds: tells if a value is in the range.
+    """
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+def at_most(most: int) -> Range:
+    """Return the range up to `most`, for what is listed or started one by one."""
+    return Range(f"at most {most:,}", lambda value: value <= most)
+
+
+_AT_LEAST_ZERO = Range("at least 0", lambda value: value >= 0)
+PositiveInt = Annotated[int, Range("at least 1", lambda value: value >= 1)]
+NonNegativeInt = Annotated[int, _AT_LEAST_ZERO]
+PositiveFloat = Annotated[float, Range("above 0", lambda value: value > 0)]
+NonNegativeFloat = Annotated[float, _AT_LEAST_ZERO]
+Share = Annotated[float, Range("from 0 to 1", lambda value: 0 <= value <= 1)]
+ShareAboveZero = Annotated[float, Range("above 0, at most 1", lambda value: 0 < value <= 1)]
+ShareBelowOne = Annotated[float, Range("at least 0 and below 1", lambda value: 0 <= value < 1)]
+_FINITE = Range("a finite number", lambda value: isinstance(value, int) or math.isfinite(value))
+_EXACT = Range("at most 2^53", lambda value: isinstance(value, float) or value <= 2**53)
+
+
+def range_problems(section: Any) -> Iterator[str]:
+    """Yield a line for each number of a section that is not in its range."""
+    kind: Any = type(section)
+    for name, ranges in _ranges(kind).items():
+        value = getattr(section, name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            missed = [each.words for each in ranges if not each.holds(value)]
+            if missed:
+                yield f"{flag_of(name)} {shown(value)}: must be {missed[0]}"
+
+
+@cache
+def _ranges(kind: type) -> Mapping[str, Sequence[Range]]:
+    """Return the ranges of each field, which its type names by itself or in a union with None."""
+    found = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        named = [each for option in (hint, *get_args(hint)) for each in getattr(option, "__metadata__", ())]
+        found[name] = (_FINITE, *named, _EXACT)
+    return found
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def changed(section: Any, names: str) -> list[str]:
+    """Return those of the named fields that differ from their defaults; `prefix_*` names all with this prefix."""
+    found = []
+    for field in fields(section):
+        named = any(fnmatchcase(field.name, name) for name in names.split())
+        if named and getattr(section, field.name) != field.default:
+            found.append(field.name)
+    return found
+
+
+def given(section: Any, names: str) -> list[str]:
+    """Return the flags of `changed` fields as they were given."""
+    flags = []
+    for name in changed(section, names):
+        value = getattr(section, name)
+        if isinstance(value, bool):
+            flags.append(flag_of(name) if value else flag_of(f"no_{name}"))
+        else:
+            flags.append(f"{flag_of(name)} {value}")
+    return flags
+
+
+def needs(section: Any, names: str, needed: str) -> Iterator[str]:
+    """Yield a line for each of the named fields that is `changed`."""
+    for name in changed(section, names):
+        yield f"{flag_of(name)} needs {needed}"

@@ -1,0 +1,121 @@
+"""Options of what a run tells of itself: numbers, profiles, and an end if it hangs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalite.config.checkpoint import is_url
+from megalite.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, needs
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Options: where and how often numbers are reported."""
+
+    log_interval: PositiveInt = 100
+    """Steps between lines on the screen."""
+    metrics_path: str | None = None
+    """File that gets one JSON object a step; unset: metrics.jsonl in the run directory."""
+    log_params_norm: bool = False
+    """Record in every step the norm of all parameters, and of each group of parameters that and the gradient's."""
+    log_num_zeros_in_grad: bool = False
+    """Record in every step how many elements of the gradient are zero."""
+    tensorboard_dir: str | None = None
+    """Folder for TensorBoard events."""
+    tensorboard_log_interval: PositiveInt = 1
+    """Steps between those that TensorBoard gets."""
+    log_loss_scale_to_tensorboard: bool = True
+    """TensorBoard gets the loss scale, too."""
+    log_validation_ppl_to_tensorboard: bool = False
+    """Record the perplexity of evaluations, too."""
+    log_world_size_to_tensorboard: bool = False
+    """Record the number of ranks in every step."""
+
+
+@dataclass(frozen=True)
+class ProfilingConfig:
+    """Profiles of chosen steps. `touch DIR/PROFILE` asks a run for a trace of its next steps, without any flag."""
+
+    profile: bool = False
+    """Profile steps profile-step-start + 1 to profile-step-end: for nsys, or with use-pytorch-profiler by torch."""
+    use_pytorch_profiler: bool = False
+    """With profile: write traces by torch's profiler into the run directory, or else into tensorboard-dir."""
+    profile_step_start: NonNegativeInt = 10
+    """Profile the steps after this one."""
+    profile_step_end: PositiveInt = 12
+    """The last step that is profiled."""
+    profile_ranks: tuple[int, ...] = (0,)
+    """Ranks that are profiled."""
+    pytorch_profiler_collect_shapes: bool = False
+    """Traces have the shapes of what operations get."""
+    pytorch_profiler_collect_callstack: bool = False
+    """Traces have the lines of Python that operations come from."""
+    record_shapes: bool = False
+    """The same of the shapes for nsys."""
+    record_memory_history: bool = False
+    """Record what CUDA's allocator gives and takes, and write a snapshot of it every log-interval steps, of
+    profile-ranks, and of any rank that runs out of memory."""
+    memory_snapshot_path: str = "snapshot.pickle"
+    """File of such a snapshot, which gets the rank into its name."""
+    profile_pipeline: PositiveInt | None = None
+    """Step whose measured time line of all pipeline ranks is written to the run directory, as a picture and a trace."""
+
+
+@dataclass(frozen=True)
+class WatchdogConfig:
+    """Watchdog: finds a run that hangs, says which rank is missing, and ends it."""
+
+    watchdog: bool = True
+    """End a run that hangs, and name a rank that dies. A debugger's breakpoint looks like a hang: off, then."""
+    watchdog_min_seconds: PositiveFloat = 120.0
+    """A section of a run (data, step, evaluation, ...) hangs after five times the longest so far, but not before."""
+    timing_interval: NonNegativeInt = 100
+    """Steps between lines that say where ranks spend their time, and which is the slowest; 0: none."""
+
+
+def logging_problems(logging: LoggingConfig) -> Iterator[str]:
+    """Yield a line for each relation that does not hold."""
+    if logging.tensorboard_dir is not None and is_url(logging.tensorboard_dir):
+        yield f"--tensorboard-dir {logging.tensorboard_dir}: TensorBoard's files grow, which needs a folder"
+    metrics = logging.metrics_path
+    if metrics is not None and not is_url(metrics) and os.path.isdir(metrics):
+        yield f"--metrics-path {metrics} is a folder: give a file, as {metrics.rstrip('/')}/metrics.jsonl"
+
+
+def profiling_problems(
+    profiling: ProfilingConfig, save: str | None, tensorboard_dir: str | None, last: int | None, world_size: int
+) -> Iterator[str]:
+    """Yield a line for each relation that does not hold, in a run that ends after the step `last`, if that is known."""
+    step = profiling.profile_pipeline
+    if step is not None and save is None:
+        yield f"--profile-pipeline {step} needs --save, the run directory"
+    elif step is not None and save is not None and is_url(save):
+        yield f"--profile-pipeline {step} writes files into --save, which must be a folder, not {save}"
+    if step is not None and last is not None and step > last:
+        yield f"--profile-pipeline {step} is beyond --train-iters {last}"
+    if not profiling.profile_ranks:
+        yield "--profile-ranks names no rank"
+    for rank in profiling.profile_ranks:
+        if not 0 <= rank < world_size:
+            yield f"--profile-ranks {rank}: there are ranks 0 to {world_size - 1}"
+    start, end = profiling.profile_step_start, profiling.profile_step_end
+    if not profiling.profile:
+        yield from needs(profiling, "use_pytorch_profiler profile_step_start profile_step_end", "--profile")
+    elif end <= start:
+        yield f"--profile-step-end {end} is not after --profile-step-start {start}"
+    elif last is not None and end > last:
+        yield f"--profile-step-end {end} is beyond --train-iters {last}"
+    by_torch = profiling.profile and profiling.use_pytorch_profiler
+    if by_torch and save is None and tensorboard_dir is None:
+        yield "--use-pytorch-profiler needs --save or --tensorboard-dir, where the traces go"
+    # With --save a trace may be asked for by DIR/PROFILE.
+    if not by_torch and save is None:
+        yield from needs(profiling, "pytorch_profiler_collect_*", "--profile --use-pytorch-profiler, or --save")
+    if not profiling.profile or by_torch:
+        yield from needs(profiling, "record_shapes", "--profile without --use-pytorch-profiler, which is for nsys")
+    if not profiling.record_memory_history:
+        yield from needs(profiling, "memory_snapshot_path", "--record-memory-history")
+        if not profiling.profile and save is None:
+            yield from needs(profiling, "profile_ranks", "--profile or --save")
