@@ -12,7 +12,7 @@ class CorruptFileError(CorruptCheckpointError):
     """File of a checkpoint, or a tensor in it, that is not as it was written."""
 
     def __init__(self, path: AnyPath, problem: str, tensor: str | None = None) -> None:
-        advice = "Load another checkpoint; tools/checkpoint/inspect.py --verify lists all that is damaged"
+        advice = "Load another checkpoint; megalite-inspect-checkpoint --verify lists all that is damaged"
         super().__init__(f"{path}: {problem}. {advice}")
         self.file, self.problem, self.tensor = path.name, problem, tensor
 

@@ -230,7 +230,7 @@ def read_manifest(path: AnyPath) -> Manifest:
 def of_others(path: AnyPath) -> str:
     """Return the end of a message: what to do with a folder that Megatron-LM has written; empty for all others."""
     if isinstance(path, Path) and ((path / ".metadata").is_file() or any(path.glob("mp_rank_*"))):
-        return "; one of Megatron-LM is brought in by tools/checkpoint/convert.py --loader megatron"
+        return "; one of Megatron-LM is brought in by megalite-convert --loader megatron"
     return ""
 
 

@@ -100,9 +100,7 @@ def main() -> None:
 def check(arguments: Arguments) -> None:
     """Raise ConfigurationError for flags that do not go together."""
     if arguments.loader == arguments.saver:
-        raise ConfigurationError(
-            "--loader and --saver are one: tools/checkpoint/reshard.py rewrites a checkpoint of megalite"
-        )
+        raise ConfigurationError("--loader and --saver are one: megalite-reshard rewrites a checkpoint of megalite")
     for name, savers in (
         ("target_tensor_parallel_size", ("megalite", "megatron")),
         ("target_pipeline_parallel_size", ("megalite",)),

@@ -30,7 +30,7 @@ class Arguments(TokenizerFlags):
     verify: bool = False
     """Check every entry of the index, every checksum that is recorded, and every token."""
     vocab_size: int | None = None
-    """Vocabulary size, as for tools/preprocess_data.py."""
+    """Vocabulary size, as for megalite-preprocess."""
     config: str | None = None
     """The config.yaml that a run wrote."""
     sample: int | None = None

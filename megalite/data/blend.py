@@ -185,7 +185,7 @@ class BlendedDataset(Generic[Sample]):
         data_path: str,
     ) -> None:
         if len(datasets) > np.iinfo(np.int16).max:
-            raise DataError(f"a blend of {len(datasets)} prefixes: at most 32767, merge some (tools/merge_datasets.py)")
+            raise DataError(f"a blend of {len(datasets)} prefixes: at most 32767, merge some (megalite-merge-datasets)")
         self.datasets = datasets
         lengths = [len(dataset) for dataset in datasets]
         if weights is None and size > sum(lengths):

@@ -27,7 +27,7 @@ class BadRecord(NamedTuple):
     def error(self) -> DataError:
         """Return the error that ends a run which must not leave a record out."""
         return DataError(
-            f"{self.place}: {self.reason}. Correct or remove it; tools/preprocess_data.py --skip-bad-lines leaves such "
+            f"{self.place}: {self.reason}. Correct or remove it; megalite-preprocess --skip-bad-lines leaves such "
             "lines out"
         )
 

@@ -232,7 +232,7 @@ def _read_header(path: Path, index: np.ndarray) -> tuple[np.dtype[Any], int, int
 def _damaged(path: Path, expected: str, found: str) -> NoReturn:
     raise DataError(
         f"{path} is damaged or was not written as a Megatron token file: expected {expected}, found {found}. "
-        "Copy the .bin and .idx again from where they came, or run tools/preprocess_data.py again."
+        "Copy the .bin and .idx again from where they came, or run megalite-preprocess again."
     )
 
 
@@ -241,7 +241,7 @@ def _unreadable(path: Path, error: OSError | ValueError) -> NoReturn:
     what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({reason(error)})"
     raise DataError(
         f"{path} {what}. A data path is the common prefix of a .bin and a .idx file, without the suffix, "
-        "as tools/preprocess_data.py prints it."
+        "as megalite-preprocess prints it."
     ) from error
 
 

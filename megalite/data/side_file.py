@@ -74,7 +74,7 @@ def read_side_file(prefix: str | Path) -> Record | None:
         refuse_too_many_open_files(error)
         raise DataError(
             f"{path} cannot be read as the record of a token file ({reason(error)}): copy "
-            "it again, run tools/preprocess_data.py again, or remove it to skip the checks"
+            "it again, run megalite-preprocess again, or remove it to skip the checks"
         ) from error
 
 

@@ -26,7 +26,7 @@ REST = 3.0
 time."""
 PIECE = 1 << 20
 """Bytes that are read at a time."""
-AGAIN = "Copy the three files again from where they came, or run tools/preprocess_data.py again."
+AGAIN = "Copy the three files again from where they came, or run megalite-preprocess again."
 
 Advance = Callable[[int], None]
 """Function that is called with the number of bytes after each piece."""

@@ -1,4 +1,4 @@
-"""Flags of tools/doctor.py itself, and findings: what is wrong, on which node, and whether the run can start."""
+"""Flags of megalite-doctor itself, and findings: what is wrong, on which node, and whether the run can start."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def read_token_files(
 def read_texts(
     files: Sequence[str], json_keys: Sequence[str], tokenizer: Tokenizer, limit: float | None = None
 ) -> list[Documents]:
-    """Return the documents of each file, of all kinds that `tools/preprocess_data.py` reads: one per field of a record.
+    """Return the documents of each file, of all kinds that `megalite-preprocess` reads: one per field of a record.
 
     `limit`: as in `read_token_files`.
     Raises DataError if a file cannot be read, a record is no document, or there are no tokens.

@@ -165,7 +165,7 @@ def hang(
     lines += [finding.text for finding in report.findings if not finding.cause][:_CONSEQUENCES]
     lines = list(map(printable_line, lines))
     if folder is not None:
-        lines.append(f"more of each rank: python tools/hang_report.py {folder}")
+        lines.append(f"more of each rank: megalite-hang-report {folder}")
     return "\n  ".join([*lines, _GO_ON])
 
 

@@ -129,7 +129,7 @@ def test_a_load_that_would_silently_begin_with_random_weights_is_refused(run: Ru
     foreign.mkdir()
     (foreign / ".metadata").touch()
     assert f"--load {foreign} was not written by megalite: it has a .metadata, but no manifest.json" in error(foreign)
-    assert "tools/checkpoint/convert.py --loader megatron" in error(foreign)
+    assert "megalite-convert --loader megatron" in error(foreign)
     none = tmp_path / "none"
     assert f"--finetune: --load {none} holds no checkpoint to take weights from" in error(none, "--finetune")
 

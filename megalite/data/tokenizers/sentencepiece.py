@@ -34,7 +34,7 @@ class SentencePieceTokenizer:
     def __init__(self, model_path: str, fast_encoding: FastEncoding = "auto") -> None:
         from sentencepiece import SentencePieceProcessor
 
-        what = "the .model file that tools/train_tokenizer.py or the model's publisher wrote"
+        what = "the .model file that megalite-train-tokenizer or the model's publisher wrote"
         self._model = read_tokenizer_file(model_path, "--tokenizer-model", what)
         self._fast_encoding = fast_encoding
         try:
@@ -46,7 +46,7 @@ class SentencePieceTokenizer:
         if self.eod < 0:
             raise DataError(
                 f"{model_path} has no end-of-sequence token, which ends documents: train it with an eos_id, as "
-                "tools/train_tokenizer.py does"
+                "megalite-train-tokenizer does"
             )
 
     def encode(self, text: str) -> list[int]:

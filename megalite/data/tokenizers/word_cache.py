@@ -3,7 +3,7 @@
 SentencePiece writes a space as U+2581 and merges neighbours into pieces of its vocabulary, best score first. If no
 piece has two given characters side by side, no merge ever reaches across them: the text before and the text after do
 not influence each other, and a text may be cut there. In nearly every model that holds for a space after another
-character, and in many (Llama's, and those of tools/train_tokenizer.py) for a letter next to a character that is not a
+character, and in many (Llama's, and those of megalite-train-tokenizer) for a letter next to a character that is not a
 letter. So the tokens of a text are those of its words, each with the spaces before it: the same tokens, in half the
 time or less, since most words are not new.
 
