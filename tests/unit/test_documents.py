@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
@@ -64,3 +65,26 @@ def test_files_and_tests_that_are_named_exist(document: str) -> None:
     for path, test in PATH.findall((ROOT / document).read_text()):
         assert (ROOT / path).exists(), f"{document} names {path}"
         assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{document} names {path}::{test}"
+
+
+def test_the_readme_tells_how_many_lines_there_are() -> None:
+    def lines(*places: str) -> int:
+        paths = [
+            path for place in places for path in ((ROOT / place).rglob("*.py") if "." not in place else [ROOT / place])
+        ]
+        return sum(len(path.read_text().splitlines()) for path in paths)
+
+    def packages(names: str) -> list[str]:
+        return [f"megalite/{name}" for name in names.split()]
+
+    step = packages("parallel model pipeline optim")
+    of_training = [f"megalite/training/{name}.py" for name in "trainer loop loss_terms batches builder".split()]
+    actual = [
+        lines(*step, *of_training),
+        lines(*step, *packages("config data checkpoint training")),
+        lines("megalite", "kernels", "tools", "pretrain_gpt.py"),
+    ]
+    told = re.search(r"about ([\d,]+) lines:.*?about ([\d,]+), and all of .*? ([\d,]+)\.", README, re.DOTALL)
+    assert told is not None
+    for stated, number in zip(told.groups(), actual, strict=True):
+        assert abs(int(stated.replace(",", "")) - number) <= 0.03 * number, f"README says {stated}, there are {number}"
