@@ -78,7 +78,7 @@ def test_the_readme_tells_how_many_lines_there_are() -> None:
         return [f"megalite/{name}" for name in names.split()]
 
     step = packages("parallel model pipeline optim")
-    of_training = [f"megalite/training/{name}.py" for name in "trainer loop loss_terms batches builder".split()]
+    of_training = [f"megalite/training/{name}.py" for name in ["trainer", "loop", "loss_terms", "batches", "builder"]]
     actual = [
         lines(*step, *of_training),
         lines(*step, *packages("config data checkpoint training")),
