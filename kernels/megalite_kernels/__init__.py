@@ -1,4 +1,4 @@
-"""The fused operations of a training step, one file an op with its kernels beside it.
+"""Fused operations of a training step. Each operation has one file, and its Triton kernels are in a second file.
 
-Which implementation runs is decided here alone.
+Only this package decides which implementation runs.
 """

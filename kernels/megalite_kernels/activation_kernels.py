@@ -121,7 +121,7 @@ def activate_backward(
             tl.store(place + WIDTH, tl.sum(up_sum, 0), mask=column < WIDTH)
 
 
-# ------------------------------------------------------------------------------------------------- what launches them
+# ------------------------------------------------------------------------------------------------- launchers
 
 
 class Activation(torch.autograd.Function):

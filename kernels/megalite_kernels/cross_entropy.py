@@ -113,7 +113,7 @@ def _chunks(logits: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, tokens, step)]
 
 
-# ------------------------------------------------------------------------------------------------- what is called
+# ------------------------------------------------------------------------------------------------- public functions
 
 
 def statistics(logits: Tensor, labels: Tensor, columns: Columns, options: LossOptions) -> Tensor:

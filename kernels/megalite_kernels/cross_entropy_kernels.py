@@ -124,7 +124,7 @@ def _gradient(
     tl.store(place, gradient.to(logits.dtype.element_ty), mask=column < WIDTH)
 
 
-# ------------------------------------------------------------------------------------------------- what launches them
+# ------------------------------------------------------------------------------------------------- launchers
 
 
 def launch_statistics(logits: Tensor, labels: Tensor, columns: Columns, options: LossOptions) -> Tensor:

@@ -108,7 +108,7 @@ def _masked(input: Tensor, kept: Tensor, mask: DropoutMask) -> Tensor:
     return kept.to(input.dtype).mul_(input).mul_(mask.scale)
 
 
-# ------------------------------------------------------------------------------------------------- what is called
+# ------------------------------------------------------------------------------------------------- public functions
 
 
 def drop(input: Tensor, mask: DropoutMask, *, dimension: int) -> Tensor:

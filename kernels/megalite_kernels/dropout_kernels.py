@@ -55,7 +55,7 @@ def _drop(
     tl.store(output + place, found.to(output.dtype.element_ty), mask=inside)
 
 
-# ------------------------------------------------------------------------------------------------- what launches it
+# ------------------------------------------------------------------------------------------------- launchers
 
 
 class Dropped(torch.autograd.Function):

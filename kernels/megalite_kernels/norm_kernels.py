@@ -172,7 +172,7 @@ def normalize_backward(
             tl.store(bias_sums + place, tl.sum(bias_sum[start // COLUMNS], 0), mask=start + own_column < WIDTH)
 
 
-# ------------------------------------------------------------------------------------------------- what launches them
+# ------------------------------------------------------------------------------------------------- launchers
 
 
 class Norm(torch.autograd.Function):

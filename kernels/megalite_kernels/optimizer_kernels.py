@@ -207,7 +207,7 @@ def _sum_squares(
     tl.store(scales + first + block, scale, mask=written)
 
 
-# ------------------------------------------------------------------------------------------------- what launches them
+# ------------------------------------------------------------------------------------------------- launchers
 
 
 def launch_adamw_(flat: Flat, average: Moment, squares: Moment, by: AdamW) -> None:

@@ -117,7 +117,7 @@ def dequantize_reference(codes: Tensor, scales: Tensor, block: int, dtype: torch
     return (codes.float() * scales.repeat_interleave(block)[: len(codes)]).to(dtype)
 
 
-# ------------------------------------------------------------------------------------------------- what is called
+# ------------------------------------------------------------------------------------------------- public functions
 
 
 def quantize(

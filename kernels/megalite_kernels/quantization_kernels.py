@@ -118,7 +118,7 @@ def _dequantize(
     tl.store(values + place, x.to(values.dtype.element_ty), mask=inside)
 
 
-# ------------------------------------------------------------------------------------------------- what launches them
+# ------------------------------------------------------------------------------------------------- launchers
 
 
 def launch_quantize(

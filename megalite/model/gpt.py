@@ -149,7 +149,7 @@ class GPT(nn.Module):
         return LayerContext(rotary, windowed_rotary, masks, micro_batch.key, layout, rows, cache)
 
     def _mask(self, micro_batch: MicroBatch, window: int | None) -> Mask:
-        """Make the attention mask of layers with this window. It selects the keys of the sample that each token sees."""
+        """Make the attention mask of layers with this window: the keys of the sample that each token sees."""
         config, batch, layout = self.config, micro_batch.tokens.shape[0], micro_batch.layout
         causal = micro_batch.first_keys is None and (window is None or window >= layout.length - 1)
         if causal and layout.is_whole and config.attn_logit_softcapping is None:

@@ -39,7 +39,7 @@ class Pending:
     work: Any
     finish: Callable[[], Tensor]
     waits: WaitTimer | None = None
-    """Counter to which the time spent waiting is added."""
+    """Timer to which the time spent waiting is added."""
 
     def wait(self, what: str = "a collective failed", *details: object) -> Tensor:
         """Wait for the collective and return its result.

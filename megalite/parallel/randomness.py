@@ -67,7 +67,7 @@ def dropout(input: Tensor, probability: float, key: RandomKey, site: Site, rows:
     """Zero elements of [sequence, batch, hidden] with `probability` and scale the rest. Does nothing at 0.
 
     Args:
-        rows: positions in the sample of the input's sequence.
+        rows: indices in the sample of the tokens in `input`.
     """
     if probability == 0.0:
         return input
