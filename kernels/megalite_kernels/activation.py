@@ -117,5 +117,5 @@ FUNCTIONS = {each.__name__: each for each in (gelu, exact_gelu, squared_relu, sw
 
 
 def soft_cap(input: Tensor, cap: float) -> Tensor:
-    """Compute cap * tanh(input / cap): close to the input if it is small, and never beyond the cap (arXiv:2408.00118)."""
+    """Compute cap * tanh(input / cap): close to small inputs, and never beyond the cap (arXiv:2408.00118)."""
     return torch.tanh(input / cap) * cap

@@ -164,7 +164,7 @@ def attention_with_lse(
         output, more = _in_blocks(query, key, value, mask, scale, cap, return_aux=AuxRequest(lse=True))
         return output, more.lse
     mask = _causal(query, key) if mask is None else mask
-    # The softmax over no keys is NaN, and so is its gradient. Such rows see all keys instead, and are masked afterwards.
+    # A softmax over no keys is NaN, and so is its gradient. Such queries see all keys here, and are masked afterwards.
     blind = ~mask.any(dim=-1, keepdim=True)
     scores = _scores(query, key, mask | blind, scale, cap)
     lse = scores.logsumexp(dim=-1).masked_fill(blind.squeeze(-1), -math.inf)

@@ -101,6 +101,7 @@ def quantize_reference(
     scaled = (blocks.abs() * inverses[:, None]).clamp(max=largest)
     exponent = (scaled.view(torch.int32) >> 23).clamp(min=127 + lowest)
     fraction = 0 if seed is None else 14
+    # Adding the float `unit` rounds to a whole number of steps (of 2^-14 steps if stochastic), found in the low bits.
     unit = (exponent - mantissa + 23 - fraction) << 23
     steps = (scaled + unit.view(torch.float32)).view(torch.int32) - unit
     if seed is not None:
