@@ -1,4 +1,4 @@
-"""Fused operations of a training step. Each operation has one file, and its Triton kernels are in a second file.
+"""Fused operations of a training step: one file per operation, with Triton kernels in files `..._kernels.py`.
 
 Only this package decides which implementation runs.
 """

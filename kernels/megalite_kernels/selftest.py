@@ -1,11 +1,12 @@
-"""Test of the kernels on this machine's GPU: that results are right, and how near they come to its bandwidth.
+"""Test of the kernels on this machine's GPU: correct results, and bandwidth relative to a plain copy.
 
     python -m megalite_kernels.selftest [--only WORD] [--numbers]
 
-Each operation runs at the sizes of `megalite_kernels.cases` and is compared, outputs and gradients, with itself in
-float64, which never runs as kernels; two runs must have the same bits. Then each is timed beside a copy. Exit code 0:
-all is right; 1: a number is wrong; 2: there is no GPU, or no Triton. `--device cpu` tries the numbers alone in Triton's
-interpreter, which has no bf16.
+Each operation runs at the sizes of `megalite_kernels.cases`. Its outputs and gradients are compared with those of the
+reference in float64, and two runs must give the same bits. Then its bandwidth is compared with that of a copy.
+`--device cpu` only checks results, in Triton's interpreter, which does not support bf16.
+
+Exit code 0: all results are right; 1: a result is wrong; 2: there is no GPU, or no Triton.
 """
 
 from __future__ import annotations

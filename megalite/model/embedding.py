@@ -47,6 +47,7 @@ class Embedding(nn.Module):
             self.position = context.parameter(context.replicated(position))
         self.scale = None
         if config.scale_embeddings:
+            # Rounded to the dtype of the weights, as in Hugging Face's Gemma.
             self.scale = torch.tensor(math.sqrt(config.hidden_size), dtype=context.dtype).item()
         self.dropout = config.hidden_dropout
         self.shard = context.shard

@@ -35,7 +35,7 @@ LOGITS = "logits"
 
 
 class GPT(nn.Module):
-    """A GPT-2- or Llama-style language model, selected by the configuration; one pipeline stage of it, or all."""
+    """A GPT-2- or Llama-style language model, selected by the configuration: the full model or one pipeline stage."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ def make_deterministic(enabled: bool) -> None:
     """
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS for reproducible results
-    if enabled != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler: a second
+    if enabled != torch.are_deterministic_algorithms_enabled():  # the call imports the compiler, which takes a second
         torch.use_deterministic_algorithms(enabled)
 
 

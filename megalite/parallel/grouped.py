@@ -84,7 +84,7 @@ def _experts(sharding: Sharding) -> int:
 
 
 def _matrices(weight: Tensor, input: Tensor, offsets: Sequence[int]) -> Tensor:
-    """[experts, out, in]"""
+    """View the weight as [experts, out, in]."""
     return weight.view(len(offsets) - 1, -1, input.shape[1])
 
 

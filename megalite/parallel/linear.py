@@ -51,7 +51,7 @@ def _gather_later(split: Tensor, group: Group) -> Callable[[], Tensor]:
 
 
 class _ColumnParallel(torch.autograd.Function):
-    """input [sequence (/ size), batch, in], weights [out_i, in] -> [sequence, batch, sum of out_i]."""
+    """Product of input [sequence (/ size), batch, in] and weights [out_i, in]: [sequence, batch, sum of out_i]."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: Group, sequence_parallel: bool, use: int, *weights: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 class _RowParallel(torch.autograd.Function):
-    """input [sequence, batch, in / size], weight [out, in / size] -> [sequence (/ size), batch, out]."""
+    """Product of input [sequence, batch, in / size] and weight [out, in / size]: [sequence (/ size), batch, out]."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, group: Group, sequence_parallel: bool) -> Tensor:

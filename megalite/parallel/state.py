@@ -27,7 +27,7 @@ class State(nn.Module):
         super().__init__()
         self.sharding = sharding
         self.values = torch.empty(sharding.local_shape, dtype=dtype, device=device)
-        """Contiguous."""
+        """The tensor, contiguous."""
         self.begin()
 
     @torch.no_grad()
