@@ -86,7 +86,7 @@ class Block(nn.Module):
         """Run the block on the hidden states plus the previous layer's branch.
 
         Both are [sequence (/ size under sequence parallelism), batch, hidden]. They are passed separately so that the
-        addition is fused with the norm after it. The first block of a stage gets no branch.
+        addition is fused with the norm after it. `branch` is None in the first block of a stage or recomputed run.
         """
         probability = self.dropout if self.training else 0.0
         normed, hidden = (self.input_norm(hidden), hidden) if branch is None else self.input_norm(branch, hidden)
